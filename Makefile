@@ -1,0 +1,83 @@
+# make demo    set up, then push the weights of a training model into rollout workers
+# make test    set up, then run every test
+# make bench   set up, then measure everything beside peers and floors (bench-results/)
+# make lint    formats, lints and types;  make docs   the documentation site (site/)
+# make wheel   a wheel in dist/;          make clean  forget all set-up
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := .make
+EXTRA ?=
+
+# uv doesn't read pip's settings; whoever has set an index for pip wants it here too.
+ifdef PIP_INDEX_URL
+export UV_INDEX_URL ?= $(PIP_INDEX_URL)
+endif
+export UV_LINK_MODE ?= copy
+
+NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
+
+.PHONY: demo test test-rust test-python bench lint docs wheel fuzz loom clean setup
+.DELETE_ON_ERROR:
+
+demo: $(DONE)/native
+	$(BIN)/fabric-ray demo weights $(ARGS)
+
+test: test-rust test-python
+
+test-rust: $(DONE)/tools
+	cd native && cargo test --workspace --exclude fabric-python --quiet
+
+test-python: $(DONE)/native
+	$(BIN)/python -m pytest -q $(ARGS)
+
+bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
+	$(BIN)/python -m benchmarks run $(ARGS)
+
+lint: $(DONE)/native
+	cd native && cargo fmt --all --check
+	cd native && cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest fabric_ray._native
+
+docs: $(DONE)/native $(DONE)/docs
+	$(BIN)/mkdocs build --strict --site-dir site
+
+wheel: $(DONE)/venv
+	$(BIN)/maturin build --release --strip --out dist
+
+# Exhaustive interleavings of the lock-free parts.
+loom: $(DONE)/tools
+	cd native && RUSTFLAGS="--cfg loom" cargo test -p fabric-engine --release --target-dir target/loom --lib loom
+
+setup: $(DONE)/native
+
+$(DONE)/tools: scripts/check-tools native/Cargo.toml
+	@PYTHON=$(PYTHON) scripts/check-tools
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/venv: $(DONE)/tools pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.5,<1"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra dev
+	@touch $@
+
+$(DONE)/native: $(DONE)/venv $(NATIVE)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv --quiet
+	@touch $@
+
+$(DONE)/perf: $(DONE)/tools $(NATIVE)
+	cd native && cargo build --release --quiet -p fabric-perf
+	@touch $@
+
+$(DONE)/bench $(DONE)/docs: $(DONE)/venv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra $(notdir $@)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(DONE) build dist site native/target native/fuzz/target
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -f fabric_ray/*.so

@@ -1,0 +1,1 @@
+"""Benchmarks that print the physical floor and every installed peer beside our own figure."""

@@ -1,0 +1,62 @@
+"""Two results side by side: what got faster, what got slower, and against whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.results import Figure, Report, Row, load
+from benchmarks.harness.table import number, ratio
+
+
+def compare(before: Path, after: Path, console: Console, *, contender: str | None = None) -> None:
+    """Print both figures of every case that both results have.
+
+    The last column holds the change against the floor of each run, which is what is left when the
+    machine itself was faster or slower that day.
+
+    Raises:
+        ValueError: when a file is not a result, or they share no case.
+    """
+    old, new = load(before), load(after)
+    pairs = [(row, later) for row in old.rows for later in new.rows if row.key == later.key]
+    if not pairs:
+        raise ValueError(f"{before} and {after} have no case in common")
+    table = Table(pad_edge=False)
+    for heading in ("case", "contender"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (before.stem, after.stem, "speed", "speed over floor"):
+        table.add_column(heading, justify="right")
+    for earlier, later in pairs:
+        for figure in earlier.figures:
+            other = later.figure(figure.contender)
+            if other is not None and contender in (None, figure.contender):
+                table.add_row(*_cells(earlier, figure, other))
+    console.print(table)
+    _print_machines(old, new, console)
+
+
+def _cells(row: Row, old: Figure, new: Figure) -> tuple[str, ...]:
+    faster = old.median / new.median if row.unit == "us" else new.median / old.median
+    steady = new.of_floor / old.of_floor if new.of_floor and old.of_floor else None
+    return (
+        f"{row.key}  {row.unit}",
+        old.contender,
+        number(old.median, row.unit),
+        number(new.median, row.unit),
+        ratio(faster),
+        ratio(steady),
+    )
+
+
+def _print_machines(old: Report, new: Report, console: Console) -> None:
+    for name in ("cpu", "cores", "kernel"):
+        was, now = getattr(old.machine, name), getattr(new.machine, name)
+        if was != now:
+            console.print(f"[yellow]different {name}[/]: {was} and {now}")
+    for name in sorted(old.machine.versions.keys() | new.machine.versions.keys()):
+        was, now = old.machine.versions.get(name, "none"), new.machine.versions.get(name, "none")
+        if was != now:
+            console.print(f"different {name}: {was} and {now}", highlight=False)

@@ -1,0 +1,1 @@
+"""One file per contender: the floors, the peers and ourselves."""

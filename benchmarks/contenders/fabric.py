@@ -1,0 +1,160 @@
+"""Ourselves: the engine in Rust between two processes, and from Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import msgspec
+
+from benchmarks.contenders import perf
+from benchmarks.harness.cases import MIB, Case
+from benchmarks.harness.contender import Contender, ContenderError, Effort, Family, Measurement
+from benchmarks.harness.pair import PairContender
+
+_BATCH = 64
+_REST_US = 1000
+_ROLES = "benchmarks.contenders.fabric_python"
+_WAITERS = ("poll-python", "callback-python", "asyncio", "parked")
+_NOTICES = {"spin-native": "spin", "callback-native": "callback", "parked": "wait"}
+
+
+class FabricRust:
+    """`fabric-perf engine serve`: no Python between the engine and the clock."""
+
+    family: Family = "ours"
+    obtain = perf.OBTAIN
+
+    def __init__(self, name: str, *, threads: int = 1, batch: bool = False) -> None:
+        self.name = name
+        self.threads = threads
+        self._batch = batch
+        self._service: perf.Service | None = None
+
+    def available(self) -> str | None:
+        return perf.missing()
+
+    def supports(self, case: Case) -> bool:
+        if self._batch:
+            return case.operation == "rate" and case.language == "native"
+        if self.threads > 1:
+            large = case.operation == "write" and case.bytes >= 32 * MIB
+            return large and case.link == "shm" and case.memory == "library"
+        if case.operation == "latency":
+            return case.waiter in _NOTICES
+        if case.operation == "rate":
+            return case.language == "native"
+        return case.operation in ("write", "pages")
+
+    def describe(self, case: Case) -> str:
+        if case.operation == "rate":
+            return f"{_BATCH} writes a submit" if self._batch else "one write a submit"
+        if case.operation == "latency":
+            how = {"spin": "polls its counter", "callback": "has a callback", "wait": "waits"}
+            return f"the receiver {how[_NOTICES[case.waiter or 'parked']]}"
+        copying = "the writing thread copies" if self.threads == 1 else "two threads copy"
+        how = {"shm": "shared memory", "tcp": "two streams"}[case.link]
+        if case.memory == "ordinary":
+            how = "process_vm_writev"
+        return f"{how}, {copying if case.link == 'shm' else 'the worker sends'}"
+
+    def start(self, case: Case) -> None:
+        arguments = ["engine", "serve", "--transport", case.link]
+        arguments += ["--copy-threads", str(self.threads), "--region", str(case.region)]
+        if case.memory == "ordinary":
+            arguments.append("--foreign")
+        if self._service is not None and self._service.arguments == tuple(arguments):
+            return
+        self.stop()
+        self._service = perf.Service(arguments)
+
+    def verify(self, case: Case) -> bool:
+        """The receiving process zeroes its region before and compares all of it afterwards."""
+        effort = Effort(operations=min(case.operations, 64), samples=1)
+        self._ask(case, effort, verify=True)
+        return True
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        return Measurement(seconds=self._ask(case, effort))
+
+    def pause(self) -> None:
+        """Both processes park by themselves."""
+
+    def resume(self) -> None:
+        return
+
+    def stop(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()
+
+    def _ask(self, case: Case, effort: Effort, **extra: Any) -> list[float]:
+        if self._service is None:
+            raise ContenderError(f"{self.name} is not running")
+        reply = self._service.ask(
+            {**self._request(case), **msgspec.structs.asdict(effort), **extra}
+        )
+        if reply["transport"] != case.link:
+            raise ContenderError(f"it went over {reply['transport']}, not over {case.link}")
+        seconds: list[float] = reply["seconds"]
+        return seconds
+
+    def _request(self, case: Case) -> dict[str, Any]:
+        request = {"bytes": case.bytes, "temperature": case.temperature}
+        match case.operation:
+            case "rate" if self._batch:
+                return {**request, "kind": "batch", "pages": _BATCH}
+            case "rate":
+                return {**request, "kind": "rate"}
+            case "pages":
+                return {**request, "kind": "pages", "pages": case.pages}
+            case "latency" if case.waiter == "spin-native":
+                return {**request, "kind": "echo"}
+            case "latency":
+                notice = _NOTICES[case.waiter or "parked"]
+                rest = _REST_US if case.waiter == "parked" else 0
+                return {**request, "kind": "write", "notice": notice, "rest_us": rest}
+            case _:
+                return {**request, "kind": "write"}
+
+
+class FabricPython(PairContender):
+    family: Family = "ours"
+    obtain = "make setup"
+    target = f"{_ROLES}:Target"
+    pausable = False  # both ends park by themselves
+
+    def __init__(self, name: str, *, batch: bool = False) -> None:
+        super().__init__()
+        self.name = name
+        self._batch = batch
+        self.sender = f"{_ROLES}:{'BatchSender' if batch else 'Sender'}"
+
+    def available(self) -> str | None:
+        found = importlib.util.find_spec("fabric_ray._native")
+        return None if found else "the native core is not built"
+
+    def supports(self, case: Case) -> bool:
+        if case.operation == "rate":
+            return case.language == "python"
+        if self._batch:
+            return False
+        if case.operation == "latency":
+            return case.waiter in _WAITERS
+        return case.operation in ("write", "pages")
+
+    def describe(self, case: Case) -> str:
+        if case.operation == "rate":
+            return f"prepared batches of {_BATCH}" if self._batch else "one write a call"
+        if case.operation == "latency":
+            return "Python at both ends"
+        return "Python at both ends, one copying thread"
+
+
+CONTENDERS: list[Contender] = [
+    FabricRust("fabric-rust"),
+    FabricRust("fabric-rust x2", threads=2),
+    FabricRust("fabric-rust batch", batch=True),
+    FabricPython("fabric-python"),
+    FabricPython("fabric-python batch", batch=True),
+]

@@ -1,0 +1,147 @@
+"""The physical floor: the best of the plain ways to move the same bytes, in the same turn.
+
+It is measured by `fabric-perf floor serve` (see `perf.Service`).
+A request names a `kind` (copy, pages, cma, flag, futex, ring, tcp-stream, tcp-pingpong, tcp-wake,
+tcp-records), `bytes`, `pages`, `operations`, `batches`, `region`, and where they apply `routine`,
+`threads`, `temperature`, `memory` (shared or private), `wait` (spin or block), `socket_buffer` and
+`iovecs`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Any
+
+from benchmarks.contenders import perf
+from benchmarks.harness import stats
+from benchmarks.harness.cases import MIB, Case
+from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+
+Candidates = dict[str, dict[str, Any]]
+
+
+class Floor:
+    """The best plain copy, signal or socket loop with `threads` copying threads."""
+
+    family: Family = "floor"
+    obtain = perf.OBTAIN
+
+    def __init__(self, threads: int = 1) -> None:
+        self.name = "floor" if threads == 1 else f"floor x{threads}"
+        self.threads = threads
+        self._service: perf.Service | None = None
+        self._routines: list[str] = []
+
+    def available(self) -> str | None:
+        if missing := perf.missing():
+            return missing
+        cores = len(os.sched_getaffinity(0))
+        if cores < self.threads:
+            return f"needs {self.threads} cores, {cores} are allowed"
+        return None
+
+    def supports(self, case: Case) -> bool:
+        if self.threads == 1:
+            return case.operation != "push"
+        shared = case.link == "shm" and case.memory == "library"
+        return case.operation == "write" and shared and case.bytes >= MIB
+
+    def describe(self, case: Case) -> str:
+        if case.operation in ("latency", "rate"):
+            return "no payload protocol around it"
+        return "best of the candidates in each turn"
+
+    def start(self, case: Case) -> None:
+        if self._service is not None:
+            return
+        self._service = perf.Service(["floor", "serve"])
+        program = perf.find_program() or ""
+        listed = subprocess.run(
+            [program, "floor", "routines"], capture_output=True, text=True, check=False
+        )
+        self._routines = listed.stdout.split()
+
+    def verify(self, case: Case) -> bool:
+        """The program's own tests cover its copies."""
+        return False
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        candidates = self._candidates(case)
+        share = max(1, effort.samples // len(candidates))
+        runs = {
+            name: self._ask(
+                {
+                    "bytes": case.bytes,
+                    "pages": case.pages,
+                    "temperature": case.temperature,
+                    "region": case.region,
+                    "threads": self.threads,
+                    "operations": effort.operations,
+                    "batches": share,
+                    **extra,
+                }
+            )
+            for name, extra in candidates.items()
+        }
+        parts = {name: stats.median(seconds) for name, seconds in runs.items()}
+        chosen = min(parts, key=lambda name: parts[name])
+        return Measurement(seconds=runs[chosen], chosen=chosen, parts=parts)
+
+    def pause(self) -> None:
+        """It sleeps on its input between requests."""
+
+    def resume(self) -> None:
+        return
+
+    def stop(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()
+
+    def _candidates(self, case: Case) -> Candidates:
+        if case.operation == "rate":
+            return _TCP_RECORDS if case.link == "tcp" else {"ring": {"kind": "ring"}}
+        if case.operation == "latency":
+            if case.waiter == "parked":
+                return _TCP_WAKE if case.link == "tcp" else {"futex": {"kind": "futex"}}
+            return _TCP_PINGPONG if case.link == "tcp" else {"flag": {"kind": "flag"}}
+        if case.link == "tcp":
+            return _TCP_STREAM
+        if case.memory == "ordinary":
+            return _cma(case)
+        kind = "pages" if case.operation == "pages" else "copy"
+        return {name: {"kind": kind, "routine": name} for name in self._routines}
+
+    def _ask(self, request: dict[str, Any]) -> list[float]:
+        if self._service is None:
+            raise ContenderError("fabric-perf is not running")
+        seconds: list[float] = self._service.ask(request)["seconds"]
+        return seconds
+
+
+def _waits(kind: str) -> Candidates:
+    return {f"{kind} {wait}": {"kind": kind, "wait": wait} for wait in ("spin", "block")}
+
+
+_TCP_RECORDS: Candidates = {
+    f"{name}, {count} a send": {**wait, "pages": count}
+    for name, wait in _waits("tcp-records").items()
+    for count in (1, 64)
+}
+_TCP_WAKE: Candidates = {"tcp-wake": {"kind": "tcp-wake"}}
+_TCP_PINGPONG = _waits("tcp-pingpong")
+_TCP_STREAM: Candidates = {
+    f"{name}, {'default' if buffer == 0 else '2 MiB'} buffers": {**wait, "socket_buffer": buffer}
+    for name, wait in _waits("tcp-stream").items()
+    for buffer in (0, 2 * MIB)
+}
+
+
+def _cma(case: Case) -> Candidates:
+    """One block is one call anyway; pages are tried with several numbers a call."""
+    counts = (1,) if case.pages == 1 else (64, 256, 1024)
+    return {
+        f"cma, {count} a call": {"kind": "cma", "memory": "private", "iovecs": count}
+        for count in counts
+    }

@@ -1,0 +1,125 @@
+"""gloo through torch.distributed: send and recv over loopback TCP."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from benchmarks.harness.cases import Case
+from benchmarks.harness.data import ordinary_memory, step
+from benchmarks.harness.pair import PairContender
+from benchmarks.harness.roles import Role, Stamps, Sync
+
+
+class Gloo(PairContender):
+    name = "gloo"
+    obtain = "pip install torch"
+    sender = "benchmarks.contenders.gloo:Sender"
+    target = "benchmarks.contenders.gloo:Target"
+    env: ClassVar[Mapping[str, str]] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def available(self) -> str | None:
+        return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+    def supports(self, case: Case) -> bool:
+        if case.link != "tcp" or case.memory != "library":
+            return False
+        if case.operation == "latency":
+            return case.waiter == "poll-python"
+        if case.operation == "rate":
+            return case.language == "python"
+        return case.operation == "write"
+
+    def describe(self, case: Case) -> str:
+        return "isend, one recv each" if case.operation == "rate" else "send, recv"
+
+
+class _Gloo(Role):
+    rank: int
+
+    def __init__(self, sync: Sync) -> None:
+        super().__init__(sync)
+        self._distributed: Any = importlib.import_module("torch.distributed")
+        self._torch: Any = importlib.import_module("torch")
+
+    def open(self) -> bytes:
+        """Rank 0 names the file in which the two find each other."""
+        if self.rank == 1:
+            return b""
+        handle, path = tempfile.mkstemp(prefix="bench-gloo-")
+        os.close(handle)
+        os.unlink(path)
+        self._path = path
+        return path.encode()
+
+    def connect(self, peer: bytes) -> None:
+        path = peer.decode() or self._path
+        self._distributed.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=self.rank, world_size=2
+        )
+        self._distributed.barrier()
+        if self.rank == 0:
+            os.unlink(path)
+
+    def prepare(self, case: Case) -> bytes:
+        if not hasattr(self, "memory") or self.memory.size != case.region:
+            self.memory = ordinary_memory(case.region)
+            self._tensor: Any = self._torch.from_numpy(self.memory)
+        return b""
+
+    def _block(self, case: Case, number: int) -> Any:
+        at = int(step(case, number).sources[0]) * case.bytes
+        return self._tensor[at : at + case.bytes]
+
+    def close(self) -> None:
+        self._distributed.destroy_process_group()
+
+
+class Sender(_Gloo):
+    rank = 0
+
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        starts: list[int] = []
+        ends: list[int] = []
+        for _ in range(samples):
+            blocks = [self._block(case, self.moved + number) for number in range(operations)]
+            self.moved += operations
+            self.sync.await_ready()
+            starts.append(time.monotonic_ns())
+            if case.operation == "rate":
+                for work in [self._distributed.isend(block, 1) for block in blocks]:
+                    work.wait()
+            elif case.operation == "latency":
+                for block in blocks:
+                    self._distributed.send(block, 1)
+                    self._distributed.recv(block, 1)
+                ends.append(time.monotonic_ns())
+            else:
+                for block in blocks:
+                    self._distributed.send(block, 1)
+            self.sync.finished()
+        per_operation = 0.5 if case.operation == "latency" else 1.0
+        return Stamps(starts=starts, ends=ends, per_operation=per_operation)
+
+
+class Target(_Gloo):
+    rank = 1
+
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        ends: list[int] = []
+        for _ in range(samples):
+            blocks = [self._block(case, self.moved + number) for number in range(operations)]
+            self.moved += operations
+            self.sync.ready()
+            for block in blocks:
+                self._distributed.recv(block, 0)
+                if case.operation == "latency":
+                    self._distributed.send(block, 0)
+            ends.append(time.monotonic_ns())
+            self.sync.await_finished()
+        return Stamps(ends=[] if case.operation == "latency" else ends)

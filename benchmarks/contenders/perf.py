@@ -1,0 +1,73 @@
+"""`fabric-perf`, the program of this checkout that measures: it answers one JSON request a line.
+
+A reply is `{"seconds": [...]}` (of one operation, one per sample) or `{"error": "..."}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.contender import ContenderError
+from benchmarks.harness.processes import kill, spawn
+
+OBTAIN = "cargo build --release -p fabric-perf --manifest-path native/Cargo.toml"
+
+_PATIENCE = 70.0
+
+
+def find_program() -> str | None:
+    """`$FABRIC_PERF`, the release build of this checkout, or whatever is on PATH."""
+    native = Path(__file__).resolve().parents[2] / "native"
+    targets = [os.environ.get("CARGO_TARGET_DIR", ""), str(native / "target")]
+    built = [Path(target) / "release" / "fabric-perf" for target in targets if target]
+    for path in [Path(os.environ.get("FABRIC_PERF", "-")), *built]:
+        if os.access(path, os.X_OK) and path.is_file():
+            return str(path)
+    return shutil.which("fabric-perf")
+
+
+def missing() -> str | None:
+    return "fabric-perf is not built" if find_program() is None else None
+
+
+class Service:
+    """One running `fabric-perf ... serve`; it sleeps on its input between requests."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        program = find_program()
+        if program is None:
+            raise ContenderError(f"fabric-perf is not built; run `{OBTAIN}`")
+        self.arguments = tuple(arguments)
+        self._process = spawn([program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to `request`.
+
+        Raises:
+            ContenderError: with the program's own words, or when it is silent or gone.
+        """
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise ContenderError("fabric-perf has gone") from error
+        if not select.select([process.stdout], [], [], _PATIENCE)[0]:
+            raise ContenderError(f"fabric-perf took more than {_PATIENCE:.0f} s for {request}")
+        line = process.stdout.readline()
+        reply: dict[str, Any] = json.loads(line) if line else {"error": "it has gone"}
+        if "error" in reply:
+            raise ContenderError(f"fabric-perf: {reply['error']}")
+        return reply
+
+    def stop(self) -> None:
+        kill(self._process)

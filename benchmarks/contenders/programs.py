@@ -1,0 +1,129 @@
+"""Contenders that are finished programs: a server and a client that print their own figures."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.cases import Case
+from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.processes import kill, spawn
+
+_PATIENCE = 60.0
+_LISTENING = "0A"
+
+
+class ProgramContender:
+    """Starts the two programs anew in every turn; a subclass says how and reads the answer."""
+
+    name: str
+    family: Family = "peer"
+    threads = 1
+    obtain = ""
+    program: str
+
+    def available(self) -> str | None:
+        return None if shutil.which(self.program) else f"{self.program} is not installed"
+
+    def supports(self, case: Case) -> bool:
+        raise NotImplementedError
+
+    def describe(self, case: Case) -> str:
+        return "its own program and clock, bytes not checked by us"
+
+    def server(self, case: Case, port: int, iterations: int) -> list[str]:
+        raise NotImplementedError
+
+    def client(self, case: Case, port: int, iterations: int) -> list[str]:
+        raise NotImplementedError
+
+    def environment(self, case: Case) -> dict[str, str]:
+        del case
+        return {}
+
+    def seconds(self, output: str, case: Case) -> float:
+        """Seconds of one operation from the client's output; ValueError if it isn't there."""
+        raise NotImplementedError
+
+    def start(self, case: Case) -> None:
+        return
+
+    def verify(self, case: Case) -> bool:
+        return False
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        """The program averages over its whole run, so a turn is one sample."""
+        iterations = max(10, effort.operations * effort.samples)
+        port = _free_port()
+        env = self.environment(case)
+        server = spawn(self.server(case, port, iterations), env=env, stderr=subprocess.STDOUT)
+        client = None
+        try:
+            _await_listener(port, server)
+            client = spawn(
+                self.client(case, port, iterations),
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            output = client.communicate(timeout=_PATIENCE)[0].decode(errors="replace")
+            return Measurement(seconds=[self.seconds(output, case)])
+        except subprocess.TimeoutExpired as error:
+            raise ContenderError(f"{self.program} did not end in {_PATIENCE:.0f} s") from error
+        except (ValueError, IndexError) as error:
+            last = (output.strip().splitlines() or ["it printed nothing"])[-1]
+            raise ContenderError(
+                f"{self.program}: no figure in its output: {last[:300]}"
+            ) from error
+        finally:
+            for process in (client, server):
+                if process is not None:
+                    kill(process, grace=0.2)
+
+    def pause(self) -> None:
+        """Nothing of it runs between turns."""
+
+    def resume(self) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+
+def table(output: str) -> list[list[str]]:
+    """The words of each line."""
+    return [line.split() for line in output.splitlines()]
+
+
+def column(rows: Sequence[Sequence[str]], heading: str) -> str:
+    """The last row's word under `heading`, in the last table that has it."""
+    at = max(index for index, row in enumerate(rows) if heading in row)
+    filled = [row for row in rows[at + 1 :] if row]
+    return filled[-1][list(rows[at]).index(heading)]
+
+
+def _free_port() -> int:
+    # Free on all addresses: other contenders listen on those of other interfaces.
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_listener(port: int, server: subprocess.Popen[bytes]) -> None:
+    wanted = f":{port:04X}"
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        for family in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[1].endswith(wanted) and fields[3] == _LISTENING:
+                    return
+        if server.poll() is not None:
+            raise ContenderError(f"its server ended at once with status {server.returncode}")
+        time.sleep(0.01)
+    raise ContenderError(f"its server did not listen on port {port} within 10 s")

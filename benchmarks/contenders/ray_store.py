@@ -1,0 +1,230 @@
+"""Ray's object store: put in one actor, get and copy into its own buffer in another.
+
+The clock runs from the put to the end of the copy and so holds one actor call, which is how the
+target learns of the object. Both flavours share one local Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import socket
+import tempfile
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from benchmarks.harness import data, worker
+from benchmarks.harness.cases import MIB, Case
+from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.pair import WorkerProcess, seconds_of
+from benchmarks.harness.roles import Role, Stamps
+
+Flavour = Literal["numpy", "torch"]
+
+_STORE_BYTES = 2048 * MIB
+_ENV = {
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class _Host:
+    """The process that runs Ray, for as long as a flavour uses it."""
+
+    def __init__(self) -> None:
+        self._users: set[str] = set()
+        self._process: WorkerProcess | None = None
+
+    def ask(self, user: str, command: worker.Command) -> worker.Reply:
+        if self._process is None:
+            near, far = socket.socketpair()
+            with near, far:
+                self._process = WorkerProcess("benchmarks.contenders.ray_store:Driver", far, _ENV)
+            self._process.tell(worker.Open())
+            self._process.hear(120.0)
+        self._users.add(user)
+        self._process.tell(command)
+        return self._process.hear()
+
+    def leave(self, user: str) -> None:
+        self._users.discard(user)
+        if not self._users and self._process is not None:
+            self._process.end(patience=15.0)
+            self._process = None
+
+
+_HOST = _Host()
+
+
+class RayStore:
+    family: Family = "peer"
+    threads = 1
+    obtain = "pip install 'fabric-ray[ray]'"
+
+    def __init__(self, flavour: Flavour) -> None:
+        self.name = f"ray {flavour}"
+        self._flavour = flavour
+
+    def available(self) -> str | None:
+        if importlib.util.find_spec("ray") is None:
+            return "ray is not installed"
+        if self._flavour == "torch" and importlib.util.find_spec("torch") is None:
+            return "torch is not installed"
+        return None
+
+    def supports(self, case: Case) -> bool:
+        return (
+            case.operation == "write"
+            and case.link == "shm"
+            and case.memory == "library"
+            and case.temperature == "cold"
+            and case.bytes >= MIB
+        )
+
+    def describe(self, case: Case) -> str:
+        zero_copy = ", zero-copy tensors" if self._flavour == "torch" else ""
+        return f"put, one actor call, get and copy{zero_copy}"
+
+    def start(self, case: Case) -> None:
+        try:
+            _HOST.ask(self.name, worker.Prepare(self._own(case), True))
+        except ContenderError:
+            self.stop()
+            raise
+
+    def verify(self, case: Case) -> bool:
+        self.measure(case, Effort(operations=1, samples=1))
+        _HOST.ask(self.name, worker.Check(self._own(case), 1))
+        return True
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        command = worker.Run(self._own(case), effort.operations, effort.samples)
+        stamps = _HOST.ask(self.name, command).stamps or Stamps()
+        return Measurement(seconds=seconds_of(stamps, stamps.ends, effort))
+
+    def pause(self) -> None:
+        """Ray sleeps between calls; its daemons would take a stop signal for a dead node."""
+
+    def resume(self) -> None:
+        return
+
+    def stop(self) -> None:
+        _HOST.leave(self.name)
+
+    def _own(self, case: Case) -> Case:
+        """The flavour travels as the label."""
+        return msgspec.structs.replace(case, label=self._flavour)
+
+
+class Driver(Role):
+    """Starts Ray and the two actors, and passes commands on to them."""
+
+    def open(self) -> bytes:
+        self._ray: Any = importlib.import_module("ray")
+        self._folder = tempfile.mkdtemp(prefix="bench-ray-")
+        self._ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=_STORE_BYTES,
+            _temp_dir=self._folder,
+        )
+        self._source: Any = self._ray.remote(Source).remote()
+        self._target: Any = self._ray.remote(Target).remote()
+        return b""
+
+    def connect(self, peer: bytes) -> None:
+        """The actors know each other through Ray."""
+
+    def prepare(self, case: Case) -> bytes:
+        self._get(
+            self._source.prepare.remote(case.region), self._target.prepare.remote(case.region)
+        )
+        return b""
+
+    def lay_out(self, *, sender: bool) -> None:
+        """`prepare` of the actors did it."""
+
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        call = self._source.run.remote(
+            self._target, msgspec.msgpack.encode(case), operations, samples
+        )
+        return msgspec.msgpack.decode(self._get(call)[0], type=Stamps)
+
+    def check(self, case: Case, operations: int) -> str | None:
+        fault: str | None = self._get(
+            self._target.check.remote(msgspec.msgpack.encode(case), operations)
+        )[0]
+        return fault
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._folder)
+
+    def _get(self, *calls: Any) -> list[Any]:
+        found: list[Any] = self._ray.get(list(calls), timeout=60)
+        return found
+
+
+class Source:
+    """The actor that puts."""
+
+    memory: data.Bytes
+
+    def prepare(self, count: int) -> None:
+        if not hasattr(self, "memory") or self.memory.size != count:
+            self.memory = data.ordinary_memory(count)
+            data.fill(self.memory)
+        self.moved = 0
+
+    def run(self, target: Any, encoded: bytes, operations: int, samples: int) -> bytes:
+        ray: Any = importlib.import_module("ray")
+        case = msgspec.msgpack.decode(encoded, type=Case)
+        whole: Any = self.memory
+        if case.label == "torch":
+            whole = importlib.import_module("torch").from_numpy(self.memory)
+        starts: list[int] = []
+        ends: list[int] = []
+        for _ in range(samples):
+            starts.append(time.monotonic_ns())
+            end = 0
+            for _ in range(operations):
+                at = int(data.step(case, self.moved).sources[0]) * case.bytes
+                self.moved += 1
+                reference = ray.put(whole[at : at + case.bytes])
+                end = ray.get(target.take.remote([reference], at))
+            ends.append(end)
+        return msgspec.msgpack.encode(Stamps(starts=starts, ends=ends))
+
+
+class Target:
+    """The actor that gets, into a buffer of its own."""
+
+    memory: data.Bytes
+
+    def prepare(self, count: int) -> None:
+        if not hasattr(self, "memory") or self.memory.size != count:
+            self.memory = data.ordinary_memory(count)
+        self.memory.fill(0)
+
+    def take(self, references: list[Any], at: int) -> int:
+        """Copies the object to offset `at`; returns when it was there, monotonic nanoseconds."""
+        ray: Any = importlib.import_module("ray")
+        found = ray.get(references[0])
+        if hasattr(found, "numpy"):
+            torch: Any = importlib.import_module("torch")
+            torch.from_numpy(self.memory[at : at + found.nbytes]).copy_(found)
+        else:
+            self.memory[at : at + found.nbytes] = found
+        return time.monotonic_ns()
+
+    def check(self, encoded: bytes, operations: int) -> str | None:
+        return data.fault(msgspec.msgpack.decode(encoded, type=Case), operations, self.memory)

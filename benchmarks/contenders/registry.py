@@ -1,0 +1,68 @@
+"""All contenders, in the order in which tables show them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+
+from benchmarks.contenders.floor import Floor
+from benchmarks.contenders.gloo import Gloo
+from benchmarks.contenders.libfabric import FabTests, PingPong
+from benchmarks.contenders.mooncake import Mooncake
+from benchmarks.contenders.nixl import NIXL_VARIANTS
+from benchmarks.contenders.ray_store import RayStore
+from benchmarks.contenders.ucx import UcxPut, UcxTag
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.results import Absent
+
+
+def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contender], list[Absent]]:
+    """Those that can run here, and those that can't with the reason.
+
+    Args:
+        peers: False leaves out everything that is neither ours nor a floor.
+        names: if given, only contenders of these names.
+
+    Raises:
+        ValueError: when a name is not one of ours.
+    """
+    every = [*_ours(), Floor(1), Floor(2), *_peers()]
+    wanted = set(names)
+    unknown = wanted - {contender.name for contender in every}
+    if unknown:
+        known = ", ".join(contender.name for contender in every)
+        raise ValueError(f"no contender is called {', '.join(sorted(unknown))}; known: {known}")
+    here: list[Contender] = []
+    absent: list[Absent] = []
+    for contender in every:
+        if (wanted and contender.name not in wanted) or (contender.family == "peer" and not peers):
+            continue
+        reason = contender.available()
+        if reason is None:
+            here.append(contender)
+        else:
+            absent.append(Absent(contender=contender.name, reason=reason, obtain=contender.obtain))
+    return here, absent
+
+
+def _ours() -> list[Contender]:
+    """`benchmarks.contenders.fabric` defines `CONTENDERS`, a list of contenders of family ours."""
+    if importlib.util.find_spec("benchmarks.contenders.fabric") is None:
+        return []
+    ours: list[Contender] = importlib.import_module("benchmarks.contenders.fabric").CONTENDERS
+    return ours
+
+
+def _peers() -> list[Contender]:
+    return [
+        *(variant() for variant in NIXL_VARIANTS),
+        Mooncake(),
+        Gloo(),
+        RayStore("numpy"),
+        RayStore("torch"),
+        UcxPut(),
+        UcxTag(),
+        PingPong(),
+        FabTests(),
+    ]

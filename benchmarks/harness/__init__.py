@@ -1,0 +1,1 @@
+"""What all suites share: cases, paired turns, statistics, results and the report."""

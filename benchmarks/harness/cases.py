@@ -1,0 +1,94 @@
+"""A case: one operation with its size, link and memory, measured by every contender alike."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+KIB = 1 << 10
+MIB = 1 << 20
+REGION = 256 * MIB
+
+Operation = Literal["write", "pages", "latency", "rate", "push"]
+Link = Literal["shm", "tcp"]
+Temperature = Literal["cold", "hot"]
+Memory = Literal["library", "ordinary"]
+Waiter = Literal[
+    "spin-native", "callback-native", "poll-python", "callback-python", "asyncio", "parked"
+]
+Language = Literal["native", "python"]
+Unit = Literal["GB/s", "us", "op/s"]
+
+_UNITS: dict[Operation, Unit] = {
+    "write": "GB/s",
+    "pages": "GB/s",
+    "push": "GB/s",
+    "latency": "us",
+    "rate": "op/s",
+}
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What one operation is.
+
+    write: `bytes` contiguous bytes and a notification. pages: `pages` pages of `bytes` bytes each
+    in one call, from successive places to shuffled ones. latency: `bytes` bytes and a
+    notification into a `waiter`. rate: one of many small writes from one thread. push: `bytes`
+    bytes of weights to all receivers.
+    """
+
+    suite: str
+    operation: Operation
+    link: Link
+    bytes: int
+    pages: int = 1
+    temperature: Temperature = "cold"
+    memory: Memory = "library"
+    waiter: Waiter | None = None
+    language: Language | None = None
+    region: int = REGION
+    label: str = ""
+
+    @property
+    def key(self) -> str:
+        """A name that is the same in every run, such as `write/shm/cold/1MiB`."""
+        parts: list[str] = [self.suite, self.link]
+        if self.memory == "ordinary":
+            parts.append("ordinary")
+        if self.operation == "write":
+            parts += [self.temperature, size(self.bytes)]
+        elif self.operation == "pages":
+            parts.append(f"{self.pages}x{size(self.bytes)}")
+        elif self.waiter is not None:
+            parts.append(self.waiter)
+        elif self.language is not None:
+            parts.append(self.language)
+        return "/".join([*parts, self.label] if self.label else parts)
+
+    @property
+    def unit(self) -> Unit:
+        return _UNITS[self.operation]
+
+    @property
+    def operations(self) -> int:
+        """Operations in one sample: enough for a clock to see, few enough to stay a sample."""
+        if self.operation == "write":
+            return max(1, min(256, MIB // self.bytes))
+        if self.operation == "latency":
+            return 100 if self.waiter in ("spin-native", "poll-python") else 1
+        return 4096 if self.operation == "rate" else 1
+
+    def figure(self, seconds: float) -> float:
+        """`seconds` of one operation in this case's unit."""
+        if self.unit == "GB/s":
+            return self.bytes * self.pages / seconds / 1e9
+        return seconds * 1e6 if self.unit == "us" else 1 / seconds
+
+
+def size(count: int) -> str:
+    """`count` bytes as people write it: 4KiB, 256MiB."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit}{name}"
+    return f"{count}B"

@@ -1,0 +1,142 @@
+"""One HTML page with plots and tables, which needs nothing but itself."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks.harness import plots
+from benchmarks.harness.results import Machine, Report, Row
+from benchmarks.harness.table import number, ranked, ratio
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;
+background:#fff}
+h1{font-size:1.5em}h2{margin-top:2.2em;border-bottom:1px solid #ddd}
+table{border-collapse:collapse;font-size:13px;width:100%}
+th,td{padding:.25em .6em;text-align:right;border-bottom:1px solid #eee;white-space:nowrap}
+th{position:sticky;top:0;background:#fff}
+td:first-child,th:first-child,td.text{text-align:left}td.text{white-space:normal;color:#555}
+tbody tr.case td{border-top:2px solid #bbb;font-weight:600}
+tr.ours td{color:#c8102e;font-weight:600}tr.floor td{color:#000;background:#f6f6f6}
+tr.failed td{color:#a00}svg{max-width:100%;height:auto}
+dt{float:left;clear:left;width:9em;color:#555}
+dd{margin-left:9.5em}.scroll{overflow-x:auto}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(500px,1fr));gap:1em;
+align-items:start;margin:1em 0}
+"""
+
+_INTRO = (
+    "Contenders took turns inside this run, in an order that rotated, so that the machine's noise "
+    "hits all alike. Speeds are medians of turns; the range is their quartiles, best the best "
+    "single sample; ratios are medians of per-turn ratios. The floor is the best plain copy, "
+    "signal or socket loop with the same number of threads in the same turn. The clock runs from "
+    "the sender's call until the target knows that the bytes are there, unless the note says "
+    "otherwise."
+)
+
+
+def write_page(report: Report, path: Path) -> None:
+    path.write_text("".join(_page(report)), encoding="utf-8")
+
+
+def _page(report: Report) -> Iterator[str]:
+    yield "<!doctype html><html lang=en><meta charset=utf-8>"
+    yield "<meta name=viewport content='width=device-width,initial-scale=1'>"
+    yield f"<title>fabric-ray benchmarks</title><style>{_STYLE}</style>"
+    yield f"<h1>fabric-ray benchmarks</h1><p>{_INTRO}</p>"
+    yield from _machine(report.machine, report)
+    colours = plots.colours_of(report.rows)
+    for suite, rows in itertools.groupby(report.rows, key=lambda row: row.case.suite):
+        yield from _suite(suite, list(rows), colours)
+    if report.absent:
+        yield "<h2>Not installed here</h2><ul>"
+        for absent in report.absent:
+            yield f"<li>{_text(absent.contender)}: {_text(absent.reason)}; "
+            yield f"<code>{_text(absent.obtain)}</code></li>"
+        yield "</ul>"
+    if report.left_behind:
+        items = "".join(f"<li>{_text(item)}</li>" for item in report.left_behind)
+        yield f"<h2>Left behind by contenders, and removed</h2><ul>{items}</ul>"
+    yield "</html>\n"
+
+
+def _machine(machine: Machine, report: Report) -> Iterator[str]:
+    loads = [
+        " ".join(f"{x:.2f}" for x in load) for load in (machine.load_before, machine.load_after)
+    ]
+    facts = {
+        "measured": f"{report.started}, {report.seconds:.0f} s",
+        "processor": f"{machine.cpu}, {machine.cores} cores",
+        "caches": ", ".join(f"{name} {size}" for name, size in machine.caches.items()),
+        "memory": f"{machine.memory_bytes / 1e9:.1f} GB",
+        "kernel": machine.kernel,
+        "load": f"{loads[0]} before, {loads[1]} after",
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in {"python": machine.python, **machine.versions}.items()
+        ),
+        "commit": machine.commit,
+        "options": ", ".join(f"{name}={value}" for name, value in report.options.items()),
+    }
+    yield "<dl>"
+    for name, fact in facts.items():
+        yield f"<dt>{name}</dt><dd>{_text(fact) or '-'}</dd>"
+    yield "</dl>"
+
+
+def _suite(suite: str, rows: list[Row], colours: dict[str, str]) -> Iterator[str]:
+    yield f"<h2>{_text(suite)}</h2>"
+    if plots.available():
+        drawn = (plots.svg_of(group, title, colours) for title, group in _groups(rows))
+        yield f"<div class=plots>{''.join(drawn)}</div>"
+    else:
+        yield "<p>No plots: matplotlib is not installed (pip install matplotlib).</p>"
+    yield "<div class=scroll><table><thead><tr><th>contender<th>median<th>best<th>quartiles"
+    yield "<th>of floor<th>ours over it<th>samples<th>how</tr></thead><tbody>"
+    for row in rows:
+        yield f"<tr class=case><td colspan=8>{_text(row.key)} &nbsp; {_text(row.unit)}</td></tr>"
+        yield from _figures(row)
+    yield "</tbody></table></div>"
+
+
+def _figures(row: Row) -> Iterator[str]:
+    for figure in ranked(row):
+        values = [
+            number(figure.median, row.unit),
+            number(figure.best, row.unit),
+            f"{number(figure.low, row.unit)} - {number(figure.high, row.unit)}",
+            ratio(figure.of_floor),
+            ratio(figure.ours_over),
+            str(figure.samples),
+        ]
+        note = f"{figure.chosen}: {figure.note}" if figure.chosen else figure.note
+        cells = "".join(f"<td>{_text(value)}</td>" for value in values)
+        yield f"<tr class={figure.family}><td>{_text(figure.contender)}</td>{cells}"
+        yield f"<td class=text>{_text(note)}</td></tr>"
+    for failure in row.failures:
+        yield f"<tr class=failed><td>{_text(failure.contender)}</td>"
+        yield f"<td class=text colspan=7>failed: {_text(failure.reason)}</td></tr>"
+
+
+def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """Rows that belong into one plot."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        case = row.case
+        parts = [case.suite, case.link]
+        if case.operation == "write":
+            parts.append(case.temperature)
+        if case.memory == "ordinary":
+            parts.append("ordinary memory")
+        if case.operation == "pages":
+            parts.append(f"{case.pages} pages a call")
+        if row.figures:
+            groups.setdefault(", ".join(parts), []).append(row)
+    return groups.items()
+
+
+def _text(value: str) -> str:
+    return html.escape(value, quote=True)

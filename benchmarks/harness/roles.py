@@ -1,0 +1,130 @@
+"""The two ends of a pair, as a contender writes them, and how they keep in step."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from benchmarks.harness import data
+from benchmarks.harness.cases import Case
+from benchmarks.harness.data import Bytes
+
+PATIENCE = 30.0
+"""Seconds after which an operation that did not arrive is an error."""
+
+
+class Stamps(msgspec.Struct, frozen=True, kw_only=True):
+    """Monotonic nanoseconds of each sample's start and end, as far as this end saw them.
+
+    `per_operation` is what one operation of the sample counts for: 0.5 for round trips.
+    """
+
+    starts: list[int] = []
+    ends: list[int] = []
+    per_operation: float = 1.0
+
+
+class Sync:
+    """A socket between the two ends that starts and ends each sample, outside the clock."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+
+    def ready(self) -> None:
+        """Target: I am watching from now on."""
+        self._socket.send(b"r")
+
+    def await_ready(self) -> None:
+        """Sender: sleep until the target watches."""
+        self._take(PATIENCE)
+
+    def finished(self) -> None:
+        """Sender: all of the sample's operations are complete on my side."""
+        self._socket.send(b"f")
+
+    def await_finished(self, progress: Callable[[], object] | None = None) -> None:
+        """Target: keep calling `progress` until the sender has finished."""
+        if progress is None:
+            self._take(PATIENCE)
+            return
+        end = time.monotonic() + PATIENCE
+        while not select.select([self._socket], [], [], 0)[0]:
+            progress()
+            if time.monotonic() > end:
+                raise TimeoutError("the sender did not finish its sample")
+        self._take(0.0)
+
+    def _take(self, patience: float) -> None:
+        if not select.select([self._socket], [], [], patience)[0]:
+            raise TimeoutError(f"the other end said nothing for {patience:.0f} s")
+        if not self._socket.recv(1):
+            raise ConnectionError("the other end has gone")
+
+
+class Role(ABC):
+    """One end of a pair. Calls come in the order of the methods; `prepare`, `bind` and `run`
+    repeat. `prepare` and `bind` of both ends happen before any `run`."""
+
+    memory: Bytes
+    """The region that operations read from (sender) or land in (target)."""
+    moved: int = 0
+    """Operations since the last `prepare`; both ends count them alike."""
+
+    def __init__(self, sync: Sync) -> None:
+        self.sync = sync
+        self._filled: Bytes | None = None
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """Start the library; returns what the other end needs to connect."""
+
+    @abstractmethod
+    def connect(self, peer: bytes) -> None:
+        """Both ends are called at the same time."""
+
+    @abstractmethod
+    def prepare(self, case: Case) -> bytes:
+        """Have `memory` ready for `case`; returns its description."""
+
+    def bind(self, case: Case, description: bytes) -> None:
+        """Take the other end's description."""
+        del case, description
+
+    @abstractmethod
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        """Do or await `samples` samples. The sender waits for `sync.await_ready` before each
+        sample and calls `sync.finished` after it; the target does the counterparts."""
+
+    def lay_out(self, *, sender: bool) -> None:
+        """Give `memory` its content before a case: the pattern, or zeros at the target."""
+        if not sender:
+            self.memory.fill(0)
+        elif self._filled is not self.memory:
+            data.fill(self.memory)
+            self._filled = self.memory
+
+    def check(self, case: Case, operations: int) -> str | None:
+        """What is wrong with `memory` after `operations` operations since `prepare`, or None."""
+        return data.fault(case, operations, self.memory)
+
+    def close(self) -> None:
+        """Leave in peace, as far as the library can."""
+        return
+
+
+def spin(ready: Callable[[], bool], what: str) -> None:
+    """Poll until `ready`, for at most `PATIENCE` seconds."""
+    turns = 0
+    end = 0.0
+    while not ready():
+        turns += 1
+        if turns & 1023 == 0:
+            now = time.monotonic()
+            end = end or now + PATIENCE
+            if now > end:
+                raise TimeoutError(f"{what} did not arrive within {PATIENCE:.0f} s")

@@ -1,0 +1,38 @@
+"""Medians, spreads and paired ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; `values` must not be empty."""
+    return statistics.median(values)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The 25th and 75th percentile; one value is both."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
+    """The median of `over[i] / under[i]`, turn by turn: drift of the machine hits both sides of
+    each ratio alike, so this is steadier than a ratio of medians. None without common turns."""
+    ratios = [a / b for a, b in zip(over, under, strict=False) if b > 0]
+    return median(ratios) if ratios else None
+
+
+def operations_and_samples(
+    seconds: float, wanted: int, budget: float, *, most: int = 200
+) -> tuple[int, int]:
+    """Operations per sample and samples that fill `budget` seconds at `seconds` an operation.
+
+    Never fewer than one of each; operations shrink below `wanted` only for slow contenders.
+    """
+    operations = max(1, min(wanted, int(budget / max(seconds, 1e-9))))
+    samples = int(budget / max(operations * seconds, 1e-9))
+    return operations, max(1, min(most, samples))

@@ -1,0 +1,1 @@
+"""One file per suite: which cases a user's question turns into."""

@@ -1,0 +1,670 @@
+"""The native core."""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypedDict, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import Self, disjoint_base
+
+__all__ = [
+    "Batch",
+    "CompletionQueue",
+    "Counter",
+    "CounterRef",
+    "Digest",
+    "Engine",
+    "EngineAddress",
+    "Flag",
+    "Message",
+    "Pages",
+    "Peer",
+    "PeerGroup",
+    "PlanCore",
+    "Region",
+    "RegionDescriptor",
+    "RemoteRegion",
+    "Transfer",
+    "Watcher",
+    "__version__",
+]
+
+__version__: str
+
+_Slice: TypeAlias = slice  # the classes below have a method of that name
+
+# values that travel between processes
+
+@final
+class EngineAddress:
+    """Where an engine can be reached, and which life of it.
+
+    A value: it pickles, compares and hashes by what it says.
+    """
+
+    @property
+    def id(self) -> str:
+        """The engine's id as hex: drawn anew each time an engine opens."""
+    @property
+    def name(self) -> str:
+        """The name its config gave it, for people and logs."""
+    @property
+    def transports(self) -> list[str]:
+        """The transports it offers."""
+    def to_bytes(self) -> bytes:
+        """The encoded form: versioned, checksummed."""
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decodes.
+
+        Raises:
+            DecodeError: anything but an intact encoding.
+        """
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class RegionDescriptor:
+    """A memory region, or part of one, as peers see it.
+
+    A value: it pickles, compares and hashes by what it says.
+    """
+
+    @property
+    def owner(self) -> EngineAddress:
+        """The engine whose memory it is."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+    def slice(self, offset: int, nbytes: int) -> RegionDescriptor:
+        """A part of it: ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            OutOfBounds: the part doesn't lie inside.
+        """
+    def to_bytes(self) -> bytes:
+        """The encoded form: versioned, checksummed."""
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decodes.
+
+        Raises:
+            DecodeError: anything but an intact encoding.
+        """
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class CounterRef:
+    """A counter of some engine, for those who write to it.
+
+    A value: it pickles, compares and hashes by what it says.
+    """
+
+    @property
+    def owner(self) -> str:
+        """The owning engine's id as hex."""
+    def to_bytes(self) -> bytes:
+        """The encoded form: versioned, checksummed."""
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decodes.
+
+        Raises:
+            DecodeError: anything but an intact encoding.
+        """
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+# memory
+
+@disjoint_base
+class Region:
+    """A registered memory region of this engine, or a part of one.
+
+    Keeps the memory alive; when the last view is gone, the registration ends.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+    @property
+    def addr(self) -> int:
+        """Address of the first byte in this process."""
+    @property
+    def mappable(self) -> bool:
+        """Whether peers on this host can map it: memory that the engine allocated."""
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    def slice(self, offset: int, nbytes: int) -> Region:
+        """A part of it: ``nbytes`` bytes from ``offset``. Same registration, own bounds.
+
+        Raises:
+            OutOfBounds: the part doesn't lie inside.
+        """
+    def descriptor(self) -> RegionDescriptor:
+        """What a peer needs to write here."""
+    def deregister(self, timeout: float = 10.0) -> None:
+        """Ends the registration for all views and waits until no peer can reach the memory.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            NotQuiesced: it can't be shown in time; the engine keeps the memory.
+        """
+    def numpy(self) -> NDArray[np.uint8]:
+        """The memory as a flat array of bytes; it keeps the region."""
+    def tensor(
+        self, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The memory as a torch tensor of ``dtype`` (bytes if not named) and ``shape`` (flat if not
+        named); it keeps the region."""
+    def __len__(self, /) -> int: ...
+    def __getitem__(self, part: _Slice, /) -> Region:
+        """``region[a:b]``: the bytes from ``a`` to ``b``."""
+
+@final
+class RemoteRegion:
+    """A peer's region, ready to be named in requests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+    @property
+    def peer(self) -> Peer:
+        """The engine whose memory it is."""
+    def slice(self, offset: int, nbytes: int) -> RemoteRegion:
+        """A part of it: ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            OutOfBounds: the part doesn't lie inside.
+        """
+    def __len__(self, /) -> int: ...
+    def __getitem__(self, part: _Slice, /) -> RemoteRegion:
+        """``region[a:b]``: the bytes from ``a`` to ``b``."""
+
+@final
+class Pages:
+    """Which pages of a region, in order: page ``i`` lies at ``offset + indices[i] * stride`` bytes.
+
+    Made by :func:`fabric_ray.pages`.
+    """
+
+    @property
+    def stride(self) -> int:
+        """Bytes between neighbouring page numbers."""
+    @property
+    def offset(self) -> int:
+        """Bytes before page 0."""
+    @staticmethod
+    def _listed(indices: bytes, stride: int, offset: int) -> Pages: ...
+    @staticmethod
+    def _range(first: int, count: int, stride: int, offset: int) -> Pages: ...
+    def __len__(self, /) -> int: ...
+
+# peers
+
+@final
+class Peer:
+    """Another engine, as this one knows it. Equal if the engine is the same life of it."""
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where it can be reached."""
+    @property
+    def id(self) -> str:
+        """The peer's id as hex."""
+    @property
+    def name(self) -> str:
+        """The name its config gave it."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class PeerGroup:
+    """Peers that are addressed together."""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """In the order they were given."""
+    def __len__(self, /) -> int: ...
+
+@final
+class Message:
+    """A small message from a peer. It holds its place in the receive pool until it is dropped."""
+
+    @property
+    def sender(self) -> str:
+        """The sending engine's id, as hex."""
+    @property
+    def data(self) -> bytes:
+        """A copy of its bytes."""
+
+# completion
+
+@final
+class Transfer:
+    """The future of one request or expectation: wait for it, await it, poll it, hang a callback on
+    it.
+
+    Dropping it cancels nothing.
+    """
+
+    @property
+    def op(self) -> str:
+        """What was asked for: ``write``, ``read``, ``expectation``, ..."""
+    @property
+    def transport(self) -> str | None:
+        """The transport in use towards its peer when it was submitted; ``None`` before the first
+        connection, for batches over several peers, and for expectations."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until it is over.
+
+        Args:
+            timeout: seconds; ``None`` leaves it to the transfer's own deadline.
+
+        Raises:
+            FabricError: what it failed with.
+            TimeoutError: it is not over in time; it goes on.
+        """
+    def done(self) -> bool:
+        """Whether it is over, whatever the result. Moves the engine on for a moment."""
+    def result(self) -> None:
+        """Returns if it succeeded.
+
+        Raises:
+            FabricError: what it failed with.
+            RuntimeError: it is not over.
+        """
+    def exception(self) -> Exception | None:
+        """What it failed with, or ``None``."""
+    def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
+        """Calls ``callback(self)`` on the engine's callback thread when it is over, at once if it
+        is."""
+    def flag(self) -> Flag:
+        """A flag that is set when it is over, for loops that poll."""
+    def _spin(self, microseconds: int) -> bool: ...
+    def _notify(self, queue: CompletionQueue, key: int) -> None: ...
+    def __await__(self) -> Generator[Any]: ...
+
+@final
+class Flag:
+    """True once a transfer is over, whatever the result."""
+
+    def __bool__(self, /) -> bool: ...
+
+@final
+class Counter:
+    """Counts logical writes that name it: one per write, per page, per scatter destination."""
+
+    @property
+    def ref(self) -> CounterRef:
+        """To be given to those who write."""
+    @property
+    def value(self) -> int:
+        """Writes counted so far."""
+    @property
+    def unclaimed(self) -> int:
+        """Writes counted that no expectation has taken."""
+    def poll(self) -> int:
+        """Moves the engine on for a moment, then returns the value: for loops that spin."""
+    def expect(
+        self,
+        n: int = 1,
+        *,
+        writers: Sequence[Peer] | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Done when the next ``n`` writes that no earlier expectation takes have been counted;
+        those that came before count.
+
+        Args:
+            writers: the peers that are to write; if one is lost first, the expectation fails with
+                `PeerLost`. Without names only ``timeout`` ends a wait in vain.
+            timeout: seconds; by default the engine's ``op_timeout``.
+        """
+    def wait(
+        self,
+        n: int = 1,
+        *,
+        writers: Sequence[Peer] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """``expect(n)`` and wait for it.
+
+        Raises:
+            TransferTimeout: the writes did not come in time.
+            PeerLost: a writer was lost first.
+        """
+
+@final
+class CompletionQueue:
+    """Completions for an event loop: a descriptor that becomes readable, and the keys of what is
+    over."""
+
+    def __new__(cls) -> Self: ...
+    def fileno(self) -> int: ...
+    def drain(self) -> list[int]:
+        """The keys of what is over since the last call."""
+
+@final
+class Watcher:
+    """A 64-bit word that the engine watches: it calls back with the old and the new value."""
+
+    @property
+    def addr(self) -> int:
+        """Address of the word: 8 bytes, aligned."""
+    @property
+    def value(self) -> int:
+        """What the word holds now."""
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    def store(self, value: int) -> None:
+        """Changes the word and wakes the watching thread."""
+    def add(self, n: int = 1) -> None:
+        """Adds to the word and wakes the watching thread."""
+
+# requests
+
+@final
+class Batch:
+    """A request of several operations, which may mix kinds and peers.
+
+    Build it once, submit it as often as needed: what can be prepared is prepared here. The methods
+    take what those of the engine take, and raise what they raise.
+    """
+
+    def __new__(cls) -> Self: ...
+    def write(
+        self,
+        src: Region,
+        dst: RemoteRegion,
+        nbytes: int | None = None,
+        *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        imm: CounterRef | int | None = None,
+    ) -> None:
+        """Adds a write; see `TransferEngine.write`."""
+    def read(
+        self,
+        src: RemoteRegion,
+        dst: Region,
+        nbytes: int | None = None,
+        *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+    ) -> None:
+        """Adds a read; see `TransferEngine.read`."""
+    def write_pages(
+        self,
+        page_nbytes: int,
+        src: Region,
+        src_pages: Pages,
+        dst: RemoteRegion,
+        dst_pages: Pages,
+        *,
+        imm: CounterRef | int | None = None,
+    ) -> None:
+        """Adds a paged write; see `TransferEngine.write_pages`."""
+    def read_pages(
+        self,
+        page_nbytes: int,
+        src: RemoteRegion,
+        src_pages: Pages,
+        dst: Region,
+        dst_pages: Pages,
+    ) -> None:
+        """Adds a paged read; see `TransferEngine.read_pages`."""
+    def scatter(
+        self,
+        src: Region,
+        parts: Sequence[tuple[RemoteRegion, int, int, int]],
+        *,
+        group: PeerGroup | None = None,
+        imm: CounterRef | int | None = None,
+    ) -> None:
+        """Adds a scatter; see `TransferEngine.scatter`."""
+    def barrier(self, group: PeerGroup, imm: int) -> None:
+        """Adds a barrier; see `TransferEngine.barrier`."""
+    def send(self, peer: Peer, message: bytes) -> None:
+        """Adds a message; see `TransferEngine.send`."""
+    def __len__(self, /) -> int: ...
+
+class _Stats(TypedDict):
+    counted: int
+    ghosts: int
+    regions: int
+    retiring: int
+
+@disjoint_base
+class Engine:
+    """The native engine; `fabric_ray.TransferEngine` is the class to use."""
+
+    def __new__(
+        cls,
+        *,
+        name: str,
+        transports: Sequence[str],
+        require: str | None,
+        token: bytes | None,
+        bind: Sequence[str],
+        tcp_streams: int,
+        spin_us: int | None,
+        copy_threads: int | None,
+        inline_bytes: int,
+        peer_timeout: float,
+        op_timeout: float,
+    ) -> Self: ...
+    @property
+    def address(self) -> EngineAddress:
+        """To be sent to peers."""
+    @property
+    def id(self) -> str:
+        """This engine's id as hex: drawn anew each time one opens."""
+    def alloc(self, nbytes: int) -> Region:
+        """``nbytes`` bytes of memory that peers on this host can map, zeroed.
+
+        Raises:
+            ResourceError: no room; the message says where.
+        """
+    def _register(self, addr: int, nbytes: int, keep: object) -> Region: ...
+    def peer(self, address: EngineAddress) -> Peer:
+        """Makes a peer known; the first use connects."""
+    def import_region(self, descriptor: RegionDescriptor) -> RemoteRegion:
+        """A peer's region, to be named in requests."""
+    def peer_group(self, peers: Sequence[Peer]) -> PeerGroup:
+        """Peers to address together; connects to all of them now."""
+    def connect(self, peer: Peer) -> None:
+        """Begins to connect, so that the first transfer doesn't have to."""
+    def counter(self) -> Counter:
+        """A counter that nobody else uses."""
+    def plain_counter(self, value: int) -> Counter:
+        """The counter behind a pre-agreed integer below 2^19."""
+    def write(
+        self,
+        src: Region,
+        dst: RemoteRegion,
+        nbytes: int | None = None,
+        *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        imm: CounterRef | int | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Writes ``nbytes`` bytes of ``src`` to ``dst``.
+
+        Args:
+            nbytes: without it, all of both, which must be equally long.
+            src_offset: bytes from the start of ``src``.
+            dst_offset: bytes from the start of ``dst``.
+            imm: a counter of the receiver, or a pre-agreed integer below 2^19: counts 1 there when
+                the bytes are readable.
+            timeout: seconds until it fails; by default the engine's ``op_timeout``.
+
+        Raises:
+            OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
+            InvalidArgument: of no length, or a counter of somebody else; nothing was sent.
+        """
+    def read(
+        self,
+        src: RemoteRegion,
+        dst: Region,
+        nbytes: int | None = None,
+        *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Reads ``nbytes`` bytes of the peer's ``src`` into ``dst``; arguments as for
+        :meth:`write`."""
+    def write_pages(
+        self,
+        page_nbytes: int,
+        src: Region,
+        src_pages: Pages,
+        dst: RemoteRegion,
+        dst_pages: Pages,
+        *,
+        imm: CounterRef | int | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Writes pages of ``page_nbytes`` bytes: page ``i`` of ``src_pages`` to page ``i`` of
+        ``dst_pages``.
+
+        Args:
+            imm: counts 1 at the receiver for each page.
+            timeout: seconds until it fails; by default the engine's ``op_timeout``.
+
+        Raises:
+            OutOfBounds: a page outside ``src`` or ``dst``; nothing was sent.
+            InvalidArgument: not as many pages on both sides; nothing was sent.
+        """
+    def read_pages(
+        self,
+        page_nbytes: int,
+        src: RemoteRegion,
+        src_pages: Pages,
+        dst: Region,
+        dst_pages: Pages,
+        *,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Reads pages: page ``i`` of the peer's ``src_pages`` into page ``i`` of ``dst_pages``."""
+    def scatter(
+        self,
+        src: Region,
+        parts: Sequence[tuple[RemoteRegion, int, int, int]],
+        *,
+        group: PeerGroup | None = None,
+        imm: CounterRef | int | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Writes a part of ``src`` to each of several peers.
+
+        Args:
+            parts: ``(dst, dst_offset, src_offset, nbytes)``, all in bytes.
+            group: if given, part ``i`` must belong to its peer ``i``.
+            imm: counts 1 at each receiver.
+            timeout: seconds until it fails; by default the engine's ``op_timeout``.
+
+        Raises:
+            OutOfBounds: a part outside ``src`` or its ``dst``; nothing was sent.
+        """
+    def barrier(self, group: PeerGroup, imm: int, *, timeout: float | None = None) -> Transfer:
+        """An immediate, and nothing else, to every peer of the group."""
+    def send(self, peer: Peer, message: bytes, *, timeout: float | None = None) -> Transfer:
+        """Sends a small message to the peer's receive pool; done when the pool has taken it."""
+    def submit(
+        self, batch: Batch, *, imm: CounterRef | int | None = None, timeout: float | None = None
+    ) -> Transfer:
+        """Submits a batch: one transfer, done when all its operations are.
+
+        May be called again and again with the same batch; ``imm`` stands in for the immediates of
+        its writes this time.
+        """
+    def receive(
+        self,
+        callback: Callable[[Message], object],
+        *,
+        count: int = 16,
+        max_nbytes: int = 65536,
+    ) -> None:
+        """Opens the receive pool: ``callback(message)`` is called for each message.
+
+        Args:
+            count: messages alive at a time; further ones wait at their senders until one is
+                dropped.
+            max_nbytes: bytes of the longest message.
+        """
+    def watch(self, callback: Callable[[int, int], object]) -> Watcher:
+        """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has
+        changed."""
+    def _explain(self, peer: Peer) -> tuple[str, str | None, list[tuple[str, bool, str]]]: ...
+    def stats(self) -> _Stats:
+        """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
+        earlier use, not counted), ``regions`` registered now, and those ``retiring``."""
+    def close(self) -> None:
+        """Ends everything: outstanding transfers fail with `EngineClosed`, peers see this engine
+        as lost. May be called more than once."""
+
+# weights
+
+@final
+class Digest:
+    """A digest of pages that is the same on both sides of a transfer: a sum, over pages, of the
+    xxh3 of the page's bytes seeded with its place at the receiver. Order and grouping don't
+    matter."""
+
+    def __new__(cls) -> Self: ...
+    def add(self, page_nbytes: int, region: Region, pages: Pages, places: Pages) -> None:
+        """Adds pages of ``page_nbytes`` bytes of ``region``; ``places`` are the same pages at the
+        receiver."""
+    def compute(self) -> int:
+        """The digest of the bytes as they are now."""
+
+# plan
+
+_PlanColumns: TypeAlias = tuple[
+    tuple[bytes, bytes], tuple[bytes, bytes, bytes, bytes], bytes, bytes
+]
+_RankBytes: TypeAlias = list[tuple[int, int]]
+
+@final
+class PlanCore:
+    """What `fabric_ray.plan.Plan` wraps: layouts in as MessagePack, copies out as columns of
+    numbers."""
+
+    @staticmethod
+    def build(
+        source: bytes, target: bytes, ignore_extra: bool, min_split_bytes: int
+    ) -> PlanCore: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> PlanCore: ...
+    def to_bytes(self) -> bytes: ...
+    def digest(self) -> int: ...
+    def ranks(self, side: str) -> list[int]: ...
+    def containers(self, side: str) -> list[tuple[str, str]]:
+        """``(name, dtype)`` of each container."""
+    def local_containers(self, side: str, rank: int) -> list[tuple[int, list[int], list[int], int]]:
+        """``(index, shape, strides in bytes, bytes)`` of each container that a rank has."""
+    def links(self) -> list[tuple[int, int, int, int, int]]:
+        """``(source, target, bytes, pages, copies)`` per pair of ranks that exchange anything."""
+    def bytes_on_link(self, src: int, dst: int) -> int: ...
+    def expected_pages(self, dst: int) -> int: ...
+    def counts(self) -> tuple[int, int]: ...
+    def balance(self) -> tuple[int, _RankBytes, _RankBytes, tuple[float, float, float]]:
+        """Total, bytes sent and received per rank, and the three imbalances."""
+    def for_source(self, rank: int) -> _PlanColumns: ...
+    def for_target(self, rank: int) -> _PlanColumns: ...
+    def explain(self, name: str | None = None, rank: int | None = None) -> str: ...
+    def equals(self, other: PlanCore) -> bool: ...

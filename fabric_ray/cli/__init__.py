@@ -1,0 +1,1 @@
+"""The ``fabric-ray`` command."""

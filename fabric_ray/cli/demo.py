@@ -1,0 +1,130 @@
+"""``fabric-ray demo``: the main jobs, for real, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fabric_ray.errors import FabricError
+
+app = typer.Typer(no_args_is_help=True, help="The main jobs, for real, on this machine.")
+
+
+class Transport(str, Enum):
+    auto = "auto"
+    shm = "shm"
+    tcp = "tcp"
+
+
+class Kind(str, Enum):
+    llama = "llama"
+    qwen2 = "qwen2"
+    qwen2_moe = "qwen2_moe"
+    qwen3 = "qwen3"
+    qwen3_moe = "qwen3_moe"
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps ``weights`` a command of its own while it is the only one."""
+
+
+@app.command()
+def weights(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a Hugging Face checkpoint (safetensors). Default: a model is made."
+        ),
+    ] = None,
+    trainers: Annotated[int, typer.Option(help="FSDP2 trainers.")] = 2,
+    rollouts: Annotated[int, typer.Option(help="Rollouts: the tensor-parallel size.")] = 2,
+    ep: Annotated[int, typer.Option(help="Groups of rollouts that own whole experts (MoE).")] = 1,
+    transport: Annotated[Transport, typer.Option(help="What moves the bytes.")] = Transport.auto,
+    kind: Annotated[Kind, typer.Option(help="Kind of the model that is made.")] = Kind.llama,
+    parameters: Annotated[float, typer.Option(help="Size of the model that is made.")] = 300e6,
+    pushes: Annotated[int, typer.Option(help="Versions to push.")] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps before each push.")] = 1,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Rollouts hold one copy, overwritten by a push.")
+    ] = False,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Have every push compare digests on both sides.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("demo-output"),
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Trainers push the weights of a model, while they train it, into tensor-parallel rollouts.
+
+    Every byte on every rollout is compared with a reference that torch puts together.
+    """
+    missing = [m for m in ("ray", "torch", "safetensors", "matplotlib") if find_spec(m) is None]
+    if missing:
+        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[ray]'")
+    # Ray reads it when it is imported, and would print more than the demo does.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A laptop under load needs longer than Ray allows by default.
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+    from fabric_ray.demo.options import Options
+    from fabric_ray.demo.show import show, summary
+    from fabric_ray.demo.weights import run
+
+    options = Options(
+        trainers=trainers,
+        rollouts=rollouts,
+        ep=ep,
+        checkpoint=checkpoint,
+        kind=kind.value,
+        parameters=parameters,
+        pushes=pushes,
+        steps=steps,
+        transport=transport.value,
+        staged=not in_place,
+        digest=digest,
+        output=output,
+        address=address,
+    )
+    # Progress goes to stderr, so that stdout holds the result alone.
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty() and as_json,
+    )
+    try:
+        with bar:
+            task = bar.add_task("", total=None)
+            outcome = run(
+                options,
+                lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+            )
+    except FabricError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(summary(outcome)))
+    else:
+        show(outcome, Console())
+    if not outcome.verified:
+        raise typer.Exit(1)
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"fabric-ray: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,28 @@
+"""``fabric-ray``: demos."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fabric_ray import __version__
+from fabric_ray.cli import demo
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(demo.app, name="demo")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Moves LLM state between Ray actors."""

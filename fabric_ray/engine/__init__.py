@@ -1,0 +1,43 @@
+"""The TransferEngine: one-sided pushes and counted completion between processes."""
+
+from fabric_ray._native import (
+    Batch,
+    Counter,
+    CounterRef,
+    EngineAddress,
+    Flag,
+    Message,
+    Pages,
+    Peer,
+    PeerGroup,
+    Region,
+    RegionDescriptor,
+    RemoteRegion,
+    Transfer,
+    Watcher,
+)
+from fabric_ray.engine.config import EngineConfig
+from fabric_ray.engine.core import Explanation, TransferEngine, Verdict
+from fabric_ray.engine.memory import pages
+
+__all__ = [
+    "Batch",
+    "Counter",
+    "CounterRef",
+    "EngineAddress",
+    "EngineConfig",
+    "Explanation",
+    "Flag",
+    "Message",
+    "Pages",
+    "Peer",
+    "PeerGroup",
+    "Region",
+    "RegionDescriptor",
+    "RemoteRegion",
+    "Transfer",
+    "TransferEngine",
+    "Verdict",
+    "Watcher",
+    "pages",
+]

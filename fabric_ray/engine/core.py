@@ -1,0 +1,150 @@
+"""The engine that users open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from typing_extensions import Self
+
+from fabric_ray import _native
+from fabric_ray._native import Message, Peer, Region
+from fabric_ray.engine.config import EngineConfig
+from fabric_ray.engine.memory import memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Why a transport is or isn't used towards a peer."""
+
+    transport: str
+    chosen: bool
+    reason: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """An engine's way to a peer."""
+
+    peer: str
+    transport: str | None
+    """The one in use; ``None`` before the first connection."""
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.peer}: {self.transport or 'not connected'}"
+        marks = {True: "*", False: " "}
+        lines = [f"  {marks[v.chosen]} {v.transport}: {v.reason}" for v in self.verdicts]
+        return "\n".join([head, *lines])
+
+
+class TransferEngine(_native.Engine):
+    """Moves bytes between processes with one-sided writes, and counts them where they arrive.
+
+    Every request returns a :class:`Transfer`, which can be awaited, waited for, polled, or given a
+    callback. All methods may be called from any thread. Use as a context manager, or call
+    :meth:`close`::
+
+        async with TransferEngine() as engine:
+            await engine.write(src, dst, imm=counter_ref)
+    """
+
+    config: EngineConfig
+
+    def __new__(cls, config: EngineConfig | None = None, **overrides: Any) -> Self:
+        """Opens an engine.
+
+        Args:
+            config: how to open it; see :class:`EngineConfig`.
+            overrides: fields of :class:`EngineConfig` by name.
+
+        Raises:
+            TransportUnavailable: ``require`` can't be met here.
+            ResourceError: the system refused something; the message says which limit to raise.
+        """
+        c = EngineConfig.resolve(config, overrides)
+        self = super().__new__(
+            cls,
+            name=c.name,
+            transports=c.transports,
+            require=c.require,
+            token=c.token,
+            bind=list(c.bind),
+            tcp_streams=c.tcp_streams,
+            spin_us=None if c.spin == "always" else int(float(c.spin)),
+            copy_threads=c.copy_threads,
+            inline_bytes=c.inline_bytes,
+            peer_timeout=c.peer_timeout,
+            op_timeout=c.op_timeout,
+        )
+        self.config = c
+        return self
+
+    def register(self, obj: Any) -> Region:
+        """Registers the memory behind a tensor, an array or any writable buffer.
+
+        The region keeps the memory alive. Memory inside an allocation of this engine stays
+        mappable for peers on this host.
+
+        Raises:
+            InvalidArgument: not contiguous, read-only, empty, or not host memory.
+        """
+        addr, nbytes, keep = memory_of(obj)
+        return self._register(addr, nbytes, keep)
+
+    def empty(
+        self, shape: tuple[int, ...] | int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Region]:
+        """A zeroed torch tensor in memory that peers on this host can map, and its region."""
+        import torch
+
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        itemsize = torch.empty(0, dtype=dtype).element_size()
+        count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+        region = self.alloc(max(1, count * itemsize))
+        part = region if region.nbytes == count * itemsize else region[: count * itemsize]
+        return part.tensor(dtype, shape), region
+
+    async def messages(self, *, count: int = 16, max_nbytes: int = 65536) -> AsyncIterator[Message]:
+        """Opens the receive pool and yields what arrives, at most ``count`` ahead of the reader."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Message] = asyncio.Queue()
+
+        def deliver(message: Message) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, message)
+
+        self.receive(deliver, count=count, max_nbytes=max_nbytes)
+        while True:
+            yield await queue.get()
+
+    def explain(self, peer: Peer) -> Explanation:
+        """Which transport leads to a peer, and why not the others."""
+        name, transport, verdicts = self._explain(peer)
+        return Explanation(name, transport, tuple(Verdict(*v) for v in verdicts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,88 @@
+"""From a user's object to the memory behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_ray._native import Pages
+from fabric_ray.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+
+def memory_of(obj: Any) -> tuple[int, int, Any]:
+    """Address, bytes and owner of the memory behind ``obj``.
+
+    Takes torch tensors, numpy arrays, and whatever offers DLPack or the buffer protocol. It must be
+    contiguous, writable (peers will write to it) and on the host.
+    """
+    if hasattr(obj, "untyped_storage"):
+        return _of_tensor(obj)
+    array = obj if isinstance(obj, np.ndarray) else _as_array(obj)
+    if not array.flags.c_contiguous:
+        raise InvalidArgument(
+            f"an array of shape {array.shape} with strides {array.strides} is not contiguous; "
+            "register the array it is a view of, or a contiguous copy"
+        )
+    if not array.flags.writeable:
+        raise InvalidArgument(
+            "the memory is read-only, but peers may write to registered memory; copy it into "
+            "memory from TransferEngine.alloc"
+        )
+    if array.nbytes == 0:
+        raise InvalidArgument("an empty array has no memory to register")
+    return array.ctypes.data, array.nbytes, (obj, array)
+
+
+def _as_array(obj: Any) -> np.ndarray[Any, Any]:
+    if hasattr(obj, "__dlpack__"):
+        return np.from_dlpack(obj)
+    try:
+        return np.frombuffer(obj, dtype=np.uint8)
+    except (TypeError, ValueError) as cause:
+        raise InvalidArgument(
+            f"{type(obj).__name__} has no memory to register: give a tensor, an array, or an "
+            "object with DLPack or the buffer protocol"
+        ) from cause
+
+
+def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(
+            f"a tensor on {tensor.device} can't be registered by this build, which has no GPU "
+            "transport; copy it to the host first"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
+            "contiguous; register its base tensor, or a contiguous copy"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        raise InvalidArgument("an empty tensor has no memory to register")
+    # The storage, not the tensor: resizing or rebinding the tensor must not free what peers reach.
+    return tensor.data_ptr(), nbytes, tensor.untyped_storage()
+
+
+def pages(indices: ArrayLike | Iterable[int], *, stride: int, offset: int = 0) -> Pages:
+    """Which pages of a region, in order: page ``i`` lies at ``offset + indices[i] * stride``.
+
+    Args:
+        indices: page numbers below 2^32; a ``range`` with step 1 costs nothing to describe.
+        stride: bytes between neighbouring page numbers.
+        offset: bytes before page 0.
+    """
+    if stride < 0 or offset < 0:
+        raise InvalidArgument("stride and offset of pages must not be negative")
+    if isinstance(indices, range) and indices.step == 1 and indices.start >= 0:
+        return Pages._range(indices.start, len(indices), stride, offset)
+    array = np.asarray(indices if hasattr(indices, "__array__") else list(indices))  # type: ignore[arg-type]
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise InvalidArgument("page indices must be a flat sequence of integers")
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
+        raise InvalidArgument("page indices must lie between 0 and 2^32 - 1")
+    return Pages._listed(np.ascontiguousarray(array, dtype=np.uint32).tobytes(), stride, offset)

@@ -1,0 +1,121 @@
+"""Everything that fabric_ray raises on purpose, as one tree under :class:`FabricError`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FabricError(Exception):
+    """What failed, with whom, and what to do next.
+
+    Fields that a program may want (``peer``, ``transport``, ...) are attributes; see
+    :attr:`fields` for all of them.
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what isn't there otherwise.
+        if name != "fields" and name in self.__dict__.get("fields", {}):
+            return self.fields[name]
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.args[0], self.fields))
+
+
+def _rebuild(cls: type[FabricError], message: str, fields: dict[str, Any]) -> FabricError:
+    return cls(message, **fields)
+
+
+class InvalidArgument(FabricError, ValueError):
+    """A request that can't be carried out as described; nothing was sent."""
+
+
+class OutOfBounds(InvalidArgument):
+    """Bytes outside a region; nothing was sent. ``offset``, ``nbytes``, ``limit``."""
+
+
+class Stale(FabricError):
+    """A region, address or counter of an earlier life: its owner withdrew it or restarted."""
+
+
+class Refused(FabricError):
+    """The peer said no. ``peer``."""
+
+
+class PeerError(FabricError):
+    """Something about a peer. ``peer``."""
+
+
+class PeerLost(PeerError, ConnectionError):
+    """A peer died or can't be reached any more. ``peer``, ``transport``."""
+
+
+class Unreachable(PeerError, ConnectionError):
+    """No allowed transport leads to the peer; the message says why for each. ``peer``."""
+
+
+class HandshakeError(PeerError):
+    """A peer that speaks another version or knows another token. ``peer``."""
+
+
+class TransferTimeout(FabricError, TimeoutError):
+    """A transfer or expectation that missed its deadline. ``peer``, ``after`` (seconds),
+    ``quiesced`` (whether no byte of it can land any more)."""
+
+
+class NotQuiesced(FabricError):
+    """It can't be shown that nobody writes to the memory any more; the engine keeps it."""
+
+
+class Cancelled(FabricError):
+    """It was given up before it was over."""
+
+
+class EngineClosed(FabricError):
+    """The engine was closed."""
+
+
+class ForkedEngine(FabricError):
+    """An engine of the parent process, used after fork."""
+
+
+class TransportUnavailable(FabricError):
+    """A required transport can't be used here; the message names each candidate and why."""
+
+
+class ResourceError(FabricError, OSError):
+    """The system refused something; the message says which limit to raise. ``call``."""
+
+
+class DecodeError(FabricError, ValueError):
+    """Bytes that are not an intact encoding of what they should be."""
+
+
+class WeightSyncError(FabricError):
+    """A weight update that didn't happen. ``version``, ``failed`` (receiver name to cause)."""
+
+
+__all__ = [
+    "Cancelled",
+    "DecodeError",
+    "EngineClosed",
+    "FabricError",
+    "ForkedEngine",
+    "HandshakeError",
+    "InvalidArgument",
+    "NotQuiesced",
+    "OutOfBounds",
+    "PeerError",
+    "PeerLost",
+    "Refused",
+    "ResourceError",
+    "Stale",
+    "TransferTimeout",
+    "TransportUnavailable",
+    "Unreachable",
+    "WeightSyncError",
+]

@@ -1,0 +1,36 @@
+"""Transformers that bear Hugging Face's names: what trainers of a weight push hold.
+
+This package imports no torch; its modules ``transformer``, ``checkpoint``, ``boxes``, ``fsdp`` and
+``tensor_parallel`` do.
+"""
+
+from fabric_ray.models.config import (
+    KINDS,
+    Kind,
+    Llama3Scaling,
+    ModelConfig,
+    Moe,
+    Rope,
+    parameter_shapes,
+)
+from fabric_ray.models.demo import demo_config
+from fabric_ray.models.errors import CheckpointError, InvalidConfig, ModelError, UnsupportedModel
+from fabric_ray.models.hf import config_from_hf, config_to_hf, read_config
+
+__all__ = [
+    "KINDS",
+    "CheckpointError",
+    "InvalidConfig",
+    "Kind",
+    "Llama3Scaling",
+    "ModelConfig",
+    "ModelError",
+    "Moe",
+    "Rope",
+    "UnsupportedModel",
+    "config_from_hf",
+    "config_to_hf",
+    "demo_config",
+    "parameter_shapes",
+    "read_config",
+]

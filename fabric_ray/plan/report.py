@@ -1,0 +1,172 @@
+"""What each rank says about its parameters, and the side that all reports make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from fabric_ray.plan.errors import InconsistentReports
+from fabric_ray.plan.types import (
+    Container,
+    DType,
+    Leaf,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    Side,
+    StridedShard,
+    Tensor,
+)
+
+
+class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One rank's word on one parameter: what the whole is and which part lies here."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global, in elements."""
+    dtype: DType
+    mesh_ranks: tuple[int, ...]
+    """Global ranks, row-major over ``mesh_shape``."""
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    """One per mesh dimension."""
+    local_shape: tuple[int, ...]
+    local_strides: tuple[int, ...]
+    """Bytes between neighbours, per dimension of the local tensor."""
+    mesh_names: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.mesh_ranks, self.mesh_shape, self.mesh_names)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """The local strides, or ``None`` where they are row-major without gaps."""
+        dense, step = [], self.dtype.itemsize
+        for size in reversed(self.local_shape):
+            dense.append(step)
+            step *= size
+        given = zip(self.local_shape, self.local_strides, reversed(dense), strict=True)
+        if 0 in self.local_shape or all(n == 1 or a == b for n, a, b in given):
+            return None
+        return self.local_strides
+
+    def expected_local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape that the placements give ``rank``, which must be in the mesh."""
+        local = list(self.shape)
+        position = self.mesh_ranks.index(rank)
+        coords = []
+        for size in reversed(self.mesh_shape):
+            coords.append(position % size)
+            position //= size
+        for coord, ways, placement in zip(
+            reversed(coords), self.mesh_shape, self.placements, strict=True
+        ):
+            if isinstance(placement, Shard):
+                local[placement.dim] = _chunk(local[placement.dim], ways, coord)
+            elif isinstance(placement, StridedShard):
+                size, factor = local[placement.dim], placement.split_factor
+                local[placement.dim] = sum(
+                    _chunk(_chunk(size, factor, block), ways, coord)
+                    for block in range(min(size, factor))
+                )
+        return tuple(local)
+
+
+def _chunk(size: int, ways: int, index: int) -> int:
+    """Elements in one of ``ways`` chunks, as torch cuts them."""
+    step = -(-size // ways)
+    return max(0, min(size, step * (index + 1)) - step * index)
+
+
+def side_from_param_meta(reports: Mapping[int, Sequence[ParamMeta]]) -> Side:
+    """Merges what every rank reported into one side.
+
+    Containers bear the parameters' names and come in the order in which the lowest rank that has
+    them reported them. Reports of one name on disjoint meshes (replicas of each other, such as an
+    unsharded norm under tensor parallelism) become one container with a further, replicated mesh
+    dimension. Ranks whose local strides differ get containers of their own.
+
+    Args:
+        reports: per global rank, its parameters.
+
+    Raises:
+        InconsistentReports: ranks contradict each other or themselves; names them and the fields.
+    """
+    by_name: dict[str, dict[int, ParamMeta]] = {}
+    for rank in sorted(reports):
+        for meta in reports[rank]:
+            named = by_name.setdefault(meta.name, {})
+            if rank in named:
+                raise InconsistentReports(
+                    f"parameter `{meta.name}`: rank {rank} reports it twice; give the parameters "
+                    "of a rank distinct names",
+                    tensor=meta.name,
+                    rank=rank,
+                )
+            named[rank] = meta
+    containers: list[Container] = []
+    for name, named in by_name.items():
+        containers.extend(_containers(name, named))
+    return Side.of(sorted(reports), containers)
+
+
+def _containers(name: str, reports: dict[int, ParamMeta]) -> Iterable[Container]:
+    first_rank, first = next(iter(reports.items()))
+    meshes: dict[tuple[int, ...], None] = {}
+    by_strides: dict[tuple[int, ...] | None, list[int]] = {}
+    for rank, meta in reports.items():
+        _check(name, (first_rank, first), (rank, meta))
+        meshes.setdefault(meta.mesh_ranks)
+        by_strides.setdefault(meta.strides, []).append(rank)
+    members = [rank for mesh in meshes for rank in mesh]
+    if len(members) != len(set(members)):
+        twice = sorted({rank for rank in members if members.count(rank) > 1})
+        raise _contradiction(name, twice, "mesh_ranks", "their meshes overlap but differ")
+    silent = sorted(set(members) - set(reports))
+    if silent:
+        raise _contradiction(name, silent, "mesh_ranks", "they are in its mesh but don't report it")
+    mesh, placements = first.mesh, first.placements
+    if len(meshes) > 1:
+        names = ("replica", *first.mesh_names) if first.mesh_names else ()
+        mesh = Mesh(tuple(members), (len(meshes), *first.mesh_shape), names)
+        placements = (Replicate(), *placements)
+    leaf = Leaf(Tensor(name, first.shape, first.dtype), mesh, placements)
+    for strides, ranks in by_strides.items():
+        only = None if len(by_strides) == 1 else tuple(ranks)
+        yield Container(name, first.dtype, leaf, strides, only)
+
+
+def _check(name: str, first: tuple[int, ParamMeta], other: tuple[int, ParamMeta]) -> None:
+    rank, meta = other
+    if rank not in meta.mesh_ranks:
+        raise _contradiction(name, [rank], "mesh_ranks", "it isn't in the mesh it reports")
+    for field in ("shape", "dtype", "mesh_shape", "placements"):
+        ours, theirs = getattr(first[1], field), getattr(meta, field)
+        if ours != theirs:
+            raise _contradiction(name, [first[0], rank], field, f"{ours} and {theirs}")
+    if len(meta.placements) != len(meta.mesh_shape):
+        raise _contradiction(name, [rank], "placements", "it needs one per mesh dimension")
+    sharded = [p.dim for p in meta.placements if isinstance(p, (Shard, StridedShard))]
+    if any(not 0 <= dim < len(meta.shape) for dim in sharded):
+        raise _contradiction(name, [rank], "placements", f"the tensor has no dimension {sharded}")
+    expected = meta.expected_local_shape(rank)
+    if expected != meta.local_shape:
+        raise _contradiction(
+            name, [rank], "local_shape", f"{meta.local_shape}, but its placements give {expected}"
+        )
+    if len(meta.local_strides) != len(meta.local_shape):
+        raise _contradiction(name, [rank], "local_strides", "it needs one per dimension")
+
+
+def _contradiction(name: str, ranks: list[int], field: str, problem: str) -> InconsistentReports:
+    who = "rank " + ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+    return InconsistentReports(
+        f"parameter `{name}`, {who}, field {field}: {problem}; make all ranks report what they "
+        "hold of the same model",
+        tensor=name,
+        rank=ranks[0],
+    )

@@ -1,0 +1,164 @@
+"""Who is where: an actor that holds the addresses of a cluster's engines, by name, with leases.
+
+An entry is one life of an engine. A lease that isn't renewed ends it; a restart under the same name
+replaces it, and whoever holds the old address gets ``Stale`` or ``PeerLost``, never somebody else's
+data.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+import ray
+
+from fabric_ray._native import EngineAddress
+from fabric_ray.errors import InvalidArgument, Stale
+
+NAMESPACE = "fabric_ray"
+LEASE_S = 30.0
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One engine in the directory."""
+
+    name: str
+    address: bytes
+    """An encoded :class:`EngineAddress`."""
+    incarnation: str
+    """The engine's id; differs between two lives of one name."""
+    actor_id: str | None
+    """The Ray actor that it lives in, if it lives in one."""
+    node_id: str | None
+    expires: float
+    """Seconds on the directory's clock."""
+
+
+class DirectoryState:
+    """The directory without Ray, so that its rules can be tested by themselves."""
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self._lease_s = lease_s
+        self._entries: dict[str, Entry] = {}
+
+    def publish(
+        self,
+        name: str,
+        address: bytes,
+        *,
+        actor_id: str | None = None,
+        node_id: str | None = None,
+        now: float | None = None,
+    ) -> Entry:
+        """Adds an engine or renews its lease. A new life takes the name over from an old one."""
+        now = time.monotonic() if now is None else now
+        incarnation = EngineAddress.from_bytes(address).id
+        if not name:
+            raise InvalidArgument("an engine needs a name to be found by")
+        entry = Entry(name, address, incarnation, actor_id, node_id, now + self._lease_s)
+        self._entries[name] = entry
+        return entry
+
+    def lookup(self, name: str, *, now: float | None = None) -> Entry | None:
+        """The living engine of that name."""
+        now = time.monotonic() if now is None else now
+        entry = self._entries.get(name)
+        if entry is not None and entry.expires <= now:
+            del self._entries[name]
+            return None
+        return entry
+
+    def renew(self, name: str, incarnation: str, *, now: float | None = None) -> bool:
+        """Extends a lease; false if that life is not in the directory (publish again)."""
+        now = time.monotonic() if now is None else now
+        entry = self.lookup(name, now=now)
+        if entry is None or entry.incarnation != incarnation:
+            return False
+        self._entries[name] = msgspec.structs.replace(entry, expires=now + self._lease_s)
+        return True
+
+    def withdraw(self, name: str, incarnation: str) -> bool:
+        """Removes a life; another one of the same name stays."""
+        entry = self._entries.get(name)
+        if entry is None or entry.incarnation != incarnation:
+            return False
+        del self._entries[name]
+        return True
+
+    def entries(self, *, now: float | None = None) -> list[Entry]:
+        """All living engines, by name."""
+        return [e for n in sorted(self._entries) if (e := self.lookup(n, now=now)) is not None]
+
+
+class Directory:
+    """A handle on the cluster's directory actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def publish(
+        self,
+        name: str,
+        address: EngineAddress,
+        *,
+        actor_id: str | None = None,
+        node_id: str | None = None,
+    ) -> None:
+        ray.get(
+            self._actor.publish.remote(name, address.to_bytes(), actor_id=actor_id, node_id=node_id)
+        )
+
+    def renew(self, name: str, incarnation: str) -> bool:
+        return bool(ray.get(self._actor.renew.remote(name, incarnation)))
+
+    def withdraw(self, name: str, incarnation: str) -> bool:
+        return bool(ray.get(self._actor.withdraw.remote(name, incarnation)))
+
+    def lookup(self, name: str, *, timeout: float = 0.0) -> EngineAddress:
+        """The address of the engine called ``name``; waits up to ``timeout`` seconds for it.
+
+        Raises:
+            Stale: nobody of that name is alive.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            entry: Entry | None = ray.get(self._actor.lookup.remote(name))
+            if entry is not None:
+                return EngineAddress.from_bytes(entry.address)
+            if time.monotonic() >= deadline:
+                known = ", ".join(e.name for e in self.entries()) or "nobody"
+                raise Stale(f"no living engine is called {name!r}; the directory knows {known}")
+            time.sleep(0.05)
+
+    def entries(self) -> list[Entry]:
+        entries: list[Entry] = ray.get(self._actor.entries.remote())
+        return entries
+
+
+def directory() -> Directory:
+    """The directory of this Ray cluster, started with its first use."""
+    if not ray.is_initialized():
+        raise InvalidArgument("call ray.init() first: the directory is a Ray actor")
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1)(DirectoryState)
+    # Detached, so that it outlives whichever actor or driver happened to ask first.
+    actor = remote.options(
+        name="directory", namespace=NAMESPACE, get_if_exists=True, lifetime="detached"
+    ).remote()
+    return Directory(actor)
+
+
+def cluster_token() -> bytes:
+    """The secret that all engines of this Ray cluster share: made by the first who asks, kept in
+    the cluster's control store."""
+    from ray.experimental import internal_kv
+
+    key = b"fabric_ray:token"
+    if not internal_kv._internal_kv_initialized():
+        raise InvalidArgument("call ray.init() first: the token is the cluster's")
+    internal_kv._internal_kv_put(key, secrets.token_bytes(32), overwrite=False)
+    token = internal_kv._internal_kv_get(key)
+    if not token:
+        raise InvalidArgument("the Ray cluster keeps no token; set FABRIC_RAY_TOKEN everywhere")
+    return bytes(token)

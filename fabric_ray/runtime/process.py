@@ -1,0 +1,101 @@
+"""The engine of this process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.runtime.directory import LEASE_S, cluster_token, directory
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_current: _Resident | None = None
+
+
+class _Resident:
+    """An engine and the thread that keeps its lease."""
+
+    def __init__(self, engine: TransferEngine, name: str | None) -> None:
+        self.engine = engine
+        self.name = name
+        self.pid = os.getpid()
+        self._stop = threading.Event()
+        if name is not None:
+            self._publish()
+            threading.Thread(target=self._renew, name="fabric-lease", daemon=True).start()
+
+    def _publish(self) -> None:
+        context = ray.get_runtime_context()
+        directory().publish(
+            str(self.name),
+            self.engine.address,
+            actor_id=context.get_actor_id(),
+            node_id=context.get_node_id(),
+        )
+
+    def _renew(self) -> None:
+        while not self._stop.wait(LEASE_S / 3):
+            try:
+                if not directory().renew(str(self.name), self.engine.id):
+                    # The directory was restarted, or somebody took the name: say where we are.
+                    self._publish()
+            except Exception as error:  # noqa: BLE001 - the cluster may be going down
+                logger.warning("the lease of engine %s was not renewed: %s", self.name, error)
+
+    def close(self) -> None:
+        self._stop.set()
+        self.engine.close()
+
+
+def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
+    """The one engine of this process, opened at first use; works inside any Ray actor or task.
+
+    On Ray it knows the cluster's token, listens on the node's address, and is found in the
+    directory under ``name`` (by default the actor's id). Without Ray it is an ordinary engine.
+
+    Args:
+        name: how others find it; only the first call of a process decides.
+        overrides: fields of :class:`fabric_ray.EngineConfig`; only the first call may name any.
+
+    Raises:
+        InvalidArgument: the engine is open already and the call asks for something else.
+    """
+    global _current
+    with _lock:
+        if _current is None or _current.pid != os.getpid():
+            _current = _open(name, overrides)
+            atexit.register(shutdown)
+        elif overrides or name not in (None, _current.name):
+            raise InvalidArgument(
+                f"this process has its engine already ({_current.engine!r}); call shutdown() "
+                "before asking for another"
+            )
+        return _current.engine
+
+
+def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
+    if not ray.is_initialized():
+        return _Resident(TransferEngine(**({"name": name} if name else {}), **overrides), None)
+    context = ray.get_runtime_context()
+    found_by = name or context.get_actor_id() or f"driver-{os.getpid()}"
+    if "token" not in overrides and not os.environ.get("FABRIC_RAY_TOKEN"):
+        overrides["token"] = cluster_token()
+    overrides.setdefault("bind", (ray.util.get_node_ip_address(),))
+    return _Resident(TransferEngine(name=found_by, **overrides), found_by)
+
+
+def shutdown() -> None:
+    """Closes this process's engine, if it has one. Peers see it as lost."""
+    global _current
+    with _lock:
+        resident, _current = _current, None
+    if resident is not None and resident.pid == os.getpid():
+        resident.close()

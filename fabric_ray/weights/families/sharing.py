@@ -1,0 +1,117 @@
+"""How many ranks can share a parameter, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fabric_ray.models.config import ModelConfig, Shape
+from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
+from fabric_ray.weights.families.matching import Match
+from fabric_ray.weights.families.rules import Family, Split
+
+_TP_OFFERED = 256
+"""Error messages offer sizes up to here."""
+
+
+def parallel_sizes(config: ModelConfig, family: Family, tp: int, ep: int) -> None:
+    """Checks the sizes alone.
+
+    Raises:
+        InvalidRanks: they mean nothing for this model.
+        Indivisible: there are fewer experts than ranks to own them.
+    """
+    if tp < 1 or ep < 1:
+        raise InvalidRanks(f"tp={tp} and ep={ep} must be 1 or more", family=family.name)
+    if tp % ep:
+        divisors = [n for n in range(1, tp + 1) if tp % n == 0]
+        raise InvalidRanks(
+            f"ep={ep} doesn't divide tp={tp}; use ep={_either(divisors)}", family=family.name
+        )
+    experts = config.moe.experts if config.moe else 0
+    if ep > 1 and not experts:
+        raise InvalidRanks(f"{family.name} has no experts to spread; use ep=1", family=family.name)
+    if ep > 1 and ep > experts:
+        raise Indivisible(
+            f"{family.name}: {experts} experts can't be spread over ep={ep} ranks; use at most "
+            f"ep={experts}",
+            family=family.name,
+            allowed=tuple(n for n in range(1, experts + 1) if tp % n == 0),
+        )
+
+
+def owned_experts(experts: int, ep: int, index: int) -> range:
+    """The experts of one expert-parallel rank: consecutive, the first ranks take the remainder."""
+    each, more = divmod(experts, ep)
+    start = index * each + min(index, more)
+    return range(start, start + each + (index < more))
+
+
+def shares(config: ModelConfig, cut: Split, shape: Shape, ways: int) -> tuple[int, int] | None:
+    """``(different shares, ranks that hold each)``, or ``None`` if it can't be done evenly."""
+    units = {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "column": shape[cut.dim],
+    }[cut.unit]
+    if shape[cut.dim] % units:
+        return None
+    if units % ways == 0:
+        return ways, 1
+    if cut.unit == "kv_heads" and ways % units == 0:
+        return units, ways // units
+    return None
+
+
+def check_shares(
+    config: ModelConfig,
+    family: Family,
+    matches: Sequence[Match],
+    shapes: dict[str, Shape],
+    *,
+    tp: int,
+    ep: int,
+) -> None:
+    """Refuses what the ranks can't share evenly.
+
+    Raises:
+        Indivisible: names the parameter, and the tensor-parallel sizes that would do.
+    """
+    splits = list(_splits(matches))
+    for name, cut, stacked in splits:
+        ways = tp // ep if stacked else tp
+        if shares(config, cut, shapes[name], ways) is None:
+            allowed = [
+                n
+                for n in range(ep, _TP_OFFERED + 1, ep)
+                if all(
+                    shares(config, c, shapes[p], n // ep if s else n) is not None
+                    for p, c, s in splits
+                )
+            ]
+            unit = cut.unit.replace("_", " ")
+            size = shapes[name][cut.dim]
+            count = {"heads": config.heads, "kv_heads": config.kv_heads, "column": size}[cut.unit]
+            raise Indivisible(
+                f"{family.name}: the {count} {unit.removesuffix('s')}s of {name} (dimension "
+                f"{cut.dim}, size {size}) can't be shared evenly by {ways} ranks; "
+                + (f"use tp={_either(allowed)}" if allowed else f"no tp does with ep={ep}")
+                + (f" with ep={ep}" if allowed and ep > 1 else ""),
+                family=family.name,
+                parameter=name,
+                allowed=tuple(allowed),
+            )
+
+
+def _splits(matches: Sequence[Match]) -> Iterator[tuple[str, Split, bool]]:
+    """A parameter for each cut that occurs; layers and experts repeat each other."""
+    seen = set()
+    for found in matches:
+        for part, name in zip(found.rule.parts, found.members[0], strict=True):
+            if isinstance(part.cut, Split) and part not in seen:
+                seen.add(part)
+                yield name, part.cut, found.rule.stacked
+
+
+def _either(values: Sequence[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,118 @@
+"""What actors and the controller tell each other, and what a push reports."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fabric_ray.plan import LocalContainer
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A stage of somebody's work, for the timeline."""
+
+    who: str
+    stage: str
+    start: float
+    """Seconds since the epoch, by the clock of the host it ran on."""
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """Where the next version of a rollout is to be written, and on which counter it counts.
+
+    Each push has an arm of its own: writes of an earlier push that failed can reach neither the
+    memory (MR-2) nor the counter (IC-6) of a later one.
+    """
+
+    rank: int
+    name: str
+    address: bytes
+    region: bytes
+    counter: bytes
+    offsets: tuple[int, ...]
+    """Where each of the target side's containers begins in the region; -1 if it has none here."""
+    staged: bool
+    """Whether the version in use stays usable while the next arrives."""
+
+
+class SourceShare(msgspec.Struct, frozen=True):
+    """What one trainer has to send, to whom and from where: its part of the routing table."""
+
+    plan: bytes
+    containers: tuple[str, ...]
+    """Names by the indices that copies use."""
+    arms: tuple[Arm, ...]
+
+
+class TargetShare(msgspec.Struct, frozen=True):
+    """What one rollout has to hold, and who writes it."""
+
+    containers: tuple[LocalContainer, ...]
+    container_count: int
+    expected_pages: int
+    writers: tuple[bytes, ...]
+    """Addresses of the engines that write here."""
+    plan: bytes | None
+    """For digests; absent when none are wanted."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What became of one trainer's share of a push."""
+
+    spans: tuple[Span, ...]
+    links: tuple[LinkReport, ...]
+    failed: dict[int, str]
+    """Rollout rank to cause."""
+    digests: dict[int, int]
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """What moved from one trainer to one rollout."""
+
+    trainer: int
+    rollout: int
+    nbytes: int
+    seconds: float
+    """From the trainer's submit to its completion."""
+    transport: str | None
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+
+class ConnectReport(msgspec.Struct, frozen=True):
+    """What :meth:`WeightSync.connect` found out and set up."""
+
+    nbytes: int
+    """Bytes of one version, over all links."""
+    copies: int
+    plan_bytes: int
+    sender_imbalance: float
+    """Busiest trainer over the mean."""
+    receiver_imbalance: float
+    seconds: dict[str, float]
+    """By stage: gather, plan, distribute."""
+
+
+class PushReport(msgspec.Struct, frozen=True):
+    """A version that every rollout has confirmed."""
+
+    version: int
+    nbytes: int
+    started: float
+    """Seconds since the epoch, by the controller's clock."""
+    seconds: float
+    """From the call until every rollout runs the version."""
+    stages: dict[str, float]
+    """Wall seconds of write, confirm, commit."""
+    links: tuple[LinkReport, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9

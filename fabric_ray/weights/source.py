@@ -1,0 +1,165 @@
+"""The trainer's half of a weight push."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.plan import Copy, ParamMeta, Plan
+from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.weights.registry import Registry
+from fabric_ray.weights.report import Arm, LinkReport, Sent, SourceShare, Span
+from fabric_ray.weights.routing import outgoing
+
+if TYPE_CHECKING:
+    import torch
+
+SOURCES: Registry[WeightSource] = Registry("weight source")
+
+
+class WeightSource:
+    """This rank's shards of a model, ready to be pushed.
+
+    Args:
+        tensors: a module, or parameters by name; DTensors and plain tensors, in host memory.
+        rank: this trainer's place among the trainers: its index in ``WeightSync(trainers=...)``.
+        name: tells several models of one process apart.
+        engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+
+    Raises:
+        InvalidArgument: a parameter that can't be pushed as it is, by name.
+    """
+
+    def __init__(
+        self,
+        tensors: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        name: str = "default",
+        engine: TransferEngine | None = None,
+    ) -> None:
+        from fabric_ray.runtime import engine as process_engine
+
+        named = getattr(tensors, "named_parameters", None)
+        self._tensors: dict[str, Any] = dict(named() if named else tensors)  # type: ignore[arg-type]
+        if not self._tensors:
+            raise InvalidArgument("a weight source needs at least one parameter")
+        self.rank = rank
+        self.name = name
+        self._engine = engine or process_engine()
+        self._regions: dict[str, tuple[int, Region]] = {}
+        self._share: SourceShare | None = None
+        self._copies: dict[int, list[Copy]] = {}
+        self._routes: dict[bytes, tuple[Batch, Digest]] = {}
+        SOURCES.add(name, self)
+
+    def meta(self) -> tuple[list[ParamMeta], bytes]:
+        """What the controller gathers: this rank's shards, and where its engine is."""
+        metas = [param_meta(name, tensor, rank=self.rank) for name, tensor in self._tensors.items()]
+        return metas, self._engine.address.to_bytes()
+
+    def accept(self, share: SourceShare) -> None:
+        """Takes this rank's part of the routing table, and connects to its rollouts."""
+        plan = Plan.from_bytes(share.plan)
+        by_target: dict[int, list[Copy]] = defaultdict(list)
+        for copy in plan.for_source(self.rank):
+            by_target[copy.peer].append(copy)
+        self._share, self._copies = share, dict(by_target)
+        self._routes.clear()
+        for arm in share.arms:
+            if arm.rank in self._copies:
+                target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
+                self._engine.connect(target.peer)
+
+    def push(
+        self, version: int, arms: list[Arm], *, digest: bool = False, timeout: float = 60.0
+    ) -> Sent:
+        """Writes this rank's share of ``version`` to every rollout, and waits until it is there.
+
+        A rollout that can't be reached is named in the result; the others get their share.
+        """
+        who = f"trainer {self.rank}"
+        spans, links, failed, digests = [], [], dict[int, str](), dict[int, int]()
+        start = time.time()
+        pending: list[tuple[Arm, Transfer, float]] = []
+        routes = [(arm, self._route(arm)) for arm in self._in_turn(arms)]
+        spans.append(Span(who, "prepare", start, time.time()))
+        start = time.time()
+        for arm, (batch, _) in routes:
+            begun = time.perf_counter()
+            try:
+                transfer = self._engine.submit(
+                    batch, imm=CounterRef.from_bytes(arm.counter), timeout=timeout
+                )
+                pending.append((arm, transfer, begun))
+            except FabricError as error:
+                failed[arm.rank] = str(error)
+        for arm, transfer, begun in pending:
+            try:
+                transfer.wait()
+            except FabricError as error:
+                failed[arm.rank] = str(error)
+                continue
+            nbytes = sum(copy.nbytes for copy in self._copies[arm.rank])
+            seconds = time.perf_counter() - begun
+            links.append(LinkReport(self.rank, arm.rank, nbytes, seconds, transfer.transport))
+        spans.append(Span(who, "write", start, time.time()))
+        if digest and not failed:
+            start = time.time()
+            digests = {arm.rank: d.compute() for arm, (_, d) in routes}
+            spans.append(Span(who, "digest", start, time.time()))
+        return Sent(tuple(spans), tuple(links), failed, digests)
+
+    def close(self) -> None:
+        """Forgets all registrations."""
+        SOURCES.remove(self.name)
+        self._routes.clear()
+        self._regions.clear()
+
+    def _in_turn(self, arms: list[Arm]) -> list[Arm]:
+        """The rollouts that get something from here, each trainer beginning with another."""
+        mine = [arm for arm in sorted(arms, key=lambda a: a.rank) if arm.rank in self._copies]
+        turn = self.rank % max(1, len(mine))
+        return mine[turn:] + mine[:turn]
+
+    def _route(self, arm: Arm) -> tuple[Batch, Digest]:
+        """The requests for one rollout; put together once for each place it is written to."""
+        if self._share is None:
+            raise InvalidArgument("the source has no routes yet; call WeightSync.connect() first")
+        if self._moved():
+            # An optimizer or a checkpoint has given parameters new memory.
+            self._routes.clear()
+        route = self._routes.get(arm.region)
+        if route is None:
+            target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
+            copies = self._copies[arm.rank]
+            names = self._share.containers
+            sources = {i: self._region(names[i]) for i in {c.src_container for c in copies}}
+            route = outgoing(copies, sources, target, arm.offsets)
+            self._routes[arm.region] = route
+        return route
+
+    def _region(self, name: str) -> Region:
+        tensor = _local(self._tensors[name])
+        addr = tensor.data_ptr()
+        known = self._regions.get(name)
+        if known is None or known[0] != addr:
+            known = (addr, self._engine.register(tensor))
+            self._regions[name] = known
+        return known[1]
+
+    def _moved(self) -> bool:
+        return any(
+            _local(self._tensors[name]).data_ptr() != addr
+            for name, (addr, _) in self._regions.items()
+        )
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's shard; not by ``to_local()``, which autograd records."""
+    return getattr(tensor, "_local_tensor", tensor).detach()

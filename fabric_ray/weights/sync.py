@@ -1,0 +1,340 @@
+"""The controller: gathers metadata, plans once, pushes versions as transactions (RS-3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.plan import ParamMeta, Plan, plan, side_from_param_meta
+from fabric_ray.weights.report import (
+    Arm,
+    ConnectReport,
+    PushReport,
+    Sent,
+    SourceShare,
+    Span,
+    TargetShare,
+)
+from fabric_ray.weights.source import SOURCES
+from fabric_ray.weights.target import TARGETS
+
+
+class WeightSync:
+    """Pushes a model's weights from trainer actors into rollout actors.
+
+    Any actor will do: each trainer holds a :class:`WeightSource`, each rollout a
+    :class:`WeightTarget`, under the same ``name``. Nothing else is asked of them.
+
+    Args:
+        trainers: actor handles; a trainer's rank is its index.
+        rollouts: actor handles; a rollout's rank is its index.
+        name: of the sources and targets.
+        extra: what to do with trainer parameters that no rollout asks for.
+        digest: have every push compare digests of all bytes on both sides.
+        timeout: seconds that a stage may take.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[Any],
+        rollouts: Sequence[Any],
+        *,
+        name: str = "default",
+        extra: Literal["refuse", "ignore"] = "refuse",
+        digest: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        if not trainers or not rollouts:
+            raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
+        self._trainers = list(trainers)
+        self._rollouts = list(rollouts)
+        self._name = name
+        self._extra: Literal["refuse", "ignore"] = extra
+        self._digest = digest
+        self._timeout = timeout
+        self._plan: Plan | None = None
+        self._arms: dict[int, Arm] = {}
+        self.version = 0
+        """The version that all rollouts run; 0 before the first."""
+
+    @property
+    def plan(self) -> Plan:
+        """The routing table: who sends which bytes to whom."""
+        if self._plan is None:
+            raise InvalidArgument("there is no plan yet; call connect() first")
+        return self._plan
+
+    def connect(self) -> ConnectReport:
+        """Gathers metadata from all actors, computes the static route, and hands it out.
+
+        Raises:
+            PlanError: the layouts don't fit together; tensor, rank and remedy are named.
+            WeightSyncError: an actor didn't answer; it is named.
+        """
+        clock = _Clock()
+        metas = self._all("trainer", self._trainers, _source_meta, "gather metadata")
+        targets = self._all("rollout", self._rollouts, _target_meta, "gather metadata")
+        clock.lap("gather")
+        source = side_from_param_meta({rank: m for rank, (m, _) in enumerate(metas)})
+        sides = [side for side, _ in targets]
+        for rank, side in enumerate(sides):
+            if side != sides[0]:
+                raise InvalidArgument(
+                    f"rollout {rank} describes another target layout than rollout 0; give all of "
+                    "them the same side"
+                )
+        self._plan = plan(source, sides[0], extra=self._extra)
+        clock.lap("plan")
+        encoded = self._plan.to_bytes()
+        writers = self._writers([address for _, address in metas])
+        count = len(self._plan.containers("target"))
+        shares = [
+            TargetShare(
+                self._plan.local_containers("target", rank),
+                count,
+                self._plan.expected_pages(rank),
+                tuple(writers[rank]),
+                encoded if self._digest else None,
+            )
+            for rank in range(len(self._rollouts))
+        ]
+        arms = self._all("rollout", self._rollouts, _target_accept, "make room", shares)
+        self._arms = {arm.rank: arm for arm in arms}
+        share = SourceShare(encoded, self._plan.containers("source"), tuple(arms))
+        shared = ray.put(share)
+        self._all(
+            "trainer",
+            self._trainers,
+            _source_accept,
+            "take the route",
+            [shared] * len(self._trainers),
+        )
+        clock.lap("distribute")
+        balance = self._plan.balance()
+        return ConnectReport(
+            balance.nbytes,
+            self._plan.copy_count,
+            len(encoded),
+            balance.sender_imbalance,
+            balance.receiver_imbalance,
+            clock.laps,
+        )
+
+    def push(self, version: int | None = None) -> PushReport:
+        """Moves every rollout from its version to the next, or none.
+
+        Trainers write; then every rollout confirms that all bytes are there; then all put the
+        version into use. If anything fails before that, the version advances nowhere.
+
+        Args:
+            version: must be larger than the last; by default the next integer.
+
+        Raises:
+            WeightSyncError: ``failed`` names who did not get the version and why. The rollouts that
+                live keep theirs, and a further push may be tried.
+        """
+        if self._plan is None:
+            self.connect()
+        version = self.version + 1 if version is None else version
+        if version <= self.version:
+            raise InvalidArgument(f"version {version} is not after {self.version}")
+        clock, spans = _Clock(), list[Span]()
+        sent = self._write(version)
+        clock.lap("write")
+        try:
+            digests = self._agree(version, sent)
+            args = [(version, self._timeout, digests.get(r)) for r in range(len(self._rollouts))]
+            confirmed = self._all("rollout", self._rollouts, _target_confirm, "confirm", args)
+        except WeightSyncError as error:
+            raise self._give_up(version, error) from None
+        clock.lap("confirm")
+        args = [(version,)] * len(self._rollouts)
+        # From here the version is decided: who fails now is named, the others run it.
+        arms, failed = self._some("rollout", self._rollouts, _target_commit, args)
+        self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        self.version = version
+        clock.lap("commit")
+        if failed:
+            raise WeightSyncError(
+                f"version {version} is in use, but not at {_names(failed)}",
+                version=version,
+                failed=failed,
+            )
+        for s in (*(s.spans for s in sent), *confirmed):
+            spans.extend(s)
+        links = tuple(link for s in sent for link in s.links)
+        nbytes = sum(link.nbytes for link in links)
+        return PushReport(
+            version, nbytes, clock.began, clock.total, clock.laps, links, tuple(spans)
+        )
+
+    async def push_async(self, version: int | None = None) -> PushReport:
+        """:meth:`push` without blocking the event loop."""
+        return await asyncio.to_thread(self.push, version)
+
+    def explain(self, tensor_or_container: str | None = None) -> str:
+        """The routing table in words."""
+        return self.plan.explain(tensor_or_container)
+
+    def _writers(self, addresses: list[bytes]) -> dict[int, list[bytes]]:
+        """The engines that write to each rollout."""
+        out: dict[int, list[bytes]] = {r: [] for r in range(len(self._rollouts))}
+        for link in self.plan.links():
+            out[link.dst].append(addresses[link.src])
+        return out
+
+    def _write(self, version: int) -> list[Sent]:
+        try:
+            if not all(arm.staged for arm in self._arms.values()):
+                self._all("rollout", self._rollouts, _target_begin, "begin")
+            arms = list(self._arms.values())
+            args = [(version, arms, self._digest, self._timeout)] * len(self._trainers)
+            return self._all("trainer", self._trainers, _source_push, "push", args)
+        except WeightSyncError as error:
+            raise self._give_up(version, error) from None
+
+    def _agree(self, version: int, sent: list[Sent]) -> dict[int, int]:
+        """The digest that each rollout must find; raises if a trainer couldn't reach one."""
+        failed: dict[str, str] = {}
+        for trainer, s in enumerate(sent):
+            for rollout, cause in s.failed.items():
+                failed[f"rollout {rollout}"] = f"from trainer {trainer}: {cause}"
+        if failed:
+            raise WeightSyncError(
+                f"version {version} did not reach {_names(failed)}", version=version, failed=failed
+            )
+        digests: dict[int, int] = {}
+        for s in sent:
+            for rollout, digest in s.digests.items():
+                digests[rollout] = (digests.get(rollout, 0) + digest) & ((1 << 64) - 1)
+        return digests
+
+    def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
+        """Has all who live forget the version; returns what to raise."""
+        arms, failed = self._some("rollout", self._rollouts, _target_abort)
+        self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        causes = {**error.fields.get("failed", {}), **failed}
+        text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
+        return WeightSyncError(text + str(error), version=version, failed=causes)
+
+    def _all(
+        self,
+        role: str,
+        actors: list[Any],
+        function: Callable[..., Any],
+        what: str,
+        args: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """What ``function`` returns in each actor; raises if one fails, naming it."""
+        results, failed = self._some(role, actors, function, args)
+        if failed:
+            causes = "; ".join(f"{who}: {cause}" for who, cause in failed.items())
+            raise WeightSyncError(
+                f"{_names(failed)} did not {what}: {causes}", version=self.version, failed=failed
+            )
+        return results
+
+    def _some(
+        self,
+        role: str,
+        actors: list[Any],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+    ) -> tuple[list[Any], dict[str, str]]:
+        """Results in order (``None`` for failures), and who failed why."""
+        refs = []
+        for i, actor in enumerate(actors):
+            extra = () if args is None else args[i] if isinstance(args[i], tuple) else (args[i],)
+            refs.append(actor.__ray_call__.remote(function, self._name, *extra))
+        deadline = time.monotonic() + self._timeout + 5.0
+        results: list[Any] = []
+        failed: dict[str, str] = {}
+        for i, ref in enumerate(refs):
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                results.append(ray.get(ref, timeout=left))
+            except (RayActorError, RayTaskError, GetTimeoutError, FabricError) as error:
+                results.append(None)
+                failed[f"{role} {i}"] = _cause(error)
+        return results, failed
+
+
+class _Clock:
+    """Wall time by stages."""
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        self._start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage] = now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
+
+
+def _names(failed: dict[str, str]) -> str:
+    return " and ".join(failed)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, RayActorError):
+        return "its actor has died"
+    if isinstance(error, GetTimeoutError):
+        return "it did not answer in time"
+    cause = getattr(error, "cause", None) or error
+    return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"
+
+
+# Run inside the actors, by `__ray_call__`: plain functions, so that actors need no base class.
+
+
+def _source_meta(_: Any, name: str) -> tuple[list[ParamMeta], bytes]:
+    return SOURCES.get(name).meta()
+
+
+def _source_accept(_: Any, name: str, share: SourceShare) -> None:
+    SOURCES.get(name).accept(share)
+
+
+def _source_push(
+    _: Any, name: str, version: int, arms: list[Arm], digest: bool, timeout: float
+) -> Sent:
+    return SOURCES.get(name).push(version, arms, digest=digest, timeout=timeout)
+
+
+def _target_meta(_: Any, name: str) -> Any:
+    target = TARGETS.get(name)
+    return target.side, target.address()
+
+
+def _target_accept(_: Any, name: str, share: TargetShare) -> Arm:
+    return TARGETS.get(name).accept(share)
+
+
+def _target_begin(_: Any, name: str) -> None:
+    TARGETS.get(name).begin()
+
+
+def _target_confirm(
+    _: Any, name: str, version: int, timeout: float, digest: int | None
+) -> tuple[Span, ...]:
+    return TARGETS.get(name).confirm(version, timeout=timeout, digest=digest)
+
+
+def _target_commit(_: Any, name: str, version: int) -> Arm:
+    return TARGETS.get(name).commit(version)
+
+
+def _target_abort(_: Any, name: str) -> Arm:
+    return TARGETS.get(name).abort()

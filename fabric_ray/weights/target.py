@@ -1,0 +1,230 @@
+"""The rollout's half of a weight push."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights.registry import Registry
+from fabric_ray.weights.report import Arm, Span, TargetShare
+from fabric_ray.weights.routing import arriving
+
+if TYPE_CHECKING:
+    import torch
+
+TARGETS: Registry[WeightTarget] = Registry("weight target")
+
+# Every container begins on a boundary that suits any kernel.
+_ALIGN = 256
+
+
+class _Slab:
+    """Memory for one version of all containers."""
+
+    def __init__(self, engine: TransferEngine, containers: tuple[LocalContainer, ...]) -> None:
+        self.offsets: dict[int, int] = {}
+        end = 0
+        for c in containers:
+            self.offsets[c.index] = end
+            end += -(-c.nbytes // _ALIGN) * _ALIGN
+        self._memory = engine.alloc(max(end, 1))
+        self._engine = engine
+        # Peers are given a registration of its own, so that its key can be changed.
+        self.region: Region = engine.register(self._memory.numpy())
+
+    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
+        import torch
+
+        flat = self._memory.tensor()
+        out = {}
+        for c in containers:
+            dtype = getattr(torch, c.dtype)
+            part = flat[self.offsets[c.index] : self.offsets[c.index] + c.nbytes].view(dtype)
+            itemsize = part.element_size()
+            out[c.name] = part.as_strided(c.shape, tuple(s // itemsize for s in c.strides))
+        return out
+
+    def lock_out(self) -> None:
+        """Gives the memory a new key: whatever still holds the old one is refused (MR-2)."""
+        stale, self.region = self.region, self._engine.register(self._memory.numpy())
+        stale.deregister()
+
+
+class WeightTarget:
+    """This rollout rank's weights: filled by trainers, version by version.
+
+    With ``staged`` (the default) a version arrives in a second copy of the memory while the first
+    is in use, and :attr:`weights` flips when the whole version is confirmed everywhere. Without, it
+    is written in place: half the memory, but the weights can't be used from the begin of a push
+    until its end, and are lost if it fails (a further push restores them).
+
+    Args:
+        side: what all rollout ranks hold, e.g. from ``fabric_ray.weights.families``.
+        rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
+        name: tells several models of one process apart.
+        engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        *,
+        rank: int,
+        name: str = "default",
+        engine: TransferEngine | None = None,
+        staged: bool = True,
+    ) -> None:
+        from fabric_ray.runtime import engine as process_engine
+
+        if rank not in side.ranks:
+            raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
+        self.side = side
+        self.rank = rank
+        self.name = name
+        self.version: int | None = None
+        """The version in use; ``None`` before the first."""
+        self._engine = engine or process_engine()
+        self._staged = staged
+        self._share: TargetShare | None = None
+        self._slabs: list[_Slab] = []
+        self._views: list[dict[str, torch.Tensor]] = []
+        self._live = 0
+        self._counter: Counter | None = None
+        self._arrival: Transfer | None = None
+        self._prepared: int | None = None
+        self._torn = False
+        self._hooks: list[Callable[[int], None]] = []
+        TARGETS.add(name, self)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The containers of the version in use, by name.
+
+        Raises:
+            WeightSyncError: there is no version yet, or it is being overwritten in place.
+        """
+        if self.version is None or self._torn:
+            what = "is being overwritten" if self._torn else "has not arrived"
+            raise WeightSyncError(f"the first or next version {what}; push one first")
+        return self._views[self._live]
+
+    def on_commit(self, hook: Callable[[int], None]) -> None:
+        """Calls ``hook(version)`` right after a version went into use: to rebind module parameters,
+        to flush caches."""
+        self._hooks.append(hook)
+
+    def address(self) -> bytes:
+        return self._engine.address.to_bytes()
+
+    def accept(self, share: TargetShare) -> Arm:
+        """Takes this rank's part of the plan and makes room; returns where to write first."""
+        self._share = share
+        if not self._slabs or share.containers != self._layout:
+            self._layout = share.containers
+            copies = 2 if self._staged else 1
+            self._slabs = [_Slab(self._engine, share.containers) for _ in range(copies)]
+            self._views = [slab.views(share.containers) for slab in self._slabs]
+            self.version, self._live = None, 0
+        for writer in self._writers():
+            self._engine.connect(writer)
+        return self._arm()
+
+    def confirm(
+        self, version: int, *, timeout: float = 60.0, digest: int | None = None
+    ) -> tuple[Span, ...]:
+        """Returns when every byte of ``version`` is here (and its digest is right).
+
+        Raises:
+            FabricError: bytes are missing, a writer was lost, or the digest differs.
+        """
+        if self._arrival is None:
+            raise WeightSyncError(f"version {version} was not announced here", version=version)
+        who = f"rollout {self.rank}"
+        start = time.time()
+        self._arrival.wait(timeout)
+        spans = [Span(who, "arrive", start, time.time())]
+        if digest is not None:
+            start = time.time()
+            found = self._digest().compute()
+            spans.append(Span(who, "digest", start, time.time()))
+            if found != digest:
+                raise WeightSyncError(
+                    f"the bytes of version {version} differ from what was sent (digest "
+                    f"{found:016x}, not {digest:016x})",
+                    version=version,
+                )
+        self._prepared = version
+        return tuple(spans)
+
+    def commit(self, version: int) -> Arm:
+        """Puts a confirmed version into use; returns where to write the next."""
+        if self._prepared != version:
+            raise WeightSyncError(
+                f"version {version} can't be put into use: confirmed is {self._prepared}",
+                version=version,
+            )
+        self._live = self._next
+        self.version, self._prepared, self._torn = version, None, False
+        for hook in self._hooks:
+            hook(version)
+        return self._arm()
+
+    def abort(self) -> Arm:
+        """Gives a version up: nothing of it can be used, counted or written any more."""
+        self._prepared = None
+        self._torn = not self._staged and self.version is not None
+        self._slabs[self._next].lock_out()
+        return self._arm()
+
+    def begin(self) -> None:
+        """A push begins: in place, that is the end of the version in use."""
+        self._torn = not self._staged
+
+    def close(self) -> None:
+        """Gives everything back."""
+        TARGETS.remove(self.name)
+        self._arrival = self._counter = None
+        self._views, self._slabs = [], []
+
+    @property
+    def _next(self) -> int:
+        return (self._live + 1) % len(self._slabs) if self.version is not None else 0
+
+    def _writers(self) -> Iterator[Peer]:
+        assert self._share is not None
+        for address in self._share.writers:
+            yield self._engine.peer(EngineAddress.from_bytes(address))
+
+    def _arm(self) -> Arm:
+        """A fresh counter for the next version, and the place that it will count."""
+        assert self._share is not None
+        slab = self._slabs[self._next]
+        self._counter = self._engine.counter()
+        # A version may come in a minute or in a day: only the loss of a writer ends the wait.
+        self._arrival = self._counter.expect(
+            self._share.expected_pages, writers=list(self._writers()), timeout=1e9
+        )
+        offsets = [slab.offsets.get(i, -1) for i in range(self._share.container_count)]
+        return Arm(
+            self.rank,
+            f"rollout {self.rank}",
+            self.address(),
+            slab.region.descriptor().to_bytes(),
+            self._counter.ref.to_bytes(),
+            tuple(offsets),
+            self._staged,
+        )
+
+    def _digest(self) -> Digest:
+        assert self._share is not None
+        if self._share.plan is None:
+            raise InvalidArgument("digests were not asked for at connect")
+        slab = self._slabs[self._next]
+        offsets = [slab.offsets.get(i, -1) for i in range(self._share.container_count)]
+        copies = Plan.from_bytes(self._share.plan).for_target(self.rank)
+        return arriving(copies, slab.region, offsets)

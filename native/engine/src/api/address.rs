@@ -1,0 +1,73 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{envelope::Envelope, TransportKind};
+use crate::{EngineError, Result};
+
+const ENVELOPE: Envelope = Envelope { magic: *b"FRad", what: "an engine address", limit: 4096 };
+
+/// One life of one engine: drawn at random when it opens, so that a restart under the same name is
+/// somebody else (MR-2).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct EngineId(pub [u8; 16]);
+
+impl EngineId {
+    pub fn random() -> Result<Self> {
+        let mut id = [0; 16];
+        getrandom::fill(&mut id).map_err(|e| EngineError::Resource {
+            call: "getrandom",
+            cause: e.to_string(),
+            hint: "the system's random source must be readable".into(),
+        })?;
+        Ok(Self(id))
+    }
+}
+
+impl fmt::Display for EngineId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0[..4].iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl fmt::Debug for EngineId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "EngineId({self})")
+    }
+}
+
+/// Where a transport of an engine can be reached; `data` is that transport's own business.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoint {
+    pub transport: TransportKind,
+    pub data: Vec<u8>,
+}
+
+/// All that a peer needs to reach an engine: who it is and where each of its transports listens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineAddress {
+    pub id: EngineId,
+    /// For people and logs only; two lives of one name differ in `id`.
+    pub name: String,
+    pub endpoints: Vec<Endpoint>,
+}
+
+impl EngineAddress {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        ENVELOPE.encode(self)
+    }
+
+    /// Bounded and checked; see [`EngineError::Decode`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        ENVELOPE.decode(bytes)
+    }
+
+    pub fn endpoint(&self, kind: TransportKind) -> Option<&Endpoint> {
+        self.endpoints.iter().find(|e| e.transport == kind)
+    }
+
+    /// `name#id`, as it appears in errors.
+    pub fn label(&self) -> String {
+        format!("{}#{}", self.name, self.id)
+    }
+}

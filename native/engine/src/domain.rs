@@ -1,0 +1,299 @@
+//! The hardware seam: one NIC or link, driven by one thread at a time.
+//!
+//! A domain moves work requests and reports completions. It knows nothing of requests, retries or
+//! counters, and promises nothing about order.
+
+use std::{fmt, sync::Arc};
+
+use smallvec::SmallVec;
+
+use crate::{
+    api::{Endpoint, EngineAddress, EngineId, IndexList, RegionKey, TransportKind},
+    memory::RegionMemory,
+    time::Time,
+};
+
+/// Names a connection within one domain; never used again after its `LinkDown`.
+pub type LinkId = u32;
+
+/// Comes back with the completion of what was posted under it; means nothing to a domain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Token {
+    pub slot: u32,
+    pub serial: u32,
+    pub part: u32,
+}
+
+/// What a domain can do with one work request.
+#[derive(Clone, Copy, Debug)]
+pub struct Caps {
+    /// Bytes of one contiguous piece.
+    pub max_bytes: u64,
+    /// Pages of one work request.
+    pub max_pages: u32,
+    /// Bytes of one message.
+    pub max_message: usize,
+}
+
+/// Where the pieces of a work request begin, as byte offsets from some base.
+#[derive(Clone, Debug)]
+pub enum Seq {
+    Strided { offset: u64, stride: u64 },
+    Indexed { list: Arc<IndexList>, from: u32, offset: u64, stride: u64 },
+}
+
+impl Seq {
+    pub fn at(offset: u64) -> Self {
+        Self::Strided { offset, stride: 0 }
+    }
+
+    #[inline]
+    pub fn nth(&self, i: u32) -> u64 {
+        match self {
+            Self::Strided { offset, stride } => offset + u64::from(i) * stride,
+            Self::Indexed { list, from, offset, stride } => {
+                offset + u64::from(list.indices[(from + i) as usize]) * stride
+            }
+        }
+    }
+
+    /// The same sequence, `pages` pages and `bytes` bytes further on.
+    pub fn advanced(&self, pages: u32, bytes: u64) -> Self {
+        match self {
+            Self::Strided { offset, stride } => Self::Strided {
+                offset: offset + u64::from(pages) * stride + bytes,
+                stride: *stride,
+            },
+            Self::Indexed { list, from, offset, stride } => Self::Indexed {
+                list: Arc::clone(list),
+                from: from + pages,
+                offset: offset + bytes,
+                stride: *stride,
+            },
+        }
+    }
+}
+
+/// The start of a local region. A plain number: it is dereferenced only where a domain can show
+/// that the region behind it is still registered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct LocalAddr(pub usize);
+
+impl fmt::Debug for LocalAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// `pages` pieces of `page_len` bytes each, between local memory and a peer's region.
+///
+/// Bounds were checked against both regions before this was made; software transports check the
+/// remote side again where the bytes land (MR-3).
+#[derive(Clone, Debug)]
+pub struct Data {
+    pub local: LocalAddr,
+    pub local_seq: Seq,
+    pub remote: RegionKey,
+    pub remote_seq: Seq,
+    pub page_len: u64,
+    pub pages: u32,
+}
+
+impl Data {
+    pub fn bytes(&self) -> u64 {
+        self.page_len * u64::from(self.pages)
+    }
+}
+
+/// `n` logical writes arrived for counter `imm`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Count {
+    pub imm: u32,
+    pub n: u32,
+}
+
+#[derive(Clone, Debug)]
+pub enum WorkRequest {
+    /// The count, if any, is seen by the peer only after every byte is readable there (IC-2).
+    Write {
+        data: Data,
+        count: Option<Count>,
+    },
+    Read {
+        data: Data,
+    },
+    Count(Count),
+    Send(Arc<[u8]>),
+}
+
+/// What became of a posted work request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Post {
+    /// It has been carried out; no completion will follow.
+    Done,
+    /// A `Completion::Done` with its token will follow.
+    Queued,
+    /// No room; nothing happened. Try again after the next poll that makes progress.
+    Full,
+}
+
+/// Why a domain could not do something.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DomainError {
+    #[error("{0}")]
+    LinkDown(String),
+    #[error("{0}")]
+    Stale(String),
+    #[error("{0}")]
+    Refused(String),
+    #[error("{0}")]
+    Handshake(String),
+    #[error("{call}: {errno}")]
+    Io { call: &'static str, errno: rustix::io::Errno },
+    #[error("{0}")]
+    Unavailable(String),
+}
+
+impl DomainError {
+    pub(crate) fn io(call: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
+        move |errno| Self::Io { call, errno }
+    }
+}
+
+/// Who is at the other end of a link, as its handshake proved.
+#[derive(Clone, Debug)]
+pub struct PeerIdentity {
+    pub address: EngineAddress,
+}
+
+impl PeerIdentity {
+    pub fn id(&self) -> EngineId {
+        self.address.id
+    }
+}
+
+/// What a poll of a domain reports.
+#[derive(Debug)]
+pub enum Completion {
+    Done {
+        link: LinkId,
+        token: Token,
+        result: Result<(), DomainError>,
+    },
+    Count(Count),
+    Message {
+        link: LinkId,
+        message: Box<[u8]>,
+    },
+    /// The handshake is over; `peer` is authentic. Also for links that the peer began.
+    LinkUp {
+        link: LinkId,
+        peer: PeerIdentity,
+        note: String,
+    },
+    /// Every token of this link has been completed before this.
+    LinkDown {
+        link: LinkId,
+        cause: DomainError,
+    },
+    /// No peer can reach this region through this domain any more (MR-1).
+    RegionQuiet {
+        index: u32,
+    },
+}
+
+/// Whether a region is unreachable at once, or a `RegionQuiet` will say when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quiet {
+    Now,
+    Later,
+}
+
+/// Whether an incoming message may be handed up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admit {
+    Take,
+    /// No place in the receive pool: keep it back, and let nothing else wait behind it.
+    Wait,
+    /// It will never fit: tell its sender.
+    TooLong {
+        limit: usize,
+    },
+}
+
+/// The receive pool, as domains see it.
+pub trait MessageRoom {
+    fn admit(&self, len: usize) -> Admit;
+}
+
+/// Work that any thread which waits anyway may do, without the group's lock.
+pub trait Assist: Send + Sync {
+    /// Does one piece, bounded to some hundred microseconds; false if there was none.
+    fn assist(&self) -> bool;
+}
+
+/// File descriptors whose readiness means that a poll will find something.
+pub type WakeFds = SmallVec<[std::os::fd::RawFd; 2]>;
+
+pub trait Domain: Send {
+    fn kind(&self) -> TransportKind;
+
+    fn caps(&self) -> Caps;
+
+    /// Where peers connect; part of the engine's address.
+    fn endpoint(&self) -> Endpoint;
+
+    /// Called once, when all endpoints of the engine are known and before any link exists.
+    fn announce(&mut self, own: &EngineAddress);
+
+    /// Makes a region reachable for authenticated peers that hold its key.
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError>;
+
+    fn deregister(&mut self, index: u32) -> Quiet;
+
+    /// Why this domain won't even try to reach that peer, if so; decided from the address alone.
+    fn unfit(&self, peer: &EngineAddress) -> Option<String>;
+
+    /// Begins a connection; `LinkUp` or `LinkDown` follows.
+    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError>;
+
+    /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
+    fn disconnect(&mut self, link: LinkId, cause: &str);
+
+    /// A new request begins: a domain that moves bytes itself may spend its time per call anew.
+    fn begin_request(&mut self) {}
+
+    fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
+
+    /// Moves things on and reports what happened; false if nothing did.
+    fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool;
+
+    /// Pushes out what was held back to be sent in one go (acknowledgements, small frames).
+    fn flush(&mut self) {}
+
+    /// Gets ready to sleep: from now on `wake_fds` fire. False if there is something to do already.
+    fn arm(&mut self) -> bool;
+
+    /// The thread is awake again; peers need not signal.
+    fn disarm(&mut self);
+
+    fn wake_fds(&self) -> WakeFds {
+        WakeFds::new()
+    }
+
+    /// When `poll` wants to be called next even if nothing happens.
+    fn next_timer(&self) -> Time {
+        Time::NEVER
+    }
+
+    fn assistant(&self) -> Option<Arc<dyn Assist>> {
+        None
+    }
+
+    /// A sentence about a link, for `explain`.
+    fn describe(&self, link: LinkId) -> String;
+
+    /// Ends all links in good order, telling the peers.
+    fn close(&mut self);
+}

@@ -1,0 +1,351 @@
+//! Whoever has a reason to move the group on takes its lock and does so: the worker when traffic
+//! arrives, a caller that submits, a caller that waits. Nobody ever waits for the lock on the
+//! submit path: what can't be done at once is left in the inbox, which the holder empties.
+
+use std::{
+    sync::{
+        atomic::{
+            AtomicBool, AtomicU32, AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
+        Arc,
+    },
+    time::Duration,
+};
+
+use super::{
+    baton::{Baton, CarryOut, Held},
+    sleep::Bed,
+};
+use crate::{
+    domain::{Assist, Completion, Domain},
+    engine::Shared,
+    group::Group,
+    time::Time,
+    Result,
+};
+
+/// How long after a caller stopped polling the worker takes over. Long enough that a caller who
+/// comes straight back finds nothing armed, short enough for the wake-up promise (150 us).
+const LINGER: Duration = Duration::from_micros(60);
+/// While callers keep coming back, the worker looks less often, down to once in this long.
+const LINGER_MAX: Duration = Duration::from_micros(240);
+
+/// After so many polls that found nothing, a spinning thread lets others run between polls.
+const YIELD_AFTER: u32 = 2_000;
+
+/// What is done under the lock when its holder gets to it.
+pub(crate) type Command = Box<dyn FnOnce(&mut Core, &Arc<Shared>) + Send>;
+
+/// All that the lock guards.
+pub(crate) struct Core {
+    pub group: Group,
+    pub domains: Vec<Box<dyn Domain>>,
+    completions: Vec<Completion>,
+    /// Peers and the kernel will signal; nobody needs to poll.
+    armed: bool,
+    pub closed: bool,
+}
+
+impl Core {
+    /// One round: poll every domain, act on what they report, move backlogs, strike deadlines.
+    fn drive(&mut self, shared: &Shared) -> bool {
+        let now = Time::now();
+        self.drive_at(now, shared)
+    }
+
+    pub(crate) fn drive_at(&mut self, now: Time, shared: &Shared) -> bool {
+        let mut moved = false;
+        for rail in 0..self.domains.len() {
+            moved |= self.domains[rail].poll(now, &shared.receives, &mut self.completions);
+            if self.completions.is_empty() {
+                continue;
+            }
+            let mut completions = std::mem::take(&mut self.completions);
+            for c in completions.drain(..) {
+                self.group.on_completion(now, rail, c, &mut self.domains, shared);
+            }
+            self.completions = completions;
+        }
+        moved |= self.group.progress(now, &mut self.domains, shared);
+        moved |= shared.counters.expire(now);
+        moved
+    }
+
+    pub(crate) fn next_timer(&self, shared: &Shared) -> Time {
+        let domains = self.domains.iter().map(|d| d.next_timer());
+        let ours = self.group.next_deadline().min(shared.counters.next_deadline());
+        domains.fold(ours, Time::min)
+    }
+}
+
+pub(crate) struct Cell {
+    core: Baton<Core, Command>,
+    /// Threads that poll because they wait for something.
+    pollers: AtomicU32,
+    /// When a poller last left.
+    left_at: AtomicU64,
+    bed: Option<Bed>,
+    assistants: Vec<Arc<dyn Assist>>,
+    spin: Duration,
+    pub stopping: AtomicBool,
+}
+
+/// Commands are carried out with the engine at hand.
+impl CarryOut<Core, Command> for &Arc<Shared> {
+    #[inline]
+    fn carry_out(&self, core: &mut Core, command: Command) {
+        command(core, self);
+    }
+}
+
+pub(crate) type Guard<'a> = Held<'a, Core, Command, &'a Arc<Shared>>;
+
+impl Cell {
+    /// With `threaded` false nothing sleeps and nobody is woken: the caller drives (simulator).
+    pub fn new(domains: Vec<Box<dyn Domain>>, spin: Duration, threaded: bool) -> Result<Self> {
+        let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
+        let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
+        Ok(Self {
+            core: Baton::new(Core {
+                group: Group::default(),
+                domains,
+                completions: Vec::new(),
+                armed: false,
+                closed: false,
+            }),
+            pollers: AtomicU32::new(0),
+            left_at: AtomicU64::new(0),
+            bed,
+            assistants,
+            spin,
+            stopping: AtomicBool::new(false),
+        })
+    }
+
+    pub fn lock<'a>(&'a self, shared: &'a Arc<Shared>) -> Guard<'a> {
+        self.core.lock(shared)
+    }
+
+    #[inline]
+    pub fn try_lock<'a>(&'a self, shared: &'a Arc<Shared>) -> Option<Guard<'a>> {
+        self.core.try_lock(shared)
+    }
+
+    /// Has `command` done under the lock, by this thread if the lock is free, else by its holder.
+    pub fn post(&self, shared: &Arc<Shared>, command: Command) {
+        self.core.post(shared, command);
+    }
+
+    /// Makes the worker look, unless somebody polls already.
+    pub fn kick(&self) {
+        std::sync::atomic::fence(SeqCst);
+        if self.pollers.load(SeqCst) == 0 {
+            self.kick_worker();
+        }
+    }
+
+    pub fn kick_worker(&self) {
+        if let Some(bed) = &self.bed {
+            bed.kick();
+        }
+    }
+
+    /// A sleeping worker must wake for the earliest timer, which may have become earlier.
+    pub fn set_alarm(&self, at: Time) {
+        if let Some(bed) = self.bed.as_ref().filter(|_| at != Time::NEVER) {
+            bed.alarm(at, Duration::ZERO);
+        }
+    }
+
+    /// The worker sleeps and nothing is armed: have it take over if no caller comes back soon.
+    fn linger(&self, now: Time) {
+        if let Some(bed) = &self.bed {
+            bed.alarm(now.after(LINGER), LINGER_MAX - LINGER);
+        }
+    }
+
+    /// One round on this thread, if nobody else is at it.
+    #[inline]
+    pub fn poll_once(&self, shared: &Arc<Shared>) -> bool {
+        if self.bed.is_none() {
+            return false;
+        }
+        self.enter();
+        let moved = self.round(shared);
+        self.leave();
+        moved
+    }
+
+    fn enter(&self) {
+        self.pollers.fetch_add(1, SeqCst);
+    }
+
+    fn leave(&self) {
+        self.pollers.fetch_sub(1, SeqCst);
+        let now = Time::now();
+        self.left_at.store(now.0, Relaxed);
+        self.linger(now);
+    }
+
+    #[inline]
+    fn round(&self, shared: &Arc<Shared>) -> bool {
+        let Some(mut core) = self.try_lock(shared) else { return false };
+        if core.armed {
+            core.disarm();
+        }
+        core.drive(shared)
+    }
+
+    /// Polls until `done` or `deadline`, whichever is first, without ever sleeping.
+    pub fn spin(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
+        if self.bed.is_none() {
+            return;
+        }
+        self.enter();
+        let mut idle = 0;
+        for turn in 1u32.. {
+            if done() || (turn % 16 == 0 && Time::now() >= deadline) {
+                break;
+            }
+            self.step(shared, &mut idle);
+        }
+        self.leave();
+    }
+
+    /// Polls while things move and for the spin time after; then hands over to the worker, so that
+    /// the caller can sleep.
+    pub fn wait(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
+        if self.bed.is_none() {
+            return;
+        }
+        self.enter();
+        let mut idle = 0;
+        let mut quiet_since = None;
+        for turn in 1u32.. {
+            if done() {
+                return self.leave();
+            }
+            self.step(shared, &mut idle);
+            if idle == 0 {
+                quiet_since = None;
+            }
+            if turn % 16 == 0 {
+                let now = Time::now();
+                let quiet = now.since(*quiet_since.get_or_insert(now));
+                if now >= deadline || quiet >= self.spin {
+                    break;
+                }
+            }
+        }
+        self.hand_over(shared);
+    }
+
+    fn step(&self, shared: &Arc<Shared>, idle: &mut u32) {
+        let moved = self.round(shared) | self.assistants.iter().any(|a| a.assist());
+        if moved {
+            *idle = 0;
+            return;
+        }
+        *idle += 1;
+        match *idle > YIELD_AFTER {
+            true => std::thread::yield_now(),
+            false => std::hint::spin_loop(),
+        }
+    }
+
+    /// The last poller arms everything, so that the worker can stay asleep until there is news.
+    fn hand_over(&self, shared: &Arc<Shared>) {
+        self.pollers.fetch_sub(1, SeqCst);
+        match self.try_lock(shared).filter(|_| self.pollers.load(SeqCst) == 0) {
+            Some(mut core) => {
+                if !self.arm(&mut core, shared) {
+                    self.kick_worker();
+                }
+            }
+            // Another thread is at it and will arm when it is done.
+            None => self.linger(Time::now()),
+        }
+    }
+
+    /// Prepares for nobody polling; false if there is something to do first.
+    fn arm(&self, core: &mut Core, shared: &Arc<Shared>) -> bool {
+        let Some(bed) = &self.bed else { return true };
+        if core.armed {
+            return true;
+        }
+        if !core.arm_domains() {
+            return false;
+        }
+        bed.arm(&core.domains);
+        self.set_alarm(core.next_timer(shared));
+        true
+    }
+
+    /// The worker's life: drive while there is traffic, sleep when there is none.
+    pub(super) fn work(&self, shared: &Arc<Shared>, always: bool) {
+        let Some(bed) = &self.bed else { return };
+        while !self.stopping.load(SeqCst) {
+            self.work_awake(shared, always);
+            if !self.stopping.load(SeqCst) {
+                bed.sleep();
+            }
+        }
+    }
+
+    fn work_awake(&self, shared: &Arc<Shared>, always: bool) {
+        let mut idle_since = None;
+        let mut idle = 0u32;
+        while !self.stopping.load(SeqCst) {
+            if self.pollers.load(SeqCst) > 0 && !always {
+                // They drive; the last of them arms, or sets an alarm, when it leaves.
+                return;
+            }
+            if self.round(shared) {
+                idle_since = None;
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            if always {
+                std::hint::spin_loop();
+                continue;
+            }
+            let now = Time::now();
+            let since = *idle_since.get_or_insert(now);
+            let lingering = now.since(Time(self.left_at.load(Relaxed))) < LINGER;
+            if now.since(since) < self.spin {
+                match idle > YIELD_AFTER {
+                    true => std::thread::yield_now(),
+                    false => std::hint::spin_loop(),
+                }
+                continue;
+            }
+            if lingering {
+                return self.set_alarm(now.after(LINGER_MAX));
+            }
+            let Some(mut core) = self.try_lock(shared) else { return self.linger(now) };
+            if self.arm(&mut core, shared) {
+                return;
+            }
+        }
+    }
+}
+
+impl Core {
+    fn arm_domains(&mut self) -> bool {
+        for i in 0..self.domains.len() {
+            if !self.domains[i].arm() {
+                self.domains[..=i].iter_mut().for_each(|d| d.disarm());
+                return false;
+            }
+        }
+        self.armed = true;
+        true
+    }
+
+    fn disarm(&mut self) {
+        self.domains.iter_mut().for_each(|d| d.disarm());
+        self.armed = false;
+    }
+}

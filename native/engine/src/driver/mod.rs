@@ -1,0 +1,9 @@
+//! Threads and sleeping: who drives the group when.
+
+mod baton;
+mod cell;
+mod sleep;
+mod worker;
+
+pub(crate) use cell::Cell;
+pub(crate) use worker::Worker;

@@ -1,0 +1,132 @@
+//! What a worker sleeps on: one epoll with the domains' descriptors, a kick, and a timer.
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::atomic::{AtomicU64, Ordering::SeqCst},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rustix::{
+    event::{epoll, eventfd, EventfdFlags},
+    time::{
+        timerfd_create, timerfd_settime, Itimerspec, TimerfdClockId, TimerfdFlags,
+        TimerfdTimerFlags, Timespec,
+    },
+};
+
+use crate::{domain::Domain, time::Time, EngineError, Result};
+
+const KICK: u64 = u64::MAX;
+const TIMER: u64 = u64::MAX - 1;
+
+#[derive(Debug)]
+pub(super) struct Bed {
+    epoll: OwnedFd,
+    kick: OwnedFd,
+    timer: OwnedFd,
+    /// When the timer goes off; a hint for those who would set it later anyway.
+    alarm: AtomicU64,
+    /// Keeps the hint and the timer of one mind.
+    setting: Mutex<()>,
+}
+
+impl Bed {
+    pub fn new(domains: &[Box<dyn Domain>]) -> Result<Self> {
+        let fail = |call| move |e| EngineError::resource(call, e);
+        let bed = Self {
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fail("epoll_create"))?,
+            kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(fail("eventfd"))?,
+            timer: timerfd_create(
+                TimerfdClockId::Monotonic,
+                TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+            )
+            .map_err(fail("timerfd_create"))?,
+            alarm: AtomicU64::new(u64::MAX),
+            setting: Mutex::new(()),
+        };
+        for (fd, tag) in [(&bed.kick, KICK), (&bed.timer, TIMER)] {
+            let data = epoll::EventData::new_u64(tag);
+            epoll::add(&bed.epoll, fd, data, epoll::EventFlags::IN).map_err(fail("epoll_ctl"))?;
+        }
+        for domain in domains {
+            for fd in domain.wake_fds() {
+                // SAFETY: the domain keeps its descriptors open while it lives, and it lives as
+                // long as the worker that sleeps here.
+                let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+                epoll::add(&bed.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
+                    .map_err(fail("epoll_ctl"))?;
+            }
+        }
+        Ok(bed)
+    }
+
+    fn quiet() -> epoll::EventFlags {
+        epoll::EventFlags::ONESHOT
+    }
+
+    /// From now on the domains' descriptors end a sleep, once: a thread that polls anyway is not
+    /// disturbed by every packet.
+    pub fn arm(&self, domains: &[Box<dyn Domain>]) {
+        for fd in domains.iter().flat_map(|d| d.wake_fds()) {
+            // SAFETY: as in `new`.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(0), flags);
+        }
+    }
+
+    /// Ends the sleep, now or the next one.
+    pub fn kick(&self) {
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+    }
+
+    /// Ends the sleep at `at`, or at an earlier alarm, or at one up to `slack` later that is set
+    /// already.
+    #[inline]
+    pub fn alarm(&self, at: Time, slack: Duration) {
+        if self.alarm.load(SeqCst) > at.after(slack).0 {
+            self.set_alarm(at);
+        }
+    }
+
+    fn set_alarm(&self, at: Time) {
+        let _setting = self.setting.lock();
+        if at.0 >= self.alarm.load(SeqCst) {
+            return;
+        }
+        self.alarm.store(at.0, SeqCst);
+        let value = Itimerspec {
+            it_interval: Timespec { tv_sec: 0, tv_nsec: 0 },
+            it_value: Timespec {
+                tv_sec: (at.0 / 1_000_000_000) as i64,
+                tv_nsec: (at.0 % 1_000_000_000).max(1) as i64,
+            },
+        };
+        let _ = timerfd_settime(&self.timer, TimerfdTimerFlags::ABSTIME, &value);
+    }
+
+    /// Sleeps until kicked, woken by a domain, or the alarm. Must be called by one thread only.
+    pub fn sleep(&self) {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 8];
+        let n = epoll::wait(&self.epoll, &mut events[..], None).unwrap_or(0);
+        for event in &events[..n] {
+            let mut word = [0u8; 8];
+            match event.data.u64() {
+                KICK => {
+                    let _ = rustix::io::read(&self.kick, &mut word);
+                }
+                TIMER => {
+                    let _setting = self.setting.lock();
+                    let _ = rustix::io::read(&self.timer, &mut word);
+                    self.alarm.store(u64::MAX, SeqCst);
+                }
+                _ => {}
+            }
+        }
+    }
+}

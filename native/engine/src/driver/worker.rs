@@ -1,0 +1,36 @@
+use std::{
+    sync::{atomic::Ordering::SeqCst, Arc},
+    thread::JoinHandle,
+};
+
+use crate::{engine::Shared, EngineError, Result};
+
+/// The thread that drives a group when no caller does. Ends with `stop`.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    thread: JoinHandle<()>,
+}
+
+impl Worker {
+    pub fn start(shared: &Arc<Shared>, always: bool) -> Result<Self> {
+        let shared = Arc::clone(shared);
+        let thread = std::thread::Builder::new()
+            .name("fabric-worker".into())
+            .spawn(move || shared.cell.work(&shared, always))
+            .map_err(|e| EngineError::Resource {
+                call: "pthread_create",
+                cause: e.to_string(),
+                hint: "raise the limit of threads or processes (ulimit -u)".into(),
+            })?;
+        Ok(Self { thread })
+    }
+
+    /// Waits for the thread's end, unless called on it.
+    pub fn stop(self, shared: &Arc<Shared>) {
+        shared.cell.stopping.store(true, SeqCst);
+        shared.cell.kick_worker();
+        if self.thread.thread().id() != std::thread::current().id() {
+            let _ = self.thread.join();
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! User callbacks run here, one after another, and never on a thread that moves bytes.
+
+use std::{
+    panic::{catch_unwind, AssertUnwindSafe},
+    sync::Arc,
+    thread::JoinHandle,
+};
+
+use parking_lot::{Condvar, Mutex};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Queue {
+    jobs: Vec<Job>,
+    closed: bool,
+    /// No thread: whoever drives the engine runs them (simulator).
+    manual: bool,
+    /// The thread, once there was a first job.
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The queue of one engine's callbacks. Its thread starts with the first callback.
+#[derive(Clone, Default)]
+pub(crate) struct Callbacks {
+    inner: Arc<(Mutex<Queue>, Condvar)>,
+}
+
+impl Callbacks {
+    pub fn manual() -> Self {
+        let this = Self::default();
+        this.inner.0.lock().manual = true;
+        this
+    }
+
+    /// Runs what is queued on this thread; true if there was something.
+    pub fn run_queued(&self) -> bool {
+        let jobs = std::mem::take(&mut self.inner.0.lock().jobs);
+        let any = !jobs.is_empty();
+        jobs.into_iter().for_each(run);
+        any
+    }
+
+    /// Queues a job; after `close` it runs at once on the caller's thread, so that no completion
+    /// goes untold.
+    pub fn push(&self, job: Job) {
+        let (queue, wake) = &*self.inner;
+        let mut q = queue.lock();
+        if q.closed {
+            drop(q);
+            return run(job);
+        }
+        q.jobs.push(job);
+        if q.thread.is_none() && !q.manual {
+            let inner = Arc::clone(&self.inner);
+            let spawned = std::thread::Builder::new()
+                .name("fabric-callback".into())
+                .spawn(move || serve(&inner));
+            match spawned {
+                Ok(t) => q.thread = Some(t),
+                Err(e) => {
+                    tracing::error!(error = %e, "no thread for callbacks; they run on the worker");
+                    let jobs = std::mem::take(&mut q.jobs);
+                    drop(q);
+                    jobs.into_iter().for_each(run);
+                    return;
+                }
+            }
+        }
+        wake.notify_one();
+    }
+
+    /// Runs what is queued, then ends the thread.
+    pub fn close(&self) {
+        let (queue, wake) = &*self.inner;
+        let thread = {
+            let mut q = queue.lock();
+            q.closed = true;
+            wake.notify_one();
+            q.thread.take()
+        };
+        self.run_queued();
+        if let Some(t) = thread {
+            // A callback may close the engine: it can't wait for itself.
+            if t.thread().id() != std::thread::current().id() {
+                let _ = t.join();
+            }
+        }
+    }
+}
+
+fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
+    loop {
+        let jobs = {
+            let mut q = queue.lock();
+            while q.jobs.is_empty() {
+                if q.closed {
+                    return;
+                }
+                wake.wait(&mut q);
+            }
+            std::mem::take(&mut q.jobs)
+        };
+        jobs.into_iter().for_each(run);
+    }
+}
+
+fn run(job: Job) {
+    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+        tracing::error!("a completion callback panicked; the engine goes on");
+    }
+}

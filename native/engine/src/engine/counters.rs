@@ -1,0 +1,325 @@
+//! ImmCounter: the receiver's count of logical writes, and the expectations on it.
+//!
+//! A counter only ever grows. An expectation of `n` takes the next `n` arrivals that no earlier
+//! expectation has taken, so that what came first is kept (IC-5) and rounds don't mix.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::{Arc, OnceLock},
+};
+
+use super::HandleRef;
+use crate::{
+    api::{EngineId, Imm, FIRST_ALLOCATED_SLOT},
+    domain::Count,
+    sync::{
+        atomic::{
+            AtomicU32, AtomicU64,
+            Ordering::{Acquire, Relaxed, SeqCst},
+        },
+        total_order, Mutex,
+    },
+    time::Time,
+    EngineError,
+};
+
+const PAGE: usize = if cfg!(loom) { 2 } else { 1024 };
+const PAGES: usize = crate::api::SLOTS as usize / PAGE;
+
+struct Expectation {
+    threshold: u64,
+    deadline: Time,
+    handle: HandleRef,
+    writers: Vec<EngineId>,
+    timeout: std::time::Duration,
+}
+
+#[derive(Default)]
+struct Expectations {
+    list: VecDeque<Expectation>,
+    claimed: u64,
+}
+
+struct Cell {
+    /// Immediates of any other generation are ghosts (IC-6).
+    generation: AtomicU32,
+    arrived: AtomicU64,
+    /// The lowest pending threshold, so that an arrival that fires nothing takes no lock.
+    threshold: AtomicU64,
+    pending: Mutex<Expectations>,
+}
+
+impl Cell {
+    fn new() -> Self {
+        Self {
+            generation: AtomicU32::new(0),
+            arrived: AtomicU64::new(0),
+            threshold: AtomicU64::new(u64::MAX),
+            pending: Mutex::default(),
+        }
+    }
+
+    fn publish_threshold(&self, p: &Expectations) {
+        let lowest = p.list.front().map_or(u64::MAX, |e| e.threshold);
+        self.threshold.store(lowest, SeqCst);
+        total_order();
+    }
+
+    /// Ends every expectation whose count is full.
+    fn fire(&self) {
+        let mut done = Vec::new();
+        {
+            let mut p = self.pending.lock();
+            loop {
+                while p.list.front().is_some_and(|e| e.threshold <= self.arrived.load(SeqCst)) {
+                    done.extend(p.list.pop_front().map(|e| e.handle));
+                }
+                self.publish_threshold(&p);
+                // An arrival between the test and the publication has seen the old threshold.
+                if p.list.front().is_none_or(|e| e.threshold > self.arrived.load(SeqCst)) {
+                    break;
+                }
+            }
+        }
+        for handle in done {
+            handle.complete(Ok(()));
+        }
+    }
+
+    /// Takes out the expectations that `doomed` picks and fails them.
+    fn fail(&self, mut doomed: impl FnMut(&Expectation) -> Option<EngineError>) {
+        let mut failed = Vec::new();
+        {
+            let mut p = self.pending.lock();
+            p.list.retain(|e| match doomed(e) {
+                None => true,
+                Some(error) => {
+                    failed.push((Arc::clone(&e.handle), error));
+                    false
+                }
+            });
+            self.publish_threshold(&p);
+        }
+        for (handle, error) in failed {
+            handle.complete(Err(error));
+        }
+    }
+}
+
+type Page = [Cell; PAGE];
+
+/// All counters of an engine.
+pub(crate) struct Counters {
+    pages: Box<[OnceLock<Box<Page>>]>,
+    free: Mutex<Free>,
+    /// Slots that may hold expectations with a deadline or with named writers.
+    watched: Mutex<HashSet<u32>>,
+    /// No deadline is earlier than this, so that looking costs one load.
+    next_expiry: AtomicU64,
+    ghosts: AtomicU64,
+}
+
+struct Free {
+    next: u32,
+    /// Oldest first: a slot rests as long as possible before its generation is reused.
+    returned: VecDeque<u32>,
+}
+
+/// Slots that must have been returned before the oldest is handed out again.
+const REST: usize = 4096;
+
+impl Default for Counters {
+    fn default() -> Self {
+        Self {
+            pages: (0..PAGES).map(|_| OnceLock::new()).collect(),
+            free: Mutex::new(Free { next: FIRST_ALLOCATED_SLOT, returned: VecDeque::new() }),
+            watched: Mutex::default(),
+            next_expiry: AtomicU64::new(u64::MAX),
+            ghosts: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Counters {
+    fn cell(&self, slot: u32) -> &Cell {
+        let page = self.pages[slot as usize / PAGE].get_or_init(|| {
+            let cells: Box<[Cell]> = (0..PAGE).map(|_| Cell::new()).collect();
+            cells.try_into().unwrap_or_else(|_| unreachable!("PAGE cells make a page"))
+        });
+        &page[slot as usize % PAGE]
+    }
+
+    /// Hands out a counter that nobody has used in this generation.
+    pub fn allocate(&self) -> Result<Imm, EngineError> {
+        let mut free = self.free.lock();
+        let slot = if free.returned.len() > REST || free.next == crate::api::SLOTS {
+            free.returned.pop_front()
+        } else {
+            free.next += 1;
+            Some(free.next - 1)
+        };
+        let slot = slot.ok_or_else(|| EngineError::Resource {
+            call: "counter",
+            cause: "all counters are in use".into(),
+            hint: "drop counters that are no longer needed".into(),
+        })?;
+        let cell = self.cell(slot);
+        Ok(Imm::allocated(slot, cell.generation.load(Acquire) as u8))
+    }
+
+    /// Takes a counter back: late immediates for it are ghosts from now on.
+    pub fn release(&self, imm: Imm) {
+        let cell = self.cell(imm.slot());
+        cell.generation.store(u32::from(imm.generation().wrapping_add(1)), SeqCst);
+        cell.fail(|_| {
+            Some(EngineError::Cancelled {
+                what: "expectation",
+                cause: "its counter was released".into(),
+            })
+        });
+        cell.pending.lock().claimed = 0;
+        cell.arrived.store(0, SeqCst);
+        self.free.lock().returned.push_back(imm.slot());
+    }
+
+    /// Counts arrivals. Called with the group's lock held; fires what is full.
+    #[inline]
+    pub fn arrive(&self, count: Count) {
+        let imm = Imm::from_wire(count.imm);
+        let cell = self.cell(imm.slot());
+        if cell.generation.load(Acquire) as u8 != imm.generation() {
+            self.ghosts.fetch_add(u64::from(count.n), Relaxed);
+            return;
+        }
+        let n = cell.arrived.fetch_add(u64::from(count.n), SeqCst) + u64::from(count.n);
+        total_order();
+        if n >= cell.threshold.load(SeqCst) {
+            cell.fire();
+        }
+    }
+
+    /// How many writes have been counted so far.
+    #[inline]
+    pub fn arrived(&self, imm: Imm) -> u64 {
+        self.cell(imm.slot()).arrived.load(Acquire)
+    }
+
+    /// How many of them no expectation has taken.
+    pub fn unclaimed(&self, imm: Imm) -> u64 {
+        let cell = self.cell(imm.slot());
+        let claimed = cell.pending.lock().claimed;
+        self.arrived(imm).saturating_sub(claimed)
+    }
+
+    pub fn ghosts(&self) -> u64 {
+        self.ghosts.load(Relaxed)
+    }
+
+    /// Completes `handle` when `n` further writes have been counted.
+    pub fn expect(
+        &self,
+        imm: Imm,
+        n: u32,
+        (now, timeout): (Time, std::time::Duration),
+        writers: Vec<EngineId>,
+        handle: HandleRef,
+    ) {
+        let cell = self.cell(imm.slot());
+        let deadline = now.after(timeout);
+        let watched = deadline != Time::NEVER || !writers.is_empty();
+        {
+            let mut p = cell.pending.lock();
+            p.claimed += u64::from(n);
+            let threshold = p.claimed;
+            p.list.push_back(Expectation { threshold, deadline, handle, writers, timeout });
+            cell.publish_threshold(&p);
+        }
+        if watched {
+            self.watched.lock().insert(imm.slot());
+            self.next_expiry.fetch_min(deadline.0, SeqCst);
+        }
+        if cell.arrived.load(SeqCst) >= cell.threshold.load(SeqCst) {
+            cell.fire();
+        }
+    }
+
+    /// Fails the expectations whose deadline has passed; true if there was one.
+    pub fn expire(&self, now: Time) -> bool {
+        if now < self.next_deadline() {
+            return false;
+        }
+        self.next_expiry.store(u64::MAX, SeqCst);
+        let mut next = Time::NEVER;
+        let mut failed = false;
+        self.each_watched(|cell| {
+            cell.fail(|e| {
+                if e.deadline > now {
+                    next = next.min(e.deadline);
+                    return None;
+                }
+                failed = true;
+                let missing = e.threshold.saturating_sub(cell.arrived.load(SeqCst));
+                let peer = match e.writers.is_empty() {
+                    true => format!("its writers ({missing} writes are missing)"),
+                    false => format!("writers {:?} ({missing} writes are missing)", e.writers),
+                };
+                let (after, op) = (e.timeout, "expectation");
+                Some(EngineError::Timeout { op, peer, after, quiesced: false })
+            })
+        });
+        self.next_expiry.fetch_min(next.0, SeqCst);
+        failed
+    }
+
+    pub fn next_deadline(&self) -> Time {
+        Time(self.next_expiry.load(SeqCst))
+    }
+
+    /// Fails what waits for a peer that will not write any more (RS-4).
+    pub fn peer_lost(&self, peer: EngineId, error: &EngineError) {
+        self.each_watched(|cell| {
+            cell.fail(|e| e.writers.contains(&peer).then(|| error.clone()));
+        });
+    }
+
+    pub fn close(&self) {
+        for page in self.pages.iter().filter_map(OnceLock::get) {
+            for cell in page.iter() {
+                cell.fail(|_| Some(EngineError::Closed));
+            }
+        }
+    }
+
+    fn each_watched(&self, mut f: impl FnMut(&Cell)) {
+        let slots: Vec<u32> = self.watched.lock().iter().copied().collect();
+        for slot in slots {
+            f(self.cell(slot));
+        }
+        self.watched.lock().retain(|s| !self.cell(*s).pending.lock().list.is_empty());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::thread;
+
+    use super::*;
+    use crate::engine::handle::Pending;
+
+    #[test]
+    fn ic_4_an_expectation_and_its_arrival_never_miss_each_other() {
+        loom::model(|| {
+            let counters = loom::sync::Arc::new(Counters::default());
+            let imm = Imm::plain(0).unwrap();
+            // The page is made before: loom doesn't see the ordering of std's OnceLock.
+            counters.arrived(imm);
+            let theirs = loom::sync::Arc::clone(&counters);
+            let arrival = thread::spawn(move || theirs.arrive(Count { imm: imm.to_wire(), n: 1 }));
+            let handle = Arc::new(Pending::default());
+            let never = (Time(0), std::time::Duration::MAX);
+            counters.expect(imm, 1, never, Vec::new(), Arc::clone(&handle));
+            arrival.join().unwrap();
+            assert!(handle.is_done());
+        });
+    }
+}

@@ -1,0 +1,261 @@
+//! One completion, seen in several ways: blocking wait, poll, flag, callback, event queue.
+
+use std::{
+    any::Any,
+    sync::{
+        atomic::{
+            AtomicBool, AtomicU32,
+            Ordering::{AcqRel, Acquire, Release},
+        },
+        Arc, OnceLock, Weak,
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rustix::thread::futex;
+
+use super::{callbacks::Callbacks, Shared};
+use crate::{time::Time, EngineError, Result};
+
+const DONE: u32 = 1;
+/// Somebody sleeps on the state word.
+const SLEEPER: u32 = 2;
+
+/// Told once when a handle is over; called on whatever thread finds out, so it must be quick and
+/// must not call the engine.
+pub trait Notify: Send + Sync {
+    fn notify(&self, key: u64);
+}
+
+enum Hook {
+    Flag(Arc<AtomicBool>),
+    Callback(Callbacks, Box<dyn FnOnce(Result<()>) + Send>),
+    Notify(Arc<dyn Notify>, u64),
+}
+
+#[derive(Default)]
+pub(crate) struct Pending {
+    state: AtomicU32,
+    error: OnceLock<EngineError>,
+    hooks: Mutex<Vec<Hook>>,
+    shared: Weak<Shared>,
+}
+
+/// What the layers below hold of a handle.
+pub(crate) type HandleRef = Arc<Pending>;
+
+impl Pending {
+    pub fn new(shared: &Arc<Shared>) -> HandleRef {
+        Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
+    }
+
+    #[inline]
+    pub fn is_done(&self) -> bool {
+        self.state.load(Acquire) & DONE != 0
+    }
+
+    fn result(&self) -> Result<()> {
+        self.error.get().map_or(Ok(()), |e| Err(e.clone()))
+    }
+
+    /// Ends the handle; only the first call counts.
+    pub fn complete(&self, result: Result<()>) {
+        let hooks = {
+            // Under the lock, so that a hook is either in the list now or sees the end itself.
+            let mut hooks = self.hooks.lock();
+            if self.is_done() {
+                return;
+            }
+            if let Err(e) = result {
+                let _ = self.error.set(e);
+            }
+            let before = self.state.swap(DONE, AcqRel);
+            if before & SLEEPER != 0 {
+                let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
+            }
+            std::mem::take(&mut *hooks)
+        };
+        for hook in hooks {
+            self.run(hook);
+        }
+    }
+
+    fn run(&self, hook: Hook) {
+        match hook {
+            Hook::Flag(flag) => flag.store(true, Release),
+            Hook::Callback(callbacks, f) => {
+                let result = self.result();
+                callbacks.push(Box::new(move || f(result)));
+            }
+            Hook::Notify(n, key) => n.notify(key),
+        }
+    }
+
+    fn add(&self, hook: Hook) {
+        {
+            let mut hooks = self.hooks.lock();
+            if !self.is_done() {
+                hooks.push(hook);
+                return;
+            }
+        }
+        self.run(hook);
+    }
+
+    /// Sleeps until done or `deadline`; true if done.
+    fn sleep(&self, deadline: Time) -> bool {
+        loop {
+            let before = self.state.fetch_or(SLEEPER, AcqRel);
+            if before & DONE != 0 {
+                self.state.fetch_and(!SLEEPER, AcqRel);
+                return true;
+            }
+            let now = Time::now();
+            if now >= deadline {
+                return false;
+            }
+            // Bounded, so that a deadline far away needs no arithmetic and no wake-up can be lost
+            // for good.
+            let left = deadline.since(now).min(Duration::from_secs(1));
+            let left = futex::Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: i64::from(left.subsec_nanos()),
+            };
+            let _ = futex::wait(&self.state, futex::Flags::PRIVATE, SLEEPER, Some(&left));
+            if self.is_done() {
+                return true;
+            }
+        }
+    }
+}
+
+enum Repr {
+    /// Over before the call returned.
+    Done(Result<()>),
+    Pending(HandleRef),
+}
+
+/// The future of one request or expectation. Cheap to clone; dropping it cancels nothing.
+pub struct Handle {
+    repr: Repr,
+    op: &'static str,
+    /// What must not go away while somebody may wait: an expectation's counter.
+    keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl std::fmt::Debug for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Handle({}, {:?})", self.op, self.poll())
+    }
+}
+
+impl Clone for Handle {
+    fn clone(&self) -> Self {
+        let repr = match &self.repr {
+            Repr::Done(r) => Repr::Done(r.clone()),
+            Repr::Pending(p) => Repr::Pending(Arc::clone(p)),
+        };
+        Self { repr, op: self.op, keep: self.keep.clone() }
+    }
+}
+
+impl Handle {
+    pub(crate) fn done(op: &'static str, result: Result<()>) -> Self {
+        Self { repr: Repr::Done(result), op, keep: None }
+    }
+
+    pub(crate) fn pending(op: &'static str, pending: HandleRef) -> Self {
+        Self { repr: Repr::Pending(pending), op, keep: None }
+    }
+
+    pub(super) fn keeping(mut self, keep: Arc<dyn Any + Send + Sync>) -> Self {
+        self.keep = Some(keep);
+        self
+    }
+
+    /// What was asked for, in a word.
+    pub fn op(&self) -> &'static str {
+        self.op
+    }
+
+    #[inline]
+    pub fn is_done(&self) -> bool {
+        match &self.repr {
+            Repr::Done(_) => true,
+            Repr::Pending(p) => p.is_done(),
+        }
+    }
+
+    /// The result, if there is one. Makes no progress by itself; see [`Handle::drive`].
+    pub fn poll(&self) -> Option<Result<()>> {
+        match &self.repr {
+            Repr::Done(r) => Some(r.clone()),
+            Repr::Pending(p) => p.is_done().then(|| p.result()),
+        }
+    }
+
+    /// Moves the engine on for a moment on this thread, then polls: what a spinning caller wants.
+    #[inline]
+    pub fn drive(&self) -> Option<Result<()>> {
+        let Repr::Pending(p) = &self.repr else { return self.poll() };
+        if !p.is_done() {
+            if let Some(shared) = p.shared.upgrade() {
+                shared.cell.poll_once(&shared);
+            }
+        }
+        self.poll()
+    }
+
+    /// Waits at most `timeout`; `None` if it isn't over by then (it goes on, nothing is cancelled).
+    ///
+    /// The waiting thread helps: it drives the engine and copies for a while before it sleeps.
+    pub fn wait(&self, timeout: Duration) -> Option<Result<()>> {
+        let Repr::Pending(p) = &self.repr else { return self.poll() };
+        if p.is_done() {
+            return Some(p.result());
+        }
+        let deadline = Time::now().after(timeout);
+        if let Some(shared) = p.shared.upgrade() {
+            shared.cell.wait(&shared, &|| p.is_done(), deadline);
+        }
+        p.sleep(deadline).then(|| p.result())
+    }
+
+    /// As [`Handle::wait`], but drives for at most `spin` and never sleeps.
+    pub fn spin(&self, spin: Duration) -> Option<Result<()>> {
+        let Repr::Pending(p) = &self.repr else { return self.poll() };
+        if !p.is_done() {
+            let shared = p.shared.upgrade()?;
+            shared.cell.spin(&shared, &|| p.is_done(), Time::now().after(spin));
+        }
+        self.poll()
+    }
+
+    /// Sets `flag` when the transfer is over, whatever the result.
+    pub fn on_done_flag(&self, flag: Arc<AtomicBool>) {
+        match &self.repr {
+            Repr::Done(_) => flag.store(true, Release),
+            Repr::Pending(p) => p.add(Hook::Flag(flag)),
+        }
+    }
+
+    /// Runs `f` on the engine's callback thread when it is over.
+    pub fn on_done(&self, f: impl FnOnce(Result<()>) + Send + 'static) {
+        match &self.repr {
+            Repr::Done(r) => f(r.clone()),
+            Repr::Pending(p) => match p.shared.upgrade() {
+                Some(shared) => p.add(Hook::Callback(shared.callbacks.clone(), Box::new(f))),
+                None => f(Err(EngineError::Closed)),
+            },
+        }
+    }
+
+    /// Tells `notify` when it is over, at once if it is already.
+    pub fn on_done_notify(&self, notify: Arc<dyn Notify>, key: u64) {
+        match &self.repr {
+            Repr::Done(_) => notify.notify(key),
+            Repr::Pending(p) => p.add(Hook::Notify(notify, key)),
+        }
+    }
+}

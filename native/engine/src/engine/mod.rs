@@ -1,0 +1,435 @@
+//! The engine layer: what users call. Requests are checked here, before anything is sent; counters,
+//! handles and callbacks live here; everything below is reached through the group's lock.
+
+mod bind;
+mod callbacks;
+mod counters;
+mod handle;
+mod open;
+mod peers;
+mod receives;
+mod regions;
+mod shared;
+mod watcher;
+
+use std::{sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+
+use crate::{
+    api::{
+        CounterRef, EngineAddress, EngineId, Imm, Op, RegionDescriptor, RegionKey, TransportKind,
+    },
+    driver::Worker,
+    group::{Submitted, Verdict},
+    memory::{Allocation, Backing, Keep, RegionMemory},
+    time::Time,
+    EngineError, Result,
+};
+
+pub(crate) use handle::HandleRef;
+pub use handle::{Handle, Notify};
+pub use open::Transports;
+pub use peers::{Peer, PeerGroup};
+pub use receives::Delivery;
+pub use regions::{Region, RemoteRegion};
+pub(crate) use shared::Shared;
+pub use shared::Stats;
+pub use watcher::Watcher;
+
+/// Moves bytes between processes and counts them.
+///
+/// All methods may be called from any thread. Dropping the engine closes it: outstanding handles
+/// end with [`EngineError::Closed`], peers see the engine as lost.
+pub struct TransferEngine {
+    shared: Arc<Shared>,
+    worker: Mutex<Option<Worker>>,
+}
+
+impl std::fmt::Debug for TransferEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "TransferEngine({})", self.shared.address.label())
+    }
+}
+
+/// A counter handed out by this engine. When it and the handles of its expectations are gone, its
+/// slot is given back, and writes that name this use of it count for nobody (IC-6).
+pub struct Counter {
+    inner: Arc<CounterInner>,
+}
+
+struct CounterInner {
+    shared: Arc<Shared>,
+    imm: Imm,
+    allocated: bool,
+}
+
+impl std::fmt::Debug for Counter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Counter({:?}, arrived {})", self.imm(), self.arrived())
+    }
+}
+
+impl Drop for CounterInner {
+    fn drop(&mut self) {
+        if self.allocated {
+            let imm = self.imm;
+            // Under the lock, because arrivals are counted there.
+            self.shared
+                .cell
+                .post(&self.shared, Box::new(move |_, shared| shared.counters.release(imm)));
+        }
+    }
+}
+
+impl Counter {
+    pub fn imm(&self) -> Imm {
+        self.inner.imm
+    }
+
+    /// To be given to those who write.
+    pub fn reference(&self) -> CounterRef {
+        CounterRef::new(self.inner.shared.address.id, self.inner.imm)
+    }
+
+    /// Logical writes counted so far (IC-1).
+    #[inline]
+    pub fn arrived(&self) -> u64 {
+        self.inner.shared.counters.arrived(self.inner.imm)
+    }
+
+    /// Moves the engine on for a moment on this thread, then reads: for callers that spin.
+    #[inline]
+    pub fn poll(&self) -> u64 {
+        self.inner.shared.cell.poll_once(&self.inner.shared);
+        self.arrived()
+    }
+
+    /// Arrivals that no expectation has taken yet.
+    pub fn unclaimed(&self) -> u64 {
+        self.inner.shared.counters.unclaimed(self.inner.imm)
+    }
+
+    /// Done when the next `n` arrivals that no earlier expectation takes have been counted; those
+    /// that came before the call count (IC-5).
+    ///
+    /// `writers` are the peers that are to write: if one of them is lost first, the handle ends
+    /// with [`EngineError::PeerLost`]; without names, only `timeout` ends a wait in vain.
+    pub fn expect(&self, n: u32, writers: &[Peer], timeout: Duration) -> Result<Handle> {
+        let handle = self.inner.shared.expect(self.inner.imm, n, writers, timeout)?;
+        Ok(handle.keeping(self.inner.clone()))
+    }
+}
+
+/// Options of one request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Submit {
+    /// The engine's `op_timeout` if `None`.
+    pub timeout: Option<Duration>,
+}
+
+/// What the engine knows of its way to a peer.
+#[derive(Clone, Debug)]
+pub struct Explanation {
+    pub peer: String,
+    /// The transport in use, if connected.
+    pub transport: Option<String>,
+    /// One verdict for every transport of this engine.
+    pub verdicts: Vec<Verdict>,
+}
+
+impl TransferEngine {
+    pub fn address(&self) -> &EngineAddress {
+        &self.shared.address
+    }
+
+    pub fn id(&self) -> EngineId {
+        self.shared.address.id
+    }
+
+    pub fn stats(&self) -> Stats {
+        self.shared.stats()
+    }
+
+    /// Memory that peers on this host can map: the fastest target and source for them.
+    pub fn alloc(&self, len: u64) -> Result<Region> {
+        self.shared.check_process()?;
+        let allocation = Arc::new(Allocation::new(len)?);
+        let backing = Backing::Owned { allocation: Arc::clone(&allocation), offset: 0 };
+        self.register_memory(allocation.base(), len.max(1), backing, None)
+    }
+
+    /// Registers `len` bytes at `addr`, which `keep` keeps alive; without one the caller promises to
+    /// deregister before the memory goes away.
+    ///
+    /// Memory inside an allocation of this engine is recognised and stays mappable.
+    ///
+    /// # Safety
+    /// The bytes must be readable and writable until the registration has ended; peers write to
+    /// them at any time.
+    pub unsafe fn register(&self, addr: usize, len: u64, keep: Keep) -> Result<Region> {
+        self.shared.check_process()?;
+        if addr == 0 {
+            return Err(EngineError::Invalid("address 0 can't be registered".into()));
+        }
+        if len == 0 {
+            return Err(EngineError::Invalid("a region of zero bytes can't be registered".into()));
+        }
+        if (addr as u64).checked_add(len).is_none_or(|end| end > 1 << 56) {
+            return Err(EngineError::Invalid(format!(
+                "{len} bytes at {addr:#x} pass the end of the address space"
+            )));
+        }
+        let backing = self.shared.backing_of(addr, len);
+        self.register_memory(addr, len, backing, keep)
+    }
+
+    fn register_memory(
+        &self,
+        base: usize,
+        len: u64,
+        backing: Backing,
+        keep: Keep,
+    ) -> Result<Region> {
+        let mut rkey = [0; 8];
+        getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
+            call: "getrandom",
+            cause: e.to_string(),
+            hint: "the system's random source must be readable".into(),
+        })?;
+        let key =
+            RegionKey { index: self.shared.take_region_index(), rkey: u64::from_le_bytes(rkey) };
+        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep));
+        let mut core = self.shared.cell.lock(&self.shared);
+        if core.closed {
+            return Err(EngineError::Closed);
+        }
+        for i in 0..core.domains.len() {
+            if let Err(e) = core.domains[i].register(&memory) {
+                for d in &mut core.domains[..i] {
+                    d.deregister(key.index);
+                }
+                return Err(EngineError::Resource {
+                    call: "register",
+                    cause: format!("{} bytes at {base:#x}: {e}", len),
+                    hint: "see the cause; no transport has kept the registration".into(),
+                });
+            }
+        }
+        drop(core);
+        self.shared.remember(&memory);
+        Ok(Region::new(memory, Arc::clone(&self.shared)))
+    }
+
+    /// Makes a peer known. Connects with the first use.
+    pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
+        let key = {
+            let mut core = self.shared.cell.lock(&self.shared);
+            if core.closed {
+                return Err(EngineError::Closed);
+            }
+            core.group.peer(address)
+        };
+        let address = Arc::new(address.clone());
+        Ok(Peer { key, known_to: self.shared.address.id, address })
+    }
+
+    /// A peer's region, to be named in requests.
+    pub fn import(&self, descriptor: &RegionDescriptor) -> Result<RemoteRegion> {
+        let peer = self.peer(&descriptor.owner)?;
+        let (key, offset, len) = (descriptor.key, descriptor.offset, descriptor.len);
+        Ok(RemoteRegion { peer, key, offset, len })
+    }
+
+    /// Peers to address together. Connects to all of them now.
+    pub fn peer_group(&self, peers: &[Peer]) -> Result<PeerGroup> {
+        for p in peers {
+            self.connect(p)?;
+        }
+        Ok(PeerGroup { peers: peers.into() })
+    }
+
+    /// Begins to connect, so that the first transfer doesn't have to.
+    pub fn connect(&self, peer: &Peer) -> Result<()> {
+        self.shared.watch(peer)
+    }
+
+    /// A counter of this engine that nobody else uses.
+    pub fn counter(&self) -> Result<Counter> {
+        let imm = self.shared.counters.allocate()?;
+        Ok(self.make_counter(imm, true))
+    }
+
+    fn make_counter(&self, imm: Imm, allocated: bool) -> Counter {
+        let inner = CounterInner { shared: Arc::clone(&self.shared), imm, allocated };
+        Counter { inner: Arc::new(inner) }
+    }
+
+    /// The counter behind a pre-agreed value. Its count outlives this object, and it has no
+    /// generation: use [`TransferEngine::counter`] where writes may be cancelled.
+    pub fn plain_counter(&self, imm: Imm) -> Counter {
+        self.make_counter(imm, false)
+    }
+
+    /// Opens the rotating pool for messages: up to `count` at a time are in users' hands, each of at
+    /// most `max_len` bytes. Further ones wait at their senders.
+    pub fn receive(
+        &self,
+        max_len: usize,
+        count: u32,
+        on_message: impl Fn(Delivery) + Send + Sync + 'static,
+    ) -> Result<()> {
+        if count == 0 || max_len == 0 {
+            return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
+        }
+        self.shared.receives.open(max_len, count, Arc::new(on_message));
+        self.shared.cell.kick_worker();
+        Ok(())
+    }
+
+    /// Submits one request of one or more operations. The handle is done when all of them are:
+    /// writes when their bytes are in the peer's memory, reads when they are in ours, messages when
+    /// the peer's pool has taken them.
+    ///
+    /// # Errors
+    /// Whatever can be found wrong without asking the peer, before anything is sent.
+    #[inline]
+    pub fn submit(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
+        self.shared.submit(ops, options)
+    }
+
+    /// A word that others write and this engine watches; see [`Watcher`].
+    pub fn watch(&self, on_change: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<Watcher> {
+        self.shared.watchers.add(Box::new(on_change))
+    }
+
+    /// Which transport leads to a peer, and why not the others.
+    pub fn explain(&self, peer: &Peer) -> Result<Explanation> {
+        self.shared.check_peer(peer)?;
+        let core = self.shared.cell.lock(&self.shared);
+        let (transport, verdicts) = core.group.explain(peer.key, &core.domains);
+        Ok(Explanation { peer: peer.address.label(), transport, verdicts })
+    }
+
+    /// The transport in use towards a peer; `None` before the first connection.
+    pub fn transport(&self, peer: &Peer) -> Option<TransportKind> {
+        let core = self.shared.cell.lock(&self.shared);
+        core.group.kind(peer.key, &core.domains)
+    }
+
+    /// As [`TransferEngine::transport`], but doesn't wait for the group's lock.
+    #[inline]
+    pub fn transport_hint(&self, peer: &Peer) -> Option<TransportKind> {
+        let core = self.shared.cell.try_lock(&self.shared)?;
+        core.group.kind(peer.key, &core.domains)
+    }
+
+    /// Ends everything; may be called more than once, from any thread but not from under a lock
+    /// that callbacks need.
+    pub fn close(&self) {
+        let worker = self.worker.lock().take();
+        self.shared.close();
+        if let Some(worker) = worker {
+            worker.stop(&self.shared);
+        }
+        self.shared.callbacks.close();
+    }
+
+    /// Advances an engine that was opened without threads and runs its callbacks; see
+    /// [`Transports`].
+    pub fn drive(&self, now: Time) -> bool {
+        let moved = self.shared.cell.lock(&self.shared).drive_at(now, &self.shared);
+        self.shared.callbacks.run_queued() | moved
+    }
+
+    /// When `drive` wants to be called next even if nothing arrives.
+    pub fn next_timer(&self) -> Time {
+        self.shared.cell.lock(&self.shared).next_timer(&self.shared)
+    }
+}
+
+impl Drop for TransferEngine {
+    fn drop(&mut self) {
+        if !self.shared.is_foreign_process() {
+            self.close();
+        }
+    }
+}
+
+impl Shared {
+    #[inline]
+    fn submit(self: &Arc<Self>, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
+        self.check_process()?;
+        for op in ops {
+            self.check(op)?;
+        }
+        let name = match ops {
+            [] => {
+                return Err(EngineError::Invalid("a request needs at least one operation".into()))
+            }
+            [op] => op.name(),
+            _ => "batch",
+        };
+        let timeout = options.timeout.unwrap_or(self.op_timeout);
+        if let Some(mut core) = self.cell.try_lock(self) {
+            let core = &mut *core;
+            if core.closed {
+                return Err(EngineError::Closed);
+            }
+            let now = self.now();
+            core.domains.iter_mut().for_each(|d| d.begin_request());
+            let key = core.group.open(name);
+            for op in ops {
+                self.bind(op, &mut |bound| {
+                    core.group.push(now, key, bound, &mut core.domains, &**self);
+                });
+            }
+            let sealed = core.group.seal(now, key, timeout);
+            core.domains.iter_mut().for_each(|d| d.flush());
+            return Ok(match sealed {
+                Submitted::Done(result) => Handle::done(name, result),
+                Submitted::Pending(key) => {
+                    let pending = handle::Pending::new(self);
+                    let keep = self.keep(ops);
+                    core.group.attach(key, Arc::clone(&pending), keep);
+                    self.cell.set_alarm(core.group.next_deadline());
+                    Handle::pending(name, pending)
+                }
+            });
+        }
+        // Somebody holds the lock: leave the request to them.
+        let mut bound = Vec::with_capacity(ops.len());
+        for op in ops {
+            self.bind(op, &mut |b| bound.push(b));
+        }
+        let keep = self.keep(ops);
+        let pending = handle::Pending::new(self);
+        let handle = Handle::pending(name, Arc::clone(&pending));
+        self.cell.post(
+            self,
+            Box::new(move |core, shared| {
+                if core.closed {
+                    return pending.complete(Err(EngineError::Closed));
+                }
+                let now = shared.now();
+                let key = core.group.open(name);
+                for b in bound {
+                    core.group.push(now, key, b, &mut core.domains, &**shared);
+                }
+                let sealed = core.group.seal(now, key, timeout);
+                core.domains.iter_mut().for_each(|d| d.flush());
+                match sealed {
+                    Submitted::Done(result) => {
+                        pending.complete(result);
+                        shared.unkeep(keep);
+                    }
+                    Submitted::Pending(key) => {
+                        core.group.attach(key, pending, keep);
+                        shared.cell.set_alarm(core.group.next_deadline());
+                    }
+                }
+            }),
+        );
+        Ok(handle)
+    }
+}

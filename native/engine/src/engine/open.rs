@@ -1,0 +1,122 @@
+use std::sync::{atomic::AtomicU64, Arc};
+
+use parking_lot::Mutex;
+
+use super::{
+    shared::{Clock, Shared},
+    TransferEngine,
+};
+use crate::{
+    api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
+    domain::Domain,
+    driver::{Cell, Worker},
+    transport, EngineError, Result,
+};
+
+/// Domains that were made by hand, for engines that nobody's threads drive: the simulator's.
+pub struct Transports {
+    pub id: EngineId,
+    pub domains: Vec<Box<dyn Domain>>,
+    /// Virtual nanoseconds.
+    pub clock: Arc<AtomicU64>,
+}
+
+impl std::fmt::Debug for Transports {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Transports({} domains)", self.domains.len())
+    }
+}
+
+impl TransferEngine {
+    /// Opens an engine: its transports listen, its worker runs.
+    ///
+    /// # Errors
+    /// [`EngineError::TransportUnavailable`] if `require` can't be met, naming each candidate and
+    /// why not (RS-2); [`EngineError::Resource`] if the system refuses something.
+    pub fn open(config: EngineConfig) -> Result<Self> {
+        let id = EngineId::random()?;
+        let kinds = chosen_kinds(&config)?;
+        let mut domains: Vec<Box<dyn Domain>> = Vec::new();
+        let mut failures: Vec<(TransportKind, String)> = Vec::new();
+        let waker = transport::Waker::default();
+        for kind in kinds {
+            match transport::open(kind, id, &config, &waker) {
+                Ok(domain) => domains.push(domain),
+                Err(e) => failures.push((kind, e.to_string())),
+            }
+        }
+        let required = match config.require {
+            Some(Requirement::Transport(kind)) => Some(kind),
+            _ => None,
+        };
+        let failed = |k: &TransportKind| domains.is_empty() || required == Some(*k);
+        if let Some((kind, _)) = failures.iter().find(|(k, _)| failed(k)) {
+            let reasons: Vec<_> = failures.iter().map(|(k, why)| format!("{k}: {why}")).collect();
+            return Err(EngineError::TransportUnavailable {
+                wanted: kind.to_string(),
+                reasons: reasons.join("; "),
+            });
+        }
+        for (kind, why) in &failures {
+            tracing::warn!(transport = %kind, %why, "transport left out");
+        }
+        let (spin, always) = match config.spin {
+            Spin::For(t) => (t, false),
+            Spin::Always => (std::time::Duration::from_micros(50), true),
+        };
+        let address = address(id, &config.name, &mut domains);
+        let max_message = max_message(&domains);
+        let cell = Cell::new(domains, spin, true)?;
+        let limits = (config.op_timeout, max_message);
+        let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
+        let worker = Worker::start(&shared, always)?;
+        Ok(Self { shared, worker: Mutex::new(Some(worker)) })
+    }
+
+    /// An engine without threads, over domains made by hand; [`TransferEngine::drive`] moves it.
+    pub fn open_manual(config: EngineConfig, transports: Transports) -> Result<Self> {
+        let Transports { id, mut domains, clock } = transports;
+        let address = address(id, &config.name, &mut domains);
+        let max_message = max_message(&domains);
+        let cell = Cell::new(domains, std::time::Duration::ZERO, false)?;
+        let limits = (config.op_timeout, max_message);
+        let waker = transport::Waker::default();
+        let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
+        Ok(Self { shared, worker: Mutex::new(None) })
+    }
+}
+
+fn address(id: EngineId, name: &str, domains: &mut [Box<dyn Domain>]) -> EngineAddress {
+    let endpoints = domains.iter().map(|d| d.endpoint()).collect();
+    // A name is for people: keep what fits.
+    let name = name.chars().take(128).collect();
+    let address = EngineAddress { id, name, endpoints };
+    domains.iter_mut().for_each(|d| d.announce(&address));
+    address
+}
+
+fn max_message(domains: &[Box<dyn Domain>]) -> usize {
+    domains.iter().map(|d| d.caps().max_message).min().unwrap_or(0)
+}
+
+fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
+    let kinds = config.transports.clone();
+    match config.require {
+        None => {}
+        Some(Requirement::Transport(kind)) if kinds.contains(&kind) => {}
+        Some(Requirement::Transport(kind)) => {
+            return Err(EngineError::TransportUnavailable {
+                wanted: kind.to_string(),
+                reasons: format!("{kind} is required but not among the allowed transports"),
+            });
+        }
+        Some(Requirement::Rdma) => {
+            let reasons = transport::rdma_rejections();
+            return Err(EngineError::TransportUnavailable { wanted: "rdma".into(), reasons });
+        }
+    }
+    if kinds.is_empty() {
+        return Err(EngineError::Invalid("an engine needs at least one transport".into()));
+    }
+    Ok(kinds)
+}

@@ -1,0 +1,98 @@
+//! The rotating pool behind SEND/RECV: so many messages may be in users' hands at once.
+
+use std::sync::{
+    atomic::{AtomicI64, Ordering::SeqCst},
+    Arc,
+};
+
+use parking_lot::RwLock;
+
+use super::callbacks::Callbacks;
+use crate::{
+    api::EngineId,
+    domain::{Admit, MessageRoom},
+    transport::Waker,
+};
+
+/// A message in a user's hands. Its place in the pool is free again when this is dropped.
+pub struct Delivery {
+    from: EngineId,
+    message: Box<[u8]>,
+    _place: Place,
+}
+
+impl std::fmt::Debug for Delivery {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Delivery({} bytes from {})", self.message.len(), self.from)
+    }
+}
+
+impl Delivery {
+    /// The engine that sent it.
+    pub fn from(&self) -> EngineId {
+        self.from
+    }
+
+    pub fn message(&self) -> &[u8] {
+        &self.message
+    }
+}
+
+/// What a user does with a message.
+pub type OnMessage = dyn Fn(Delivery) + Send + Sync;
+
+struct Pool {
+    max_len: usize,
+    free: Arc<AtomicI64>,
+    on_message: Arc<OnMessage>,
+}
+
+#[derive(Default)]
+pub(crate) struct Receives {
+    pool: RwLock<Option<Pool>>,
+    waker: Waker,
+}
+
+impl Receives {
+    pub fn new(waker: Waker) -> Self {
+        Self { pool: RwLock::default(), waker }
+    }
+
+    /// Opens the pool, or replaces it: `count` messages of at most `max_len` bytes.
+    pub fn open(&self, max_len: usize, count: u32, on_message: Arc<OnMessage>) {
+        let free = Arc::new(AtomicI64::new(i64::from(count)));
+        *self.pool.write() = Some(Pool { max_len, free, on_message });
+    }
+
+    pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
+        let pool = self.pool.read();
+        let Some(pool) = &*pool else { return };
+        let (free, on_message) = (Arc::clone(&pool.free), Arc::clone(&pool.on_message));
+        free.fetch_sub(1, SeqCst);
+        let waker = self.waker.clone();
+        let delivery = Delivery { from, message, _place: Place(free, waker) };
+        callbacks.push(Box::new(move || on_message(delivery)));
+    }
+}
+
+struct Place(Arc<AtomicI64>, Waker);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.0.fetch_add(1, SeqCst) <= 0 {
+            // Messages may have been kept back for want of this place.
+            self.1.wake();
+        }
+    }
+}
+
+impl MessageRoom for Receives {
+    fn admit(&self, len: usize) -> Admit {
+        match &*self.pool.read() {
+            None => Admit::Wait,
+            Some(pool) if len > pool.max_len => Admit::TooLong { limit: pool.max_len },
+            Some(pool) if pool.free.load(SeqCst) <= 0 => Admit::Wait,
+            Some(_) => Admit::Take,
+        }
+    }
+}

@@ -1,0 +1,184 @@
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering::SeqCst},
+        Arc,
+    },
+    time::Duration,
+};
+
+use super::{peers::Peer, Handle, Shared};
+use crate::{
+    api::{RegionDescriptor, RegionKey},
+    memory::{Backing, RegionMemory},
+    EngineError, Result,
+};
+
+pub(crate) struct RegionInner {
+    pub memory: Arc<RegionMemory>,
+    pub closed: AtomicBool,
+    pub shared: Arc<Shared>,
+}
+
+impl Drop for RegionInner {
+    fn drop(&mut self) {
+        // No transfer uses it any more, for each holds a clone. May run under the group's lock:
+        // hand it over, don't lock.
+        if !self.closed.swap(true, SeqCst) {
+            self.shared.retire(&self.memory, None);
+        }
+    }
+}
+
+/// A registered memory region of this engine. Cheap to clone; dropping the last clone deregisters.
+///
+/// The memory itself is released when no peer can reach it any more (MR-1), which may be a moment
+/// after the drop.
+#[derive(Clone)]
+pub struct Region {
+    pub(crate) inner: Arc<RegionInner>,
+    /// This view's part of the registration.
+    offset: u64,
+    len: u64,
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes at {:#x})", self.len, self.addr())
+    }
+}
+
+impl Region {
+    pub(crate) fn new(memory: Arc<RegionMemory>, shared: Arc<Shared>) -> Self {
+        let len = memory.len;
+        let inner = RegionInner { memory, closed: AtomicBool::new(false), shared };
+        Self { inner: Arc::new(inner), offset: 0, len }
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of this view's first byte in this process.
+    pub fn addr(&self) -> usize {
+        self.inner.memory.base + self.offset as usize
+    }
+
+    /// Whether peers on this host can map it (memory from [`TransferEngine::alloc`]).
+    ///
+    /// [`TransferEngine::alloc`]: super::TransferEngine::alloc
+    pub fn is_mappable(&self) -> bool {
+        matches!(self.inner.memory.backing, Backing::Owned { .. })
+    }
+
+    /// A part of it: `len` bytes from `offset`. Same registration, own bounds.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<Self> {
+        crate::api::check_range("region", offset, len, self.len)?;
+        Ok(Self { inner: Arc::clone(&self.inner), offset: self.offset + offset, len })
+    }
+
+    /// What a peer needs to write here.
+    pub fn descriptor(&self) -> RegionDescriptor {
+        RegionDescriptor {
+            owner: self.inner.shared.address.clone(),
+            key: self.inner.memory.key,
+            offset: self.offset,
+            len: self.len,
+            rail_keys: Vec::new(),
+        }
+    }
+
+    /// Ends the registration for all clones and views, and waits until no peer can reach the
+    /// memory (MR-1). New uses fail with [`EngineError::Stale`].
+    ///
+    /// # Errors
+    /// [`EngineError::NotQuiesced`] if a peer doesn't let go within `timeout`; the engine then
+    /// keeps the memory.
+    pub fn deregister(&self, timeout: Duration) -> Result<()> {
+        let inner = &self.inner;
+        if inner.closed.swap(true, SeqCst) {
+            return Ok(());
+        }
+        let pending = super::handle::Pending::new(&inner.shared);
+        inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
+        let handle = Handle::pending("deregistration", pending);
+        handle.wait(timeout).unwrap_or_else(|| {
+            Err(EngineError::NotQuiesced {
+                what: format!("the region of {} bytes at {:#x}", self.len, self.addr()),
+                after: timeout,
+                cause: "a transfer is going on, or a peer that mapped it does not answer".into(),
+            })
+        })
+    }
+
+    /// Copies `bytes` to `offset` of this view; for tests and small headers.
+    pub fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        crate::api::check_range("region", offset, bytes.len() as u64, self.len)?;
+        self.check_open()?;
+        // SAFETY: in bounds of memory that this region keeps alive.
+        unsafe {
+            let to = (self.addr() + offset as usize) as *mut u8;
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
+        Ok(())
+    }
+
+    /// The `len` bytes from `offset` of this view.
+    pub fn get(&self, offset: u64, len: u64) -> Result<Vec<u8>> {
+        self.with_bytes(offset, len, <[u8]>::to_vec)
+    }
+
+    /// What `f` makes of the `len` bytes from `offset` of this view. If a peer writes there at the
+    /// same time, what `f` sees is unspecified.
+    pub fn with_bytes<T>(&self, offset: u64, len: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T> {
+        crate::api::check_range("region", offset, len, self.len)?;
+        self.check_open()?;
+        let from = (self.addr() + offset as usize) as *const u8;
+        // SAFETY: in bounds of memory that this region keeps alive.
+        Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.inner.closed.load(SeqCst) {
+            return Err(EngineError::Stale {
+                what: "the local region".into(),
+                cause: "it was deregistered".into(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// A peer's region, ready to be named in requests.
+#[derive(Clone, Debug)]
+pub struct RemoteRegion {
+    pub(crate) peer: Peer,
+    pub(crate) key: RegionKey,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl RemoteRegion {
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of it: `len` bytes from `offset`.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<Self> {
+        crate::api::check_range("remote region", offset, len, self.len)?;
+        Ok(Self { offset: self.offset + offset, len, ..self.clone() })
+    }
+}

@@ -1,0 +1,344 @@
+//! What all objects of one engine share.
+
+use std::{
+    sync::{
+        atomic::{
+            AtomicBool, AtomicU32, AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
+        Arc, Weak,
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+
+use super::{
+    callbacks::Callbacks, counters::Counters, receives::Receives, watcher::Watchers, Handle,
+    HandleRef, Peer, Region,
+};
+use crate::{
+    api::{EngineAddress, EngineId, Imm},
+    domain::{Count, Quiet},
+    driver::Cell,
+    group::Sink,
+    memory::{Backing, RegionMemory},
+    time::Time,
+    transport::Waker,
+    EngineError, Result,
+};
+
+/// Numbers for people and metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    pub counted: u64,
+    /// Immediates of an earlier use of their counter, dropped (IC-6).
+    pub ghosts: u64,
+    pub regions: usize,
+    pub retiring: usize,
+}
+
+/// A deregistration on its way (MR-1: failed, quiesced and reusable are three states).
+struct Retiring {
+    memory: Arc<RegionMemory>,
+    /// Domains through which a peer may still reach it.
+    rails: u32,
+    handle: Option<HandleRef>,
+}
+
+pub(crate) struct Shared {
+    pub address: EngineAddress,
+    pub cell: Cell,
+    pub counters: Counters,
+    pub callbacks: Callbacks,
+    pub receives: Receives,
+    pub watchers: Watchers,
+    pub op_timeout: Duration,
+    pub max_message: usize,
+    /// Virtual time where the engine is driven by hand.
+    pub clock: Clock,
+    owner_process: u32,
+    counted: AtomicU64,
+    regions: Mutex<Vec<Weak<RegionMemory>>>,
+    next_region: AtomicU32,
+    retiring: Mutex<Vec<Retiring>>,
+    closed: AtomicBool,
+}
+
+/// Where the engine takes the time from.
+#[derive(Debug)]
+pub(crate) enum Clock {
+    Machine,
+    /// Set by whoever drives.
+    Manual(Arc<AtomicU64>),
+}
+
+impl Shared {
+    pub fn new(
+        address: EngineAddress,
+        cell: Cell,
+        clock: Clock,
+        (op_timeout, max_message): (Duration, usize),
+        waker: Waker,
+    ) -> Arc<Self> {
+        let callbacks = match clock {
+            Clock::Machine => Callbacks::default(),
+            Clock::Manual(_) => Callbacks::manual(),
+        };
+        let shared = Arc::new(Self {
+            address,
+            cell,
+            counters: Counters::default(),
+            callbacks,
+            receives: Receives::new(waker.clone()),
+            watchers: Watchers::default(),
+            op_timeout,
+            max_message,
+            clock,
+            owner_process: std::process::id(),
+            counted: AtomicU64::new(0),
+            regions: Mutex::default(),
+            next_region: AtomicU32::new(0),
+            retiring: Mutex::default(),
+            closed: AtomicBool::new(false),
+        });
+        waker.set(&shared);
+        shared
+    }
+
+    #[inline]
+    pub fn now(&self) -> Time {
+        match &self.clock {
+            Clock::Machine => Time::now(),
+            Clock::Manual(t) => Time(t.load(SeqCst)),
+        }
+    }
+
+    pub fn is_foreign_process(&self) -> bool {
+        fork::process() != self.owner_process
+    }
+
+    /// After fork the child has the engine's memory but none of its threads.
+    #[inline]
+    pub fn check_process(&self) -> Result<()> {
+        let here = fork::process();
+        if here == self.owner_process {
+            return Ok(());
+        }
+        Err(EngineError::Forked { owner: self.owner_process, here })
+    }
+
+    pub fn take_region_index(&self) -> u32 {
+        self.next_region.fetch_add(1, Relaxed)
+    }
+
+    pub fn remember(&self, memory: &Arc<RegionMemory>) {
+        let mut regions = self.regions.lock();
+        if regions.len() % 64 == 63 {
+            regions.retain(|r| r.strong_count() > 0);
+        }
+        regions.push(Arc::downgrade(memory));
+    }
+
+    /// Whether a range lies in memory that the engine allocated.
+    pub fn backing_of(&self, addr: usize, len: u64) -> Backing {
+        let end = addr as u64 + len;
+        for memory in self.regions.lock().iter().filter_map(Weak::upgrade) {
+            if let Backing::Owned { allocation, .. } = &memory.backing {
+                let base = allocation.base();
+                if base <= addr && end <= base as u64 + allocation.len() {
+                    let offset = (addr - base) as u64;
+                    return Backing::Owned { allocation: Arc::clone(allocation), offset };
+                }
+            }
+        }
+        Backing::Foreign
+    }
+
+    pub fn watch(self: &Arc<Self>, peer: &Peer) -> Result<()> {
+        self.check_peer(peer)?;
+        let mut core = self.cell.lock(self);
+        let core = &mut *core;
+        if core.closed {
+            return Err(EngineError::Closed);
+        }
+        core.group.watch(self.now(), peer.key, &mut core.domains, &**self)
+    }
+
+    pub fn expect(
+        self: &Arc<Self>,
+        imm: Imm,
+        n: u32,
+        writers: &[Peer],
+        timeout: Duration,
+    ) -> Result<Handle> {
+        self.check_process()?;
+        if n == 0 {
+            return Ok(Handle::done("expectation", Ok(())));
+        }
+        let pending = super::handle::Pending::new(self);
+        let ids = writers.iter().map(Peer::id).collect();
+        let now = self.now();
+        self.counters.expect(imm, n, (now, timeout), ids, Arc::clone(&pending));
+        // After the expectation is in place, so that a loss found now or later fails it.
+        for peer in writers {
+            if let Err(error) = self.watch(peer) {
+                self.counters.peer_lost(peer.id(), &error);
+            }
+        }
+        self.cell.set_alarm(self.counters.next_deadline());
+        if self.closed.load(SeqCst) {
+            self.counters.close();
+        }
+        Ok(Handle::pending("expectation", pending))
+    }
+
+    /// Withdraws a region from all domains; the memory is kept until the last peer let go.
+    pub fn retire(self: &Arc<Self>, memory: &Arc<RegionMemory>, handle: Option<HandleRef>) {
+        let memory = Arc::clone(memory);
+        self.cell.post(
+            self,
+            Box::new(move |core, shared| {
+                let index = memory.key.index;
+                shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
+                let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
+                    Quiet::Now => None,
+                    Quiet::Later => Some(()),
+                });
+                let rails = later.count() as u32;
+                if let Some(r) =
+                    shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
+                {
+                    r.rails = rails;
+                }
+                shared.reap();
+            }),
+        );
+    }
+
+    /// Lets go of regions that nobody can reach any more.
+    fn reap(&self) {
+        let mut over = Vec::new();
+        {
+            let mut retiring = self.retiring.lock();
+            let mut i = 0;
+            while i < retiring.len() {
+                let r = &retiring[i];
+                match r.rails == 0 && r.memory.users.load(SeqCst) == 0 {
+                    true => over.push(retiring.swap_remove(i)),
+                    false => i += 1,
+                }
+            }
+        }
+        for Retiring { memory, handle, .. } in over {
+            if let Some(handle) = handle {
+                handle.complete(Ok(()));
+            }
+            if memory.keep.is_some() {
+                // What a user gave us to keep may run any code when dropped: not on this thread.
+                self.callbacks.push(Box::new(move || drop(memory)));
+            }
+        }
+    }
+
+    pub fn unkeep(&self, keep: Vec<Region>) {
+        for region in &keep {
+            region.inner.memory.users.fetch_sub(1, SeqCst);
+        }
+        if !self.retiring.lock().is_empty() {
+            self.reap();
+        }
+    }
+
+    pub fn stats(&self) -> Stats {
+        let regions = self.regions.lock().iter().filter(|r| r.strong_count() > 0).count();
+        Stats {
+            counted: self.counted.load(Relaxed),
+            ghosts: self.counters.ghosts(),
+            regions,
+            retiring: self.retiring.lock().len(),
+        }
+    }
+
+    pub fn close(self: &Arc<Self>) {
+        if self.closed.swap(true, SeqCst) {
+            return;
+        }
+        self.watchers.close();
+        {
+            let mut core = self.cell.lock(self);
+            let core = &mut *core;
+            core.closed = true;
+            core.domains.iter_mut().for_each(|d| d.close());
+            core.group.close(&**self);
+        }
+        self.counters.close();
+        // Peers are cut off: nothing can land any more.
+        self.retiring.lock().iter_mut().for_each(|r| r.rails = 0);
+        self.reap();
+    }
+}
+
+impl Sink for Shared {
+    #[inline]
+    fn counted(&self, count: Count) {
+        self.counted.fetch_add(u64::from(count.n), Relaxed);
+        self.counters.arrive(count);
+    }
+
+    fn message(&self, from: EngineId, message: Box<[u8]>) {
+        self.receives.deliver(&self.callbacks, from, message);
+    }
+
+    fn finished(&self, handle: HandleRef, result: Result<()>) {
+        handle.complete(result);
+    }
+
+    fn peer_lost(&self, peer: EngineId, error: &EngineError) {
+        tracing::warn!(%peer, %error, "peer lost");
+        self.counters.peer_lost(peer, error);
+    }
+
+    fn region_quiet(&self, _rail: usize, index: u32) {
+        if let Some(r) = self.retiring.lock().iter_mut().find(|r| r.memory.key.index == index) {
+            r.rails = r.rails.saturating_sub(1);
+        }
+        self.reap();
+    }
+
+    fn release(&self, keep: Vec<Region>) {
+        self.unkeep(keep);
+    }
+}
+
+mod fork {
+    use std::sync::{
+        atomic::{AtomicU32, Ordering::Relaxed},
+        Once,
+    };
+
+    static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+    /// This process's id without a system call: kept up to date by a fork handler.
+    #[inline]
+    pub fn process() -> u32 {
+        match PROCESS.load(Relaxed) {
+            0 => first(),
+            id => id,
+        }
+    }
+
+    #[cold]
+    fn first() -> u32 {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            extern "C" fn in_child() {
+                PROCESS.store(std::process::id(), Relaxed);
+            }
+            // SAFETY: the handler only stores to an atomic, which is safe in a forked child.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        });
+        PROCESS.store(std::process::id(), Relaxed);
+        std::process::id()
+    }
+}

@@ -1,0 +1,200 @@
+//! Words in memory that somebody changes and a thread of the engine watches: how a GPU kernel, or a
+//! plain store on the host, tells the engine that something is ready (UVM watcher, fabric-lib §3.3).
+
+use std::{
+    panic::{catch_unwind, AssertUnwindSafe},
+    sync::{
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Acquire, Release, SeqCst},
+        },
+        Arc,
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::{EngineError, Result};
+
+type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
+
+/// How long the thread spins after a change, and its longest sleep between looks when all is quiet.
+const SPIN: Duration = Duration::from_micros(200);
+const LONGEST_NAP: Duration = Duration::from_millis(2);
+
+/// On a line of its own, so that the writer's stores disturb nobody else.
+#[repr(align(64))]
+struct Word(AtomicU64);
+
+struct Watch {
+    word: Word,
+    on_change: OnChange,
+    /// The value last seen; only the watching thread changes it.
+    seen: AtomicU64,
+    dropped: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    watches: Vec<Arc<Watch>>,
+    thread: Option<JoinHandle<()>>,
+    closed: bool,
+    /// Raised by `Watcher::store`, so that a napping thread needn't sleep its nap out.
+    poked: bool,
+}
+
+/// The watchers of one engine and their thread, which starts with the first.
+#[derive(Clone, Default)]
+pub(crate) struct Watchers {
+    inner: Arc<(Mutex<State>, Condvar)>,
+}
+
+/// A watched 64-bit word. The engine calls back with the old and the new value when it has changed;
+/// values in between may go unseen, the latest never does. Dropping it ends the watch.
+///
+/// The callback runs on the watching thread, so that nothing stands between a change and what is
+/// posted in answer; it must not block.
+pub struct Watcher {
+    watch: Arc<Watch>,
+    watchers: Watchers,
+}
+
+impl std::fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Watcher({} at {:#x})", self.load(), self.addr())
+    }
+}
+
+impl Watcher {
+    /// Where the word lies, for whoever stores to it: 8 bytes, aligned.
+    pub fn addr(&self) -> usize {
+        self.watch.word.0.as_ptr() as usize
+    }
+
+    pub fn load(&self) -> u64 {
+        self.watch.word.0.load(Acquire)
+    }
+
+    /// Changes the word and wakes the watching thread if it naps. A store through [`addr`] is seen
+    /// as well, after at most the nap (2 ms when nothing has changed for a while).
+    ///
+    /// [`addr`]: Self::addr
+    pub fn store(&self, value: u64) {
+        self.watch.word.0.store(value, Release);
+        self.watchers.poke();
+    }
+
+    /// Adds to the word; see [`Self::store`].
+    pub fn add(&self, n: u64) {
+        self.watch.word.0.fetch_add(n, SeqCst);
+        self.watchers.poke();
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.watch.dropped.store(true, SeqCst);
+        self.watchers.inner.0.lock().watches.retain(|w| !Arc::ptr_eq(w, &self.watch));
+    }
+}
+
+impl Watchers {
+    pub fn add(&self, on_change: OnChange) -> Result<Watcher> {
+        let watch = Arc::new(Watch {
+            word: Word(AtomicU64::new(0)),
+            on_change,
+            seen: AtomicU64::new(0),
+            dropped: AtomicBool::new(false),
+        });
+        let mut state = self.inner.0.lock();
+        if state.closed {
+            return Err(EngineError::Closed);
+        }
+        if state.thread.is_none() {
+            let watchers = self.clone();
+            let thread = std::thread::Builder::new()
+                .name("fabric-watcher".into())
+                .spawn(move || watchers.work())
+                .map_err(|e| EngineError::Resource {
+                    call: "pthread_create",
+                    cause: e.to_string(),
+                    hint: "raise the limit of threads or processes (ulimit -u)".into(),
+                })?;
+            state.thread = Some(thread);
+        }
+        state.watches.push(Arc::clone(&watch));
+        drop(state);
+        self.poke();
+        Ok(Watcher { watch, watchers: self.clone() })
+    }
+
+    fn poke(&self) {
+        let (state, wake) = &*self.inner;
+        state.lock().poked = true;
+        wake.notify_one();
+    }
+
+    pub fn close(&self) {
+        let thread = {
+            let mut state = self.inner.0.lock();
+            state.closed = true;
+            state.watches.clear();
+            state.thread.take()
+        };
+        self.poke();
+        if let Some(t) = thread {
+            if t.thread().id() != std::thread::current().id() {
+                let _ = t.join();
+            }
+        }
+    }
+
+    fn work(&self) {
+        let (state, wake) = &*self.inner;
+        let mut watches = Vec::new();
+        let mut changed_at = Instant::now();
+        loop {
+            if watches.iter().any(|w: &Arc<Watch>| w.look()) {
+                changed_at = Instant::now();
+                continue;
+            }
+            let quiet = changed_at.elapsed();
+            if quiet < SPIN && !watches.is_empty() {
+                std::hint::spin_loop();
+                continue;
+            }
+            let mut state = state.lock();
+            if !state.poked {
+                match watches.is_empty() {
+                    true => wake.wait(&mut state),
+                    // The longer nothing has changed, the longer the nap.
+                    false => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
+                }
+            }
+            if std::mem::take(&mut state.poked) {
+                changed_at = Instant::now();
+            }
+            if state.closed {
+                return;
+            }
+            watches.clone_from(&state.watches);
+        }
+    }
+}
+
+impl Watch {
+    fn look(&self) -> bool {
+        let new = self.word.0.load(Acquire);
+        let old = self.seen.load(Acquire);
+        if new == old || self.dropped.load(SeqCst) {
+            return false;
+        }
+        self.seen.store(new, Release);
+        if catch_unwind(AssertUnwindSafe(|| (self.on_change)(old, new))).is_err() {
+            tracing::error!("a watcher callback panicked; the engine goes on");
+        }
+        true
+    }
+}

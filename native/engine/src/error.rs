@@ -1,0 +1,85 @@
+//! Errors of the engine layer: what failed, with whom, and what to do next.
+//!
+//! Each variant maps one to one onto a Python exception under `FabricError`.
+
+use std::time::Duration;
+
+use crate::api::TransportKind;
+
+/// Why a call or a transfer of the engine failed.
+#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EngineError {
+    #[error("{0}")]
+    Invalid(String),
+
+    #[error("{what}: bytes {offset}..{end} lie outside its {limit} bytes", end = .offset.saturating_add(*.len))]
+    OutOfBounds { what: String, offset: u64, len: u64, limit: u64 },
+
+    #[error(
+        "peer {peer} was lost over {transport}: {cause}; reconnect to its new address or drop it"
+    )]
+    PeerLost { peer: String, transport: String, cause: String },
+
+    #[error("no transport reaches peer {peer}: {reasons}")]
+    Unreachable { peer: String, reasons: String },
+
+    #[error("{what} is stale: {cause}; fetch a fresh descriptor from its owner")]
+    Stale { what: String, cause: String },
+
+    #[error("peer {peer} refused the {op}: {cause}")]
+    Refused { peer: String, op: &'static str, cause: String },
+
+    #[error("{op} with {peer} did not finish within {after:?}{note}", note = if *.quiesced { "" } else { "; it may still touch memory until the link is closed, so keep the buffers" })]
+    Timeout { op: &'static str, peer: String, after: Duration, quiesced: bool },
+
+    #[error("{what} is not quiesced after {after:?}: {cause}; the engine keeps its memory until the peer acknowledges or dies")]
+    NotQuiesced { what: String, after: Duration, cause: String },
+
+    #[error("the engine is closed; open a new one")]
+    Closed,
+
+    #[error("this engine belongs to process {owner}, this is process {here}; open one engine per process, after fork")]
+    Forked { owner: u32, here: u32 },
+
+    #[error("handshake with {peer} failed: {cause}")]
+    Handshake { peer: String, cause: String },
+
+    #[error("no {wanted} transport can be used here: {reasons}")]
+    TransportUnavailable { wanted: String, reasons: String },
+
+    #[error("{call} failed: {cause}; {hint}")]
+    Resource { call: &'static str, cause: String, hint: String },
+
+    #[error("cannot decode {what}: {cause}")]
+    Decode { what: &'static str, cause: String },
+
+    #[error("the {what} was cancelled: {cause}")]
+    Cancelled { what: &'static str, cause: String },
+}
+
+impl EngineError {
+    pub(crate) fn lost(
+        peer: impl Into<String>,
+        kind: TransportKind,
+        cause: impl Into<String>,
+    ) -> Self {
+        Self::PeerLost { peer: peer.into(), transport: kind.to_string(), cause: cause.into() }
+    }
+
+    /// An operating-system call that failed for want of something the user can raise.
+    pub(crate) fn resource(call: &'static str, errno: rustix::io::Errno) -> Self {
+        use rustix::io::Errno;
+        let hint = match errno {
+            Errno::MFILE | Errno::NFILE => "raise the open-file limit (ulimit -n)",
+            Errno::NOMEM => "free memory, or raise the memory limit of this container",
+            Errno::NOSPC => "free space on the file system or the memory behind it",
+            Errno::PERM | Errno::ACCESS => "grant the permission named by the call",
+            Errno::AGAIN => "lower the number of threads or processes, or raise their limit",
+            _ => "see the errno for the cause",
+        };
+        Self::Resource { call, cause: errno.to_string(), hint: hint.into() }
+    }
+}
+
+pub type Result<T, E = EngineError> = std::result::Result<T, E>;

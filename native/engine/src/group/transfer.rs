@@ -1,0 +1,129 @@
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::{PeerKey, Sink};
+use crate::{
+    domain::{Count, Token},
+    engine::{HandleRef, Region},
+    time::Time,
+    EngineError,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct TransferKey {
+    pub slot: u32,
+    /// Tells two users of one slot apart: a late completion of the first must not hit the second.
+    pub serial: u32,
+}
+
+/// A count that waits until all slices of its write are acknowledged (design §4, *confirm*).
+#[derive(Debug)]
+pub(super) struct Confirm {
+    peer: PeerKey,
+    count: Option<Count>,
+    left: u32,
+    posted_all: bool,
+}
+
+/// A request under way.
+pub(super) struct Transfer {
+    pub name: &'static str,
+    pub serial: u32,
+    /// The peer of its latest operation; who is named when the request as a whole fails.
+    pub peer: PeerKey,
+    /// Work requests posted and not completed.
+    pub outstanding: u32,
+    /// Operations in some backlog.
+    pub waiting: u32,
+    pub sealed: bool,
+    pub error: Option<EngineError>,
+    pub handle: Option<HandleRef>,
+    pub keep: Vec<Region>,
+    pub deadline: Time,
+    pub timeout: Duration,
+    confirms: SmallVec<[Confirm; 1]>,
+}
+
+impl Transfer {
+    pub fn new(name: &'static str, serial: u32) -> Self {
+        Self {
+            name,
+            serial,
+            peer: 0,
+            outstanding: 0,
+            waiting: 0,
+            sealed: false,
+            error: None,
+            handle: None,
+            keep: Vec::new(),
+            deadline: Time::NEVER,
+            timeout: Duration::MAX,
+            confirms: SmallVec::new(),
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        let confirming = || self.confirms.iter().any(|c| c.count.is_some());
+        self.outstanding == 0 && self.waiting == 0 && (self.error.is_some() || !confirming())
+    }
+
+    /// The first error stands.
+    pub fn fail(&mut self, error: EngineError) {
+        self.error.get_or_insert(error);
+    }
+
+    pub fn open_confirm(&mut self, peer: PeerKey, count: Option<Count>) -> u32 {
+        self.confirms.push(Confirm { peer, count, left: 0, posted_all: false });
+        self.confirms.len() as u32 - 1
+    }
+
+    pub fn slice_posted(&mut self, confirm: Option<u32>, pending: bool) {
+        if !pending {
+            return;
+        }
+        self.outstanding += 1;
+        if let Some(c) = confirm {
+            self.confirms[c as usize].left += 1;
+        }
+    }
+
+    /// All slices of a cut write are posted; returns its count if none is outstanding.
+    pub fn all_posted(&mut self, confirm: u32) -> Option<Count> {
+        let c = &mut self.confirms[confirm as usize];
+        c.posted_all = true;
+        if c.left == 0 {
+            return c.count.take();
+        }
+        None
+    }
+
+    /// A slice is acknowledged; returns the count that may be sent now, if any.
+    pub fn confirmed(&mut self, part: u32) -> Option<(PeerKey, Count)> {
+        let c = &mut self.confirms[part.checked_sub(1)? as usize];
+        c.left -= 1;
+        if c.left > 0 || !c.posted_all || self.error.is_some() {
+            return None;
+        }
+        c.count.take().map(|count| (c.peer, count))
+    }
+
+    pub fn token(key: TransferKey, confirm: Option<u32>) -> Token {
+        Token { slot: key.slot, serial: key.serial, part: confirm.map_or(0, |c| c + 1) }
+    }
+
+    /// Gives the result to whoever waits, once.
+    pub fn tell(&mut self, sink: &dyn Sink) {
+        if let Some(handle) = self.handle.take() {
+            sink.finished(handle, self.error.clone().map_or(Ok(()), Err));
+        }
+    }
+
+    pub fn deliver(&mut self, sink: &dyn Sink) {
+        self.tell(sink);
+        let keep = std::mem::take(&mut self.keep);
+        if !keep.is_empty() {
+            sink.release(keep);
+        }
+    }
+}

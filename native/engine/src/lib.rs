@@ -1,0 +1,24 @@
+//! The native engine: one-sided pushes and counted completion over any link.
+//!
+//! Layers, from top to bottom, each with its own vocabulary: `engine` (requests, counters,
+//! handles), `group` (slices, routes; a state machine without I/O), `domain` (the seam: work
+//! requests, completions), `transport` (shm, tcp, sim). `driver` has the threads.
+
+pub mod api;
+pub mod domain;
+mod driver;
+mod engine;
+mod error;
+mod group;
+pub mod memory;
+mod sync;
+mod time;
+pub mod transport;
+
+pub use engine::{
+    Counter, Delivery, Explanation, Handle, Notify, Peer, PeerGroup, Region, RemoteRegion, Stats,
+    Submit, TransferEngine, Transports, Watcher,
+};
+pub use error::{EngineError, Result};
+pub use group::Verdict;
+pub use time::Time;

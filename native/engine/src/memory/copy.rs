@@ -1,0 +1,153 @@
+//! The one place that decides how bytes are copied: by size, by temperature, and by what this
+//! machine has shown to be fastest.
+
+use std::{
+    sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    time::Instant,
+};
+
+use super::{
+    heat::{cache_window, Heat},
+    routine::{cached, cold_candidates, Routine},
+};
+
+/// Below this, the choice costs more than it brings.
+const SMALL: usize = 4096;
+/// Copies shorter than this are too short to time.
+const TIMED: usize = 16 << 10;
+/// Once each candidate has had its trials, every so many copies one of them is tried again.
+const EXPLORE_EVERY: u32 = 64;
+const TRIALS: u32 = 4;
+const MAX_CANDIDATES: usize = 4;
+
+/// Copies between mapped memory. Shared by all threads of an engine.
+pub struct Copier {
+    heat: Heat,
+    candidates: &'static [Routine],
+    classes: [Class; 2],
+}
+
+impl std::fmt::Debug for Copier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let best: Vec<_> = self.classes.iter().map(Class::best).collect();
+        write!(f, "Copier({} candidates, best {best:?})", self.candidates.len())
+    }
+}
+
+/// What has been learnt about copies of one size class into cold memory.
+#[derive(Default)]
+struct Class {
+    turn: AtomicU32,
+    /// Smoothed picoseconds per byte of each candidate; 0 until tried.
+    cost: [AtomicU64; MAX_CANDIDATES],
+    best: AtomicU32,
+}
+
+impl Class {
+    fn best(&self) -> usize {
+        self.best.load(Relaxed) as usize
+    }
+
+    /// Which candidate to use now, and whether to time it.
+    #[inline]
+    fn choose(&self, candidates: usize) -> (usize, bool) {
+        let turn = self.turn.fetch_add(1, Relaxed);
+        let trials = TRIALS * candidates as u32;
+        if turn < trials {
+            return (turn as usize % candidates, true);
+        }
+        if turn.is_multiple_of(EXPLORE_EVERY) {
+            return ((turn / EXPLORE_EVERY) as usize % candidates, true);
+        }
+        (self.best(), turn % 8 == 1)
+    }
+
+    fn learn(&self, candidate: usize, candidates: usize, picos_per_byte: u64) {
+        let old = self.cost[candidate].load(Relaxed);
+        // The first touch of pages and interruptions make outliers upwards only: let good news in
+        // quickly and bad news slowly.
+        let new = match old {
+            0 => picos_per_byte,
+            old if picos_per_byte < old => (old + picos_per_byte) / 2,
+            old => old + (picos_per_byte - old).min(old) / 16,
+        };
+        self.cost[candidate].store(new.max(1), Relaxed);
+        let tried = (0..candidates).filter(|c| self.cost[*c].load(Relaxed) > 0);
+        if let Some(best) = tried.min_by_key(|c| self.cost[*c].load(Relaxed)) {
+            self.best.store(best as u32, Relaxed);
+        }
+    }
+}
+
+impl Default for Copier {
+    fn default() -> Self {
+        Self {
+            heat: Heat::new(cache_window()),
+            candidates: cold_candidates(),
+            classes: Default::default(),
+        }
+    }
+}
+
+impl Copier {
+    /// Copies `len` bytes; they are ordered before any later store of this thread (IC-2).
+    ///
+    /// # Safety
+    /// Both ranges must be mapped, and must not overlap. The bytes may be written by others at the
+    /// same time: what arrives then is unspecified, as with any one-sided write.
+    #[inline]
+    pub unsafe fn copy(&self, dst: usize, src: usize, len: usize) {
+        let (d, s) = (dst as *mut u8, src as *const u8);
+        if len < SMALL {
+            // SAFETY: the caller's.
+            return unsafe { cached(d, s, len) };
+        }
+        if self.candidates.len() == 1 || self.heat.touch(dst, len) {
+            // SAFETY: the caller's.
+            return unsafe { cached(d, s, len) };
+        }
+        let class = &self.classes[usize::from(len >= 256 << 10)];
+        let (choice, timed) = class.choose(self.candidates.len());
+        if !timed || len < TIMED {
+            // SAFETY: the caller's.
+            return unsafe { self.candidates[choice](d, s, len) };
+        }
+        let start = Instant::now();
+        // SAFETY: the caller's.
+        unsafe { self.candidates[choice](d, s, len) };
+        let picos = start.elapsed().as_nanos() as u64 * 1000;
+        class.learn(choice, self.candidates.len(), picos / len as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cheapest_candidate_wins_and_can_be_dethroned() {
+        let class = Class::default();
+        for (c, cost) in [(0, 200), (1, 100), (2, 150)] {
+            class.learn(c, 3, cost);
+        }
+        assert_eq!(class.best(), 1);
+        for _ in 0..40 {
+            class.learn(1, 3, 400);
+        }
+        assert_eq!(class.best(), 2);
+    }
+
+    #[test]
+    fn all_sizes_arrive() {
+        let copier = Copier::default();
+        let src: Vec<u8> = (0..300_000usize).map(|i| (i % 253) as u8).collect();
+        for round in 0..40 {
+            for len in [1, 4095, 4096, 65_536, 299_999] {
+                let mut dst = vec![0u8; 300_000];
+                // SAFETY: both vectors are longer than `len`.
+                unsafe { copier.copy(dst.as_mut_ptr() as usize, src.as_ptr() as usize, len) };
+                assert!(dst[..len] == src[..len] && dst[len..].iter().all(|b| *b == 0), "{round}");
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! Memory that the engine may read and write: who owns it, how it is mapped, how it is copied.
+
+mod alloc;
+mod copy;
+mod heat;
+mod region;
+mod routine;
+
+pub(crate) use alloc::populate;
+pub use alloc::Allocation;
+pub use copy::Copier;
+pub(crate) use region::RegionBook;
+pub use region::{Backing, Keep, RegionMemory};

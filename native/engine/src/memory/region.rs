@@ -1,0 +1,86 @@
+use std::{
+    any::Any,
+    sync::{atomic::AtomicU32, Arc},
+};
+
+use super::Allocation;
+use crate::{api::RegionKey, domain::DomainError};
+
+/// Whatever must live as long as the memory does: a tensor, a buffer, nothing.
+pub type Keep = Option<Box<dyn Any + Send + Sync>>;
+
+/// Whose memory it is.
+#[derive(Debug)]
+pub enum Backing {
+    /// Part of an allocation of the engine; peers on this host can map it.
+    Owned { allocation: Arc<Allocation>, offset: u64 },
+    /// Somebody else's; reached by the kernel (process_vm_writev) or a NIC only.
+    Foreign,
+}
+
+/// A registered stretch of memory. Domains hold it by reference count while a peer may reach it.
+pub struct RegionMemory {
+    pub key: RegionKey,
+    pub base: usize,
+    /// Bytes.
+    pub len: u64,
+    pub backing: Backing,
+    pub keep: Keep,
+    /// Requests under way that use it as their local side.
+    pub users: AtomicU32,
+}
+
+impl RegionMemory {
+    pub fn new(key: RegionKey, base: usize, len: u64, backing: Backing, keep: Keep) -> Self {
+        Self { key, base, len, backing, keep, users: AtomicU32::new(0) }
+    }
+}
+
+impl std::fmt::Debug for RegionMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RegionMemory({}, {} bytes at {:#x})", self.key.index, self.len, self.base)
+    }
+}
+
+/// The regions that one domain exposes: the receiver's half of MR-3.
+#[derive(Debug, Default)]
+pub(crate) struct RegionBook {
+    slots: Vec<Option<Arc<RegionMemory>>>,
+}
+
+impl RegionBook {
+    pub fn insert(&mut self, region: &Arc<RegionMemory>) {
+        let i = region.key.index as usize;
+        if self.slots.len() <= i {
+            self.slots.resize(i + 1, None);
+        }
+        self.slots[i] = Some(Arc::clone(region));
+    }
+
+    pub fn remove(&mut self, index: u32) -> Option<Arc<RegionMemory>> {
+        self.slots.get_mut(index as usize)?.take()
+    }
+
+    /// The region behind a key that a peer has shown, or why not.
+    pub fn lookup(&self, key: RegionKey) -> Result<&Arc<RegionMemory>, DomainError> {
+        match self.slots.get(key.index as usize) {
+            Some(Some(r)) if r.key.rkey == key.rkey => Ok(r),
+            _ => Err(DomainError::Stale(format!(
+                "region {} is not registered under this key any more",
+                key.index
+            ))),
+        }
+    }
+
+    /// The address of `len` bytes at `offset` of a region, if they lie inside it.
+    pub fn resolve(&self, key: RegionKey, offset: u64, len: u64) -> Result<usize, DomainError> {
+        let r = self.lookup(key)?;
+        if offset.checked_add(len).is_some_and(|end| end <= r.len) {
+            return Ok(r.base + offset as usize);
+        }
+        Err(DomainError::Refused(format!(
+            "bytes {offset}+{len} lie outside region {} of {} bytes",
+            key.index, r.len
+        )))
+    }
+}

@@ -1,0 +1,337 @@
+//! How two engines become sure of each other before anything else is said: protocol version, whose
+//! life this is (MR-2), and that both know the token. Used by every software transport.
+//!
+//! ```text
+//! initiator -> Hello    { versions, me, whom I want, nonce, extra }
+//! acceptor  -> Welcome  { version, me, nonce, mac }            or Refusal
+//! initiator -> Proof    { mac }
+//! acceptor  -> Accepted                                        or Refusal
+//! ```
+//! A mac is HMAC-SHA256 over the role and all that was said before, keyed with the token.
+
+use hmac::{Hmac, KeyInit, Mac};
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+
+use crate::{
+    api::{EngineAddress, EngineId, Envelope},
+    domain::{DomainError, PeerIdentity},
+};
+
+/// The versions of the link protocol that this build speaks.
+const VERSIONS: (u16, u16) = (1, 1);
+
+const ENVELOPE: Envelope =
+    Envelope { magic: *b"FRhs", what: "a handshake message", limit: MAX_MESSAGE };
+
+/// Longest handshake message, bytes.
+pub(crate) const MAX_MESSAGE: usize = 16 << 10;
+
+type Nonce = [u8; 32];
+type Digest = [u8; 32];
+
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    oldest: u16,
+    newest: u16,
+    from: EngineAddress,
+    to: EngineId,
+    nonce: Nonce,
+    extra: Vec<u8>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Welcome {
+    version: u16,
+    from: EngineAddress,
+    nonce: Nonce,
+    mac: Digest,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Refusal {
+    stale: bool,
+    reason: String,
+}
+
+#[derive(Serialize, Deserialize)]
+enum Message {
+    Hello(Hello),
+    Welcome(Welcome),
+    Proof(Digest),
+    Accepted,
+    Refusal(Refusal),
+}
+
+/// What a side brings to a handshake.
+#[derive(Clone)]
+pub(crate) struct Credentials {
+    pub own: EngineAddress,
+    pub token: Vec<u8>,
+}
+
+/// A handshake that failed: what to tell the other side, if anything, and what to report here.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub reply: Option<Vec<u8>>,
+    pub error: DomainError,
+}
+
+impl Failure {
+    fn silent(error: DomainError) -> Self {
+        Self { reply: None, error }
+    }
+
+    fn refuse(stale: bool, reason: String) -> Self {
+        let reply = ENVELOPE.encode(&Message::Refusal(Refusal { stale, reason: reason.clone() }));
+        Self { reply: Some(reply), error: DomainError::Handshake(reason) }
+    }
+}
+
+fn decode(bytes: &[u8]) -> Result<Message, Failure> {
+    ENVELOPE.decode(bytes).map_err(|e| Failure::silent(DomainError::Handshake(e.to_string())))
+}
+
+fn unexpected(expected: &str) -> Failure {
+    Failure::refuse(false, format!("the handshake is out of step: expected {expected}"))
+}
+
+fn refused(r: Refusal) -> Failure {
+    // The reason comes from a stranger: keep it short and printable.
+    let reason: String = r.reason.chars().filter(|c| !c.is_control()).take(300).collect();
+    Failure::silent(match r.stale {
+        true => DomainError::Stale(reason),
+        false => DomainError::Handshake(reason),
+    })
+}
+
+fn nonce() -> Result<Nonce, Failure> {
+    let mut n = [0; 32];
+    getrandom::fill(&mut n)
+        .map_err(|e| Failure::silent(DomainError::Unavailable(format!("getrandom: {e}"))))?;
+    Ok(n)
+}
+
+fn mac(
+    token: &[u8],
+    role: &[u8],
+    hello: &[u8],
+    welcome_nonce: &Nonce,
+    acceptor: EngineId,
+) -> Hmac<Sha256> {
+    // HMAC takes keys of any length.
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(token)
+        .unwrap_or_else(|_| unreachable!("hmac takes any key"));
+    for part in [role, hello, welcome_nonce, &acceptor.0] {
+        mac.update(part);
+    }
+    mac
+}
+
+const WRONG_TOKEN: &str = "the tokens differ: give both engines the same token";
+
+pub(crate) struct Initiator {
+    credentials: Credentials,
+    to: EngineId,
+    hello: Vec<u8>,
+}
+
+/// The acceptor's word, checked: send `proof`, then await `Accepted`.
+pub(crate) struct Welcomed {
+    pub proof: Vec<u8>,
+    pub peer: PeerIdentity,
+}
+
+impl Initiator {
+    /// Returns the first message to send.
+    pub fn start(
+        credentials: &Credentials,
+        to: EngineId,
+        extra: Vec<u8>,
+    ) -> Result<(Self, Vec<u8>), DomainError> {
+        let nonce = nonce().map_err(|f| f.error)?;
+        let (oldest, newest) = VERSIONS;
+        let from = credentials.own.clone();
+        let hello = Hello { oldest, newest, from, to, nonce, extra };
+        let hello = ENVELOPE.encode(&Message::Hello(hello));
+        let this = Self { credentials: credentials.clone(), to, hello: hello.clone() };
+        Ok((this, hello))
+    }
+
+    pub fn on_welcome(&self, bytes: &[u8]) -> Result<Welcomed, Failure> {
+        let welcome = match decode(bytes)? {
+            Message::Welcome(w) => w,
+            Message::Refusal(r) => return Err(refused(r)),
+            _ => return Err(unexpected("a welcome")),
+        };
+        if !(VERSIONS.0..=VERSIONS.1).contains(&welcome.version) {
+            let (oldest, newest) = VERSIONS;
+            let reason = format!(
+                "protocol version {} was chosen, this side speaks {oldest} to {newest}",
+                welcome.version
+            );
+            return Err(Failure::refuse(false, reason));
+        }
+        if welcome.from.id != self.to {
+            let cause = format!("engine {} answers there now", welcome.from.label());
+            return Err(Failure::silent(DomainError::Stale(cause)));
+        }
+        let token = &self.credentials.token;
+        let sum = |role: &[u8]| mac(token, role, &self.hello, &welcome.nonce, welcome.from.id);
+        if sum(b"acceptor").verify_slice(&welcome.mac).is_err() {
+            return Err(Failure::refuse(false, WRONG_TOKEN.into()));
+        }
+        let proof = sum(b"initiator").finalize().into_bytes().into();
+        Ok(Welcomed {
+            proof: ENVELOPE.encode(&Message::Proof(proof)),
+            peer: PeerIdentity { address: welcome.from },
+        })
+    }
+
+    pub fn on_accepted(&self, bytes: &[u8]) -> Result<(), Failure> {
+        match decode(bytes)? {
+            Message::Accepted => Ok(()),
+            Message::Refusal(r) => Err(refused(r)),
+            _ => Err(unexpected("an acceptance")),
+        }
+    }
+}
+
+/// Waits for the proof of whoever said hello.
+pub(crate) struct Acceptor {
+    token: Vec<u8>,
+    own: EngineId,
+    hello: Vec<u8>,
+    nonce: Nonce,
+    pub peer: PeerIdentity,
+    pub extra: Vec<u8>,
+}
+
+impl Acceptor {
+    /// Returns what to answer.
+    pub fn on_hello(credentials: &Credentials, bytes: &[u8]) -> Result<(Self, Vec<u8>), Failure> {
+        let Message::Hello(hello) = decode(bytes)? else { return Err(unexpected("a hello")) };
+        let (oldest, newest) = VERSIONS;
+        let version = hello.newest.min(newest);
+        if version < oldest || version < hello.oldest {
+            return Err(Failure::refuse(
+                false,
+                format!(
+                    "no common protocol version: {} to {} there, {oldest} to {newest} here; \
+                     upgrade the older side",
+                    hello.oldest, hello.newest
+                ),
+            ));
+        }
+        let own = credentials.own.id;
+        if hello.to != own {
+            let now = credentials.own.label();
+            return Err(Failure::refuse(
+                true,
+                format!("engine {} is gone, {now} lives at its address now", hello.to),
+            ));
+        }
+        let nonce = nonce()?;
+        let mac = mac(&credentials.token, b"acceptor", bytes, &nonce, own);
+        let welcome = Message::Welcome(Welcome {
+            version,
+            from: credentials.own.clone(),
+            nonce,
+            mac: mac.finalize().into_bytes().into(),
+        });
+        let this = Self {
+            token: credentials.token.clone(),
+            own,
+            hello: bytes.to_vec(),
+            nonce,
+            peer: PeerIdentity { address: hello.from },
+            extra: hello.extra,
+        };
+        Ok((this, ENVELOPE.encode(&welcome)))
+    }
+
+    /// Returns the acceptance to send.
+    pub fn on_proof(&self, bytes: &[u8]) -> Result<Vec<u8>, Failure> {
+        let proof = match decode(bytes)? {
+            Message::Proof(p) => p,
+            Message::Refusal(r) => return Err(refused(r)),
+            _ => return Err(unexpected("a proof")),
+        };
+        let mac = mac(&self.token, b"initiator", &self.hello, &self.nonce, self.own);
+        match mac.verify_slice(&proof) {
+            Ok(()) => Ok(ENVELOPE.encode(&Message::Accepted)),
+            Err(_) => Err(Failure::refuse(false, WRONG_TOKEN.into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn credentials(name: &str, token: &[u8]) -> Credentials {
+        let id = EngineId::random().unwrap();
+        let own = EngineAddress { id, name: name.into(), endpoints: Vec::new() };
+        Credentials { own, token: token.into() }
+    }
+
+    fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
+        let (init, hello) = Initiator::start(a, to, vec![1]).unwrap();
+        let (acc, welcome) = match Acceptor::on_hello(b, &hello) {
+            Ok(x) => x,
+            Err(f) => return init.on_welcome(&f.reply.unwrap()).map(drop).map_err(|f| f.error),
+        };
+        assert_eq!(acc.extra, [1]);
+        let welcomed = init.on_welcome(&welcome).map_err(|f| f.error)?;
+        let accepted = acc.on_proof(&welcomed.proof).map_err(|f| f.error)?;
+        init.on_accepted(&accepted).map_err(|f| f.error)?;
+        assert_eq!(acc.peer.id(), a.own.id);
+        assert_eq!(welcomed.peer.id(), b.own.id);
+        Ok(())
+    }
+
+    #[test]
+    fn the_same_token_is_needed() {
+        let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
+        assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+        let c = credentials("c", b"y");
+        assert_eq!(shake(&a, &c, c.own.id), Err(DomainError::Handshake(WRONG_TOKEN.into())));
+    }
+
+    #[test]
+    fn an_acceptor_that_skips_the_token_is_found_out_and_so_is_an_initiator() {
+        let (a, b, c) = (credentials("a", b"x"), credentials("b", b"x"), credentials("b", b"y"));
+        let (_, hello) = Initiator::start(&c, b.own.id, vec![]).unwrap();
+        let (acc, _) = Acceptor::on_hello(&b, &hello).unwrap();
+        assert!(acc.on_proof(&ENVELOPE.encode(&Message::Proof([7; 32]))).is_err());
+        let (init, hello) = Initiator::start(&a, c.own.id, vec![]).unwrap();
+        let (_, welcome) = Acceptor::on_hello(&c, &hello).unwrap();
+        assert!(init.on_welcome(&welcome).is_err());
+    }
+
+    #[test]
+    fn mr_2_a_restart_under_the_same_name_is_stale() {
+        let (a, b, again) = (credentials("a", b""), credentials("b", b""), credentials("b", b""));
+        assert!(matches!(shake(&a, &again, b.own.id), Err(DomainError::Stale(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200), cut in 0usize..400, flip in any::<(usize, u8)>()) {
+            let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
+            prop_assert!(Acceptor::on_hello(&b, &bytes).is_err());
+            let (init, mut hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+            prop_assert!(init.on_welcome(&bytes).is_err());
+            if cut < hello.len() {
+                prop_assert!(Acceptor::on_hello(&b, &hello[..cut]).is_err());
+            }
+            let at = flip.0 % hello.len();
+            if flip.1 != 0 {
+                hello[at] ^= flip.1;
+                prop_assert!(Acceptor::on_hello(&b, &hello).is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! A link to nowhere: every work request is done at once and nothing moves. It measures what the
+//! engine itself costs.
+
+use std::sync::Arc;
+
+use crate::{
+    api::{Endpoint, EngineAddress, TransportKind},
+    domain::{
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, PeerIdentity, Post, Quiet,
+        Token, WorkRequest,
+    },
+    memory::RegionMemory,
+    time::Time,
+};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct NullDomain {
+    up: Vec<(LinkId, PeerIdentity)>,
+    links: LinkId,
+}
+
+impl Domain for NullDomain {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Null
+    }
+
+    fn caps(&self) -> Caps {
+        Caps { max_bytes: u64::MAX, max_pages: 1, max_message: 1 << 16 }
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint { transport: TransportKind::Null, data: Vec::new() }
+    }
+
+    fn announce(&mut self, _own: &EngineAddress) {}
+
+    fn register(&mut self, _region: &Arc<RegionMemory>) -> Result<(), DomainError> {
+        Ok(())
+    }
+
+    fn deregister(&mut self, _index: u32) -> Quiet {
+        Quiet::Now
+    }
+
+    fn unfit(&self, _peer: &EngineAddress) -> Option<String> {
+        None
+    }
+
+    fn connect(&mut self, _now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+        self.links += 1;
+        self.up.push((self.links, PeerIdentity { address: peer.clone() }));
+        Ok(self.links)
+    }
+
+    fn disconnect(&mut self, _link: LinkId, _cause: &str) {}
+
+    fn post(&mut self, _: LinkId, _: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        std::hint::black_box(wr);
+        Ok(Post::Done)
+    }
+
+    fn poll(&mut self, _now: Time, _: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let n = out.len();
+        out.extend(self.up.drain(..).map(|(link, peer)| Completion::LinkUp {
+            link,
+            peer,
+            note: "a link to nowhere".into(),
+        }));
+        out.len() > n
+    }
+
+    fn arm(&mut self) -> bool {
+        self.up.is_empty()
+    }
+
+    fn disarm(&mut self) {}
+
+    fn describe(&self, _link: LinkId) -> String {
+        "nothing moves".into()
+    }
+
+    fn close(&mut self) {}
+}

@@ -1,0 +1,119 @@
+//! How an engine is woken by its peers: a word in shared memory says whether it sleeps, an eventfd
+//! wakes it. Who finds it awake pays for one load.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{eventfd, EventfdFlags};
+
+use super::raw::Map;
+use crate::{
+    domain::DomainError,
+    sync::atomic::{fence, AtomicU32, Ordering::SeqCst},
+};
+
+const AWAKE: u32 = 0;
+const ASLEEP: u32 = 1;
+
+/// From now on peers ring. The caller must look for work once more after this.
+#[inline]
+fn arm(word: &AtomicU32) {
+    word.store(ASLEEP, SeqCst);
+    fence(SeqCst);
+}
+
+/// Whether the one who sleeps must be woken; only one of several is told so. What it is woken for
+/// must have been stored before.
+#[inline]
+fn must_ring(word: &AtomicU32) -> bool {
+    fence(SeqCst);
+    word.load(SeqCst) == ASLEEP && word.swap(AWAKE, SeqCst) == ASLEEP
+}
+
+/// The bell of this engine.
+#[derive(Debug)]
+pub(super) struct OwnBell {
+    word: Map,
+    pub memory: OwnedFd,
+    pub event: OwnedFd,
+}
+
+impl OwnBell {
+    pub fn new() -> Result<Self, DomainError> {
+        let (word, memory) = Map::create(rustix::param::page_size())?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(DomainError::io("eventfd"))?;
+        Ok(Self { word, memory, event })
+    }
+
+    /// From now on peers ring. The caller must look for work once more after this.
+    pub fn arm(&self) {
+        arm(self.word.shared_word(0));
+    }
+
+    pub fn disarm(&self) {
+        self.word.shared_word(0).store(AWAKE, SeqCst);
+    }
+
+    /// Takes back the ring that ended a sleep.
+    pub fn clear(&self) {
+        let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
+    }
+}
+
+/// The bell of a peer.
+#[derive(Debug)]
+pub(super) struct PeerBell {
+    word: Map,
+    event: OwnedFd,
+}
+
+impl PeerBell {
+    pub fn import(memory: OwnedFd, event: OwnedFd) -> Result<Self, DomainError> {
+        let word = Map::import(memory.as_fd(), rustix::param::page_size())?;
+        // A full counter must not block us.
+        let flags = rustix::fs::fcntl_getfl(&event).map_err(DomainError::io("fcntl"))?;
+        rustix::fs::fcntl_setfl(&event, flags | rustix::fs::OFlags::NONBLOCK)
+            .map_err(DomainError::io("fcntl"))?;
+        Ok(Self { word, event })
+    }
+
+    /// Wakes the peer if it sleeps. What it is woken for must have been stored before.
+    #[inline]
+    pub fn ring(&self) {
+        if must_ring(self.word.shared_word(0)) {
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::{
+        sync::{atomic::AtomicU32, Arc},
+        thread,
+    };
+
+    use super::{super::ring, *};
+    use crate::domain::Count;
+
+    #[test]
+    fn nobody_sleeps_on_a_record() {
+        loom::model(|| {
+            let shared = Arc::new((ring::memory(2), AtomicU32::new(AWAKE)));
+            let theirs = Arc::clone(&shared);
+            let writer = thread::spawn(move || {
+                let ((slots, tail), word) = &*theirs;
+                let mut p = ring::Producer::new();
+                assert!(p.has_room(slots, tail));
+                p.push(slots, Count { imm: 1, n: 1 });
+                must_ring(word)
+            });
+            let ((slots, _), word) = &*shared;
+            let mut c = ring::Consumer::new();
+            arm(word);
+            let saw = c.pop(slots).is_some();
+            let rung = writer.join().unwrap();
+            assert!(saw || rung, "asleep beside a record, and nobody rings");
+        });
+    }
+}

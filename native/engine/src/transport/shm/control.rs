@@ -1,0 +1,225 @@
+//! The Unix socket beside the rings: handshake, region resolution with descriptors attached, and
+//! the sign of life. Sequenced packets, so that a frame is a packet.
+
+use std::{
+    collections::VecDeque,
+    io::{IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use rustix::{
+    io::Errno,
+    net::{
+        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType,
+    },
+};
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+
+use crate::{
+    api::{Envelope, RegionKey},
+    domain::DomainError,
+    transport::handshake::MAX_MESSAGE,
+};
+
+const ENVELOPE: Envelope = Envelope { magic: *b"FRsc", what: "a control frame", limit: 4096 };
+
+/// How many descriptors one frame may carry.
+const MAX_FDS: usize = 4;
+
+/// Sent with the proof and with the acceptance; three descriptors go along: inbox, bell, eventfd.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct Setup {
+    /// Where a random probe lies in the sender's memory, to find out whether process_vm_readv works.
+    pub probe_addr: u64,
+    pub probe: [u8; 16],
+}
+
+/// What the two ends say once the link is up.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Frame {
+    Setup(Setup),
+    /// May I reach this region? The key is the right to ask.
+    Resolve(RegionKey),
+    /// You may: its memory comes as a descriptor, the region begins `offset` bytes into it.
+    Mapped {
+        key: RegionKey,
+        len: u64,
+        allocation: u64,
+        allocation_len: u64,
+        offset: u64,
+    },
+    /// You may: it lies at `addr` in my process.
+    Foreign {
+        key: RegionKey,
+        len: u64,
+        addr: u64,
+    },
+    Unknown {
+        key: RegionKey,
+        reason: String,
+    },
+    /// Let go of this region.
+    Revoke {
+        index: u32,
+    },
+    /// Done: nothing of mine can touch it any more (MR-1).
+    Revoked {
+        index: u32,
+    },
+    Bye {
+        reason: String,
+    },
+}
+
+impl Frame {
+    pub fn encode(&self) -> Vec<u8> {
+        ENVELOPE.encode(self)
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+        ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
+    }
+}
+
+pub(super) type Fds = SmallVec<[OwnedFd; MAX_FDS]>;
+
+/// Where an engine listens: a name without a file, seen only within its network namespace.
+pub(super) fn socket_name(id: &crate::api::EngineId) -> String {
+    let hex: String = id.0.iter().map(|b| format!("{b:02x}")).collect();
+    format!("fabric-ray/{hex}")
+}
+
+fn new_socket() -> Result<OwnedFd, DomainError> {
+    net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map_err(DomainError::io("socket(AF_UNIX)"))
+}
+
+pub(super) fn listen(name: &str) -> Result<OwnedFd, DomainError> {
+    let socket = new_socket()?;
+    let addr = SocketAddrUnix::new_abstract_name(name.as_bytes())
+        .map_err(DomainError::io("abstract socket name"))?;
+    net::bind(&socket, &addr).map_err(DomainError::io("bind(AF_UNIX)"))?;
+    net::listen(&socket, 1024).map_err(DomainError::io("listen(AF_UNIX)"))?;
+    Ok(socket)
+}
+
+/// The next peer that wants to connect, if any.
+pub(super) fn accept(listener: BorrowedFd<'_>) -> Option<Control> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    net::accept_with(listener, flags).ok().map(Control::new)
+}
+
+fn send_one(socket: BorrowedFd<'_>, frame: &[u8], fds: &Fds) -> Result<(), Errno> {
+    let fds: SmallVec<[BorrowedFd<'_>; MAX_FDS]> = fds.iter().map(|f| f.as_fd()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    net::sendmsg(socket, &[IoSlice::new(frame)], &mut ancillary, flags).map(drop)
+}
+
+/// One end of a control connection.
+#[derive(Debug)]
+pub(super) struct Control {
+    socket: OwnedFd,
+    /// Frames that the socket had no room for.
+    unsent: VecDeque<(Vec<u8>, Fds)>,
+}
+
+/// The other end is gone.
+#[derive(Debug)]
+pub(super) struct Gone(pub String);
+
+impl Control {
+    fn new(socket: OwnedFd) -> Self {
+        Self { socket, unsent: VecDeque::new() }
+    }
+
+    pub fn connect(name: &str) -> Result<Self, DomainError> {
+        let socket = new_socket()?;
+        let addr = SocketAddrUnix::new_abstract_name(name.as_bytes())
+            .map_err(DomainError::io("abstract socket name"))?;
+        net::connect(&socket, &addr).map_err(|e| match e {
+            Errno::CONNREFUSED => DomainError::LinkDown(
+                "nobody listens under its name in this network namespace: it has ended, or runs \
+                 on another host or in another container"
+                    .into(),
+            ),
+            Errno::AGAIN => DomainError::LinkDown("its queue of new connections is full".into()),
+            errno => DomainError::Io { call: "connect(AF_UNIX)", errno },
+        })?;
+        Ok(Self::new(socket))
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// The process at the other end, as the kernel sees it from here.
+    pub fn peer_pid(&self) -> Option<i32> {
+        let cred = net::sockopt::socket_peercred(&self.socket).ok()?;
+        Some(cred.pid.as_raw_nonzero().get())
+    }
+
+    pub fn wants_write(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+        self.unsent.push_back((frame, fds));
+        self.flush()
+    }
+
+    pub fn flush(&mut self) -> Result<(), Gone> {
+        while let Some((frame, fds)) = self.unsent.front() {
+            match send_one(self.socket.as_fd(), frame, fds) {
+                Ok(()) => {
+                    self.unsent.pop_front();
+                }
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(Gone(e.to_string())),
+            }
+        }
+        Ok(())
+    }
+
+    /// The next frame with its descriptors; `None` if there is none yet.
+    pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Fds)>, Gone> {
+        let mut bytes = vec![0; MAX_MESSAGE];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let got =
+            net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags);
+        let n = match got {
+            Ok(m) => m.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            Err(e) => return Err(Gone(e.to_string())),
+        };
+        let fds = ancillary
+            .drain()
+            .filter_map(|m| match m {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        if n == 0 {
+            return Err(Gone("its process has ended or closed the connection".into()));
+        }
+        bytes.truncate(n);
+        Ok(Some((bytes, fds)))
+    }
+}

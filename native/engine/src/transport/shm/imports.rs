@@ -1,0 +1,146 @@
+//! Peers' regions as this process reaches them.
+
+use std::{
+    collections::HashMap,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        atomic::{AtomicBool, Ordering::Relaxed},
+        Arc, Weak,
+    },
+};
+
+use super::raw::Map;
+use crate::{api::RegionKey, domain::DomainError, memory};
+
+/// Page tables are filled in steps of this many bytes, just before the first large copy there.
+const STEP: usize = 2 << 20;
+
+/// A peer's allocation, mapped here.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    map: Map,
+    populated: Box<[AtomicBool]>,
+}
+
+impl Mapping {
+    fn new(fd: OwnedFd, len: u64) -> Result<Self, DomainError> {
+        let len = usize::try_from(len)
+            .map_err(|_| DomainError::Refused("its memory is too large to be mapped".into()))?;
+        let map = Map::import(fd.as_fd(), len)?;
+        let populated = (0..len.div_ceil(STEP)).map(|_| AtomicBool::new(false)).collect();
+        Ok(Self { map, populated })
+    }
+
+    /// Fills the page tables for a range: one call instead of a fault for every page.
+    pub fn populate(&self, addr: usize, len: usize) {
+        let from = (addr - self.map.base()) / STEP;
+        let to = (addr - self.map.base() + len).div_ceil(STEP);
+        for step in from..to {
+            if self.populated[step].swap(true, Relaxed) {
+                continue;
+            }
+            let at = step * STEP;
+            let n = STEP.min(self.map.len() - at);
+            // If it fails, pages are filled by faults: slower, nothing else.
+            let _ = memory::populate(self.map.base() + at, n);
+        }
+    }
+}
+
+/// How the bytes of a region are reached.
+#[derive(Debug)]
+pub(super) enum Reach {
+    Mapped(Arc<Mapping>),
+    /// By the kernel, in this process.
+    Process(i32),
+}
+
+/// A peer's region, resolved. Copy jobs hold it by reference count: while one does, it is in use.
+#[derive(Debug)]
+pub(super) struct Import {
+    pub key: RegionKey,
+    pub len: u64,
+    /// Address of its first byte: here if mapped, in the peer's process otherwise.
+    pub base: usize,
+    pub reach: Reach,
+}
+
+/// All that one link has resolved.
+#[derive(Debug, Default)]
+pub(super) struct Imports {
+    regions: HashMap<u32, Arc<Import>>,
+    mappings: HashMap<u64, Weak<Mapping>>,
+    /// The last one looked up: most writes go where the last one went.
+    last: Option<Arc<Import>>,
+    /// Revoked by the owner, still used by a copy under way.
+    leaving: Vec<Arc<Import>>,
+}
+
+impl Imports {
+    #[inline]
+    pub fn get(&mut self, key: RegionKey) -> Option<&Arc<Import>> {
+        if self.last.as_ref().is_none_or(|i| i.key != key) {
+            let found = self.regions.get(&key.index).filter(|i| i.key == key)?;
+            self.last = Some(Arc::clone(found));
+        }
+        self.last.as_ref()
+    }
+
+    pub fn add_mapped(
+        &mut self,
+        key: RegionKey,
+        len: u64,
+        (allocation, allocation_len, offset): (u64, u64, u64),
+        fd: OwnedFd,
+    ) -> Result<(), DomainError> {
+        if offset.checked_add(len).is_none_or(|end| end > allocation_len) {
+            return Err(DomainError::Handshake("a region outside its own memory".into()));
+        }
+        let known = self.mappings.get(&allocation).and_then(Weak::upgrade);
+        let mapping = match known {
+            Some(m) if m.map.len() as u64 == allocation_len => m,
+            _ => Arc::new(Mapping::new(fd, allocation_len)?),
+        };
+        self.mappings.insert(allocation, Arc::downgrade(&mapping));
+        let base = mapping.map.base() + offset as usize;
+        self.add(Import { key, len, base, reach: Reach::Mapped(mapping) });
+        Ok(())
+    }
+
+    pub fn add_foreign(&mut self, key: RegionKey, len: u64, base: usize, pid: i32) {
+        self.add(Import { key, len, base, reach: Reach::Process(pid) });
+    }
+
+    fn add(&mut self, import: Import) {
+        self.regions.insert(import.key.index, Arc::new(import));
+    }
+
+    /// Forgets a region; true if nothing uses it any more, else `left` will say so later.
+    pub fn revoke(&mut self, index: u32) -> bool {
+        self.last = None;
+        let Some(import) = self.regions.remove(&index) else { return true };
+        self.mappings.retain(|_, m| m.strong_count() > 0);
+        if Arc::strong_count(&import) == 1 {
+            return true;
+        }
+        self.leaving.push(import);
+        false
+    }
+
+    /// Revoked regions whose last copy has ended since.
+    pub fn left(&mut self) -> Vec<u32> {
+        let mut left = Vec::new();
+        self.leaving.retain(|i| match Arc::strong_count(i) {
+            1 => {
+                left.push(i.key.index);
+                false
+            }
+            _ => true,
+        });
+        left
+    }
+
+    pub fn is_leaving(&self) -> bool {
+        !self.leaving.is_empty()
+    }
+}

@@ -1,0 +1,403 @@
+//! Same-host links: one copy straight into the peer's memory, then a record in a ring.
+//!
+//! Who can shake hands over a Unix socket and map what comes with it is on this host; nothing is
+//! inferred from names. Memory that the engine allocated is mapped and copied to by this process;
+//! any other memory is reached by the kernel (process_vm_writev).
+
+mod bell;
+mod control;
+mod imports;
+mod jobs;
+mod layout;
+mod link;
+mod messages;
+mod raw;
+mod ring;
+mod serve;
+
+use std::{
+    collections::{HashMap, HashSet},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::event::epoll;
+use slab::Slab;
+use smallvec::smallvec;
+
+use crate::{
+    api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
+    domain::{
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, Post, Quiet, Seq,
+        Token, WakeFds, WorkRequest,
+    },
+    memory::{RegionBook, RegionMemory},
+    time::Time,
+    transport::{handshake::Credentials, Waker},
+};
+use bell::OwnBell;
+use control::Frame;
+use imports::Import;
+use jobs::{Copy, Job, Pool};
+use link::{Link, Stage};
+use raw::Direction;
+
+/// How often a thread that polls the rings looks at the sockets as well.
+const LOOK_EVERY: Duration = Duration::from_micros(20);
+/// How long a handshake or a farewell may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+const LISTENER: u64 = u64::MAX;
+const BELL: u64 = u64::MAX - 1;
+
+/// See the module.
+pub struct ShmDomain {
+    credentials: Credentials,
+    /// None once the engine is closed: who tries then is turned away at once.
+    listener: Option<OwnedFd>,
+    epoll: OwnedFd,
+    bell: OwnBell,
+    links: Slab<Link>,
+    /// Upper half of link ids, so that no id is used twice.
+    lives: u32,
+    book: RegionBook,
+    /// Regions on their way out, and the links that have not let go of them.
+    retiring: HashMap<u32, HashSet<LinkId>>,
+    pool: Arc<Pool>,
+    inline_bytes: u64,
+    inline_left: u64,
+    /// Something to be reported at the next poll.
+    news: Vec<Completion>,
+    look_at: Time,
+    /// Read by peers to find out whether they can reach this process's memory.
+    probe: Box<[u8; 16]>,
+    /// Whether the message pool has room, as of the last poll.
+    room_for: usize,
+}
+
+impl std::fmt::Debug for ShmDomain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ShmDomain({} links)", self.links.len())
+    }
+}
+
+impl ShmDomain {
+    pub(crate) fn open(
+        id: EngineId,
+        config: &EngineConfig,
+        waker: &Waker,
+    ) -> Result<Self, DomainError> {
+        let listener = control::listen(&control::socket_name(&id))?;
+        let bell = OwnBell::new()?;
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
+        for (fd, tag) in [(&listener, LISTENER), (&bell.event, BELL)] {
+            let data = epoll::EventData::new_u64(tag);
+            epoll::add(&epoll, fd, data, epoll::EventFlags::IN)
+                .map_err(DomainError::io("epoll_ctl"))?;
+        }
+        let mut probe = Box::new([0; 16]);
+        getrandom::fill(&mut *probe)
+            .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
+        Ok(Self {
+            credentials: Credentials {
+                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                token: config.token.clone().unwrap_or_default(),
+            },
+            listener: Some(listener),
+            epoll,
+            bell,
+            links: Slab::new(),
+            lives: 0,
+            book: RegionBook::default(),
+            retiring: HashMap::new(),
+            pool: Pool::new(config.copy_threads, waker),
+            inline_bytes: config.inline_bytes,
+            inline_left: config.inline_bytes,
+            news: Vec::new(),
+            look_at: Time(0),
+            probe,
+            room_for: 0,
+        })
+    }
+
+    fn slot(id: LinkId) -> usize {
+        (id & 0xFFFF) as usize
+    }
+
+    #[inline]
+    fn link(&mut self, id: LinkId) -> Option<&mut Link> {
+        self.links.get_mut(Self::slot(id)).filter(|l| l.id == id)
+    }
+
+    /// Whether every piece lies inside the region, by the owner's own word (MR-3).
+    fn check(data: &Data, import: &Import) -> Result<(), DomainError> {
+        let last = match &data.remote_seq {
+            Seq::Strided { .. } => Some(data.remote_seq.nth(data.pages.saturating_sub(1))),
+            Seq::Indexed { list, offset, stride, .. } => {
+                u64::from(list.max()).checked_mul(*stride).and_then(|n| n.checked_add(*offset))
+            }
+        };
+        match last.and_then(|l| l.checked_add(data.page_len)) {
+            Some(end) if end <= import.len => Ok(()),
+            _ => Err(DomainError::Refused(format!(
+                "bytes outside region {} of {} bytes",
+                import.key.index, import.len
+            ))),
+        }
+    }
+
+    /// Moves data if its region is known; asks for the region otherwise.
+    fn post_data(
+        &mut self,
+        id: LinkId,
+        token: Token,
+        wr: &WorkRequest,
+    ) -> Result<Post, DomainError> {
+        let (data, count, direction) = match wr {
+            WorkRequest::Write { data, count } => (data, *count, Direction::Out),
+            WorkRequest::Read { data } => (data, None, Direction::In),
+            WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
+        };
+        let inline = data.bytes() <= self.inline_left;
+        let (pool, links) = (&self.pool, &mut self.links);
+        let link = &mut links[Self::slot(id)];
+        if link.imports.get(data.remote).is_none() {
+            let waiting = link.resolving.entry(data.remote).or_default();
+            waiting.push((token, wr.clone()));
+            if waiting.len() == 1 {
+                let _ = link.send(&Frame::Resolve(data.remote), smallvec![]);
+                self.watch(id);
+            }
+            return Ok(Post::Queued);
+        }
+        if count.is_some() && !link.has_room() {
+            return Ok(Post::Full);
+        }
+        let Some(import) = link.imports.get(data.remote) else {
+            return Ok(Post::Full);
+        };
+        Self::check(data, import)?;
+        if inline {
+            Copy { data, import, direction }.run(&pool.copier)?;
+            self.inline_left -= data.bytes();
+            if let Some(count) = count {
+                link.push_count(count);
+            }
+            return Ok(Post::Done);
+        }
+        let import = Arc::clone(import);
+        let job = Job::new(data.clone(), import, direction, (id, token, count));
+        link.jobs.push(Arc::clone(&job));
+        pool.submit(job);
+        Ok(Post::Queued)
+    }
+
+    fn finish_job(&mut self, job: &Arc<Job>, out: &mut Vec<Completion>) {
+        let Some(link) = self.link(job.link) else { return };
+        link.jobs.retain(|j| !Arc::ptr_eq(j, job));
+        let (link_id, token) = (link.id, job.token);
+        match (job.result(), job.count, &link.closing) {
+            (Ok(()), Some(count), None) => link.count_copy(token, count, out),
+            (Ok(()), _, Some(cause)) => {
+                let result = Err(cause.clone());
+                out.push(Completion::Done { link: link_id, token, result });
+            }
+            (result, ..) => out.push(Completion::Done { link: link_id, token, result }),
+        }
+    }
+
+    /// Retries work that waited for room in the ring.
+    fn retry_deferred(&mut self, id: LinkId, out: &mut Vec<Completion>) -> bool {
+        let mut moved = false;
+        while let Some((token, wr)) = self.link(id).and_then(|l| l.deferred.pop_front()) {
+            let done = match self.post_data(id, token, &wr) {
+                Ok(Post::Full) => {
+                    if let Some(l) = self.link(id) {
+                        l.deferred.push_front((token, wr));
+                    }
+                    break;
+                }
+                Ok(Post::Queued) => None,
+                Ok(Post::Done) => Some(Ok(())),
+                Err(e) => Some(Err(e)),
+            };
+            moved = true;
+            out.extend(done.map(|result| Completion::Done { link: id, token, result }));
+        }
+        moved
+    }
+}
+
+impl Domain for ShmDomain {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn caps(&self) -> Caps {
+        Caps {
+            max_bytes: u64::MAX,
+            max_pages: u32::MAX,
+            max_message: messages::longest(layout::MESSAGE_RING.capacity),
+        }
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint { transport: TransportKind::Shm, data: Vec::new() }
+    }
+
+    fn announce(&mut self, own: &EngineAddress) {
+        self.credentials.own = own.clone();
+    }
+
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError> {
+        self.book.insert(region);
+        Ok(())
+    }
+
+    fn deregister(&mut self, index: u32) -> Quiet {
+        let Some(_memory) = self.book.remove(index) else { return Quiet::Now };
+        let mut holders = HashSet::new();
+        for (_, link) in &mut self.links {
+            if link.exported.remove(&index) {
+                let _ = link.send(&Frame::Revoke { index }, smallvec![]);
+                holders.insert(link.id);
+            }
+        }
+        if holders.is_empty() {
+            return Quiet::Now;
+        }
+        holders.iter().for_each(|id| self.watch(*id));
+        self.retiring.insert(index, holders);
+        Quiet::Later
+    }
+
+    fn unfit(&self, peer: &EngineAddress) -> Option<String> {
+        match peer.endpoint(TransportKind::Shm) {
+            Some(_) => None,
+            None => Some("the peer does not offer shm".into()),
+        }
+    }
+
+    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+        self.begin(now, peer)
+    }
+
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        let reason = cause.to_owned();
+        if let Some(l) = self.link(link) {
+            let _ = l.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
+            l.closing = Some(DomainError::LinkDown(reason));
+        }
+    }
+
+    fn begin_request(&mut self) {
+        self.inline_left = self.inline_bytes;
+    }
+
+    #[inline]
+    fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) else {
+            return Err(DomainError::LinkDown("the link is down".into()));
+        };
+        match wr {
+            WorkRequest::Write { .. } | WorkRequest::Read { .. } => self.post_data(id, token, wr),
+            WorkRequest::Count(count) => {
+                if !link.has_room() {
+                    return Ok(Post::Full);
+                }
+                link.push_count(*count);
+                Ok(Post::Done)
+            }
+            WorkRequest::Send(message) => match link.push_message(token, message) {
+                true => Ok(Post::Queued),
+                false => Ok(Post::Full),
+            },
+        }
+    }
+
+    fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let before = out.len();
+        out.append(&mut self.news);
+        let mut moved = out.len() > before;
+        self.room_for = match room.admit(1) {
+            crate::domain::Admit::Wait => 0,
+            _ => usize::MAX,
+        };
+        while let Some(job) = self.pool.done.pop() {
+            moved = true;
+            self.finish_job(&job, out);
+        }
+        for slot in 0..self.links.capacity() {
+            let Some(link) = self.links.get_mut(slot).filter(|l| l.is_up()) else { continue };
+            moved |= link.take_arrivals(room, out) | link.flush_counts(out);
+            let id = link.id;
+            if !link.deferred.is_empty() {
+                moved |= self.retry_deferred(id, out);
+            }
+        }
+        if now >= self.look_at {
+            self.look_at = now.after(LOOK_EVERY);
+            moved |= self.look(now, out);
+        }
+        moved
+    }
+
+    fn arm(&mut self) -> bool {
+        self.bell.arm();
+        let room_for = self.room_for;
+        let busy = !self.pool.done.is_empty() || !self.news.is_empty();
+        !busy && !self.links.iter_mut().any(|(_, l)| l.has_work(&|_| room_for > 0))
+    }
+
+    fn disarm(&mut self) {
+        self.bell.disarm();
+        self.look_at = Time(0);
+    }
+
+    fn wake_fds(&self) -> WakeFds {
+        smallvec![self.epoll.as_raw_fd()]
+    }
+
+    fn next_timer(&self) -> Time {
+        self.links.iter().map(|(_, l)| l.deadline).fold(Time::NEVER, Time::min)
+    }
+
+    fn assistant(&self) -> Option<Arc<dyn Assist>> {
+        Some(Arc::clone(&self.pool) as Arc<dyn Assist>)
+    }
+
+    fn describe(&self, id: LinkId) -> String {
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
+        match link.map(|l| &l.stage) {
+            Some(Stage::Up(lines)) => match &lines.process {
+                Ok(pid) => format!(
+                    "memory of the engine is mapped, other memory goes by process_vm_writev to \
+                     process {pid}"
+                ),
+                Err(why) => {
+                    format!("memory of the engine is mapped, other memory can't be reached: {why}")
+                }
+            },
+            _ => "connecting".into(),
+        }
+    }
+
+    fn close(&mut self) {
+        self.listener = None;
+        self.pool.close();
+        self.say_goodbye();
+    }
+}
+
+impl Drop for ShmDomain {
+    fn drop(&mut self) {
+        self.pool.close();
+    }
+}
+
+/// `fd` for an epoll call.
+fn as_fd(fd: &OwnedFd) -> std::os::fd::BorrowedFd<'_> {
+    fd.as_fd()
+}

@@ -1,0 +1,250 @@
+//! The unsafe half of the shm transport: shared mappings and other processes' memory.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::atomic::{AtomicU32, AtomicU64},
+};
+
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    io::Errno,
+    mm,
+};
+
+use super::ring::{Slot, Tail};
+use crate::domain::DomainError;
+
+/// A shared mapping of a memfd whose size can't change.
+#[derive(Debug)]
+pub(super) struct Map {
+    base: usize,
+    len: usize,
+}
+
+impl Map {
+    /// New shared memory of `len` bytes (a multiple of the page size), all zero, and its descriptor.
+    pub fn create(len: usize) -> Result<(Self, OwnedFd), DomainError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create(c"fabric-ray-link", flags)
+            .map_err(DomainError::io("memfd_create"))?;
+        rustix::fs::ftruncate(&fd, len as u64).map_err(DomainError::io("ftruncate"))?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&fd, seals).map_err(DomainError::io("fcntl(F_ADD_SEALS)"))?;
+        Ok((Self::attach(fd.as_fd(), len)?, fd))
+    }
+
+    /// Maps what a peer sent. It must be sealed against shrinking, or the peer could end this
+    /// process with a SIGBUS.
+    pub fn import(fd: BorrowedFd<'_>, len: usize) -> Result<Self, DomainError> {
+        let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
+        let size = rustix::fs::fstat(fd).map_err(DomainError::io("fstat"))?.st_size as u64;
+        if !seals.contains(SealFlags::SHRINK) || size < len as u64 {
+            return Err(DomainError::Handshake(
+                "the peer's shared memory is too small or not sealed".into(),
+            ));
+        }
+        Self::attach(fd, len)
+    }
+
+    fn attach(fd: BorrowedFd<'_>, len: usize) -> Result<Self, DomainError> {
+        let prot = mm::ProtFlags::READ | mm::ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
+        let base =
+            unsafe { mm::mmap(std::ptr::null_mut(), len, prot, mm::MapFlags::SHARED, fd, 0) }
+                .map_err(DomainError::io("mmap"))?;
+        Ok(Self { base: base as usize, len })
+    }
+
+    pub fn base(&self) -> usize {
+        self.base
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// `n` consecutive values of a type at `offset`.
+    ///
+    /// # Safety
+    /// `T` must be valid for any bytes and made of atomics, because a peer writes here.
+    unsafe fn view<T>(&self, offset: usize, n: usize) -> &[T] {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + n * size_of::<T>() <= self.len);
+        // SAFETY: in bounds and aligned as asserted; lives as long as the mapping.
+        unsafe { std::slice::from_raw_parts((self.base + offset) as *const T, n) }
+    }
+
+    pub fn u32_at(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: an atomic, valid for any bytes.
+        unsafe { &self.view(offset, 1)[0] }
+    }
+
+    pub fn u64_at(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: an atomic, valid for any bytes.
+        unsafe { &self.view(offset, 1)[0] }
+    }
+
+    /// A word that peers signal over.
+    #[cfg(not(loom))]
+    pub fn shared_word(&self, offset: usize) -> &AtomicU32 {
+        self.u32_at(offset)
+    }
+
+    #[cfg(not(loom))]
+    pub fn slots(&self, offset: usize, n: usize) -> &[Slot] {
+        // SAFETY: a slot is two atomics.
+        unsafe { self.view(offset, n) }
+    }
+
+    #[cfg(not(loom))]
+    pub fn tail(&self, offset: usize) -> &Tail {
+        // SAFETY: a tail is made of atomics.
+        unsafe { &self.view(offset, 1)[0] }
+    }
+
+    #[cfg(loom)]
+    pub fn shared_word(&self, _: usize) -> &loom::sync::atomic::AtomicU32 {
+        unreachable!("loom checks protocols in ordinary memory")
+    }
+
+    #[cfg(loom)]
+    pub fn slots(&self, _: usize, _: usize) -> &[Slot] {
+        unreachable!("loom checks protocols in ordinary memory")
+    }
+
+    #[cfg(loom)]
+    pub fn tail(&self, _: usize) -> &Tail {
+        unreachable!("loom checks protocols in ordinary memory")
+    }
+
+    /// Copies out of the shared memory. A peer that writes at the same time spoils only its own
+    /// message.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        assert!(offset + out.len() <= self.len);
+        let from = (self.base + offset) as *const u8;
+        // SAFETY: in bounds as asserted; `out` is ours, so they don't overlap.
+        unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) }
+    }
+
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= self.len);
+        let to = (self.base + offset) as *mut u8;
+        // SAFETY: in bounds as asserted; `bytes` is not in this mapping.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `map`; all views borrow from `self`.
+        let _ = unsafe { mm::munmap(self.base as *mut _, self.len) };
+    }
+}
+
+/// One piece of memory, here or in another process.
+pub(super) type Piece = libc::iovec;
+
+pub(super) fn piece(addr: usize, len: usize) -> Piece {
+    Piece { iov_base: addr as *mut _, iov_len: len }
+}
+
+/// Which way bytes go between this process and another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Out,
+    In,
+}
+
+/// Moves the bytes of `local` to or from `remote` of process `pid`, completely (process_vm_writev,
+/// process_vm_readv). Both lists describe equally many bytes, in at most IOV_MAX pieces each.
+///
+/// # Safety
+/// The local pieces must be memory that may be read or written now.
+pub(super) unsafe fn across(
+    pid: i32,
+    direction: Direction,
+    local: &mut [Piece],
+    remote: &mut [Piece],
+) -> Result<(), Errno> {
+    let (mut local, mut remote) = (local, remote);
+    while !local.is_empty() {
+        let (l, ln) = (local.as_ptr(), local.len() as libc::c_ulong);
+        let (r, rn) = (remote.as_ptr(), remote.len() as libc::c_ulong);
+        // SAFETY: the lists are valid; the caller vouches for the local memory, and the kernel
+        // checks the remote.
+        let n = unsafe {
+            match direction {
+                Direction::Out => libc::process_vm_writev(pid, l, ln, r, rn, 0),
+                Direction::In => libc::process_vm_readv(pid, l, ln, r, rn, 0),
+            }
+        };
+        if n <= 0 {
+            return Err(match n {
+                0 => Errno::FAULT,
+                _ => Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO),
+            });
+        }
+        local = advance(local, n as usize);
+        remote = advance(remote, n as usize);
+    }
+    Ok(())
+}
+
+/// Drops the first `n` bytes of a list.
+fn advance(mut pieces: &mut [Piece], mut n: usize) -> &mut [Piece] {
+    while let Some(first) = pieces.first_mut() {
+        if first.iov_len > n {
+            first.iov_base = (first.iov_base as usize + n) as *mut _;
+            first.iov_len -= n;
+            break;
+        }
+        n -= first.iov_len;
+        pieces = &mut pieces[1..];
+    }
+    pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_cross_in_both_directions_in_many_pieces() {
+        let pid = std::process::id() as i32;
+        let src: Vec<u8> = (0..5000).map(|i| i as u8).collect();
+        for direction in [Direction::Out, Direction::In] {
+            let mut dst = vec![0u8; 5000];
+            let cut = |base: usize, sizes: &[usize]| -> Vec<Piece> {
+                let mut at = base;
+                sizes
+                    .iter()
+                    .map(|n| {
+                        at += n;
+                        piece(at - n, *n)
+                    })
+                    .collect()
+            };
+            let mut a = cut(src.as_ptr() as usize, &[1, 2999, 2000]);
+            let mut b = cut(dst.as_mut_ptr() as usize, &[2500, 2500]);
+            let (local, remote) = match direction {
+                Direction::Out => (&mut a, &mut b),
+                Direction::In => (&mut b, &mut a),
+            };
+            // SAFETY: all pieces lie in the two vectors.
+            unsafe { across(pid, direction, local, remote) }.unwrap();
+            assert_eq!(src, dst);
+        }
+        let (mut a, mut b) = ([piece(src.as_ptr() as usize, 8)], [piece(8, 8)]);
+        // SAFETY: the local piece lies in a vector; the remote one does not exist.
+        assert_eq!(unsafe { across(pid, Direction::Out, &mut a, &mut b) }, Err(Errno::FAULT));
+    }
+
+    #[test]
+    fn unsealed_memory_is_refused() {
+        let fd = rustix::fs::memfd_create(c"t", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        assert!(matches!(Map::import(fd.as_fd(), 4096), Err(DomainError::Handshake(_))));
+        let (_map, fd) = Map::create(4096).unwrap();
+        assert!(Map::import(fd.as_fd(), 8192).is_err());
+        assert!(Map::import(fd.as_fd(), 4096).is_ok());
+    }
+}

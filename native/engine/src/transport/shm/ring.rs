@@ -1,0 +1,223 @@
+//! The ring that carries counts from a writer to its peer: one producer, one consumer, in memory
+//! that both map.
+//!
+//! A record is valid when its sequence word has the value that its place and lap call for, so that
+//! the consumer looks at one cache line and the producer never waits for an index to travel. The
+//! other side is not trusted with more than the records: every index here is a local copy.
+
+use crate::{
+    domain::Count,
+    sync::{
+        atomic::{
+            AtomicU32, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release, SeqCst},
+        },
+        total_order,
+    },
+};
+
+/// 16 bytes in shared memory; all zero is empty.
+#[repr(C)]
+#[derive(Debug)]
+pub(super) struct Slot {
+    count: AtomicU64,
+    sequence: AtomicU64,
+}
+
+/// What the consumer tells the producer.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub(super) struct Tail {
+    /// Records consumed so far.
+    consumed: AtomicU64,
+    /// The producer found the ring full and wants to be woken.
+    stalled: AtomicU32,
+}
+
+/// A ring in ordinary memory.
+#[cfg(test)]
+pub(super) fn memory(n: usize) -> (Box<[Slot]>, Tail) {
+    let slot = || Slot { count: AtomicU64::new(0), sequence: AtomicU64::new(0) };
+    let tail = Tail { consumed: AtomicU64::new(0), stalled: AtomicU32::new(0) };
+    ((0..n).map(|_| slot()).collect(), tail)
+}
+
+#[derive(Debug)]
+pub(super) struct Producer {
+    next: u64,
+    /// The consumer's progress as last seen.
+    consumed: u64,
+}
+
+impl Producer {
+    pub fn new() -> Self {
+        Self { next: 0, consumed: 0 }
+    }
+
+    /// Whether a record fits. If not, the consumer will wake us when one does.
+    #[inline]
+    pub fn has_room(&mut self, slots: &[Slot], tail: &Tail) -> bool {
+        let capacity = slots.len() as u64;
+        if self.next - self.consumed < capacity {
+            return true;
+        }
+        self.see(tail);
+        if self.next - self.consumed < capacity {
+            return true;
+        }
+        tail.stalled.store(1, SeqCst);
+        total_order();
+        // The consumer may have made room before it could see that we stalled.
+        self.see(tail);
+        self.next - self.consumed < capacity
+    }
+
+    fn see(&mut self, tail: &Tail) {
+        // A hostile value may neither run ahead of us nor go back.
+        self.consumed = tail.consumed.load(SeqCst).clamp(self.consumed, self.next);
+    }
+
+    /// Publishes a record: whatever this thread stored before is visible to who reads it (IC-2).
+    /// The ring must have room.
+    #[inline]
+    pub fn push(&mut self, slots: &[Slot], count: Count) {
+        let slot = &slots[(self.next % slots.len() as u64) as usize];
+        slot.count.store(u64::from(count.imm) | u64::from(count.n) << 32, Relaxed);
+        self.next += 1;
+        slot.sequence.store(self.next, Release);
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Consumer {
+    next: u64,
+    published: u64,
+}
+
+impl Consumer {
+    pub fn new() -> Self {
+        Self { next: 0, published: 0 }
+    }
+
+    #[inline]
+    pub fn is_empty(&self, slots: &[Slot]) -> bool {
+        let slot = &slots[(self.next % slots.len() as u64) as usize];
+        slot.sequence.load(SeqCst) != self.next + 1
+    }
+
+    #[inline]
+    pub fn pop(&mut self, slots: &[Slot]) -> Option<Count> {
+        let slot = &slots[(self.next % slots.len() as u64) as usize];
+        if slot.sequence.load(Acquire) != self.next + 1 {
+            return None;
+        }
+        self.next += 1;
+        let raw = slot.count.load(Relaxed);
+        Some(Count { imm: raw as u32, n: (raw >> 32) as u32 })
+    }
+
+    /// Gives consumed places back; true if the producer stalled and must be woken.
+    #[inline]
+    pub fn publish(&mut self, slots: &[Slot], tail: &Tail, all: bool) -> bool {
+        let behind = self.next - self.published;
+        if behind == 0 || !(all || behind >= slots.len() as u64 / 4) {
+            return false;
+        }
+        self.published = self.next;
+        tail.consumed.store(self.next, SeqCst);
+        total_order();
+        tail.stalled.load(SeqCst) != 0 && tail.stalled.swap(0, SeqCst) != 0
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ic_3_every_record_arrives_once_and_in_order_over_many_laps() {
+        let (slots, tail) = memory(8);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let mut p = Producer::new();
+                for i in 0..100_000 {
+                    while !p.has_room(&slots, &tail) {
+                        std::thread::yield_now();
+                    }
+                    p.push(&slots, Count { imm: i, n: i ^ 7 });
+                }
+            });
+            let mut c = Consumer::new();
+            let mut expected = 0;
+            while expected < 100_000 {
+                match c.pop(&slots) {
+                    Some(count) => {
+                        assert_eq!(count, Count { imm: expected, n: expected ^ 7 });
+                        expected += 1;
+                    }
+                    None => std::thread::yield_now(),
+                }
+                c.publish(&slots, &tail, expected % 3 == 0);
+            }
+        });
+    }
+
+    #[test]
+    fn a_hostile_tail_neither_overflows_nor_overwrites() {
+        let (slots, tail) = memory(4);
+        let mut p = Producer::new();
+        for i in 0..4 {
+            assert!(p.has_room(&slots, &tail));
+            p.push(&slots, Count { imm: i, n: 1 });
+        }
+        assert!(!p.has_room(&slots, &tail));
+        tail.consumed.store(u64::MAX, SeqCst);
+        assert!(p.has_room(&slots, &tail));
+        tail.consumed.store(0, SeqCst);
+        assert!(p.has_room(&slots, &tail));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::{sync::Arc, thread};
+
+    use super::*;
+
+    #[test]
+    fn ic_2_a_popped_record_comes_after_the_bytes_and_no_stall_is_lost() {
+        loom::model(|| {
+            let shared = Arc::new((memory(2), AtomicU64::new(0)));
+            let theirs = Arc::clone(&shared);
+            let producer = thread::spawn(move || {
+                let ((slots, tail), data) = &*theirs;
+                let mut p = Producer::new();
+                let mut stalled = false;
+                for i in 1..=3u32 {
+                    if !p.has_room(slots, tail) {
+                        stalled = true;
+                        break;
+                    }
+                    data.store(u64::from(i), Relaxed);
+                    p.push(slots, Count { imm: i, n: 1 });
+                }
+                stalled
+            });
+            let ((slots, tail), data) = &*shared;
+            let mut c = Consumer::new();
+            let mut woken = false;
+            for _ in 0..3 {
+                if let Some(count) = c.pop(slots) {
+                    assert!(data.load(Relaxed) >= u64::from(count.imm));
+                }
+                woken |= c.publish(slots, tail, true);
+            }
+            let stalled = producer.join().unwrap();
+            // Whoever stalled is woken by a later publication, if not by one before.
+            if stalled && !woken {
+                while c.pop(slots).is_some() {}
+                assert!(c.publish(slots, tail, true));
+            }
+        });
+    }
+}

@@ -1,0 +1,389 @@
+//! The slow half of the shm domain: sockets, handshakes, resolutions, farewells.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{epoll, Timespec};
+use smallvec::smallvec;
+
+use super::{
+    as_fd,
+    control::{accept, socket_name, Control, Fds, Frame, Gone, Setup},
+    link::{Link, Stage},
+    ShmDomain, BELL, LISTENER, PATIENCE,
+};
+use crate::{
+    api::{EngineAddress, RegionKey},
+    domain::{Completion, DomainError, LinkId},
+    memory::Backing,
+    time::Time,
+    transport::handshake::{Acceptor, Failure, Initiator},
+};
+
+/// How long `close` waits for peers to let go of memory that isn't the engine's own.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+impl ShmDomain {
+    pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+        let control = Control::connect(&socket_name(&peer.id))?;
+        let (init, hello) = Initiator::start(&self.credentials, peer.id, Vec::new())?;
+        let id = self.add(now, control, Stage::AwaitWelcome(init))?;
+        let link = &mut self.links[Self::slot(id)];
+        link.control.send(hello, smallvec![]).map_err(|Gone(why)| DomainError::LinkDown(why))?;
+        Ok(id)
+    }
+
+    fn add(&mut self, now: Time, control: Control, stage: Stage) -> Result<LinkId, DomainError> {
+        let entry = self.links.vacant_entry();
+        let slot = entry.key() as u32;
+        if slot > 0xFFFF {
+            return Err(DomainError::Unavailable("65536 links are open already".into()));
+        }
+        self.lives = (self.lives + 1) & 0xFFFF;
+        let id = self.lives << 16 | slot;
+        let tag = epoll::EventData::new_u64(u64::from(id));
+        epoll::add(&self.epoll, control.fd(), tag, epoll::EventFlags::IN)
+            .map_err(DomainError::io("epoll_ctl"))?;
+        entry.insert(Link::new(id, control, stage, now.after(PATIENCE))?);
+        Ok(id)
+    }
+
+    /// Has the socket watched for what the link now waits for.
+    pub(super) fn watch(&mut self, id: LinkId) {
+        let Some(link) = self.links.get(Self::slot(id)).filter(|l| l.id == id) else { return };
+        let mut flags = epoll::EventFlags::IN;
+        if link.control.wants_write() {
+            flags |= epoll::EventFlags::OUT;
+        }
+        let tag = epoll::EventData::new_u64(u64::from(id));
+        let _ = epoll::modify(&self.epoll, link.control.fd(), tag, flags);
+    }
+
+    /// Looks at the sockets, without waiting.
+    pub(super) fn look(&mut self, now: Time, out: &mut Vec<Completion>) -> bool {
+        self.look_for(now, Duration::ZERO, out)
+    }
+
+    fn look_for(&mut self, now: Time, patience: Duration, out: &mut Vec<Completion>) -> bool {
+        let blank =
+            epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+        let mut events = [blank; 32];
+        let patience = Timespec {
+            tv_sec: patience.as_secs() as i64,
+            tv_nsec: i64::from(patience.subsec_nanos()),
+        };
+        let n = epoll::wait(as_fd(&self.epoll), &mut events[..], Some(&patience)).unwrap_or(0);
+        for event in &events[..n] {
+            match event.data.u64() {
+                BELL => self.bell.clear(),
+                LISTENER => self.accept_all(now),
+                tag => self.serve(tag as LinkId, out),
+            }
+        }
+        let expired: Vec<LinkId> =
+            self.links.iter().filter(|(_, l)| l.deadline <= now).map(|(_, l)| l.id).collect();
+        for id in &expired {
+            let cause = "it did not finish the handshake in time";
+            self.fail(*id, DomainError::Handshake(cause.into()), out);
+        }
+        let ended = self.sweep(out);
+        n > 0 || !expired.is_empty() || ended
+    }
+
+    fn accept_all(&mut self, now: Time) {
+        while let Some(control) = self.listener.as_ref().and_then(|l| accept(l.as_fd())) {
+            if let Err(e) = self.add(now, control, Stage::AwaitHello) {
+                tracing::warn!(error = %e, "a connection was turned away");
+            }
+        }
+    }
+
+    /// Reads all that one peer has said.
+    fn serve(&mut self, id: LinkId, out: &mut Vec<Completion>) {
+        loop {
+            let Some(link) = self.link(id) else { return };
+            let _ = link.control.flush();
+            match link.control.receive() {
+                Ok(None) => break,
+                Ok(Some((bytes, fds))) => {
+                    if let Err(f) = self.hear(id, &bytes, fds, out) {
+                        if let (Some(reply), Some(l)) = (f.reply, self.link(id)) {
+                            let _ = l.control.send(reply, smallvec![]);
+                        }
+                        return self.fail(id, f.error, out);
+                    }
+                }
+                Err(Gone(why)) => {
+                    let cause = match link.is_up() || link.closing.is_some() {
+                        true => DomainError::LinkDown(why),
+                        false => DomainError::LinkDown(format!("during the handshake: {why}")),
+                    };
+                    return self.fail(id, cause, out);
+                }
+            }
+        }
+        self.watch(id);
+    }
+
+    fn hear(
+        &mut self,
+        id: LinkId,
+        bytes: &[u8],
+        fds: Fds,
+        out: &mut Vec<Completion>,
+    ) -> Result<(), Failure> {
+        let Some(link) = self.links.get_mut(Self::slot(id)) else { return Ok(()) };
+        let silent = |error| Failure { reply: None, error };
+        let say = |link: &mut Link, bytes: Vec<u8>| {
+            link.control
+                .send(bytes, smallvec![])
+                .map_err(|Gone(why)| silent(DomainError::LinkDown(why)))
+        };
+        match std::mem::replace(&mut link.stage, Stage::AwaitHello) {
+            Stage::AwaitHello => {
+                let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, bytes)?;
+                link.stage = Stage::AwaitProof(acceptor);
+                say(link, welcome)
+            }
+            Stage::AwaitWelcome(init) => {
+                let welcomed = init.on_welcome(bytes)?;
+                link.stage = Stage::AwaitAccepted(init, welcomed.peer);
+                say(link, welcomed.proof)?;
+                self.send_setup(id).map_err(silent)
+            }
+            Stage::AwaitProof(acceptor) => {
+                let accepted = acceptor.on_proof(bytes)?;
+                link.stage = Stage::AwaitSetup(acceptor.peer);
+                say(link, accepted)?;
+                self.send_setup(id).map_err(silent)
+            }
+            Stage::AwaitAccepted(init, peer) => {
+                init.on_accepted(bytes)?;
+                link.stage = Stage::AwaitSetup(peer);
+                Ok(())
+            }
+            Stage::AwaitSetup(peer) => match Frame::decode(bytes).map_err(silent)? {
+                Frame::Setup(setup) => {
+                    link.bring_up(&setup, fds).map_err(silent)?;
+                    let note = "the shared-memory handshake worked".to_owned();
+                    out.push(Completion::LinkUp { link: id, peer, note });
+                    Ok(())
+                }
+                _ => Err(silent(DomainError::Handshake("it sent no setup".into()))),
+            },
+            up @ Stage::Up(_) => {
+                link.stage = up;
+                let frame = Frame::decode(bytes).map_err(silent)?;
+                self.act(id, frame, fds, out).map_err(silent)
+            }
+        }
+    }
+
+    fn send_setup(&mut self, id: LinkId) -> Result<(), DomainError> {
+        let dup = |fd: &OwnedFd| {
+            fd.try_clone().map_err(|e| DomainError::Unavailable(format!("dup: {e}")))
+        };
+        let (bell, event) = (dup(&self.bell.memory)?, dup(&self.bell.event)?);
+        let setup = Setup { probe_addr: self.probe.as_ptr() as u64, probe: *self.probe };
+        let link = &mut self.links[Self::slot(id)];
+        let inbox = link
+            .inbox_fd
+            .take()
+            .ok_or_else(|| DomainError::Handshake("the setup was sent already".into()))?;
+        link.send(&Frame::Setup(setup), smallvec![inbox, bell, event])
+            .map_err(|Gone(why)| DomainError::LinkDown(why))
+    }
+
+    /// Acts on what a peer says over a link that is up.
+    fn act(
+        &mut self,
+        id: LinkId,
+        frame: Frame,
+        mut fds: Fds,
+        out: &mut Vec<Completion>,
+    ) -> Result<(), DomainError> {
+        let link = &mut self.links[Self::slot(id)];
+        match frame {
+            Frame::Setup(_) => return Err(DomainError::Handshake("a second setup".into())),
+            Frame::Resolve(key) => {
+                let (frame, fds) = self.resolve(key);
+                let link = &mut self.links[Self::slot(id)];
+                if !matches!(frame, Frame::Unknown { .. }) {
+                    link.exported.insert(key.index);
+                }
+                link.send(&frame, fds).map_err(|Gone(why)| DomainError::LinkDown(why))?;
+            }
+            Frame::Mapped { key, len, allocation, allocation_len, offset } => {
+                let fd = fds.pop().ok_or_else(|| {
+                    DomainError::Handshake("a mapped region came without its memory".into())
+                })?;
+                let added =
+                    link.imports.add_mapped(key, len, (allocation, allocation_len, offset), fd);
+                self.resolved(id, key, added, out);
+            }
+            Frame::Foreign { key, len, addr } => {
+                let reach = link.lines().map(|l| l.process.clone());
+                let added = match reach {
+                    Some(Ok(pid)) => {
+                        link.imports.add_foreign(key, len, addr as usize, pid);
+                        Ok(())
+                    }
+                    Some(Err(why)) => Err(DomainError::Unavailable(format!(
+                        "its region is not memory of the engine, and its process can't be reached \
+                         ({why}); allocate with alloc(), or use transport tcp"
+                    ))),
+                    None => return Ok(()),
+                };
+                self.resolved(id, key, added, out);
+            }
+            Frame::Unknown { key, reason } => {
+                self.resolved(id, key, Err(DomainError::Stale(reason)), out);
+            }
+            Frame::Revoke { index } => {
+                if link.imports.revoke(index) {
+                    link.send(&Frame::Revoked { index }, smallvec![])
+                        .map_err(|Gone(why)| DomainError::LinkDown(why))?;
+                }
+            }
+            Frame::Revoked { index } => self.let_go(id, index, out),
+            Frame::Bye { reason } => {
+                let reason: String = reason.chars().take(200).collect();
+                return Err(DomainError::LinkDown(format!("it closed the connection: {reason}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// What to answer to a peer that asks for a region: its key is its right to know.
+    fn resolve(&self, key: RegionKey) -> (Frame, Fds) {
+        let unknown = |reason: String| (Frame::Unknown { key, reason }, smallvec![]);
+        let region = match self.book.lookup(key) {
+            Ok(r) => r,
+            Err(e) => return unknown(e.to_string()),
+        };
+        match &region.backing {
+            Backing::Foreign => {
+                (Frame::Foreign { key, len: region.len, addr: region.base as u64 }, smallvec![])
+            }
+            Backing::Owned { allocation, offset } => match allocation.fd().try_clone_to_owned() {
+                Ok(fd) => {
+                    let frame = Frame::Mapped {
+                        key,
+                        len: region.len,
+                        allocation: allocation.id(),
+                        allocation_len: allocation.len(),
+                        offset: *offset,
+                    };
+                    (frame, smallvec![fd])
+                }
+                Err(e) => unknown(format!("its memory could not be shared: {e}")),
+            },
+        }
+    }
+
+    /// A region that work waited for is known now, or known to be out of reach.
+    fn resolved(
+        &mut self,
+        id: LinkId,
+        key: RegionKey,
+        result: Result<(), DomainError>,
+        out: &mut Vec<Completion>,
+    ) {
+        let Some(link) = self.link(id) else { return };
+        let waiting = link.resolving.remove(&key).unwrap_or_default();
+        match result {
+            Ok(()) => {
+                link.deferred.extend(waiting);
+                self.retry_deferred(id, out);
+            }
+            Err(e) => out.extend(waiting.into_iter().map(|(token, _)| Completion::Done {
+                link: id,
+                token,
+                result: Err(e.clone()),
+            })),
+        }
+    }
+
+    /// A peer can't reach a region any more.
+    fn let_go(&mut self, id: LinkId, index: u32, out: &mut Vec<Completion>) {
+        if let Some(holders) = self.retiring.get_mut(&index) {
+            holders.remove(&id);
+            if holders.is_empty() {
+                self.retiring.remove(&index);
+                out.push(Completion::RegionQuiet { index });
+            }
+        }
+    }
+
+    /// Begins to take a link down; `sweep` ends it when its copies have ended.
+    pub(super) fn fail(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
+        let Some(link) = self.link(id) else { return };
+        // What the peer counted before it went away has arrived and counts.
+        while link.take_arrivals(&NoMessages, out) {}
+        link.closing.get_or_insert(cause);
+        link.gone = true;
+        link.deadline = Time::NEVER;
+        for job in &link.jobs {
+            job.cancelled.store(true, std::sync::atomic::Ordering::SeqCst);
+        }
+        let _ = epoll::delete(&self.epoll, self.links[Self::slot(id)].control.fd());
+    }
+
+    /// Ends links that are on their way down, and answers revocations whose last copy has ended.
+    fn sweep(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut moved = false;
+        for slot in 0..self.links.capacity() {
+            let Some(link) = self.links.get_mut(slot) else { continue };
+            for index in link.imports.left() {
+                moved = true;
+                let _ = link.send(&Frame::Revoked { index }, smallvec![]);
+            }
+            let Some(cause) = link.closing.clone() else { continue };
+            for token in link.abandon() {
+                moved = true;
+                let result = Err(cause.clone());
+                out.push(Completion::Done { link: link.id, token, result });
+            }
+            if !link.gone || !link.jobs.is_empty() {
+                continue;
+            }
+            moved = true;
+            let link = self.links.remove(slot);
+            out.push(Completion::LinkDown { link: link.id, cause });
+            let held: Vec<u32> = self.retiring.keys().copied().collect();
+            held.into_iter().for_each(|index| self.let_go(link.id, index, out));
+        }
+        moved
+    }
+
+    /// Tells all peers, and waits for those that could still write to memory that isn't ours.
+    pub(super) fn say_goodbye(&mut self) {
+        let mut out = Vec::new();
+        for (_, link) in &mut self.links {
+            let reason = "its engine was closed".to_owned();
+            let _ = link.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
+            link.closing.get_or_insert(DomainError::LinkDown(reason));
+        }
+        let start = Instant::now();
+        while self.links.iter().any(|(_, l)| !l.exported.is_empty()) {
+            if start.elapsed() > FAREWELL {
+                // MR-1: it can't be shown that they have let go, so the memory is never given back.
+                tracing::warn!("a peer did not let go of this engine's memory in time; it is kept");
+                std::mem::forget(std::mem::take(&mut self.book));
+                break;
+            }
+            self.look_for(Time::now(), Duration::from_millis(20), &mut out);
+        }
+        self.links.clear();
+    }
+}
+
+struct NoMessages;
+
+impl crate::domain::MessageRoom for NoMessages {
+    fn admit(&self, _: usize) -> crate::domain::Admit {
+        crate::domain::Admit::Wait
+    }
+}

@@ -1,0 +1,173 @@
+//! A link: the streams to one peer, and what is under way over them.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    net::SocketAddr,
+    time::Duration,
+};
+
+use slab::Slab;
+
+use super::place::Walk;
+use crate::{
+    domain::{Count, DomainError, LinkId, PeerIdentity, Token},
+    time::Time,
+};
+
+/// Streams of a link: the first carries small frames only, so that they never queue behind bulk.
+pub(super) type StreamKey = usize;
+
+/// Names the streams that belong together before they are proven to.
+pub(super) type LinkNonce = [u8; 16];
+
+/// Messages that one peer may have on their way to us.
+pub(super) const MESSAGE_WINDOW: usize = 32;
+/// Operations that may be under way on a link; further ones wait in the group.
+pub(super) const MAX_OPS: usize = 1 << 16;
+
+/// An operation of ours: done when all its parts are acknowledged.
+pub(super) struct Op {
+    serial: u32,
+    pub token: Token,
+    pub parts: u16,
+    pub error: Option<DomainError>,
+}
+
+/// A part of a read of ours: where its bytes go.
+pub(super) struct Fetch {
+    pub op: u64,
+    pub into: Walk,
+}
+
+/// A write of the peer's that comes in several parts.
+pub(super) struct Incoming {
+    pub left: u16,
+    pub count: Option<Count>,
+}
+
+pub(super) struct Link {
+    pub id: LinkId,
+    pub nonce: LinkNonce,
+    pub initiator: bool,
+    /// One for each stream; `None` until it is proven.
+    pub streams: Vec<Option<StreamKey>>,
+    pub peer: Option<PeerIdentity>,
+    /// Known from the address when we connect: whom we want.
+    pub wanted: Option<crate::api::EngineAddress>,
+    pub candidates: VecDeque<SocketAddr>,
+    pub tried: Vec<String>,
+    pub remote: String,
+    ops: Slab<Op>,
+    serial: u32,
+    pub fetches: HashMap<u64, Fetch>,
+    next_fetch: u64,
+    pub messages: usize,
+    pub incoming: HashMap<u64, Incoming>,
+    pub held: VecDeque<(u64, Vec<u8>)>,
+    pub heard_at: Time,
+    pub spoke_at: Time,
+    pub deadline: Time,
+    next_bulk: usize,
+}
+
+impl Link {
+    pub fn new(id: LinkId, nonce: LinkNonce, streams: usize, initiator: bool, now: Time) -> Self {
+        Self {
+            id,
+            nonce,
+            initiator,
+            streams: vec![None; streams],
+            peer: None,
+            wanted: None,
+            candidates: VecDeque::new(),
+            tried: Vec::new(),
+            remote: String::new(),
+            ops: Slab::new(),
+            serial: 0,
+            fetches: HashMap::new(),
+            next_fetch: 1,
+            messages: 0,
+            incoming: HashMap::new(),
+            held: VecDeque::new(),
+            heard_at: now,
+            spoke_at: now,
+            deadline: Time::NEVER,
+            next_bulk: 0,
+        }
+    }
+
+    pub fn is_complete(&self) -> bool {
+        self.streams.iter().all(Option::is_some)
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.ops.len() >= MAX_OPS
+    }
+
+    /// A new operation in `parts` parts; its number is never used twice on this link.
+    pub fn open(&mut self, token: Token, parts: u16) -> u64 {
+        self.serial = self.serial.wrapping_add(1);
+        let serial = self.serial;
+        let slot = self.ops.insert(Op { serial, token, parts, error: None });
+        u64::from(serial) << 32 | slot as u64
+    }
+
+    fn op(&mut self, number: u64) -> Option<&mut Op> {
+        let op = self.ops.get_mut((number & 0xFFFF_FFFF) as usize)?;
+        (op.serial == (number >> 32) as u32).then_some(op)
+    }
+
+    /// Notes why an operation will fail once all its parts are accounted for.
+    pub fn refuse(&mut self, number: u64, error: DomainError) {
+        if let Some(op) = self.op(number) {
+            op.error.get_or_insert(error);
+        }
+    }
+
+    /// One part is accounted for; returns the result if it was the last.
+    pub fn part_done(&mut self, number: u64) -> Option<(Token, Result<(), DomainError>)> {
+        let op = self.op(number)?;
+        op.parts -= 1;
+        if op.parts > 0 {
+            return None;
+        }
+        let op = self.ops.remove((number & 0xFFFF_FFFF) as usize);
+        Some((op.token, op.error.map_or(Ok(()), Err)))
+    }
+
+    pub fn open_fetch(&mut self, op: u64, into: Walk) -> u64 {
+        self.next_fetch += 1;
+        self.fetches.insert(self.next_fetch, Fetch { op, into });
+        self.next_fetch
+    }
+
+    /// Everything under way, to be failed.
+    pub fn abandon(&mut self) -> Vec<Token> {
+        self.fetches.clear();
+        self.messages = 0;
+        std::mem::take(&mut self.ops).into_iter().map(|(_, op)| op.token).collect()
+    }
+
+    /// The stream for frames that must not wait.
+    pub fn quick(&self) -> Option<StreamKey> {
+        self.streams.first().copied().flatten()
+    }
+
+    /// The streams for bulk, beginning with another one each time.
+    pub fn bulk(&mut self) -> Vec<StreamKey> {
+        let from = if self.streams.len() > 1 { 1 } else { 0 };
+        let mut keys: Vec<StreamKey> = self.streams[from..].iter().copied().flatten().collect();
+        self.next_bulk += 1;
+        let n = keys.len().max(1);
+        keys.rotate_left(self.next_bulk % n);
+        keys
+    }
+
+    /// When this link wants attention even if nothing happens: to show life, or to miss it.
+    pub fn next_timer(&self, peer_timeout: Duration) -> Time {
+        if !self.is_complete() {
+            return self.deadline;
+        }
+        self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout))
+    }
+}

@@ -1,0 +1,367 @@
+//! Links between any two hosts, with nothing installed: several streams per peer, bytes received
+//! straight into their region, acknowledged when they are there.
+
+mod frame;
+mod link;
+mod net;
+mod place;
+mod protocol;
+mod raw;
+mod setup;
+mod stream;
+
+use std::{
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::event::{epoll, Timespec};
+use slab::Slab;
+use smallvec::smallvec;
+
+use crate::{
+    api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
+    domain::{
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, Post, Quiet, Token, WakeFds,
+        WorkRequest,
+    },
+    memory::{RegionBook, RegionMemory},
+    time::Time,
+    transport::handshake::Credentials,
+};
+use link::{Link, StreamKey, MESSAGE_WINDOW};
+use net::Where;
+use setup::Half;
+use stream::Stream;
+
+/// How often a polling thread asks the kernel about sockets that were quiet lately.
+const LOOK_EVERY: Duration = Duration::from_micros(20);
+/// A stream is tried at every poll for so long after something came.
+const HOT: Duration = Duration::from_micros(300);
+/// Small frames that go out together at most, bytes, while earlier ones are unacknowledged.
+const COALESCE: u64 = 16 << 10;
+
+const LISTENER: u64 = 1 << 62;
+
+/// A socket and whose it is.
+struct Socket {
+    stream: Stream,
+    role: Role,
+}
+
+enum Role {
+    /// In its handshake.
+    Half(Box<Half>),
+    /// One of a link's streams.
+    Of(LinkId),
+}
+
+/// See the module.
+pub struct TcpDomain {
+    credentials: Credentials,
+    listeners: Vec<OwnedFd>,
+    place: Where,
+    epoll: OwnedFd,
+    sockets: Slab<Socket>,
+    links: Slab<Link>,
+    lives: u32,
+    book: RegionBook,
+    retiring: Vec<u32>,
+    streams: usize,
+    peer_timeout: Duration,
+    news: Vec<Completion>,
+    look_at: Time,
+    /// The time of the last poll, for those who post between polls.
+    now: Time,
+    bulk_from: u64,
+}
+
+impl std::fmt::Debug for TcpDomain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "TcpDomain({} links, {} sockets)", self.links.len(), self.sockets.len())
+    }
+}
+
+impl TcpDomain {
+    pub(crate) fn open(id: EngineId, config: &EngineConfig) -> Result<Self, DomainError> {
+        let (listeners, place) = net::listen(config)?;
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
+        for (i, l) in listeners.iter().enumerate() {
+            let tag = epoll::EventData::new_u64(LISTENER | i as u64);
+            epoll::add(&epoll, l, tag, epoll::EventFlags::IN)
+                .map_err(DomainError::io("epoll_ctl"))?;
+        }
+        Ok(Self {
+            credentials: Credentials {
+                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                token: config.token.clone().unwrap_or_default(),
+            },
+            listeners,
+            place,
+            epoll,
+            sockets: Slab::new(),
+            links: Slab::new(),
+            lives: 0,
+            book: RegionBook::default(),
+            retiring: Vec::new(),
+            streams: 1 + config.tcp_streams.clamp(1, 15),
+            peer_timeout: config.peer_timeout,
+            news: Vec::new(),
+            look_at: Time(0),
+            now: Time(0),
+            bulk_from: 64 << 10,
+        })
+    }
+
+    fn slot(id: LinkId) -> usize {
+        (id & 0xFFFF) as usize
+    }
+
+    #[inline]
+    fn link(&mut self, id: LinkId) -> Option<&mut Link> {
+        self.links.get_mut(Self::slot(id)).filter(|l| l.id == id)
+    }
+
+    /// Has the socket watched for what it now waits for.
+    fn watch(&self, key: StreamKey) {
+        let Some(s) = self.sockets.get(key) else { return };
+        let mut flags = epoll::EventFlags::IN;
+        let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
+        if s.stream.blocked || connecting {
+            flags |= epoll::EventFlags::OUT;
+        }
+        let _ =
+            epoll::modify(&self.epoll, s.stream.fd(), epoll::EventData::new_u64(key as u64), flags);
+    }
+
+    /// Sends what waits on a stream; its link goes down if that fails.
+    fn push_out(&mut self, key: StreamKey) -> bool {
+        let Some(s) = self.sockets.get_mut(key) else { return false };
+        if s.stream.unsent == 0 {
+            return false;
+        }
+        let was_blocked = s.stream.blocked;
+        let sent = s.stream.send();
+        let is_blocked = s.stream.blocked;
+        if let Role::Of(id) = s.role {
+            let now = self.now;
+            if let Some(link) = self.link(id) {
+                link.spoke_at = now;
+            }
+        }
+        if was_blocked != is_blocked {
+            self.watch(key);
+        }
+        match sent {
+            Ok(moved) => moved,
+            Err(e) => {
+                self.socket_failed(key, e);
+                true
+            }
+        }
+    }
+
+    /// Asks the kernel which sockets have something, without waiting.
+    fn look(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let blank =
+            epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+        let mut events = [blank; 64];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let n = epoll::wait(self.epoll.as_fd(), &mut events[..], Some(&now)).unwrap_or(0);
+        for event in &events[..n] {
+            match event.data.u64() {
+                tag if tag & LISTENER != 0 => self.accept_all((tag & !LISTENER) as usize),
+                tag => {
+                    let key = tag as StreamKey;
+                    let flags = event.flags;
+                    if flags.contains(epoll::EventFlags::OUT) {
+                        self.writable(key);
+                    }
+                    self.readable(key, room, out);
+                }
+            }
+        }
+        n > 0
+    }
+
+    /// Regions whose last read has been sent are out of reach now.
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        let sockets = &self.sockets;
+        self.retiring.retain(|index| {
+            let used = sockets.iter().any(|(_, s)| s.stream.uses(*index));
+            if !used {
+                out.push(Completion::RegionQuiet { index: *index });
+            }
+            used
+        });
+    }
+}
+
+impl Domain for TcpDomain {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn caps(&self) -> Caps {
+        Caps { max_bytes: u64::MAX, max_pages: frame::MAX_PAGES, max_message: frame::MAX_MESSAGE }
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint { transport: TransportKind::Tcp, data: self.place.encode() }
+    }
+
+    fn announce(&mut self, own: &EngineAddress) {
+        self.credentials.own = own.clone();
+    }
+
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError> {
+        self.book.insert(region);
+        Ok(())
+    }
+
+    fn deregister(&mut self, index: u32) -> Quiet {
+        if self.book.remove(index).is_none() {
+            return Quiet::Now;
+        }
+        for (_, s) in &mut self.sockets {
+            s.stream.forget(index);
+        }
+        if self.sockets.iter().any(|(_, s)| s.stream.uses(index)) {
+            self.retiring.push(index);
+            return Quiet::Later;
+        }
+        Quiet::Now
+    }
+
+    fn unfit(&self, peer: &EngineAddress) -> Option<String> {
+        let Some(endpoint) = peer.endpoint(TransportKind::Tcp) else {
+            return Some("the peer does not offer tcp".into());
+        };
+        match Where::decode(&endpoint.data) {
+            Err(e) => Some(e.to_string()),
+            Ok(w) if w.candidates(&self.place.host).is_empty() => Some(
+                "the peer listens on its own loopback only, because it has no token; give all \
+                 engines the same token"
+                    .into(),
+            ),
+            Ok(_) => None,
+        }
+    }
+
+    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+        self.now = now;
+        self.begin(now, peer)
+    }
+
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        self.take_down(link, DomainError::LinkDown(cause.to_owned()), true);
+    }
+
+    #[inline]
+    fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        let Some(link) = self.link(id).filter(|l| l.is_complete()) else {
+            return Err(DomainError::LinkDown("the link is down".into()));
+        };
+        let too_many_messages =
+            matches!(wr, WorkRequest::Send(_)) && link.messages >= MESSAGE_WINDOW;
+        if link.is_full() || too_many_messages {
+            return Ok(Post::Full);
+        }
+        self.enqueue(id, token, wr);
+        Ok(Post::Queued)
+    }
+
+    fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        self.now = now;
+        out.append(&mut self.news);
+        let before = out.len();
+        let mut moved = before > 0;
+        for key in 0..self.sockets.capacity() {
+            let Some(s) = self.sockets.get(key) else { continue };
+            if !matches!(s.role, Role::Of(_)) {
+                continue;
+            }
+            let (hot, blocked) = (s.stream.hot_until > now, s.stream.blocked);
+            let heard = hot && self.readable(key, room, out);
+            moved |= heard;
+            let Some(s) = self.sockets.get_mut(key) else { continue };
+            if !heard {
+                s.stream.acknowledge();
+            }
+            if s.stream.unsent > 0 && (!blocked || hot) {
+                moved |= self.push_out(key);
+            }
+        }
+        if now >= self.look_at {
+            self.look_at = now.after(LOOK_EVERY);
+            moved |= self.look(room, out);
+            moved |= self.take_held(room, out);
+            moved |= self.tick(now);
+        }
+        if !self.retiring.is_empty() {
+            self.reap(out);
+        }
+        out.append(&mut self.news);
+        moved || out.len() > before
+    }
+
+    fn flush(&mut self) {
+        for key in 0..self.sockets.capacity() {
+            let Some(s) = self.sockets.get_mut(key) else { continue };
+            let stream = &mut s.stream;
+            if stream.unsent == 0 || stream.blocked {
+                continue;
+            }
+            // As long as earlier small frames are unacknowledged, later ones wait to go together:
+            // the acknowledgement, or the next poll, sends them on their way.
+            let waits = stream.unsent < COALESCE && !stream.is_first_flight();
+            if !waits {
+                stream.acknowledge();
+                self.push_out(key);
+            }
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.look_at = Time(0);
+        let busy = |s: &Socket| {
+            (s.stream.unsent > 0 && !s.stream.blocked) || s.stream.done != s.stream.done_told
+        };
+        self.news.is_empty() && !self.sockets.iter().any(|(_, s)| busy(s))
+    }
+
+    fn disarm(&mut self) {
+        self.look_at = Time(0);
+    }
+
+    fn wake_fds(&self) -> WakeFds {
+        smallvec![self.epoll.as_raw_fd()]
+    }
+
+    fn next_timer(&self) -> Time {
+        let links = self.links.iter().map(|(_, l)| l.next_timer(self.peer_timeout));
+        let halves = self.sockets.iter().filter_map(|(_, s)| match &s.role {
+            Role::Half(h) => Some(h.deadline),
+            Role::Of(_) => None,
+        });
+        links.chain(halves).fold(Time::NEVER, Time::min)
+    }
+
+    fn describe(&self, id: LinkId) -> String {
+        match self.links.get(Self::slot(id)).filter(|l| l.id == id) {
+            Some(l) => format!("{} streams to {}", l.streams.len(), l.remote),
+            None => "connecting".into(),
+        }
+    }
+
+    fn close(&mut self) {
+        self.listeners.clear();
+        let ids: Vec<LinkId> = self.links.iter().map(|(_, l)| l.id).collect();
+        for id in ids {
+            self.take_down(id, DomainError::LinkDown("its engine was closed".into()), true);
+        }
+        self.sockets.clear();
+    }
+}

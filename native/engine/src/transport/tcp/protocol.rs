@@ -1,0 +1,435 @@
+//! Links that are up: operations become frames, frames become bytes in regions and counts.
+
+use std::sync::Arc;
+
+use super::{
+    frame::{reason, shown, Header, Kind, Refusal},
+    link::{Incoming, StreamKey, MESSAGE_WINDOW},
+    place::{Index, Walk},
+    stream::{Body, Step},
+    Role, TcpDomain, HOT,
+};
+use crate::{
+    domain::{
+        Admit, Completion, Count, Data, DomainError, LinkId, MessageRoom, Seq, Token, WorkRequest,
+    },
+    memory::RegionMemory,
+};
+
+/// A part of a large operation is at least this long; shorter ones are not cut.
+const MIN_PART: u64 = 512 << 10;
+/// System calls on one stream before the others have their turn.
+const TURNS: usize = 8;
+
+impl TcpDomain {
+    /// Queues the frames of an operation. The link is up and not full.
+    pub(super) fn enqueue(&mut self, id: LinkId, token: Token, wr: &WorkRequest) {
+        match wr {
+            WorkRequest::Count(count) => {
+                self.frame(id, None, token, Header { count: *count, ..Header::new(Kind::Count) });
+            }
+            WorkRequest::Send(message) => {
+                let Some(link) = self.link(id) else { return };
+                link.messages += 1;
+                let op = link.open(token, 1);
+                let header = Header { op, len: message.len() as u64, ..Header::new(Kind::Message) };
+                let Some(key) = link.quick() else { return };
+                let stream = &mut self.sockets[key].stream;
+                stream.say(&header.encode());
+                stream.say(message);
+            }
+            WorkRequest::Write { data, count } => self.write(id, token, data, *count),
+            WorkRequest::Read { data } => self.read(id, token, data),
+        }
+    }
+
+    /// A frame that is acknowledged in its stream's turn.
+    fn frame(&mut self, id: LinkId, body: Option<Walk>, token: Token, mut header: Header) {
+        let Some(link) = self.link(id) else { return };
+        header.op = link.open(token, 1);
+        let Some(key) = link.quick() else { return };
+        let stream = &mut self.sockets[key].stream;
+        stream.await_ack(header.op);
+        stream.frame(&header, &[], body);
+    }
+
+    fn write(&mut self, id: LinkId, token: Token, data: &Data, count: Option<Count>) {
+        let walk = Walk::local(data);
+        let (mut header, indices) = describe(Kind::Write, data);
+        header.code = u8::from(count.is_some());
+        header.count = count.unwrap_or(Count { imm: 0, n: 0 });
+        header.parts = 1;
+        let bytes = data.bytes();
+        if bytes < self.bulk_from && indices.is_empty() {
+            return self.frame(id, Some(walk), token, header);
+        }
+        let Some(link) = self.link(id) else { return };
+        let streams = link.bulk();
+        // Only a single page is cut; its parts go over all streams at once.
+        let cut =
+            if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
+        header.parts = cut as u16;
+        header.op = link.open(token, header.parts);
+        for (i, key) in streams.iter().enumerate().take(cut as usize) {
+            let stream = &mut self.sockets[*key].stream;
+            stream.await_ack(header.op);
+            if cut == 1 {
+                stream.frame(&header, &indices, Some(walk));
+                return;
+            }
+            let (from, len) = part(bytes, cut, i as u64);
+            let h = Header { offset: header.offset + from, len, ..header };
+            stream.frame(&h, &[], Some(walk.part(from, len)));
+        }
+    }
+
+    fn read(&mut self, id: LinkId, token: Token, data: &Data) {
+        let walk = Walk::local(data);
+        let (mut header, indices) = describe(Kind::Read, data);
+        let bytes = data.bytes();
+        let Some(link) = self.link(id) else { return };
+        let streams = link.bulk();
+        let cut =
+            if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
+        let op = link.open(token, cut as u16);
+        for (i, key) in streams.iter().enumerate().take(cut as usize) {
+            let (from, len) = part(bytes, cut, i as u64);
+            let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
+            let Some(link) = self.links.get_mut(Self::slot(id)) else { return };
+            header.op = link.open_fetch(op, into);
+            let h = match cut {
+                1 => header,
+                _ => Header { offset: header.offset + from, len, ..header },
+            };
+            self.sockets[*key].stream.frame(&h, &indices, None);
+        }
+    }
+
+    /// Reads what a socket has; false if it had nothing.
+    pub(super) fn readable(
+        &mut self,
+        key: StreamKey,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> bool {
+        let mut moved = false;
+        for _ in 0..TURNS {
+            let Some(s) = self.sockets.get(key) else { return true };
+            let Role::Of(id) = s.role else {
+                if let Err(e) = self.shake(key) {
+                    self.socket_failed(key, e);
+                }
+                return true;
+            };
+            // Until all streams are there, frames stay in the kernel.
+            if self.link(id).is_none_or(|l| !l.is_complete()) {
+                return moved;
+            }
+            match self.gulp(key, id, room, out) {
+                Ok(true) => moved = true,
+                Ok(false) => break,
+                Err(e) => {
+                    self.socket_failed(key, e);
+                    return true;
+                }
+            }
+        }
+        moved
+    }
+
+    /// One system call's worth of frames; false if there was nothing to read.
+    fn gulp(
+        &mut self,
+        key: StreamKey,
+        id: LinkId,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> Result<bool, DomainError> {
+        let now = self.now;
+        // What came with the handshake's last message is in the buffer already.
+        self.digest(key, id, room, out)?;
+        let Some(s) = self.sockets.get_mut(key) else { return Ok(true) };
+        if s.stream.fill()?.is_none() {
+            return Ok(false);
+        }
+        s.stream.hot_until = now.after(HOT);
+        if let Some(link) = self.link(id) {
+            link.heard_at = now;
+        }
+        self.digest(key, id, room, out)?;
+        Ok(true)
+    }
+
+    /// Acts on every frame that is complete.
+    fn digest(
+        &mut self,
+        key: StreamKey,
+        id: LinkId,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> Result<(), DomainError> {
+        loop {
+            let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
+            match s.stream.step()? {
+                Step::Starved => return Ok(()),
+                Step::Head(header, index) => {
+                    let body = self.destination(key, id, &header, index)?;
+                    let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
+                    match body {
+                        Some(body) => s.stream.begin(header, body),
+                        None => self.act(key, id, &header, None, room, out)?,
+                    }
+                }
+                Step::Tail(header, body) => self.act(key, id, &header, Some(body), room, out)?,
+            }
+        }
+    }
+
+    /// Where the bytes that follow a header go; `None` if none follow.
+    fn destination(
+        &mut self,
+        key: StreamKey,
+        id: LinkId,
+        header: &Header,
+        index: Index,
+    ) -> Result<Option<Body>, DomainError> {
+        let n = header.body();
+        Ok(match header.kind {
+            Kind::Write => {
+                let place = self
+                    .book
+                    .lookup(header.key)
+                    .and_then(|region| Walk::in_region(region, header, index));
+                Some(match place {
+                    Ok(walk) => Body::Place(walk),
+                    Err(e) => {
+                        self.say_no(key, header.op, &e);
+                        Body::Discard(n)
+                    }
+                })
+            }
+            Kind::Read => {
+                let place = self.book.lookup(header.key).cloned();
+                let place =
+                    place.and_then(|r: Arc<RegionMemory>| Walk::in_region(&r, header, index));
+                match place {
+                    Ok(walk) => {
+                        let stream = &mut self.sockets[key].stream;
+                        let h = Header {
+                            op: header.op,
+                            len: walk.left(),
+                            ..Header::new(Kind::ReadData)
+                        };
+                        stream.frame(&h, &[], Some(walk));
+                    }
+                    Err(e) => self.say_no(key, header.op, &e),
+                }
+                None
+            }
+            Kind::ReadData => {
+                let Some(link) = self.link(id) else { return Ok(Some(Body::Discard(n))) };
+                match link.fetches.get(&header.op) {
+                    Some(f) if f.into.left() == n => Some(Body::Place(f.into.clone())),
+                    _ => {
+                        return Err(DomainError::Handshake("data that nobody asked for".into()));
+                    }
+                }
+            }
+            Kind::Message | Kind::Nak | Kind::Bye => {
+                Some(Body::Collect(Vec::with_capacity(n as usize)))
+            }
+            Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => None,
+        })
+    }
+
+    fn say_no(&mut self, key: StreamKey, op: u64, e: &DomainError) {
+        let text = reason(&e.to_string());
+        let code = match e {
+            DomainError::Stale(_) => Refusal::Stale,
+            _ => Refusal::Refused,
+        };
+        let nak = Header { code: code as u8, op, len: text.len() as u64, ..Header::new(Kind::Nak) };
+        let stream = &mut self.sockets[key].stream;
+        stream.say(&nak.encode());
+        stream.say(&text);
+    }
+
+    /// Acts on a frame that is complete.
+    fn act(
+        &mut self,
+        key: StreamKey,
+        id: LinkId,
+        header: &Header,
+        body: Option<Body>,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> Result<(), DomainError> {
+        let refused = matches!(body, Some(Body::Discard(_)));
+        let text = match &body {
+            Some(Body::Collect(bytes)) => bytes.as_slice(),
+            _ => &[],
+        };
+        let stream = &mut self.sockets[key].stream;
+        match header.kind {
+            Kind::Write => {
+                stream.done += 1;
+                self.landed(id, header, refused, out)?;
+            }
+            Kind::Count => {
+                stream.done += 1;
+                out.push(Completion::Count(header.count));
+            }
+            Kind::Ack => {
+                for op in stream.acked(header.op)? {
+                    self.part_done(id, op, out);
+                }
+            }
+            Kind::ReadData => {
+                let fetch = self.link(id).and_then(|l| l.fetches.remove(&header.op));
+                if let Some(fetch) = fetch {
+                    self.part_done(id, fetch.op, out);
+                }
+            }
+            Kind::Nak => {
+                let why = shown(text);
+                let error = match header.code {
+                    c if c == Refusal::Stale as u8 => DomainError::Stale(why),
+                    _ => DomainError::Refused(why),
+                };
+                let Some(link) = self.link(id) else { return Ok(()) };
+                // A read has no acknowledgement of its own: its refusal is its end.
+                match link.fetches.remove(&header.op) {
+                    Some(fetch) => {
+                        link.refuse(fetch.op, error);
+                        self.part_done(id, fetch.op, out);
+                    }
+                    None => link.refuse(header.op, error),
+                }
+            }
+            Kind::Message => {
+                let Some(link) = self.link(id) else { return Ok(()) };
+                if link.held.len() >= MESSAGE_WINDOW {
+                    return Err(DomainError::Handshake("more messages than agreed".into()));
+                }
+                if let Some(Body::Collect(bytes)) = body {
+                    link.held.push_back((header.op, bytes));
+                }
+                self.hand_up(id, room, out);
+            }
+            Kind::Taken => {
+                let limit = header.len;
+                let Some(link) = self.link(id) else { return Ok(()) };
+                link.messages = link.messages.saturating_sub(1);
+                if header.code != 0 {
+                    let why = format!("it is longer than its receive pool's {limit} bytes");
+                    link.refuse(header.op, DomainError::Refused(why));
+                }
+                self.part_done(id, header.op, out);
+            }
+            Kind::Ping => {}
+            Kind::Bye => {
+                return Err(DomainError::LinkDown(format!(
+                    "it closed the connection: {}",
+                    shown(text)
+                )));
+            }
+            Kind::Read => {}
+        }
+        Ok(())
+    }
+
+    /// A write of the peer's, or a part of one, is in its place (IC-2: its count comes now).
+    fn landed(
+        &mut self,
+        id: LinkId,
+        header: &Header,
+        refused: bool,
+        out: &mut Vec<Completion>,
+    ) -> Result<(), DomainError> {
+        let count = (header.code != 0 && !refused).then_some(header.count);
+        if header.parts == 1 {
+            out.extend(count.map(Completion::Count));
+            return Ok(());
+        }
+        let Some(link) = self.link(id) else { return Ok(()) };
+        let fresh = || Incoming { left: header.parts, count: Some(header.count) };
+        let incoming = link.incoming.entry(header.op).or_insert_with(fresh);
+        if incoming.left > header.parts {
+            return Err(DomainError::Handshake("parts that don't belong together".into()));
+        }
+        incoming.left -= 1;
+        if count.is_none() {
+            // Refused, or not counted at all.
+            incoming.count = None;
+        }
+        if incoming.left == 0 {
+            let whole = link.incoming.remove(&header.op);
+            out.extend(whole.and_then(|i| i.count).map(Completion::Count));
+        }
+        Ok(())
+    }
+
+    fn part_done(&mut self, id: LinkId, op: u64, out: &mut Vec<Completion>) {
+        if let Some((token, result)) = self.link(id).and_then(|l| l.part_done(op)) {
+            out.push(Completion::Done { link: id, token, result });
+        }
+    }
+
+    /// Hands up the oldest message if the pool has room; one at a time, for each takes its place
+    /// there before the next asks.
+    fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let Some(link) = self.link(id) else { return false };
+        let waiting = out.iter().any(|c| matches!(c, Completion::Message { .. }));
+        let Some((op, message)) = link.held.pop_front() else { return false };
+        let (code, limit) = match room.admit(message.len()) {
+            Admit::Take if !waiting => {
+                let message = message.into_boxed_slice();
+                out.push(Completion::Message { link: id, message });
+                (0, 0)
+            }
+            Admit::TooLong { limit } => (1, limit as u64),
+            _ => {
+                link.held.push_front((op, message));
+                return false;
+            }
+        };
+        let Some(key) = link.quick() else { return true };
+        let taken = Header { code, op, len: limit, ..Header::new(Kind::Taken) };
+        self.sockets[key].stream.say(&taken.encode());
+        true
+    }
+
+    /// Messages that waited for room.
+    pub(super) fn take_held(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let waiting: Vec<LinkId> =
+            self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
+        waiting.into_iter().fold(false, |moved, id| self.hand_up(id, room, out) | moved)
+    }
+}
+
+/// The remote side of a request as a header and an index list.
+fn describe(kind: Kind, data: &Data) -> (Header, Vec<u32>) {
+    let (offset, stride, indices) = match &data.remote_seq {
+        Seq::Strided { offset, stride } => (*offset, *stride, Vec::new()),
+        Seq::Indexed { list, from, offset, stride } => {
+            let from = *from as usize;
+            (*offset, *stride, list.indices[from..from + data.pages as usize].to_vec())
+        }
+    };
+    let header = Header {
+        key: data.remote,
+        offset,
+        stride,
+        len: data.page_len,
+        pages: data.pages,
+        indices: indices.len() as u32,
+        ..Header::new(kind)
+    };
+    (header, indices)
+}
+
+/// Part `i` of `n` of `bytes` bytes: where it begins and how long it is.
+fn part(bytes: u64, n: u64, i: u64) -> (u64, u64) {
+    let (from, to) = (bytes * i / n, bytes * (i + 1) / n);
+    (from, to - from)
+}

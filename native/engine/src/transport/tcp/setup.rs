@@ -1,0 +1,422 @@
+//! From a socket to a proven stream of a link, and the end of links.
+
+use std::{net::SocketAddr, time::Duration};
+
+use rustix::event::epoll;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    frame::{reason, Header, Kind},
+    link::{Link, LinkNonce, StreamKey},
+    net::{self, Where},
+    stream::Stream,
+    Role, Socket, TcpDomain,
+};
+use crate::{
+    api::{EngineAddress, Envelope, TransportKind},
+    domain::{Completion, DomainError, LinkId, PeerIdentity},
+    time::Time,
+    transport::handshake::{Acceptor, Failure, Initiator, MAX_MESSAGE},
+};
+
+/// For one address: connecting and shaking hands.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+const ENVELOPE: Envelope = Envelope { magic: *b"FRts", what: "a stream's place", limit: 128 };
+
+/// Which stream of which link a socket is to be.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Seat {
+    link: LinkNonce,
+    index: u8,
+    of: u8,
+}
+
+enum Stage {
+    Connecting,
+    AwaitWelcome(Initiator),
+    AwaitAccepted(Initiator, PeerIdentity),
+    AwaitHello,
+    AwaitProof(Acceptor, Seat),
+}
+
+/// A socket in its handshake.
+pub(super) struct Half {
+    stage: Stage,
+    /// The link that it is for, if we began it.
+    link: Option<(LinkId, usize)>,
+    remote: String,
+    pub deadline: Time,
+}
+
+impl Half {
+    pub fn is_connecting(&self) -> bool {
+        matches!(self.stage, Stage::Connecting)
+    }
+}
+
+fn length_first(message: &[u8]) -> Vec<u8> {
+    let mut out = (message.len() as u32).to_le_bytes().to_vec();
+    out.extend_from_slice(message);
+    out
+}
+
+impl TcpDomain {
+    pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+        let endpoint = peer
+            .endpoint(TransportKind::Tcp)
+            .ok_or_else(|| DomainError::Unavailable("the peer does not offer tcp".into()))?;
+        let candidates = Where::decode(&endpoint.data)?.candidates(&self.place.host);
+        let mut nonce = [0; 16];
+        getrandom::fill(&mut nonce)
+            .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
+        let id = self.add_link(nonce, self.streams, true)?;
+        let link = &mut self.links[Self::slot(id)];
+        link.wanted = Some(peer.clone());
+        link.candidates = candidates.into();
+        link.deadline = Time::NEVER;
+        self.try_next(now, id);
+        Ok(id)
+    }
+
+    fn add_link(
+        &mut self,
+        nonce: LinkNonce,
+        streams: usize,
+        initiator: bool,
+    ) -> Result<LinkId, DomainError> {
+        let entry = self.links.vacant_entry();
+        let slot = entry.key() as u32;
+        if slot > 0xFFFF {
+            return Err(DomainError::Unavailable("65536 links are open already".into()));
+        }
+        self.lives = (self.lives + 1) & 0xFFFF;
+        let id = self.lives << 16 | slot;
+        entry.insert(Link::new(id, nonce, streams, initiator, self.now));
+        Ok(id)
+    }
+
+    /// Opens the first stream to the next address of a peer; none left means that the link is down.
+    fn try_next(&mut self, now: Time, id: LinkId) {
+        while let Some(link) = self.link(id) {
+            let Some(addr) = link.candidates.pop_front() else {
+                let tried = link.tried.join(", ");
+                return self.take_down(id, DomainError::LinkDown(tried), false);
+            };
+            link.remote = addr.to_string();
+            match self.open_stream(now, id, 0, &addr) {
+                Ok(()) => return,
+                Err(e) => {
+                    if let Some(link) = self.link(id) {
+                        link.tried.push(e.to_string());
+                    }
+                }
+            }
+        }
+    }
+
+    fn open_stream(
+        &mut self,
+        now: Time,
+        id: LinkId,
+        index: usize,
+        addr: &SocketAddr,
+    ) -> Result<(), DomainError> {
+        let socket = net::connect(addr)?;
+        let half = Half {
+            stage: Stage::Connecting,
+            link: Some((id, index)),
+            remote: addr.to_string(),
+            deadline: now.after(PATIENCE),
+        };
+        self.add_socket(socket, half).map(drop)
+    }
+
+    fn add_socket(
+        &mut self,
+        socket: std::os::fd::OwnedFd,
+        half: Half,
+    ) -> Result<StreamKey, DomainError> {
+        let mut flags = epoll::EventFlags::IN;
+        if half.is_connecting() {
+            flags |= epoll::EventFlags::OUT;
+        }
+        let entry = self.sockets.vacant_entry();
+        let key = entry.key();
+        epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(key as u64), flags)
+            .map_err(DomainError::io("epoll_ctl"))?;
+        entry.insert(Socket { stream: Stream::new(socket), role: Role::Half(Box::new(half)) });
+        Ok(key)
+    }
+
+    pub(super) fn accept_all(&mut self, listener: usize) {
+        while let Some(socket) = self.listeners.get(listener).and_then(net::accept) {
+            let remote = rustix::net::getpeername(&socket)
+                .ok()
+                .and_then(|a| SocketAddr::try_from(a?).ok())
+                .map_or_else(|| "a peer".to_owned(), |a| a.to_string());
+            let half = Half {
+                stage: Stage::AwaitHello,
+                link: None,
+                remote,
+                deadline: self.now.after(PATIENCE),
+            };
+            if let Err(e) = self.add_socket(socket, half) {
+                tracing::warn!(error = %e, "a connection was turned away");
+            }
+        }
+    }
+
+    /// A connect has come to its end, or a blocked socket has room.
+    pub(super) fn writable(&mut self, key: StreamKey) {
+        let Some(s) = self.sockets.get_mut(key) else { return };
+        let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
+        if connecting {
+            if let Err(e) = self.say_hello(key) {
+                self.socket_failed(key, e);
+            }
+        }
+        self.push_out(key);
+        self.watch(key);
+    }
+
+    fn say_hello(&mut self, key: StreamKey) -> Result<(), DomainError> {
+        let Some(Socket { stream, role: Role::Half(half) }) = self.sockets.get_mut(key) else {
+            return Ok(());
+        };
+        net::connect_result(&stream.fd())
+            .map_err(|e| DomainError::LinkDown(format!("connect to {}: {e}", half.remote)))?;
+        let Some((id, index)) = half.link else { return Ok(()) };
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
+        let Some((link, wanted)) = link.and_then(|l| l.wanted.as_ref().map(|w| (l, w))) else {
+            return Err(DomainError::LinkDown("the link is gone".into()));
+        };
+        let seat = Seat { link: link.nonce, index: index as u8, of: link.streams.len() as u8 };
+        let (init, hello) = Initiator::start(&self.credentials, wanted.id, ENVELOPE.encode(&seat))?;
+        half.stage = Stage::AwaitWelcome(init);
+        stream.say(&length_first(&hello));
+        Ok(())
+    }
+
+    /// Takes a socket in its handshake as far as its bytes allow.
+    pub(super) fn shake(&mut self, key: StreamKey) -> Result<(), DomainError> {
+        loop {
+            let Some(Socket { stream, role: Role::Half(_) }) = self.sockets.get_mut(key) else {
+                return Ok(());
+            };
+            let Some(message) = stream.handshake_message(MAX_MESSAGE)? else {
+                match stream.fill()? {
+                    Some(_) => continue,
+                    None => return Ok(()),
+                }
+            };
+            if let Err(Failure { reply, error }) = self.hear(key, &message) {
+                if let (Some(reply), Some(s)) = (reply, self.sockets.get_mut(key)) {
+                    s.stream.say(&length_first(&reply));
+                    let _ = s.stream.send();
+                }
+                return Err(error);
+            }
+            self.push_out(key);
+        }
+    }
+
+    fn hear(&mut self, key: StreamKey, message: &[u8]) -> Result<(), Failure> {
+        let Some(Socket { stream, role: Role::Half(half) }) = self.sockets.get_mut(key) else {
+            return Ok(());
+        };
+        match std::mem::replace(&mut half.stage, Stage::AwaitHello) {
+            Stage::Connecting => Ok(()),
+            Stage::AwaitHello => {
+                let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, message)?;
+                let seat: Seat = ENVELOPE.decode(&acceptor.extra).map_err(|e| Failure {
+                    reply: None,
+                    error: DomainError::Handshake(e.to_string()),
+                })?;
+                stream.say(&length_first(&welcome));
+                half.stage = Stage::AwaitProof(acceptor, seat);
+                Ok(())
+            }
+            Stage::AwaitWelcome(init) => {
+                let welcomed = init.on_welcome(message)?;
+                stream.say(&length_first(&welcomed.proof));
+                half.stage = Stage::AwaitAccepted(init, welcomed.peer);
+                Ok(())
+            }
+            Stage::AwaitAccepted(init, peer) => {
+                init.on_accepted(message)?;
+                let seat = half.link;
+                if let Some((id, index)) = seat {
+                    self.seated(key, id, index, peer);
+                }
+                Ok(())
+            }
+            Stage::AwaitProof(acceptor, seat) => {
+                let accepted = acceptor.on_proof(message)?;
+                stream.say(&length_first(&accepted));
+                self.take_seat(key, seat, acceptor.peer)
+                    .map_err(|error| Failure { reply: None, error })
+            }
+        }
+    }
+
+    /// The acceptor's side: finds or makes the link that a proven stream belongs to.
+    fn take_seat(
+        &mut self,
+        key: StreamKey,
+        seat: Seat,
+        peer: PeerIdentity,
+    ) -> Result<(), DomainError> {
+        let (index, of) = (usize::from(seat.index), usize::from(seat.of));
+        if of == 0 || of > 16 || index >= of {
+            return Err(DomainError::Handshake("an impossible number of streams".into()));
+        }
+        let known = self.links.iter().find(|(_, l)| {
+            !l.initiator
+                && l.nonce == seat.link
+                && l.peer.as_ref().is_some_and(|p| p.id() == peer.id())
+        });
+        let known = known.map(|(_, l)| (l.id, l.streams.len(), l.streams.get(index).copied()));
+        let id = match known {
+            Some((id, n, Some(None))) if n == of => id,
+            Some(_) => return Err(DomainError::Handshake("that stream is there already".into())),
+            None => {
+                let id = self.add_link(seat.link, of, false)?;
+                let deadline = self.now.after(PATIENCE);
+                let link = &mut self.links[Self::slot(id)];
+                link.peer = Some(peer.clone());
+                link.deadline = deadline;
+                id
+            }
+        };
+        self.seated(key, id, index, peer);
+        Ok(())
+    }
+
+    /// A stream is proven. With the last one the link is up.
+    fn seated(&mut self, key: StreamKey, id: LinkId, index: usize, peer: PeerIdentity) {
+        let now = self.now;
+        let Some(s) = self.sockets.get_mut(key) else { return };
+        let Role::Half(half) = std::mem::replace(&mut s.role, Role::Of(id)) else { return };
+        s.stream.hot_until = now.after(super::HOT);
+        let Some(link) = self.link(id) else {
+            self.sockets.remove(key);
+            return;
+        };
+        link.streams[index] = Some(key);
+        link.remote.clone_from(&half.remote);
+        link.peer = Some(peer.clone());
+        if link.is_complete() {
+            (link.heard_at, link.spoke_at) = (now, now);
+            let note = format!("the handshake with {} worked", half.remote);
+            self.news.push(Completion::LinkUp { link: id, peer, note });
+        } else if link.initiator && index == 0 {
+            let n = link.streams.len();
+            let addr: Option<SocketAddr> = half.remote.parse().ok();
+            for i in 1..n {
+                let opened = addr
+                    .ok_or_else(|| DomainError::Unavailable("its address is lost".into()))
+                    .and_then(|a| self.open_stream(now, id, i, &a));
+                if let Err(e) = opened {
+                    return self.take_down(id, e, false);
+                }
+            }
+        }
+        self.watch(key);
+    }
+
+    /// A socket is of no use any more: its link goes down, or tries another address.
+    pub(super) fn socket_failed(&mut self, key: StreamKey, error: DomainError) {
+        let Some(s) = self.sockets.try_remove(key) else { return };
+        match s.role {
+            Role::Of(id) => self.take_down(id, error, false),
+            Role::Half(half) => {
+                let Some((id, index)) = half.link else {
+                    tracing::warn!(peer = %half.remote, %error, "a connection came to nothing");
+                    return;
+                };
+                let now = self.now;
+                // Somebody answered and refused: another address of the same engine won't do better.
+                let refused = matches!(error, DomainError::Handshake(_) | DomainError::Stale(_));
+                match self.link(id) {
+                    Some(link) if index == 0 && !refused => {
+                        link.tried.push(error.to_string());
+                        self.try_next(now, id);
+                    }
+                    _ => self.take_down(id, error, false),
+                }
+            }
+        }
+    }
+
+    pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+        if self.link(id).is_none() {
+            return;
+        }
+        let mut link = self.links.remove(Self::slot(id));
+        if let (Some(key), true) = (link.quick(), tell) {
+            if let Some(s) = self.sockets.get_mut(key) {
+                let text = reason(&cause.to_string());
+                let bye = Header { len: text.len() as u64, ..Header::new(Kind::Bye) };
+                s.stream.say(&bye.encode());
+                s.stream.say(&text);
+                let _ = s.stream.send();
+            }
+        }
+        for key in link.streams.iter().flatten() {
+            self.sockets.try_remove(*key);
+        }
+        let of_link =
+            |s: &Socket| matches!(&s.role, Role::Half(h) if h.link.is_some_and(|(l, _)| l == id));
+        let halves: Vec<StreamKey> =
+            self.sockets.iter().filter(|(_, s)| of_link(s)).map(|(k, _)| k).collect();
+        for key in halves {
+            self.sockets.remove(key);
+        }
+        for token in link.abandon() {
+            let result = Err(cause.clone());
+            self.news.push(Completion::Done { link: id, token, result });
+        }
+        self.news.push(Completion::LinkDown { link: id, cause });
+    }
+
+    /// Shows life on quiet links, and gives up on those that show none.
+    pub(super) fn tick(&mut self, now: Time) -> bool {
+        let mut late = Vec::new();
+        let mut quiet = Vec::new();
+        for (_, link) in &self.links {
+            if now < link.next_timer(self.peer_timeout) {
+                continue;
+            }
+            if !link.is_complete() {
+                late.push((link.id, "it did not finish the handshake in time".to_owned()));
+            } else if now >= link.heard_at.after(self.peer_timeout) {
+                let silence = format!("nothing heard for {:?}", self.peer_timeout);
+                late.push((link.id, silence));
+            } else {
+                quiet.extend(link.quick());
+            }
+        }
+        for key in &quiet {
+            if let Some(s) = self.sockets.get_mut(*key) {
+                s.stream.say(&Header::new(Kind::Ping).encode());
+                self.push_out(*key);
+            }
+        }
+        let slow: Vec<StreamKey> = self
+            .sockets
+            .iter()
+            .filter(|(_, s)| matches!(&s.role, Role::Half(h) if h.deadline <= now))
+            .map(|(k, _)| k)
+            .collect();
+        let moved = !(late.is_empty() && slow.is_empty() && quiet.is_empty());
+        for key in slow {
+            let cause = "no answer in time".to_owned();
+            self.socket_failed(key, DomainError::LinkDown(cause));
+        }
+        for (id, cause) in late {
+            self.take_down(id, DomainError::LinkDown(cause), false);
+        }
+        moved
+    }
+}

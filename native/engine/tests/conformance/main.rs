@@ -1,0 +1,50 @@
+//! One suite for every transport. A test's name says which promise (design §3) it holds; each runs
+//! on every world below.
+
+mod suite;
+mod worlds;
+
+macro_rules! on_every_transport {
+    ($($test:ident),* $(,)?) => {
+        mod shm {
+            $(#[test] fn $test() { crate::suite::$test(&mut crate::worlds::Threads::new("shm")) })*
+        }
+        mod tcp {
+            $(#[test] fn $test() { crate::suite::$test(&mut crate::worlds::Threads::new("tcp")) })*
+        }
+        mod sim {
+            $(#[test] fn $test() {
+                for seed in 0..20 {
+                    crate::suite::$test(&mut crate::worlds::Sim::new(seed));
+                }
+            })*
+        }
+    };
+}
+
+on_every_transport! {
+    a_write_arrives_and_counts_once,
+    ic_1_counts_are_logical,
+    ic_1_a_cut_write_counts_once,
+    ic_2_bytes_are_there_when_the_counter_says_so,
+    ic_5_early_arrivals_are_kept,
+    ic_6_a_released_counter_sees_no_ghosts,
+    counters_fire_in_order_and_rounds_do_not_mix,
+    shuffled_pages_land_where_they_belong,
+    reads_fetch,
+    batches_mix_operations_and_peers,
+    scatter_and_barrier_reach_every_peer,
+    messages_arrive_whole_and_wait_for_room,
+    messages_too_long_for_the_pool_are_refused,
+    mr_2_a_deregistered_region_is_stale,
+    mr_1_deregistration_waits_for_peers,
+    mr_3_bounds_hold_on_both_sides,
+    rs_4_a_closed_peer_ends_everything,
+    rs_4_an_expectation_ends_by_its_deadline,
+    an_engine_can_write_to_itself,
+    both_sides_connect_at_once,
+    bad_requests_are_refused_before_anything_is_sent,
+    foreign_memory_is_reached,
+    many_small_writes_all_count,
+    closing_in_any_order_is_safe,
+}

@@ -1,0 +1,677 @@
+use std::{
+    sync::{
+        atomic::{AtomicBool, AtomicU32, Ordering::SeqCst},
+        Arc, Mutex,
+    },
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::{CounterRef, Imm, Local, Op, PageIndices, Pages, RegionDescriptor, Remote, ScatterDst},
+    EngineError, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+};
+
+use crate::worlds::World;
+
+const SOON: Duration = Duration::from_secs(10);
+
+fn pattern(n: usize, salt: u8) -> Vec<u8> {
+    (0..n).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ salt).collect()
+}
+
+/// A region of `engine` filled with a pattern, and the pattern.
+fn filled(engine: &TransferEngine, n: usize, salt: u8) -> (Region, Vec<u8>) {
+    let region = engine.alloc(n as u64).unwrap();
+    let bytes = pattern(n, salt);
+    region.put(0, &bytes).unwrap();
+    (region, bytes)
+}
+
+/// What a peer that was sent `region`'s descriptor makes of it.
+fn import(at: &TransferEngine, region: &Region) -> RemoteRegion {
+    let sent = region.descriptor().to_bytes();
+    at.import(&RegionDescriptor::from_bytes(&sent).unwrap()).unwrap()
+}
+
+fn write<'a>(
+    src: &'a Region,
+    dst: &'a RemoteRegion,
+    offset: u64,
+    len: u64,
+    imm: Option<Imm>,
+) -> Op<'a> {
+    let (src, dst) = (Local { region: src, offset }, Remote { region: dst, offset });
+    Op::Write { src, dst, len, imm }
+}
+
+fn submit(engine: &TransferEngine, op: Op<'_>) -> Result<Handle> {
+    engine.submit(&[op], Submit::default())
+}
+
+pub fn a_write_arrives_and_counts_once(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, bytes) = filled(&a, 10_000, 1);
+    let dst = b.alloc(10_000).unwrap();
+    let counter = b.counter().unwrap();
+    let reference = CounterRef::from_bytes(&counter.reference().to_bytes()).unwrap();
+    assert_eq!(reference.owner, b.id());
+    let there = import(&a, &dst);
+    let done = submit(&a, write(&src, &there, 0, 10_000, Some(reference.imm()))).unwrap();
+    let arrived = counter.expect(1, &[], SOON).unwrap();
+    assert_eq!(w.wait(&arrived), Ok(()));
+    assert_eq!(dst.get(0, 10_000).unwrap(), bytes);
+    assert_eq!(w.wait(&done), Ok(()));
+    w.idle();
+    assert_eq!(counter.arrived(), 1);
+}
+
+pub fn ic_1_counts_are_logical(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64 * 100, 2);
+    let dst = b.alloc(64 * 100).unwrap();
+    let there = import(&a, &dst);
+    let [single, paged, scatter] = [(); 3].map(|()| b.counter().unwrap());
+    let pages = |first| Pages::new(PageIndices::range(first, 37).unwrap(), 64, 0);
+    let parts: Vec<ScatterDst> = (0..5)
+        .map(|i| ScatterDst { len: 10, src_offset: i, dst: there.clone(), dst_offset: i * 64 })
+        .collect();
+    let ops = [
+        write(&src, &there, 0, 64, Some(single.imm())),
+        Op::WritePages {
+            page_len: 64,
+            src: &src,
+            src_pages: &pages(0),
+            dst: &there,
+            dst_pages: &pages(50),
+            imm: Some(paged.imm()),
+        },
+        Op::Scatter { group: None, src: &src, parts: &parts, imm: Some(scatter.imm()) },
+    ];
+    let handle = a.submit(&ops, Submit::default()).unwrap();
+    assert_eq!(w.wait(&handle), Ok(()));
+    w.idle();
+    assert_eq!((single.poll(), paged.arrived(), scatter.arrived()), (1, 37, 5));
+}
+
+pub fn ic_1_a_cut_write_counts_once(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = if w.cuts() { 100_000 } else { 20 << 20 };
+    let (src, bytes) = filled(&a, n, 3);
+    let dst = b.alloc(n as u64).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let arrived = counter.expect(1, &[], SOON).unwrap();
+    let done = submit(&a, write(&src, &there, 0, n as u64, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&arrived), Ok(()));
+    assert!(dst.get(0, n as u64).unwrap() == bytes);
+    assert_eq!(w.wait(&done), Ok(()));
+    w.idle();
+    assert_eq!(counter.arrived(), 1);
+}
+
+pub fn ic_2_bytes_are_there_when_the_counter_says_so(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    const N: usize = 3000;
+    let dst = b.alloc(N as u64).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    for round in 0..50u8 {
+        let (src, bytes) = filled(&a, N, round);
+        let arrived = counter.expect(1, &[], SOON).unwrap();
+        let done = submit(&a, write(&src, &there, 0, N as u64, Some(counter.imm()))).unwrap();
+        w.until("arrival", &mut || {
+            let there = arrived.drive().is_some();
+            if there {
+                assert!(dst.get(0, N as u64).unwrap() == bytes, "round {round}");
+            }
+            there
+        });
+        assert_eq!(w.wait(&done), Ok(()));
+    }
+}
+
+pub fn ic_5_early_arrivals_are_kept(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 4);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let imm = Imm::plain(77).unwrap();
+    for _ in 0..3 {
+        let h = submit(&a, write(&src, &there, 0, 64, Some(imm))).unwrap();
+        assert_eq!(w.wait(&h), Ok(()));
+    }
+    w.idle();
+    let counter = b.plain_counter(imm);
+    let two = counter.expect(2, &[], SOON).unwrap();
+    assert_eq!(w.wait(&two), Ok(()));
+    let two_more = counter.expect(2, &[], SOON).unwrap();
+    w.idle();
+    assert!(!two_more.is_done(), "three arrivals are not four");
+    let h = submit(&a, write(&src, &there, 0, 64, Some(imm))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert_eq!(w.wait(&two_more), Ok(()));
+    assert_eq!(counter.unclaimed(), 0);
+}
+
+pub fn ic_6_a_released_counter_sees_no_ghosts(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 5);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let old = b.counter().unwrap().imm();
+    w.idle();
+    let before = b.stats().ghosts;
+    let h = submit(&a, write(&src, &there, 0, 64, Some(old))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    w.idle();
+    let fresh: Vec<_> = (0..3).map(|_| b.counter().unwrap()).collect();
+    b.plain_counter(Imm::plain(0).unwrap()).poll();
+    assert_eq!(b.stats().ghosts, before + 1);
+    assert!(fresh.iter().all(|c| c.arrived() == 0));
+}
+
+pub fn counters_fire_in_order_and_rounds_do_not_mix(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 6);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let rounds: Vec<_> = [3, 1, 2].map(|n| counter.expect(n, &[], SOON).unwrap()).into();
+    for (i, h) in rounds.iter().enumerate() {
+        let order = Arc::clone(&order);
+        h.on_done(move |r| order.lock().unwrap().push((i, r)));
+    }
+    for _ in 0..6 {
+        let h = submit(&a, write(&src, &there, 0, 8, Some(counter.imm()))).unwrap();
+        assert_eq!(w.wait(&h), Ok(()));
+    }
+    w.until("callbacks", &mut || {
+        counter.poll();
+        order.lock().unwrap().len() == 3
+    });
+    assert_eq!(*order.lock().unwrap(), [(0, Ok(())), (1, Ok(())), (2, Ok(()))]);
+}
+
+pub fn shuffled_pages_land_where_they_belong(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    const PAGE: usize = 300;
+    const N: usize = 50;
+    let (src, bytes) = filled(&a, PAGE * N, 7);
+    let dst = b.alloc((PAGE * 2 * N + 16) as u64).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let to: Vec<u32> = (0..N as u32).map(|i| (i * 17 + 5) % N as u32).collect();
+    let from: Vec<u32> = (0..N as u32).rev().collect();
+    let op = Op::WritePages {
+        page_len: PAGE as u64,
+        src: &src,
+        src_pages: &Pages::new(PageIndices::list(from.clone()).unwrap(), PAGE as u64, 0),
+        dst: &there,
+        dst_pages: &Pages::new(PageIndices::list(to.clone()).unwrap(), 2 * PAGE as u64, 16),
+        imm: Some(counter.imm()),
+    };
+    let arrived = counter.expect(N as u32, &[], SOON).unwrap();
+    let done = submit(&a, op).unwrap();
+    assert_eq!(w.wait(&arrived), Ok(()));
+    for (f, t) in from.iter().zip(&to) {
+        let at = 16 + *t as usize * 2 * PAGE;
+        let got = dst.get(at as u64, 2 * PAGE as u64).unwrap();
+        assert_eq!(got[..PAGE], bytes[*f as usize * PAGE..][..PAGE]);
+        assert!(got[PAGE..].iter().all(|b| *b == 0), "the gap is untouched");
+    }
+    assert_eq!(w.wait(&done), Ok(()));
+}
+
+pub fn reads_fetch(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (remote, bytes) = filled(&b, 50_000, 8);
+    let local = a.alloc(60_000).unwrap();
+    let there = import(&a, &remote);
+    let op = Op::Read {
+        src: Remote { region: &there, offset: 10 },
+        dst: Local { region: &local, offset: 100 },
+        len: 49_000,
+    };
+    let h = submit(&a, op).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert!(local.get(100, 49_000).unwrap() == bytes[10..49_010]);
+    assert_eq!(local.get(0, 100).unwrap(), [0; 100]);
+    let pages = |i: Vec<u32>| Pages::new(PageIndices::list(i).unwrap(), 100, 0);
+    let op = Op::ReadPages {
+        page_len: 100,
+        src: &there,
+        src_pages: &pages(vec![9, 2, 400]),
+        dst: &local,
+        dst_pages: &pages(vec![0, 7, 3]),
+    };
+    let h = submit(&a, op).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    for (f, t) in [(9, 0), (2, 7), (400, 3)] {
+        assert_eq!(local.get(t * 100, 100).unwrap(), bytes[f * 100..][..100]);
+    }
+}
+
+pub fn batches_mix_operations_and_peers(w: &mut dyn World) {
+    let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
+    let (src, bytes) = filled(&a, 4000, 9);
+    let (at_b, at_c) = (b.alloc(4000).unwrap(), c.alloc(4000).unwrap());
+    let (remote, other) = filled(&c, 4000, 10);
+    let (to_b, to_c, from_c) = (import(&a, &at_b), import(&a, &at_c), import(&a, &remote));
+    let local = a.alloc(4000).unwrap();
+    let (in_b, in_c) = (b.counter().unwrap(), c.counter().unwrap());
+    let ops = [
+        write(&src, &to_b, 0, 4000, Some(in_b.imm())),
+        write(&src, &to_c, 0, 4000, Some(in_c.imm())),
+        Op::Read {
+            src: Remote { region: &from_c, offset: 0 },
+            dst: Local { region: &local, offset: 0 },
+            len: 4000,
+        },
+        write(&src, &to_b, 0, 0, Some(in_b.imm())),
+    ];
+    let h = a.submit(&ops, Submit::default()).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    for handle in [in_b.expect(2, &[], SOON).unwrap(), in_c.expect(1, &[], SOON).unwrap()] {
+        assert_eq!(w.wait(&handle), Ok(()));
+    }
+    assert!(at_b.get(0, 4000).unwrap() == bytes && at_c.get(0, 4000).unwrap() == bytes);
+    assert!(local.get(0, 4000).unwrap() == other);
+}
+
+pub fn scatter_and_barrier_reach_every_peer(w: &mut dyn World) {
+    let a = w.engine("a");
+    let others: Vec<_> = (0..5).map(|i| w.engine(&format!("b{i}"))).collect();
+    let (src, bytes) = filled(&a, 5 * 512, 11);
+    let regions: Vec<_> = others.iter().map(|e| e.alloc(1024).unwrap()).collect();
+    let peers: Vec<_> = others.iter().map(|e| a.peer(e.address()).unwrap()).collect();
+    let group = a.peer_group(&peers).unwrap();
+    let imm = Imm::plain(5).unwrap();
+    let parts: Vec<_> = regions
+        .iter()
+        .enumerate()
+        .map(|(i, r)| ScatterDst {
+            len: 512,
+            src_offset: 512 * i as u64,
+            dst: import(&a, r),
+            dst_offset: 256,
+        })
+        .collect();
+    let h =
+        submit(&a, Op::Scatter { group: Some(&group), src: &src, parts: &parts, imm: Some(imm) });
+    assert_eq!(w.wait(&h.unwrap()), Ok(()));
+    let h = submit(&a, Op::Barrier { group: &group, imm: Imm::plain(6).unwrap() }).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    for (i, (engine, region)) in others.iter().zip(&regions).enumerate() {
+        for value in [5, 6] {
+            let counter = engine.plain_counter(Imm::plain(value).unwrap());
+            let h = counter.expect(1, &[], SOON).unwrap();
+            assert_eq!(w.wait(&h), Ok(()));
+        }
+        assert_eq!(region.get(256, 512).unwrap(), bytes[512 * i..][..512]);
+    }
+    let mut wrong = parts.clone();
+    wrong.swap(0, 1);
+    let op = Op::Scatter { group: Some(&group), src: &src, parts: &wrong, imm: None };
+    assert!(matches!(submit(&a, op), Err(EngineError::Invalid(_))));
+}
+
+pub fn messages_arrive_whole_and_wait_for_room(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let peer = a.peer(b.address()).unwrap();
+    let sent: Vec<Vec<u8>> = (0..40).map(|i| pattern(i * 97, i as u8)).collect();
+    let handles: Vec<_> =
+        sent.iter().map(|m| submit(&a, Op::Send { peer: &peer, message: m }).unwrap()).collect();
+    w.idle();
+    assert!(handles.iter().all(|h| !h.is_done()), "nobody receives yet");
+    let got = Arc::new(Mutex::new(Vec::new()));
+    let held = Arc::new(AtomicU32::new(0));
+    let most = Arc::new(AtomicU32::new(0));
+    let (into, h, m, from) = (Arc::clone(&got), Arc::clone(&held), Arc::clone(&most), a.id());
+    let kept = Arc::new(Mutex::new(Vec::new()));
+    let keep = Arc::clone(&kept);
+    b.receive(1 << 16, 3, move |delivery| {
+        assert_eq!(delivery.from(), from);
+        m.fetch_max(h.fetch_add(1, SeqCst) + 1, SeqCst);
+        into.lock().unwrap().push(delivery.message().to_vec());
+        keep.lock().unwrap().push(delivery);
+    })
+    .unwrap();
+    w.until("a full pool", &mut || kept.lock().unwrap().len() == 3);
+    w.idle();
+    assert_eq!(kept.lock().unwrap().len(), 3, "the rest waits while they are held");
+    w.until("all messages", &mut || {
+        let freed = std::mem::take(&mut *kept.lock().unwrap());
+        held.fetch_sub(freed.len() as u32, SeqCst);
+        drop(freed);
+        got.lock().unwrap().len() == sent.len()
+    });
+    for h in &handles {
+        assert_eq!(w.wait(h), Ok(()));
+    }
+    let mut got = std::mem::take(&mut *got.lock().unwrap());
+    got.sort();
+    let mut sent = sent;
+    sent.sort();
+    assert!(got == sent);
+    assert!(most.load(SeqCst) <= 3);
+}
+
+pub fn messages_too_long_for_the_pool_are_refused(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let peer = a.peer(b.address()).unwrap();
+    b.receive(100, 4, |_| {}).unwrap();
+    let long = submit(&a, Op::Send { peer: &peer, message: &[0; 101] }).unwrap();
+    let short = submit(&a, Op::Send { peer: &peer, message: &[0; 100] }).unwrap();
+    assert!(matches!(w.wait(&long), Err(EngineError::Refused { .. })));
+    assert_eq!(w.wait(&short), Ok(()));
+    let huge = vec![0; 8 << 20];
+    let huge = submit(&a, Op::Send { peer: &peer, message: &huge });
+    assert!(matches!(huge, Err(EngineError::Invalid(_))));
+}
+
+pub fn mr_2_a_deregistered_region_is_stale(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 12);
+    let dst = b.alloc(64).unwrap();
+    let (there, counter) = (import(&a, &dst), b.counter().unwrap());
+    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    drop(dst);
+    w.idle();
+    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
+    // Whoever takes the place next has another key.
+    let next = b.alloc(64).unwrap();
+    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
+    assert_eq!(next.get(0, 64).unwrap(), [0; 64]);
+    w.idle();
+    assert_eq!(counter.poll(), 0);
+}
+
+pub fn mr_1_deregistration_waits_for_peers(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = if w.cuts() { 50_000u64 } else { 64 << 20 };
+    let (src, _) = filled(&a, n as usize, 13);
+    for _ in 0..3 {
+        let dst = b.alloc(n).unwrap();
+        let there = import(&a, &dst);
+        let mut quick = vec![0; 64];
+        let h = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        w.until("the first bytes", &mut || {
+            h.drive();
+            quick = dst.get(0, 64).unwrap();
+            quick.iter().any(|b| *b != 0) || h.is_done()
+        });
+        let released = Arc::new(AtomicBool::new(false));
+        let keep = Keeper(Arc::clone(&released));
+        // SAFETY: `dst` outlives this registration.
+        let alias = unsafe { b.register(dst.addr(), n, Some(Box::new(keep))) }.unwrap();
+        drop(alias);
+        drop(dst);
+        w.until("the registration's end", &mut || {
+            h.drive();
+            released.load(SeqCst) && b.stats().retiring == 0
+        });
+        match w.wait(&h) {
+            Ok(()) | Err(EngineError::Stale { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+struct Keeper(Arc<AtomicBool>);
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
+pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 8192, 14);
+    let dst = b.alloc(8192).unwrap();
+    let part = dst.slice(4096, 64).unwrap();
+    let there = import(&a, &part);
+    for (offset, len) in [(0, 65), (64, 1), (1 << 63, 1 << 63), (u64::MAX, 2), (0, 1 << 63)] {
+        let op = Op::Write {
+            src: Local { region: &src, offset: 0 },
+            dst: Remote { region: &there, offset },
+            len,
+            imm: None,
+        };
+        let e = submit(&a, op).unwrap_err();
+        assert!(matches!(e, EngineError::OutOfBounds { .. }), "{e}");
+    }
+    // A descriptor that lies: the receiver's own word decides.
+    let mut lie = dst.descriptor();
+    lie.len = 1 << 40;
+    lie.offset = 1 << 30;
+    let lie = a.import(&lie).unwrap();
+    let counter = b.counter().unwrap();
+    let h = submit(&a, write(&src, &lie, 0, 64, Some(counter.imm()))).unwrap();
+    assert!(matches!(w.wait(&h), Err(EngineError::Refused { .. })));
+    let mut guess = dst.descriptor();
+    guess.key.rkey ^= 1;
+    let guess = a.import(&guess).unwrap();
+    let h = submit(&a, write(&src, &guess, 0, 64, Some(counter.imm()))).unwrap();
+    assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
+    w.idle();
+    assert_eq!(counter.poll(), 0);
+    assert_eq!(dst.get(0, 8192).unwrap(), vec![0; 8192]);
+    // The link survives all that.
+    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+}
+
+pub fn rs_4_a_closed_peer_ends_everything(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 15);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    let peer = there.peer().clone();
+    let counter = a.counter().unwrap();
+    let expected = counter.expect(1, std::slice::from_ref(&peer), SOON).unwrap();
+    let unheard = submit(&a, Op::Send { peer: &peer, message: b"?" }).unwrap();
+    w.idle();
+    b.close();
+    for h in [expected, unheard] {
+        assert!(matches!(w.wait(&h), Err(EngineError::PeerLost { .. })), "{:?}", h);
+    }
+    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    let e = w.wait(&h).unwrap_err();
+    assert!(matches!(e, EngineError::PeerLost { .. } | EngineError::Unreachable { .. }), "{e}");
+    assert!(e.to_string().contains("b#"), "the peer is named: {e}");
+    let late = counter.expect(1, &[peer], SOON).unwrap();
+    assert!(w.wait(&late).is_err());
+}
+
+pub fn rs_4_an_expectation_ends_by_its_deadline(w: &mut dyn World) {
+    let a = w.engine("a");
+    let counter = a.counter().unwrap();
+    let h = counter.expect(3, &[], Duration::from_millis(30)).unwrap();
+    let e = w.wait(&h).unwrap_err();
+    assert!(matches!(e, EngineError::Timeout { .. }), "{e}");
+    assert!(e.to_string().contains("3 writes are missing"), "{e}");
+}
+
+pub fn an_engine_can_write_to_itself(w: &mut dyn World) {
+    let a = w.engine("a");
+    let (src, bytes) = filled(&a, 5000, 16);
+    let dst = a.alloc(5000).unwrap();
+    let there = import(&a, &dst);
+    let counter = a.counter().unwrap();
+    let arrived = counter.expect(1, &[], SOON).unwrap();
+    let h = submit(&a, write(&src, &there, 0, 5000, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert_eq!(w.wait(&arrived), Ok(()));
+    assert!(dst.get(0, 5000).unwrap() == bytes);
+}
+
+pub fn both_sides_connect_at_once(w: &mut dyn World) {
+    for _ in 0..5 {
+        let (a, b) = (w.engine("a"), w.engine("b"));
+        let (src_a, _) = filled(&a, 64, 17);
+        let (src_b, _) = filled(&b, 64, 18);
+        let (dst_a, dst_b) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+        let (to_b, to_a) = (import(&a, &dst_b), import(&b, &dst_a));
+        let imm = Imm::plain(1).unwrap();
+        let ha = submit(&a, write(&src_a, &to_b, 0, 64, Some(imm))).unwrap();
+        let hb = submit(&b, write(&src_b, &to_a, 0, 64, Some(imm))).unwrap();
+        assert_eq!((w.wait(&ha), w.wait(&hb)), (Ok(()), Ok(())));
+        w.idle();
+        for (engine, region, salt) in [(&a, &dst_a, 18), (&b, &dst_b, 17)] {
+            assert_eq!(engine.plain_counter(imm).poll(), 1);
+            assert_eq!(region.get(0, 64).unwrap(), pattern(64, salt));
+        }
+    }
+}
+
+pub fn bad_requests_are_refused_before_anything_is_sent(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 4096, 19);
+    let dst = b.alloc(4096).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let good = write(&src, &there, 0, 64, Some(counter.imm()));
+    let elsewhere = b.alloc(64).unwrap();
+    let other_peer = b.peer(a.address()).unwrap();
+    let list = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 1024, 0);
+    let far = Pages::new(PageIndices::list([u32::MAX]).unwrap(), u64::MAX, 0);
+    let paged = |src_pages, dst_pages, page_len| Op::WritePages {
+        page_len,
+        src: &src,
+        src_pages,
+        dst: &there,
+        dst_pages,
+        imm: None,
+    };
+    let (one, two, out) = (list(&[0]), list(&[0, 1]), list(&[4]));
+    let none = list(&[]);
+    let bad = [
+        write(&src, &there, 0, 0, None),
+        write(&elsewhere, &there, 0, 64, None),
+        paged(&one, &two, 64),
+        paged(&one, &out, 64),
+        paged(&out, &one, 64),
+        paged(&none, &none, 64),
+        paged(&far, &one, 64),
+        paged(&one, &one, 0),
+        paged(&two, &two, 1 << 63),
+        Op::Send { peer: &other_peer, message: b"x" },
+        Op::Scatter { group: None, src: &src, parts: &[], imm: None },
+    ];
+    for op in bad {
+        let name = format!("{op:?}");
+        assert!(a.submit(&[good.clone(), op], Submit::default()).is_err(), "{name}");
+    }
+    assert!(a.submit(&[], Submit::default()).is_err());
+    src.deregister(SOON).unwrap();
+    let e = a.submit(&[good], Submit::default()).unwrap_err();
+    assert!(matches!(e, EngineError::Stale { .. }));
+    w.idle();
+    assert_eq!(counter.poll(), 0, "nothing was sent");
+}
+
+pub fn foreign_memory_is_reached(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let bytes = pattern(3 << 20, 20);
+    let mut target = vec![0u8; 3 << 20];
+    // SAFETY: both vectors outlive their registrations, which end below.
+    let (src, dst) = unsafe {
+        (
+            a.register(bytes.as_ptr() as usize, 3 << 20, None).unwrap(),
+            b.register(target.as_mut_ptr() as usize, 3 << 20, None).unwrap(),
+        )
+    };
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let pages = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 10_000, 3);
+    let op = Op::WritePages {
+        page_len: 10_000,
+        src: &src,
+        src_pages: &pages(&[5, 100, 7]),
+        dst: &there,
+        dst_pages: &pages(&[100, 7, 5]),
+        imm: Some(counter.imm()),
+    };
+    let h = submit(&a, op).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    let h = counter.expect(3, &[], SOON).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    for (f, t) in [(5, 100), (100, 7), (7, 5)] {
+        assert!(target[t * 10_000 + 3..][..10_000] == bytes[f * 10_000 + 3..][..10_000]);
+    }
+    let h = submit(&a, write(&src, &there, 0, 3 << 20, None)).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert!(target == bytes);
+    target.fill(1);
+    let op = Op::Read {
+        src: Remote { region: &there, offset: 0 },
+        dst: Local { region: &src, offset: 0 },
+        len: 100,
+    };
+    let h = submit(&a, op).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert!(src.get(0, 100).unwrap() == [1; 100]);
+    let registrations = [src, dst].map(|r| r.deregister(SOON));
+    w.idle();
+    assert!(registrations.iter().all(|r| r.is_ok()), "{registrations:?}");
+}
+
+pub fn many_small_writes_all_count(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, bytes) = filled(&a, 8000, 21);
+    let dst = b.alloc(8000).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let n = if w.cuts() { 1000 } else { 50_000 };
+    let handles: Vec<_> = (0..n)
+        .map(|i| submit(&a, write(&src, &there, i % 1000 * 8, 8, Some(counter.imm()))).unwrap())
+        .collect();
+    let all = counter.expect(n as u32, &[], SOON).unwrap();
+    assert_eq!(w.wait(&all), Ok(()));
+    for h in handles {
+        assert_eq!(w.wait(&h), Ok(()));
+    }
+    assert!(dst.get(0, 8000).unwrap() == bytes);
+    assert_eq!(counter.arrived(), n);
+}
+
+pub fn closing_in_any_order_is_safe(w: &mut dyn World) {
+    for order in 0..6 {
+        let (a, b) = (w.engine("a"), w.engine("b"));
+        let (src, _) = filled(&a, 1 << 20, 22);
+        let dst = b.alloc(1 << 20).unwrap();
+        let there = import(&a, &dst);
+        let counter = b.counter().unwrap();
+        let h = submit(&a, write(&src, &there, 0, 1 << 20, Some(counter.imm()))).unwrap();
+        let expected = counter.expect(1, &[], SOON).unwrap();
+        if order % 2 == 0 {
+            let _ = w.wait(&h);
+        }
+        match order / 2 {
+            0 => {
+                drop((a, src, there));
+                drop((dst, counter, b));
+            }
+            1 => {
+                drop((b, counter));
+                drop(dst);
+                drop((there, a));
+                drop(src);
+            }
+            _ => {
+                drop((src, dst));
+                a.close();
+                b.close();
+                a.close();
+            }
+        }
+        w.until("the handles", &mut || h.poll().is_some() && expected.poll().is_some());
+    }
+}

@@ -1,0 +1,109 @@
+//! Where engines live: real threads and links, or the simulator.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{
+    api::EngineConfig,
+    transport::sim::{SimConfig, SimNet},
+    EngineError, Handle, Result, Time, TransferEngine,
+};
+
+pub trait World {
+    fn engine(&mut self, name: &str) -> Arc<TransferEngine>;
+
+    /// Lets things happen until `done`; panics if that takes too long.
+    fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool);
+
+    /// Lets things happen for a while.
+    fn idle(&mut self);
+
+    fn wait(&mut self, handle: &Handle) -> Result<()> {
+        self.until(handle.op(), &mut || handle.drive().is_some());
+        handle.poll().expect("done")
+    }
+
+    /// Whether large writes are cut on this transport.
+    fn cuts(&self) -> bool {
+        false
+    }
+}
+
+fn config(name: &str) -> EngineConfig {
+    EngineConfig { name: name.into(), op_timeout: Duration::from_secs(20), ..Default::default() }
+}
+
+pub struct Threads {
+    transport: &'static str,
+}
+
+impl Threads {
+    pub fn new(transport: &'static str) -> Self {
+        Self { transport }
+    }
+}
+
+impl World for Threads {
+    fn engine(&mut self, name: &str) -> Arc<TransferEngine> {
+        let transports = vec![self.transport.parse().unwrap()];
+        let config = EngineConfig { transports, token: Some(b"t".to_vec()), ..config(name) };
+        Arc::new(TransferEngine::open(config).unwrap())
+    }
+
+    fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < Duration::from_secs(20), "{what} does not end");
+            std::thread::yield_now();
+        }
+    }
+
+    fn idle(&mut self) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+
+    fn wait(&mut self, handle: &Handle) -> Result<()> {
+        handle
+            .wait(Duration::from_secs(20))
+            .unwrap_or_else(|| Err(EngineError::Invalid(format!("{} does not end", handle.op()))))
+    }
+}
+
+pub struct Sim {
+    net: SimNet,
+    seed: u64,
+}
+
+impl Sim {
+    pub fn new(seed: u64) -> Self {
+        let max_bytes = [64, 1000, 4096][seed as usize % 3];
+        let config = SimConfig { seed, max_bytes, ..Default::default() };
+        Self { net: SimNet::new(config), seed }
+    }
+}
+
+impl World for Sim {
+    fn engine(&mut self, name: &str) -> Arc<TransferEngine> {
+        self.net.engine(config(name)).unwrap()
+    }
+
+    fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            self.net.step();
+            let long = start.elapsed() > Duration::from_secs(20);
+            assert!(!long, "{what} does not end under seed {}", self.seed);
+        }
+    }
+
+    fn idle(&mut self) {
+        let limit = Time(self.net.now().0 + 1_000_000);
+        while self.net.step_until(limit) {}
+    }
+
+    fn cuts(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,176 @@
+//! What the engine makes of this machine, in Rust: a pair of processes, one writes, one receives.
+//!
+//! `engine serve` reads one JSON request per line on stdin and writes one JSON reply per line on
+//! stdout: `{"seconds": [...], "transport": "shm"}` (of one operation, one per sample) or
+//! `{"error": "..."}`. The clock runs from the writer's call until the receiver knows that the
+//! bytes are there; both read the machine's one monotonic clock.
+
+use std::io::{self, BufRead, Write};
+
+use clap::{Args, Subcommand};
+use fabric_engine::{api::EngineConfig, Region, TransferEngine};
+use serde::{de::DeserializeOwned, Deserialize, Serialize};
+
+mod target;
+mod walk;
+mod writer;
+
+use crate::floor::{Outcome, Temperature};
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Answer JSON requests from stdin, one a line, until it closes
+    Serve(Options),
+    /// The receiving process; started by `serve`
+    #[command(hide = true)]
+    Target(Options),
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    #[arg(long, default_value = "shm")]
+    pub transport: String,
+    /// Threads that may copy at once
+    #[arg(long, default_value_t = 1)]
+    pub copy_threads: usize,
+    #[arg(long, default_value_t = 2)]
+    pub tcp_streams: usize,
+    /// Bytes of the region on either side
+    #[arg(long, default_value_t = 256 << 20)]
+    pub region: u64,
+    /// Register ordinary memory instead of the engine's own
+    #[arg(long)]
+    pub foreign: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Counted writes of `bytes`, each after the one before
+    Write,
+    /// Paged writes of `pages` pages of `bytes` each to shuffled places, each after the one before
+    Pages,
+    /// Counted writes there and back between receivers that spin; an operation is half of it
+    Echo,
+    /// Counted writes with all of a sample in flight
+    Rate,
+    /// The same, `pages` of them in a submit
+    Batch,
+}
+
+/// How the receiver notices.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Notice {
+    /// It polls the counter
+    #[default]
+    Spin,
+    /// It waits for an expectation
+    Wait,
+    /// A callback is called
+    Callback,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    pub kind: Kind,
+    #[serde(default = "eight")]
+    pub bytes: u64,
+    #[serde(default = "one")]
+    pub pages: u32,
+    /// Operations in one sample
+    #[serde(default = "one")]
+    pub operations: u32,
+    #[serde(default = "one")]
+    pub samples: u32,
+    #[serde(default)]
+    pub temperature: Temperature,
+    #[serde(default)]
+    pub notice: Notice,
+    /// Microseconds of silence before each sample, so that the receiver sleeps
+    #[serde(default)]
+    pub rest_us: u64,
+    /// Zero the target first, and compare its whole region afterwards; an error if it differs
+    #[serde(default)]
+    pub verify: bool,
+}
+
+fn eight() -> u64 {
+    8
+}
+
+fn one() -> u32 {
+    1
+}
+
+#[derive(Debug, Serialize)]
+struct Reply {
+    seconds: Vec<f64>,
+    transport: String,
+}
+
+pub fn run(command: Command) -> Outcome<()> {
+    let options = match command {
+        Command::Target(options) => return target::run(&options),
+        Command::Serve(options) => options,
+    };
+    let mut writer = writer::Writer::start(&options)?;
+    for line in io::stdin().lock().lines() {
+        let line = line.map_err(text)?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let reply = serde_json::from_str(&line)
+            .map_err(|e| format!("the request is not understood: {e}"))
+            .and_then(|request| writer.measure(&request));
+        match reply {
+            Ok(reply) => say(&mut io::stdout(), &reply)?,
+            Err(error) => say(&mut io::stdout(), &serde_json::json!({ "error": error }))?,
+        }
+    }
+    Ok(())
+}
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
+    writeln!(to, "{}", serde_json::to_string(value).map_err(text)?).map_err(text)?;
+    to.flush().map_err(text)
+}
+
+fn hear<T: DeserializeOwned>(from: &mut impl BufRead) -> Outcome<T> {
+    let mut line = String::new();
+    if from.read_line(&mut line).map_err(text)? == 0 {
+        return Err("the target has ended; its last words are on stderr".into());
+    }
+    serde_json::from_str(&line).map_err(text)
+}
+
+/// The engine of either side.
+fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
+    let transport = options.transport.parse().map_err(text)?;
+    let config = EngineConfig {
+        name: name.into(),
+        transports: vec![transport],
+        copy_threads: options.copy_threads,
+        tcp_streams: options.tcp_streams,
+        ..EngineConfig::default()
+    };
+    TransferEngine::open(config).map_err(text)
+}
+
+/// A region of the size asked for, of the engine's memory or of ordinary memory.
+fn region(options: &Options, engine: &TransferEngine) -> Outcome<Region> {
+    let region = if options.foreign {
+        let memory = vec![0u8; options.region as usize].into_boxed_slice();
+        let addr = memory.as_ptr() as usize;
+        // SAFETY: the region keeps the memory, which nothing else refers to.
+        unsafe { engine.register(addr, options.region, Some(Box::new(memory))) }
+    } else {
+        engine.alloc(options.region)
+    };
+    region.map_err(text)
+}

@@ -1,0 +1,235 @@
+//! The writing process: starts the target, writes to it, and puts both sides' times together.
+
+use std::{
+    io::BufReader,
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::{Imm, Local, Op, PageIndices, Pages, Remote},
+    Counter, Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+};
+use serde::de::DeserializeOwned;
+
+use super::{
+    hear, say,
+    target::{spin_until, Card, Order, LONG},
+    text, walk,
+    walk::Walk,
+    Kind, Notice, Options, Reply, Request,
+};
+use crate::floor::Outcome;
+
+/// The counter that the target answers on.
+const ANSWERS: u32 = 9;
+
+/// The target's process, ended with this value.
+struct Target {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Target {
+    fn start(options: &Options) -> Outcome<Self> {
+        let exe = std::env::current_exe().map_err(text)?;
+        let mut command = Command::new(exe);
+        command.args(["engine", "target", "--transport", &options.transport]);
+        command.args(["--copy-threads", &options.copy_threads.to_string()]);
+        command.args(["--tcp-streams", &options.tcp_streams.to_string()]);
+        command.args(["--region", &options.region.to_string()]);
+        if options.foreign {
+            command.arg("--foreign");
+        }
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(text)?;
+        let to = child.stdin.take().ok_or("no pipe to the target")?;
+        let from = BufReader::new(child.stdout.take().ok_or("no pipe from the target")?);
+        Ok(Self { child, to, from })
+    }
+
+    fn order<T: DeserializeOwned>(&mut self, order: &Order) -> Outcome<T> {
+        say(&mut self.to, order)?;
+        hear(&mut self.from)
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub struct Writer {
+    target: Target,
+    engine: TransferEngine,
+    src: Region,
+    dst: RemoteRegion,
+    imm: Imm,
+    answers: Counter,
+    step: u64,
+    /// Built once: the list of a walk's places is long.
+    places: Option<(Walk, Vec<u32>)>,
+    _inbox: Region,
+}
+
+impl Writer {
+    pub fn start(options: &Options) -> Outcome<Self> {
+        let mut target = Target::start(options)?;
+        let engine = super::open(options, "writer")?;
+        let src = super::region(options, &engine)?;
+        walk::fill(&src)?;
+        let (dst, imm) = hear::<Card>(&mut target.from)?.read(&engine)?;
+        let inbox = engine.alloc(4096).map_err(text)?;
+        let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
+        let _: bool = target.order(&Order::Meet(Card::new(&inbox, ANSWERS)))?;
+        let (step, places) = (0, None);
+        Ok(Self { target, engine, src, dst, imm, answers, step, places, _inbox: inbox })
+    }
+
+    pub(super) fn measure(&mut self, request: &Request) -> Outcome<Reply> {
+        let walk = Walk::new(request, self.src.len())?;
+        if request.operations == 0 || request.pages == 0 || request.samples == 0 {
+            return Err("operations, pages and samples must be positive".into());
+        }
+        if request.verify {
+            let _: bool = self.target.order(&Order::Clear)?;
+            self.step = 0;
+        }
+        let seconds = match request.kind {
+            Kind::Echo => self.echo(request, &walk)?,
+            _ => self.one_way(request, &walk)?,
+        };
+        if request.verify {
+            let check = Order::Check { walk, steps: self.step };
+            if let Some(fault) = self.target.order::<Option<String>>(&check)? {
+                return Err(fault);
+            }
+        }
+        let kind = self.engine.transport(self.dst.peer());
+        let transport = kind.map_or("none".into(), |k| k.to_string());
+        Ok(Reply { seconds, transport })
+    }
+
+    fn one_way(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
+        let counts = request.operations * walk.pages;
+        let (rounds, notice) = (request.samples, request.notice);
+        let _: bool = self.target.order(&Order::Watch { rounds, counts, notice })?;
+        let mut starts = Vec::with_capacity(rounds as usize);
+        for _ in 0..rounds {
+            let seen = self.answers.arrived() + 1;
+            let pages = self.pages(request, walk)?;
+            if request.rest_us > 0 {
+                std::thread::sleep(Duration::from_micros(request.rest_us));
+            }
+            starts.push(Time::now().0);
+            self.sample(request, walk, &pages)?;
+            spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
+        }
+        let times: Vec<u64> = hear(&mut self.target.from)?;
+        if times.len() != starts.len() {
+            return Err(format!("{} samples, {} were noticed", starts.len(), times.len()));
+        }
+        let share = 1e-9 / f64::from(request.operations);
+        let took = |(start, end): (&u64, &u64)| end.saturating_sub(*start) as f64 * share;
+        Ok(starts.iter().zip(&times).map(took).collect())
+    }
+
+    fn echo(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
+        let (rounds, counts) = (request.samples * request.operations, 1);
+        let _: bool = self.target.order(&Order::Watch { rounds, counts, notice: Notice::Spin })?;
+        let mut seconds = Vec::with_capacity(request.samples as usize);
+        let mut seen = self.answers.arrived();
+        for _ in 0..request.samples {
+            let start = Time::now();
+            for _ in 0..request.operations {
+                seen += 1;
+                self.submit(&[self.write(walk, self.step)])?;
+                self.step += 1;
+                spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
+            }
+            let half = 0.5 / f64::from(request.operations);
+            seconds.push(Time::now().since(start).as_secs_f64() * half);
+        }
+        let _: Vec<u64> = hear(&mut self.target.from)?;
+        Ok(seconds)
+    }
+
+    /// The operations of one sample.
+    fn sample(&mut self, request: &Request, walk: &Walk, pages: &[(Pages, Pages)]) -> Outcome<()> {
+        let first = self.step;
+        let end = first + u64::from(request.operations);
+        self.step = end;
+        match request.kind {
+            Kind::Pages => pages.iter().try_for_each(|(src_pages, dst_pages)| {
+                finish(&self.submit(&[Op::WritePages {
+                    page_len: walk.bytes,
+                    src: &self.src,
+                    src_pages,
+                    dst: &self.dst,
+                    dst_pages,
+                    imm: Some(self.imm),
+                }])?)
+            }),
+            Kind::Rate => {
+                let mut last = None;
+                for step in first..end {
+                    last = Some(self.submit(&[self.write(walk, step)])?);
+                }
+                last.as_ref().map_or(Ok(()), finish)
+            }
+            Kind::Batch => {
+                let mut last = None;
+                let mut ops = Vec::with_capacity(request.pages as usize);
+                for from in (first..end).step_by(request.pages as usize) {
+                    let to = end.min(from + u64::from(request.pages));
+                    ops.clear();
+                    ops.extend((from..to).map(|step| self.write(walk, step)));
+                    last = Some(self.submit(&ops)?);
+                }
+                last.as_ref().map_or(Ok(()), finish)
+            }
+            Kind::Write | Kind::Echo => {
+                (first..end).try_for_each(|step| finish(&self.submit(&[self.write(walk, step)])?))
+            }
+        }
+    }
+
+    fn write(&self, walk: &Walk, step: u64) -> Op<'_> {
+        let offset = walk.first(step) * walk.bytes;
+        Op::Write {
+            src: Local { region: &self.src, offset },
+            dst: Remote { region: &self.dst, offset },
+            len: walk.bytes,
+            imm: Some(self.imm),
+        }
+    }
+
+    /// The pages of one sample's calls, made before its clock starts.
+    fn pages(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<(Pages, Pages)>> {
+        if request.kind != Kind::Pages {
+            return Ok(Vec::new());
+        }
+        let known = self.places.take().filter(|(of, _)| of == walk);
+        let (_, places) = self.places.insert(known.unwrap_or((walk.clone(), walk.places())));
+        (self.step..self.step + u64::from(request.operations))
+            .map(|step| {
+                let first = walk.first(step) as usize;
+                let to = &places[first..first + walk.pages as usize];
+                let from = PageIndices::range(first as u32, walk.pages).map_err(text)?;
+                let to = PageIndices::list(to).map_err(text)?;
+                Ok((Pages::new(from, walk.bytes, 0), Pages::new(to, walk.bytes, 0)))
+            })
+            .collect()
+    }
+
+    fn submit(&self, ops: &[Op<'_>]) -> Outcome<Handle> {
+        self.engine.submit(ops, Submit::default()).map_err(text)
+    }
+}
+
+fn finish(handle: &Handle) -> Outcome<()> {
+    handle.wait(LONG).ok_or("a write does not end")?.map_err(text)
+}

@@ -1,0 +1,39 @@
+//! `fabric-perf`: measures what this machine can do at best, and what the engine makes of it.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod engine;
+mod floor;
+
+#[derive(Debug, Parser)]
+#[command(version, about = "Measures the engine and the physical floors beside it")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Plain copies, flags, futexes and sockets: what no engine can beat
+    #[command(subcommand)]
+    Floor(floor::Command),
+    /// The engine between two processes
+    #[command(subcommand)]
+    Engine(engine::Command),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Floor(command) => floor::run(command),
+        Command::Engine(command) => engine::run(command),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("fabric-perf: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

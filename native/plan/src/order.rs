@@ -1,0 +1,99 @@
+//! What one rank sends or receives, in the order it should happen.
+
+use crate::error::{Result, Role};
+use crate::plan::{Copy, Plan};
+
+/// A copy and the rank at its other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer<'p> {
+    pub peer: u32,
+    pub copy: Copy<'p>,
+}
+
+impl Plan {
+    /// Everything a source rank sends.
+    ///
+    /// Most urgent target container first. Within a container the targets come in turn, and every
+    /// source starts with another one, so that senders don't all write to the same receiver.
+    pub fn for_source(&self, rank: u32) -> Result<impl Iterator<Item = Transfer<'_>>> {
+        let src = self.dense(Role::Source, rank)?;
+        let (sources, targets) = (self.source.ranks.len(), self.target.ranks.len());
+        let start = src as usize * targets / sources;
+        let from = self.links.partition_point(|l| l.src < src);
+        let until = self.links.partition_point(|l| l.src <= src);
+        let mut order: Vec<(u32, u32, u32)> = Vec::new();
+        for link in &self.links[from..until] {
+            let turn = (link.dst as usize + targets - start) % targets;
+            let program = self.programs[link.program as usize];
+            order.extend(
+                (program.first..program.end)
+                    .map(|c| (self.columns.dst_container[c as usize], turn as u32, c)),
+            );
+        }
+        order.sort_unstable();
+        Ok(order.into_iter().map(move |(_, turn, copy)| {
+            let dst = (turn as usize + start) % targets;
+            Transfer { peer: self.target.ranks[dst], copy: self.copy(copy) }
+        }))
+    }
+
+    /// Everything a target rank receives, most urgent container first, then by source.
+    pub fn for_target(&self, rank: u32) -> Result<impl Iterator<Item = Transfer<'_>>> {
+        let dst = self.dense(Role::Target, rank)?;
+        let mut order: Vec<(u32, u32, u32)> = Vec::new();
+        for link in self.links.iter().filter(|l| l.dst == dst) {
+            let program = self.programs[link.program as usize];
+            order.extend(
+                (program.first..program.end)
+                    .map(|c| (self.columns.dst_container[c as usize], link.src, c)),
+            );
+        }
+        order.sort_unstable();
+        Ok(order.into_iter().map(move |(_, src, copy)| Transfer {
+            peer: self.source.ranks[src as usize],
+            copy: self.copy(copy),
+        }))
+    }
+
+    /// How evenly the bytes lie on senders, receivers and links.
+    pub fn balance(&self) -> Balance {
+        let mut sent = vec![0u64; self.source.ranks.len()];
+        let mut received = vec![0u64; self.target.ranks.len()];
+        for link in &self.links {
+            let bytes = self.programs[link.program as usize].bytes;
+            sent[link.src as usize] += bytes;
+            received[link.dst as usize] += bytes;
+        }
+        let links: Vec<u64> = self.links().map(|l| l.bytes).collect();
+        let total: u64 = sent.iter().sum();
+        let imbalance = |max: u64, count: usize| {
+            if total == 0 {
+                1.0
+            } else {
+                max as f64 * count as f64 / total as f64
+            }
+        };
+        let max = |loads: &[u64]| loads.iter().copied().max().unwrap_or(0);
+        Balance {
+            total,
+            sender_imbalance: imbalance(max(&sent), sent.len()),
+            receiver_imbalance: imbalance(max(&received), received.len()),
+            link_imbalance: imbalance(max(&links), links.len()),
+            sent: self.source.ranks.iter().copied().zip(sent).collect(),
+            received: self.target.ranks.iter().copied().zip(received).collect(),
+        }
+    }
+}
+
+/// Bytes per rank, and the largest over the mean (1.0 is even; idle ranks count).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Balance {
+    pub total: u64,
+    /// `(rank, bytes)`, in the order of the side's ranks.
+    pub sent: Vec<(u32, u64)>,
+    pub received: Vec<(u32, u64)>,
+    pub sender_imbalance: f64,
+    pub receiver_imbalance: f64,
+    /// Over pairs of ranks that exchange anything.
+    pub link_imbalance: f64,
+}

@@ -1,0 +1,113 @@
+//! Target ranks that need the same boxes at the same bytes, such as replicas of one engine.
+//!
+//! They are planned once, and their links share one list of copies: at scale this is most of the
+//! work and most of the memory saved. Ranks may be twins in some containers only (attention
+//! replicated everywhere, experts on a few), so containers with the same twins form a *section*.
+
+use std::hash::{Hash, Hasher};
+
+use rustc_hash::{FxHashMap, FxHasher};
+
+use crate::layout::Evaluated;
+use crate::place::Dims;
+
+/// Containers beyond this many different groupings share one last section.
+const MAX_SECTIONS: usize = 8;
+
+/// Containers in which the same ranks are twins.
+#[derive(Debug)]
+pub(crate) struct Section {
+    /// Ascending.
+    pub containers: Vec<u32>,
+    /// Dense ranks that hold any of them, ascending inside a group.
+    pub groups: Vec<Vec<u32>>,
+}
+
+/// `(dense rank, first rank of its group)` for every holder of a container, by rank.
+type Grouping = Vec<(u32, u32)>;
+
+type Signature = (u32, Dims<u32>, (u64, u32));
+
+fn signatures<'a>(
+    target: &'a Evaluated<'_>,
+    rank: u32,
+    container: u32,
+) -> impl Iterator<Item = Signature> + 'a {
+    target.held_in(rank, container).iter().map(|&held| {
+        let ndim = target.leaves[held.leaf as usize].cuts.len();
+        let coords = (0..ndim).map(|d| target.coord(held, d)).collect();
+        (held.leaf, coords, target.placed_key(held))
+    })
+}
+
+fn grouping(target: &Evaluated<'_>, container: u32, holders: &[u32]) -> Grouping {
+    let mut by_hash: FxHashMap<u64, Vec<u32>> = FxHashMap::default();
+    holders
+        .iter()
+        .map(|&rank| {
+            let mut hasher = FxHasher::default();
+            signatures(target, rank, container).for_each(|s| s.hash(&mut hasher));
+            let firsts = by_hash.entry(hasher.finish()).or_default();
+            let twin = firsts.iter().copied().find(|&first| {
+                signatures(target, first, container).eq(signatures(target, rank, container))
+            });
+            (
+                rank,
+                twin.unwrap_or_else(|| {
+                    firsts.push(rank);
+                    rank
+                }),
+            )
+        })
+        .collect()
+}
+
+/// Every target container, in sections.
+pub(crate) fn sections(target: &Evaluated<'_>) -> Vec<Section> {
+    let mut holders: Vec<Vec<u32>> = vec![Vec::new(); target.side.containers.len()];
+    for rank in 0..target.held.len() as u32 {
+        target.containers_of(rank).for_each(|c| holders[c as usize].push(rank));
+    }
+    let mut ids: FxHashMap<Grouping, usize> = FxHashMap::default();
+    let mut found: Vec<(Vec<u32>, Vec<Grouping>)> = Vec::new();
+    for (container, ranks) in (0..).zip(&holders).filter(|(_, ranks)| !ranks.is_empty()) {
+        let next = ids.len().min(MAX_SECTIONS - 1);
+        let grouping = grouping(target, container, ranks);
+        let id = *ids.entry(grouping.clone()).or_insert(next);
+        if id == found.len() {
+            found.push((Vec::new(), vec![grouping.clone()]));
+        }
+        let (containers, groupings) = &mut found[id];
+        containers.push(container);
+        if groupings.last() != Some(&grouping) {
+            groupings.push(grouping);
+        }
+    }
+    found
+        .into_iter()
+        .map(|(containers, groupings)| Section { containers, groups: groups(&groupings) })
+        .collect()
+}
+
+/// Ranks that are twins in every one of the groupings.
+fn groups(groupings: &[Grouping]) -> Vec<Vec<u32>> {
+    let mut labels: FxHashMap<u32, Vec<(usize, u32)>> = FxHashMap::default();
+    for (n, grouping) in groupings.iter().enumerate() {
+        for &(rank, first) in grouping {
+            labels.entry(rank).or_default().push((n, first));
+        }
+    }
+    let mut ranks: Vec<u32> = labels.keys().copied().collect();
+    ranks.sort_unstable();
+    let mut ids: FxHashMap<&[(usize, u32)], usize> = FxHashMap::default();
+    let mut groups: Vec<Vec<u32>> = Vec::new();
+    for rank in ranks {
+        let next = groups.len();
+        let id = *ids.entry(&labels[&rank]).or_insert(next);
+        if id == next {
+            groups.push(Vec::new());
+        }
+        groups[id].push(rank);
+    }
+    groups
+}

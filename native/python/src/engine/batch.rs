@@ -1,0 +1,318 @@
+use fabric_engine as fe;
+use fe::api::{Imm, Local, Op, Remote, ScatterDst};
+use pyo3::prelude::*;
+
+use super::{
+    core::{Peer, PeerGroup},
+    counter::ImmArg,
+    memory::{Pages, Region, RemoteRegion},
+};
+
+/// An operation that owns what it names.
+pub(crate) enum Owned {
+    Write {
+        src: fe::Region,
+        src_offset: u64,
+        dst: fe::RemoteRegion,
+        dst_offset: u64,
+        len: u64,
+        imm: Option<Imm>,
+    },
+    Read {
+        src: fe::RemoteRegion,
+        src_offset: u64,
+        dst: fe::Region,
+        dst_offset: u64,
+        len: u64,
+    },
+    WritePages {
+        page_len: u64,
+        src: fe::Region,
+        src_pages: fe::api::Pages,
+        dst: fe::RemoteRegion,
+        dst_pages: fe::api::Pages,
+        imm: Option<Imm>,
+    },
+    ReadPages {
+        page_len: u64,
+        src: fe::RemoteRegion,
+        src_pages: fe::api::Pages,
+        dst: fe::Region,
+        dst_pages: fe::api::Pages,
+    },
+    Scatter {
+        group: Option<fe::PeerGroup>,
+        src: fe::Region,
+        parts: Vec<ScatterDst>,
+        imm: Option<Imm>,
+    },
+    Barrier {
+        group: fe::PeerGroup,
+        imm: Imm,
+    },
+    Send {
+        peer: fe::Peer,
+        message: Vec<u8>,
+    },
+}
+
+impl Owned {
+    /// The operation with another immediate, where it counts at all.
+    pub fn op_counted(&self, py: Python<'_>, imm: Option<&ImmArg>) -> PyResult<Op<'_>> {
+        let Some(arg) = imm else { return Ok(self.op()) };
+        let mut op = self.op();
+        match &mut op {
+            Op::Write { dst, imm, .. } => *imm = Some(arg.for_peer(py, dst.region.peer())?),
+            Op::WritePages { dst, imm, .. } => *imm = Some(arg.for_peer(py, dst.peer())?),
+            Op::Scatter { .. } | Op::Barrier { .. } => {
+                let text = "a batch with scatters or barriers keeps its own immediates".into();
+                return Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)));
+            }
+            Op::Read { .. } | Op::ReadPages { .. } | Op::Send { .. } => {}
+        }
+        Ok(op)
+    }
+
+    pub fn op(&self) -> Op<'_> {
+        match self {
+            Self::Write { src, src_offset, dst, dst_offset, len, imm } => Op::Write {
+                src: Local { region: src, offset: *src_offset },
+                dst: Remote { region: dst, offset: *dst_offset },
+                len: *len,
+                imm: *imm,
+            },
+            Self::Read { src, src_offset, dst, dst_offset, len } => Op::Read {
+                src: Remote { region: src, offset: *src_offset },
+                dst: Local { region: dst, offset: *dst_offset },
+                len: *len,
+            },
+            Self::WritePages { page_len, src, src_pages, dst, dst_pages, imm } => {
+                Op::WritePages { page_len: *page_len, src, src_pages, dst, dst_pages, imm: *imm }
+            }
+            Self::ReadPages { page_len, src, src_pages, dst, dst_pages } => {
+                Op::ReadPages { page_len: *page_len, src, src_pages, dst, dst_pages }
+            }
+            Self::Scatter { group, src, parts, imm } => {
+                Op::Scatter { group: group.as_ref(), src, parts, imm: *imm }
+            }
+            Self::Barrier { group, imm } => Op::Barrier { group, imm: *imm },
+            Self::Send { peer, message } => Op::Send { peer, message },
+        }
+    }
+
+    /// Its only peer, if it has one.
+    pub fn peer(&self) -> Option<&fe::Peer> {
+        match self {
+            Self::Write { dst, .. } | Self::WritePages { dst, .. } => Some(dst.peer()),
+            Self::Read { src, .. } | Self::ReadPages { src, .. } => Some(src.peer()),
+            Self::Send { peer, .. } => Some(peer),
+            Self::Scatter { .. } | Self::Barrier { .. } => None,
+        }
+    }
+}
+
+fn imm_for(
+    py: Python<'_>,
+    imm: Option<&Bound<'_, PyAny>>,
+    peer: &fe::Peer,
+) -> PyResult<Option<Imm>> {
+    imm.map(|i| ImmArg::extract(i)?.for_peer(py, peer)).transpose()
+}
+
+/// How many bytes a transfer without `nbytes` moves: the rest of the shorter of both sides, which
+/// must be equally long.
+pub fn length(
+    py: Python<'_>,
+    nbytes: Option<u64>,
+    (a, a_offset): (u64, u64),
+    (b, b_offset): (u64, u64),
+) -> PyResult<u64> {
+    if let Some(n) = nbytes {
+        return Ok(n);
+    }
+    let (a, b) = (a.saturating_sub(a_offset), b.saturating_sub(b_offset));
+    if a == b {
+        return Ok(a);
+    }
+    let text = format!("{a} bytes here, {b} bytes there: name nbytes, or slice one side");
+    Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)))
+}
+
+/// The pieces from which requests are put together, shared by `Engine` and `Batch`.
+pub mod build {
+    use super::*;
+
+    #[allow(clippy::too_many_arguments)] // keyword arguments of a Python method
+    #[inline]
+    pub fn write(
+        py: Python<'_>,
+        src: &Region,
+        dst: &RemoteRegion,
+        nbytes: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(u64, Option<Imm>)> {
+        let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
+        Ok((len, imm_for(py, imm, dst.0.peer())?))
+    }
+
+    pub fn scatter(
+        py: Python<'_>,
+        src: &Region,
+        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        group: Option<&PeerGroup>,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Owned> {
+        let parts: Vec<ScatterDst> = parts
+            .into_iter()
+            .map(|(dst, dst_offset, src_offset, len)| ScatterDst {
+                len,
+                src_offset,
+                dst: dst.0.clone(),
+                dst_offset,
+            })
+            .collect();
+        let imm = match (imm, parts.first()) {
+            (Some(i), Some(part)) => Some(ImmArg::extract(i)?.for_peer(py, part.dst.peer())?),
+            _ => None,
+        };
+        Ok(Owned::Scatter { group: group.map(|g| g.0.clone()), src: src.0.clone(), parts, imm })
+    }
+
+    pub fn barrier(py: Python<'_>, group: &PeerGroup, imm: &Bound<'_, PyAny>) -> PyResult<Owned> {
+        let imm = match ImmArg::extract(imm)? {
+            ImmArg::Plain(imm) => imm,
+            ImmArg::Of(_) => {
+                let text = "a barrier goes to several engines: agree on a plain integer".into();
+                return Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)));
+            }
+        };
+        Ok(Owned::Barrier { group: group.0.clone(), imm })
+    }
+}
+
+/// A request of several operations, which may mix kinds and peers. Build it once, submit it as
+/// often as needed: what can be prepared is prepared here.
+#[pyclass(module = "fabric_ray._native")]
+#[derive(Default)]
+pub(crate) struct Batch {
+    pub ops: Vec<Owned>,
+}
+
+#[pymethods]
+impl Batch {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None))]
+    fn write(
+        &mut self,
+        py: Python<'_>,
+        src: &Region,
+        dst: &RemoteRegion,
+        nbytes: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
+        let (src, dst) = (src.0.clone(), dst.0.clone());
+        self.ops.push(Owned::Write { src, src_offset, dst, dst_offset, len, imm });
+        Ok(())
+    }
+
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0))]
+    fn read(
+        &mut self,
+        py: Python<'_>,
+        src: &RemoteRegion,
+        dst: &Region,
+        nbytes: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+    ) -> PyResult<()> {
+        let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
+        let (src, dst) = (src.0.clone(), dst.0.clone());
+        self.ops.push(Owned::Read { src, src_offset, dst, dst_offset, len });
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None))]
+    fn write_pages(
+        &mut self,
+        py: Python<'_>,
+        page_nbytes: u64,
+        src: &Region,
+        src_pages: &Pages,
+        dst: &RemoteRegion,
+        dst_pages: &Pages,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.ops.push(Owned::WritePages {
+            page_len: page_nbytes,
+            src: src.0.clone(),
+            src_pages: src_pages.0.clone(),
+            dst: dst.0.clone(),
+            dst_pages: dst_pages.0.clone(),
+            imm: imm_for(py, imm, dst.0.peer())?,
+        });
+        Ok(())
+    }
+
+    fn read_pages(
+        &mut self,
+        page_nbytes: u64,
+        src: &RemoteRegion,
+        src_pages: &Pages,
+        dst: &Region,
+        dst_pages: &Pages,
+    ) {
+        self.ops.push(Owned::ReadPages {
+            page_len: page_nbytes,
+            src: src.0.clone(),
+            src_pages: src_pages.0.clone(),
+            dst: dst.0.clone(),
+            dst_pages: dst_pages.0.clone(),
+        });
+    }
+
+    #[pyo3(signature = (src, parts, *, group=None, imm=None))]
+    fn scatter(
+        &mut self,
+        py: Python<'_>,
+        src: &Region,
+        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        group: Option<&PeerGroup>,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.ops.push(build::scatter(py, src, parts, group, imm)?);
+        Ok(())
+    }
+
+    fn barrier(
+        &mut self,
+        py: Python<'_>,
+        group: &PeerGroup,
+        imm: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.ops.push(build::barrier(py, group, imm)?);
+        Ok(())
+    }
+
+    fn send(&mut self, peer: &Peer, message: &[u8]) {
+        self.ops.push(Owned::Send { peer: peer.0.clone(), message: message.to_vec() });
+    }
+
+    fn __len__(&self) -> usize {
+        self.ops.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Batch({} operations)", self.ops.len())
+    }
+}

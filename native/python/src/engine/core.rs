@@ -1,0 +1,483 @@
+use std::{net::IpAddr, time::Duration};
+
+use fabric_engine as fe;
+use fe::{
+    api::{EngineConfig, Local, Op, Remote, Requirement, Spin, TransportKind},
+    Submit,
+};
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyDict},
+};
+
+use super::{
+    batch::{build, length, Batch, Owned},
+    counter::Counter,
+    memory::{Pages, Region, RemoteRegion},
+    seconds,
+    transfer::Transfer,
+    values::{hex, EngineAddress, RegionDescriptor},
+    watcher::{on_change, Watcher},
+};
+use crate::errors::{raise, OrRaise};
+
+/// A submit that moves at most this much holds on to the GIL: letting go costs more.
+const BRIEF: u64 = 16 << 10;
+
+/// Another engine, as this one knows it.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Peer(pub fe::Peer);
+
+#[pymethods]
+impl Peer {
+    #[getter]
+    fn address(&self) -> EngineAddress {
+        EngineAddress(self.0.address().clone())
+    }
+
+    /// The peer's id as hex.
+    #[getter]
+    fn id(&self) -> String {
+        hex(&self.0.id().0)
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.address().name
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.0.id() == other.0.id()
+    }
+
+    fn __hash__(&self) -> u64 {
+        let id = self.0.id().0;
+        id[..8].iter().fold(0, |h, b| h << 8 | u64::from(*b))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// Peers that are addressed together.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct PeerGroup(pub fe::PeerGroup);
+
+#[pymethods]
+impl PeerGroup {
+    fn __len__(&self) -> usize {
+        self.0.peers().len()
+    }
+
+    #[getter]
+    fn peers(&self) -> Vec<Peer> {
+        self.0.peers().iter().cloned().map(Peer).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("PeerGroup({} peers)", self.0.peers().len())
+    }
+}
+
+/// A small message from a peer. It holds its place in the receive pool until it is dropped.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Message(fe::Delivery);
+
+#[pymethods]
+impl Message {
+    /// The sending engine's id, as hex.
+    #[getter]
+    fn sender(&self) -> String {
+        hex(&self.0.from().0)
+    }
+
+    #[getter]
+    fn data<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.0.message())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Message({} bytes from {})", self.0.message().len(), self.0.from())
+    }
+}
+
+/// The native engine; `fabric_ray.TransferEngine` is the class to use.
+#[pyclass(frozen, subclass, module = "fabric_ray._native")]
+pub(crate) struct Engine {
+    engine: fe::TransferEngine,
+    op_timeout: Duration,
+}
+
+fn transport_kind(py: Python<'_>, name: &str) -> PyResult<TransportKind> {
+    name.parse().or_raise(py)
+}
+
+impl Engine {
+    #[inline]
+    fn submit_one(
+        &self,
+        py: Python<'_>,
+        op: Op<'_>,
+        (bytes, peer): (u64, Option<&fe::Peer>),
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let options = match timeout {
+            None => Submit::default(),
+            some => Submit { timeout: Some(seconds(some, Duration::ZERO)?) },
+        };
+        let submit = || self.engine.submit(std::slice::from_ref(&op), options);
+        let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
+        let transport = peer.and_then(|p| self.engine.transport_hint(p));
+        Ok(Transfer::new(handle.or_raise(py)?, transport.map(TransportKind::name)))
+    }
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, peer_timeout, op_timeout))]
+    fn new(
+        py: Python<'_>,
+        name: String,
+        transports: Vec<String>,
+        require: Option<&str>,
+        token: Option<Vec<u8>>,
+        bind: Vec<String>,
+        tcp_streams: usize,
+        spin_us: Option<u64>,
+        copy_threads: Option<usize>,
+        inline_bytes: u64,
+        peer_timeout: f64,
+        op_timeout: f64,
+    ) -> PyResult<Self> {
+        let defaults = EngineConfig::default();
+        let transports =
+            transports.iter().map(|t| transport_kind(py, t)).collect::<PyResult<Vec<_>>>()?;
+        let require = match require {
+            None => None,
+            Some("rdma") => Some(Requirement::Rdma),
+            Some(name) => Some(Requirement::Transport(transport_kind(py, name)?)),
+        };
+        let bind = bind
+            .iter()
+            .map(|a| {
+                a.parse::<IpAddr>().map_err(|e| {
+                    let text = format!("bind address {a:?}: {e}");
+                    raise(py, &fe::EngineError::Invalid(text))
+                })
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        let op_timeout = seconds(Some(op_timeout), Duration::ZERO)?;
+        let config = EngineConfig {
+            name,
+            transports,
+            require,
+            token,
+            bind,
+            tcp_streams,
+            spin: spin_us.map_or(Spin::Always, |us| Spin::For(Duration::from_micros(us))),
+            copy_threads: copy_threads.unwrap_or(defaults.copy_threads),
+            inline_bytes,
+            peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
+            op_timeout,
+        };
+        let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
+        Ok(Self { engine, op_timeout })
+    }
+
+    /// To be sent to peers.
+    #[getter]
+    fn address(&self) -> EngineAddress {
+        EngineAddress(self.engine.address().clone())
+    }
+
+    /// This engine's id as hex: drawn anew each time one opens.
+    #[getter]
+    fn id(&self) -> String {
+        hex(&self.engine.id().0)
+    }
+
+    /// `nbytes` bytes of memory that peers on this host can map, zeroed.
+    fn alloc(&self, py: Python<'_>, nbytes: u64) -> PyResult<Region> {
+        py.detach(|| self.engine.alloc(nbytes)).map(Region).or_raise(py)
+    }
+
+    /// Registers memory by address; `keep` is kept alive with it.
+    fn _register(
+        &self,
+        py: Python<'_>,
+        addr: usize,
+        nbytes: u64,
+        keep: Py<PyAny>,
+    ) -> PyResult<Region> {
+        // SAFETY: `keep` owns the memory at `addr`; `fabric_ray.engine.memory` sees to that.
+        let region = unsafe { self.engine.register(addr, nbytes, Some(Box::new(keep))) };
+        region.map(Region).or_raise(py)
+    }
+
+    /// Makes a peer known; the first use connects.
+    fn peer(&self, py: Python<'_>, address: &EngineAddress) -> PyResult<Peer> {
+        self.engine.peer(&address.0).map(Peer).or_raise(py)
+    }
+
+    /// A peer's region, to be named in requests.
+    fn import_region(
+        &self,
+        py: Python<'_>,
+        descriptor: &RegionDescriptor,
+    ) -> PyResult<RemoteRegion> {
+        self.engine.import(&descriptor.0).map(RemoteRegion).or_raise(py)
+    }
+
+    /// Peers to address together; connects to all of them now.
+    fn peer_group(&self, py: Python<'_>, peers: Vec<PyRef<'_, Peer>>) -> PyResult<PeerGroup> {
+        let peers: Vec<fe::Peer> = peers.iter().map(|p| p.0.clone()).collect();
+        self.engine.peer_group(&peers).map(PeerGroup).or_raise(py)
+    }
+
+    /// Begins to connect, so that the first transfer doesn't have to.
+    fn connect(&self, py: Python<'_>, peer: &Peer) -> PyResult<()> {
+        self.engine.connect(&peer.0).or_raise(py)
+    }
+
+    /// A counter that nobody else uses.
+    fn counter(&self, py: Python<'_>) -> PyResult<Counter> {
+        let counter = self.engine.counter().or_raise(py)?;
+        Ok(Counter { counter, timeout: self.op_timeout })
+    }
+
+    /// The counter behind a pre-agreed integer below 2^19.
+    fn plain_counter(&self, py: Python<'_>, value: u32) -> PyResult<Counter> {
+        let imm = fe::api::Imm::plain(value).or_raise(py)?;
+        Ok(Counter { counter: self.engine.plain_counter(imm), timeout: self.op_timeout })
+    }
+
+    /// Writes `nbytes` bytes of `src` to `dst`. Without `nbytes`, all of both, which must be
+    /// equally long. With `imm`, the receiver's counter counts 1 when they are readable there.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None, timeout=None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        src: &Region,
+        dst: &RemoteRegion,
+        nbytes: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+        imm: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
+        let op = Op::Write {
+            src: Local { region: &src.0, offset: src_offset },
+            dst: Remote { region: &dst.0, offset: dst_offset },
+            len,
+            imm,
+        };
+        self.submit_one(py, op, (len, Some(dst.0.peer())), timeout)
+    }
+
+    /// Reads `nbytes` bytes of the peer's `src` into `dst`.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, timeout=None))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        src: &RemoteRegion,
+        dst: &Region,
+        nbytes: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
+        let op = Op::Read {
+            src: Remote { region: &src.0, offset: src_offset },
+            dst: Local { region: &dst.0, offset: dst_offset },
+            len,
+        };
+        self.submit_one(py, op, (len, Some(src.0.peer())), timeout)
+    }
+
+    /// Writes pages of `page_nbytes` bytes: page `i` of `src_pages` to page `i` of `dst_pages`. With
+    /// `imm`, the receiver's counter counts 1 for each page.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None))]
+    fn write_pages(
+        &self,
+        py: Python<'_>,
+        page_nbytes: u64,
+        src: &Region,
+        src_pages: &Pages,
+        dst: &RemoteRegion,
+        dst_pages: &Pages,
+        imm: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let imm = imm
+            .map(|i| super::counter::ImmArg::extract(i)?.for_peer(py, dst.0.peer()))
+            .transpose()?;
+        let op = Op::WritePages {
+            page_len: page_nbytes,
+            src: &src.0,
+            src_pages: &src_pages.0,
+            dst: &dst.0,
+            dst_pages: &dst_pages.0,
+            imm,
+        };
+        let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
+        self.submit_one(py, op, (bytes, Some(dst.0.peer())), timeout)
+    }
+
+    /// Reads pages: page `i` of the peer's `src_pages` into page `i` of `dst_pages`.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, timeout=None))]
+    fn read_pages(
+        &self,
+        py: Python<'_>,
+        page_nbytes: u64,
+        src: &RemoteRegion,
+        src_pages: &Pages,
+        dst: &Region,
+        dst_pages: &Pages,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let op = Op::ReadPages {
+            page_len: page_nbytes,
+            src: &src.0,
+            src_pages: &src_pages.0,
+            dst: &dst.0,
+            dst_pages: &dst_pages.0,
+        };
+        let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
+        self.submit_one(py, op, (bytes, Some(src.0.peer())), timeout)
+    }
+
+    /// Writes a part of `src` to each of several peers: parts are `(dst, dst_offset, src_offset,
+    /// nbytes)`. With `imm`, each receiver's counter counts 1.
+    #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None))]
+    fn scatter(
+        &self,
+        py: Python<'_>,
+        src: &Region,
+        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        group: Option<&PeerGroup>,
+        imm: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let owned = build::scatter(py, src, parts, group, imm)?;
+        self.submit_one(py, owned.op(), (u64::MAX, None), timeout)
+    }
+
+    /// An immediate, and nothing else, to every peer of the group.
+    #[pyo3(signature = (group, imm, *, timeout=None))]
+    fn barrier(
+        &self,
+        py: Python<'_>,
+        group: &PeerGroup,
+        imm: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let owned = build::barrier(py, group, imm)?;
+        self.submit_one(py, owned.op(), (0, None), timeout)
+    }
+
+    /// Sends a small message to the peer's receive pool; done when the pool has taken it.
+    #[pyo3(signature = (peer, message, *, timeout=None))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        peer: &Peer,
+        message: &[u8],
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        self.submit_one(py, Op::Send { peer: &peer.0, message }, (0, Some(&peer.0)), timeout)
+    }
+
+    /// Submits a batch: one transfer, done when all its operations are. May be called again and
+    /// again with the same batch; `imm` stands in for the immediates of its writes this time.
+    #[pyo3(signature = (batch, *, imm=None, timeout=None))]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        batch: &Batch,
+        imm: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let options = match timeout {
+            None => Submit::default(),
+            some => Submit { timeout: Some(seconds(some, Duration::ZERO)?) },
+        };
+        let imm = imm.map(super::counter::ImmArg::extract).transpose()?;
+        let ops: Vec<Op<'_>> =
+            batch.ops.iter().map(|o| o.op_counted(py, imm.as_ref())).collect::<PyResult<_>>()?;
+        let handle = py.detach(|| self.engine.submit(&ops, options)).or_raise(py)?;
+        let mut peers = batch.ops.iter().map(Owned::peer);
+        let first = peers.next().flatten();
+        let one = first.filter(|f| peers.all(|p| p.is_some_and(|p| p.id() == f.id())));
+        let transport = one.and_then(|p| self.engine.transport_hint(p));
+        Ok(Transfer::new(handle, transport.map(TransportKind::name)))
+    }
+
+    /// Opens the receive pool: `callback(message)` is called for each message of at most
+    /// `max_nbytes` bytes. At most `count` messages are alive at a time; further ones wait at their
+    /// senders until one is dropped.
+    #[pyo3(signature = (callback, *, count=16, max_nbytes=65536))]
+    fn receive(
+        &self,
+        py: Python<'_>,
+        callback: Py<PyAny>,
+        count: u32,
+        max_nbytes: usize,
+    ) -> PyResult<()> {
+        let deliver = move |delivery: fe::Delivery| {
+            Python::try_attach(|py| {
+                if let Err(e) = callback.call1(py, (Message(delivery),)) {
+                    e.write_unraisable(py, Some(callback.bind(py)));
+                }
+            });
+        };
+        self.engine.receive(max_nbytes, count, deliver).or_raise(py)
+    }
+
+    /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed.
+    fn watch(&self, py: Python<'_>, callback: Py<PyAny>) -> PyResult<Watcher> {
+        self.engine.watch(on_change(callback)).map(Watcher).or_raise(py)
+    }
+
+    /// `(peer, transport or None, [(transport, chosen, reason), ...])`
+    #[allow(clippy::type_complexity)] // a Python tuple
+    fn _explain(
+        &self,
+        py: Python<'_>,
+        peer: &Peer,
+    ) -> PyResult<(String, Option<String>, Vec<(&'static str, bool, String)>)> {
+        let e = self.engine.explain(&peer.0).or_raise(py)?;
+        let verdicts =
+            e.verdicts.into_iter().map(|v| (v.transport.name(), v.chosen, v.reason)).collect();
+        Ok((e.peer, e.transport, verdicts))
+    }
+
+    /// Counts since the engine was opened.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let s = self.engine.stats();
+        let d = PyDict::new(py);
+        d.set_item("counted", s.counted)?;
+        d.set_item("ghosts", s.ghosts)?;
+        d.set_item("regions", s.regions)?;
+        d.set_item("retiring", s.retiring)?;
+        Ok(d)
+    }
+
+    /// Ends everything: outstanding transfers fail with `EngineClosed`, peers see this engine as
+    /// lost. May be called more than once.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.engine.close());
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.engine)
+    }
+}

@@ -1,0 +1,205 @@
+use std::time::Duration;
+
+use fabric_engine as fe;
+use fe::api::PageIndices;
+use pyo3::{
+    exceptions::PyValueError,
+    prelude::*,
+    types::{PyBytes, PyDict, PySlice},
+};
+
+use super::{core::Peer, values::RegionDescriptor};
+use crate::errors::OrRaise;
+
+/// A registered memory region of this engine, or a part of one. Keeps the memory alive; when the
+/// last view is gone, the registration ends.
+#[pyclass(frozen, subclass, module = "fabric_ray._native")]
+pub(crate) struct Region(pub fe::Region);
+
+#[pymethods]
+impl Region {
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// Address of the first byte in this process.
+    #[getter]
+    fn addr(&self) -> usize {
+        self.0.addr()
+    }
+
+    /// Whether peers on this host can map it: memory that the engine allocated.
+    #[getter]
+    fn mappable(&self) -> bool {
+        self.0.is_mappable()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len() as usize
+    }
+
+    /// A part of it: `nbytes` bytes from `offset`. Same registration, own bounds.
+    fn slice(&self, py: Python<'_>, offset: u64, nbytes: u64) -> PyResult<Self> {
+        self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    /// What a peer needs to write here.
+    fn descriptor(&self) -> RegionDescriptor {
+        RegionDescriptor(self.0.descriptor())
+    }
+
+    /// Ends the registration for all views and waits until no peer can reach the memory; raises
+    /// `NotQuiesced` if that can't be shown within `timeout` seconds.
+    #[pyo3(signature = (timeout=10.0))]
+    fn deregister(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let timeout = super::seconds(Some(timeout), Duration::ZERO)?;
+        py.detach(|| self.0.deregister(timeout)).or_raise(py)
+    }
+
+    /// `region[a:b]`: the bytes from `a` to `b`.
+    fn __getitem__(&self, py: Python<'_>, part: &Bound<'_, PySlice>) -> PyResult<Self> {
+        let (offset, nbytes) = part_of(part, self.0.len())?;
+        self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    /// The memory as a numpy array of bytes; it keeps the region.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        PyModule::import(slf.py(), "numpy")?.call_method1("asarray", (slf,))
+    }
+
+    /// The memory as a torch tensor of `dtype` (bytes if not named) and `shape` (flat if not
+    /// named); it keeps the region.
+    #[pyo3(signature = (dtype=None, shape=None))]
+    fn tensor<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<Bound<'py, PyAny>>,
+        shape: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let torch = PyModule::import(slf.py(), "torch")?;
+        let mut tensor = torch.call_method1("from_numpy", (Self::numpy(slf)?,))?;
+        if let Some(dtype) = dtype {
+            tensor = tensor.call_method1("view", (dtype,))?;
+        }
+        match shape {
+            None => Ok(tensor),
+            Some(shape) => tensor.call_method1("view", (shape,)),
+        }
+    }
+
+    /// For numpy: an array of bytes that shares this memory and keeps the region.
+    #[getter]
+    fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let py = slf.py();
+        let this = slf.get();
+        let d = PyDict::new(py);
+        d.set_item("version", 3)?;
+        d.set_item("shape", (this.0.len(),))?;
+        d.set_item("typestr", "|u1")?;
+        d.set_item("data", (this.0.addr(), false))?;
+        Ok(d)
+    }
+
+    fn __repr__(&self) -> String {
+        let kind = if self.0.is_mappable() { "engine memory" } else { "registered memory" };
+        format!("Region({} bytes of {kind} at {:#x})", self.0.len(), self.0.addr())
+    }
+}
+
+/// A peer's region, ready to be named in requests.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct RemoteRegion(pub fe::RemoteRegion);
+
+#[pymethods]
+impl RemoteRegion {
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len()
+    }
+
+    #[getter]
+    fn peer(&self) -> Peer {
+        Peer(self.0.peer().clone())
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len() as usize
+    }
+
+    /// A part of it: `nbytes` bytes from `offset`.
+    fn slice(&self, py: Python<'_>, offset: u64, nbytes: u64) -> PyResult<Self> {
+        self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    /// `region[a:b]`: the bytes from `a` to `b`.
+    fn __getitem__(&self, py: Python<'_>, part: &Bound<'_, PySlice>) -> PyResult<Self> {
+        let (offset, nbytes) = part_of(part, self.0.len())?;
+        self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("RemoteRegion({} bytes at {:?})", self.0.len(), self.0.peer())
+    }
+}
+
+/// Where a Python slice of `len` bytes begins and how long it is.
+fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
+    let len = isize::try_from(len).unwrap_or(isize::MAX);
+    let part = part.indices(len)?;
+    if part.step != 1 {
+        return Err(PyValueError::new_err("a region can't be sliced in steps; use pages"));
+    }
+    Ok((part.start as u64, part.slicelength as u64))
+}
+
+/// Which pages of a region, in order: page `i` lies at `offset + indices[i] * stride` bytes.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Pages(pub fe::api::Pages);
+
+#[pymethods]
+impl Pages {
+    /// From 32-bit native-endian indices.
+    #[staticmethod]
+    fn _listed(
+        py: Python<'_>,
+        indices: &Bound<'_, PyBytes>,
+        stride: u64,
+        offset: u64,
+    ) -> PyResult<Self> {
+        let indices: Vec<u32> = indices
+            .as_bytes()
+            .chunks_exact(4)
+            .map(|c| u32::from_ne_bytes([c[0], c[1], c[2], c[3]]))
+            .collect();
+        let indices = PageIndices::list(indices).or_raise(py)?;
+        Ok(Self(fe::api::Pages::new(indices, stride, offset)))
+    }
+
+    /// `first, first + 1, ...`
+    #[staticmethod]
+    fn _range(py: Python<'_>, first: u32, count: u32, stride: u64, offset: u64) -> PyResult<Self> {
+        let indices = PageIndices::range(first, count).or_raise(py)?;
+        Ok(Self(fe::api::Pages::new(indices, stride, offset)))
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.indices.len() as usize
+    }
+
+    #[getter]
+    fn stride(&self) -> u64 {
+        self.0.stride
+    }
+
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.0.offset
+    }
+
+    fn __repr__(&self) -> String {
+        let Self(p) = self;
+        format!("Pages({} pages, stride {}, offset {})", p.indices.len(), p.stride, p.offset)
+    }
+}

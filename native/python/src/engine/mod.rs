@@ -1,0 +1,45 @@
+//! The engine's classes.
+
+use pyo3::prelude::*;
+
+mod batch;
+mod core;
+mod counter;
+mod digest;
+mod memory;
+mod queue;
+mod transfer;
+mod values;
+mod watcher;
+
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<batch::Batch>()?;
+    m.add_class::<core::Engine>()?;
+    m.add_class::<core::Message>()?;
+    m.add_class::<core::Peer>()?;
+    m.add_class::<core::PeerGroup>()?;
+    m.add_class::<counter::Counter>()?;
+    m.add_class::<digest::Digest>()?;
+    m.add_class::<memory::Pages>()?;
+    m.add_class::<memory::Region>()?;
+    m.add_class::<memory::RemoteRegion>()?;
+    m.add_class::<queue::CompletionQueue>()?;
+    m.add_class::<transfer::Flag>()?;
+    m.add_class::<transfer::Transfer>()?;
+    m.add_class::<values::CounterRef>()?;
+    m.add_class::<values::EngineAddress>()?;
+    m.add_class::<values::RegionDescriptor>()?;
+    m.add_class::<watcher::Watcher>()
+}
+
+/// Seconds as a duration; `None` means `default`.
+fn seconds(value: Option<f64>, default: std::time::Duration) -> PyResult<std::time::Duration> {
+    match value {
+        None => Ok(default),
+        Some(s) => std::time::Duration::try_from_secs_f64(s).map_err(|_| {
+            pyo3::exceptions::PyValueError::new_err(format!(
+                "a timeout of {s} seconds is not a length of time"
+            ))
+        }),
+    }
+}

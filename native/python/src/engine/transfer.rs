@@ -1,0 +1,181 @@
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering::Acquire},
+        Arc,
+    },
+    time::Duration,
+};
+
+use fabric_engine::Handle;
+use pyo3::{
+    exceptions::{PyRuntimeError, PyTimeoutError},
+    prelude::*,
+    sync::PyOnceLock,
+};
+
+use super::{queue::CompletionQueue, seconds};
+use crate::errors::{raise, OrRaise};
+
+/// Signals (Ctrl-C) are looked at this often during a blocking wait.
+const SIGNAL_CHECK: Duration = Duration::from_millis(100);
+const FOREVER: Duration = Duration::MAX;
+
+static AWAITING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// The future of one request or expectation: wait for it, await it, poll it, hang a callback on it.
+///
+/// Dropping it cancels nothing.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Transfer {
+    pub handle: Handle,
+    /// The transport towards its peer when it was submitted, if there was one peer.
+    pub transport: Option<&'static str>,
+}
+
+impl Transfer {
+    pub fn new(handle: Handle, transport: Option<&'static str>) -> Self {
+        Self { handle, transport }
+    }
+
+    /// Waits with the GIL released; `None` if it is not over in time.
+    pub fn wait_for(py: Python<'_>, handle: &Handle, timeout: Duration) -> PyResult<Option<()>> {
+        let mut left = timeout;
+        loop {
+            let step = left.min(SIGNAL_CHECK);
+            if let Some(result) = py.detach(|| handle.wait(step)) {
+                return result.or_raise(py).map(Some);
+            }
+            py.check_signals()?;
+            left = match left {
+                FOREVER => FOREVER,
+                left => left.saturating_sub(step),
+            };
+            if left.is_zero() {
+                return Ok(None);
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    /// Blocks until it is over; raises what it failed with, or `TimeoutError` after `timeout`
+    /// seconds (it then goes on).
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        if let Some(result) = self.handle.poll() {
+            return result.or_raise(py);
+        }
+        let timeout = seconds(timeout, FOREVER)?;
+        Self::wait_for(py, &self.handle, timeout)?.ok_or_else(|| {
+            PyTimeoutError::new_err(format!(
+                "the {} is not over after {timeout:?}; it goes on",
+                self.handle.op()
+            ))
+        })
+    }
+
+    /// Whether it is over, whatever the result. Moves the engine on for a moment.
+    fn done(&self) -> bool {
+        self.handle.drive().is_some()
+    }
+
+    /// Nothing if it succeeded; raises what it failed with, or `RuntimeError` if it isn't over.
+    fn result(&self, py: Python<'_>) -> PyResult<()> {
+        match self.handle.poll() {
+            Some(result) => result.or_raise(py),
+            None => Err(PyRuntimeError::new_err(format!("the {} is not over", self.handle.op()))),
+        }
+    }
+
+    /// What it failed with, or `None`.
+    fn exception(&self, py: Python<'_>) -> Option<PyErr> {
+        self.handle.poll()?.err().map(|e| raise(py, &e))
+    }
+
+    /// Calls `callback(self)` on the engine's callback thread when it is over, at once if it is.
+    fn add_done_callback(slf: &Bound<'_, Self>, callback: Py<PyAny>) {
+        let this = slf.clone().unbind();
+        let handle = slf.get().handle.clone();
+        // Detached: a callback may run on this thread if the engine is closed.
+        slf.py().detach(|| {
+            handle.on_done(move |_| {
+                Python::try_attach(|py| {
+                    if let Err(e) = callback.call1(py, (this,)) {
+                        e.write_unraisable(py, Some(callback.bind(py)));
+                    }
+                });
+            });
+        });
+    }
+
+    /// A flag that is set when it is over, for loops that poll.
+    fn flag(&self) -> Flag {
+        let flag = Arc::new(AtomicBool::new(false));
+        self.handle.on_done_flag(Arc::clone(&flag));
+        Flag { flag }
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let awaiting = AWAITING.get_or_try_init(py, || {
+            PyModule::import(py, "fabric_ray.engine.aio")?.getattr("awaiting").map(Bound::unbind)
+        })?;
+        awaiting.bind(py).call1((slf,))
+    }
+
+    /// For `await`: drives the engine for at most so many microseconds; true if it is over.
+    fn _spin(&self, py: Python<'_>, microseconds: u64) -> bool {
+        if self.handle.drive().is_some() {
+            return true;
+        }
+        py.detach(|| self.handle.spin(Duration::from_micros(microseconds))).is_some()
+    }
+
+    /// For `await`: has `queue` told `key` when it is over.
+    fn _notify(&self, queue: &CompletionQueue, key: u64) {
+        self.handle.on_done_notify(queue.notifier(), key);
+    }
+
+    /// What was asked for: `write`, `read`, `expectation`, ...
+    #[getter]
+    fn op(&self) -> &'static str {
+        self.handle.op()
+    }
+
+    /// The transport in use towards its peer when it was submitted; `None` before the first
+    /// connection, for batches over several peers, and for expectations.
+    #[getter]
+    fn transport(&self) -> Option<&'static str> {
+        self.transport
+    }
+
+    fn __repr__(&self) -> String {
+        let state = match self.handle.poll() {
+            None => "pending".to_owned(),
+            Some(Ok(())) => "done".to_owned(),
+            Some(Err(e)) => format!("failed: {e}"),
+        };
+        match self.transport {
+            Some(t) => format!("Transfer({} over {t}, {state})", self.handle.op()),
+            None => format!("Transfer({}, {state})", self.handle.op()),
+        }
+    }
+}
+
+/// Set when a transfer is over.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Flag {
+    flag: Arc<AtomicBool>,
+}
+
+#[pymethods]
+impl Flag {
+    fn __bool__(&self) -> bool {
+        self.flag.load(Acquire)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Flag({})", self.__bool__())
+    }
+}

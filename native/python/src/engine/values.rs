@@ -1,0 +1,122 @@
+//! Values that travel between processes. They pickle as their own checked encoding: unpickling one
+//! runs the bounded decoder, nothing else.
+
+use fabric_engine::api;
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyTuple, PyType},
+};
+
+use crate::errors::OrRaise;
+
+macro_rules! value {
+    ($(#[$doc:meta])* $name:ident { $($own:tt)* }) => {
+        $(#[$doc])*
+        #[pyclass(frozen, module = "fabric_ray._native")]
+        pub(crate) struct $name(pub api::$name);
+
+        #[pymethods]
+        impl $name {
+            $($own)*
+
+            /// The encoded form: versioned, checksummed.
+            fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+                PyBytes::new(py, &self.0.to_bytes())
+            }
+
+            /// Decodes; raises `DecodeError` on anything but an intact encoding.
+            #[classmethod]
+            fn from_bytes(_: &Bound<'_, PyType>, py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+                api::$name::from_bytes(data).map(Self).or_raise(py)
+            }
+
+            fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+                let py = slf.py();
+                let decode = slf.get_type().getattr("from_bytes")?;
+                let bytes = slf.get().to_bytes(py);
+                (decode, (bytes,)).into_pyobject(py)
+            }
+
+            fn __eq__(&self, other: &Self) -> bool {
+                self.0 == other.0
+            }
+
+            fn __hash__(&self) -> u64 {
+                use std::hash::{DefaultHasher, Hash, Hasher};
+                let mut h = DefaultHasher::new();
+                self.0.to_bytes().hash(&mut h);
+                h.finish()
+            }
+        }
+    };
+}
+
+value! {
+    /// Where an engine can be reached, and which life of it.
+    EngineAddress {
+    /// The engine's id as hex: drawn anew each time an engine opens.
+    #[getter]
+    fn id(&self) -> String {
+        hex(&self.0.id.0)
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The transports it offers.
+    #[getter]
+    fn transports(&self) -> Vec<&'static str> {
+        self.0.endpoints.iter().map(|e| e.transport.name()).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("EngineAddress({}, {})", self.0.label(), self.transports().join("+"))
+    }
+    }
+}
+
+value! {
+    /// A memory region, or part of one, as peers see it.
+    RegionDescriptor {
+    #[getter]
+    fn owner(&self) -> EngineAddress {
+        EngineAddress(self.0.owner.clone())
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len
+    }
+
+    /// A part of it: `nbytes` bytes from `offset`.
+    fn slice(&self, py: Python<'_>, offset: u64, nbytes: u64) -> PyResult<Self> {
+        self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("RegionDescriptor({} bytes of {})", self.0.len, self.0.owner.label())
+    }
+    }
+}
+
+value! {
+    /// A counter of some engine, for those who write to it.
+    CounterRef {
+    /// The owning engine's id as hex.
+    #[getter]
+    fn owner(&self) -> String {
+        hex(&self.0.owner.0)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CounterRef({:?} of {})", self.0.imm(), self.0.owner)
+    }
+    }
+}
+
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}

@@ -1,0 +1,57 @@
+use fabric_engine as fe;
+use pyo3::{prelude::*, types::PyDict};
+
+/// A 64-bit word that the engine watches: it calls back with the old and the new value.
+#[pyclass(frozen, module = "fabric_ray._native")]
+pub(crate) struct Watcher(pub fe::Watcher);
+
+#[pymethods]
+impl Watcher {
+    /// Address of the word: 8 bytes, aligned.
+    #[getter]
+    fn addr(&self) -> usize {
+        self.0.addr()
+    }
+
+    #[getter]
+    fn value(&self) -> u64 {
+        self.0.load()
+    }
+
+    /// Changes the word and wakes the watching thread.
+    fn store(&self, value: u64) {
+        self.0.store(value);
+    }
+
+    /// Adds to the word and wakes the watching thread.
+    #[pyo3(signature = (n=1))]
+    fn add(&self, n: u64) {
+        self.0.add(n);
+    }
+
+    /// For numpy: the word as an array of one uint64 that shares its memory.
+    #[getter]
+    fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let d = PyDict::new(slf.py());
+        d.set_item("version", 3)?;
+        d.set_item("shape", (1,))?;
+        d.set_item("typestr", "=u8")?;
+        d.set_item("data", (slf.get().0.addr(), false))?;
+        Ok(d)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Watcher({} at {:#x})", self.0.load(), self.0.addr())
+    }
+}
+
+/// The change callback as the engine wants it. Runs on the watching thread.
+pub fn on_change(callback: Py<PyAny>) -> impl Fn(u64, u64) + Send + Sync + 'static {
+    move |old, new| {
+        Python::try_attach(|py| {
+            if let Err(e) = callback.call1(py, (old, new)) {
+                e.write_unraisable(py, Some(callback.bind(py)));
+            }
+        });
+    }
+}

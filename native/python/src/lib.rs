@@ -1,0 +1,15 @@
+//! `fabric_ray._native`: the Python face of the native core. No logic lives here: arguments come
+//! in, the GIL is released where anything may take time, errors become exceptions.
+
+use pyo3::prelude::*;
+
+mod engine;
+mod errors;
+mod plan;
+
+#[pymodule]
+fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    plan::register(m)?;
+    engine::register(m)
+}

@@ -1,0 +1,61 @@
+"""Shared fixtures: engines that are closed for sure, and a count of what a test left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_ray import TransferEngine
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., TransferEngine]]:
+    engines: list[TransferEngine] = []
+
+    def open_(name: str = "e", **overrides: Any) -> TransferEngine:
+        engine = TransferEngine(name=name, **overrides)
+        engines.append(engine)
+        return engine
+
+    yield open_
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(
+    request: pytest.FixtureRequest, open_engine: Callable[..., TransferEngine]
+) -> tuple[TransferEngine, TransferEngine]:
+    """Two engines that are joined by one transport."""
+    return open_engine("a", transport=request.param), open_engine("b", transport=request.param)
+
+
+class Belongings:
+    """What a process holds that could leak."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.fds = len(os.listdir("/proc/self/fd"))
+        self.threads = threading.active_count(), len(os.listdir("/proc/self/task"))
+        self.shm = sorted(os.listdir("/dev/shm"))
+        self.maps = sum("fabric-ray" in line for line in Path("/proc/self/maps").open())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Belongings) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"Belongings({vars(self)})"
+
+
+@pytest.fixture
+def belongings() -> type[Belongings]:
+    return Belongings

@@ -1,0 +1,39 @@
+"""Runs the Python of one Markdown page from top to bottom: ``python run_page.py PAGE``.
+
+Blocks share their names, as cells of a notebook do, and may ``await``. A block that isn't a whole
+program by itself is fenced as ``py`` and left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> Iterator[CodeType]:
+    """The page's Python, with the line numbers that it has there."""
+    text = page.read_text()
+    for found in _BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start(1))
+        source = "\n" * line + found[1]
+        yield compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+async def run(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        result = eval(block, names)
+        if inspect.isawaitable(result):
+            await result
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Path(sys.argv[1])))

@@ -1,0 +1,191 @@
+"""The benchmark harness end to end: results, page, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.contenders.floor import Floor
+from benchmarks.contenders.perf import find_program
+from benchmarks.harness.cases import KIB, MIB, Case
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.results import Report, load
+from benchmarks.harness.schedule import Plan, run_cases
+from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner
+
+pytest.importorskip("torch", reason="gloo comes with torch: pip install 'fabric-ray[ray]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = Case(suite="write", operation="write", link="tcp", bytes=64 * KIB, region=MIB)
+PLAN = Plan(turns=2, turn_seconds=0.01)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def program() -> str:
+    """The floor program, built if no release build is there."""
+    if find_program() is None:
+        manifest = str(ROOT / "native" / "Cargo.toml")
+        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
+        subprocess.run(build, check=True)
+    found = find_program()
+    assert found is not None
+    return found
+
+
+def command(out: Path, *only: str) -> list[str]:
+    patterns = [word for pattern in only for word in ("--only", pattern)]
+    contenders = ["--contender", "floor", "--contender", "gloo"]
+    options = ["--quick", "--repeat", "2", "--out", str(out)]
+    return [sys.executable, "-m", "benchmarks", "run", *options, *contenders, *patterns]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes that inherited `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get("FABRIC_BENCH_TEST") == mark:
+                found.append(process)
+    return found
+
+
+def environment(mark: str) -> dict[str, str]:
+    return {**os.environ, "FABRIC_BENCH_TEST": mark}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
+    out = tmp_path_factory.mktemp("bench")
+    mark = str(out)
+    only = ("write/*/cold/*", "latency/*/poll-python", "rate/tcp/python")
+    done = subprocess.run(
+        command(out, *only),
+        cwd=ROOT,
+        env=environment(mark),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert marked(mark) == []
+    [saved], [page] = out.glob("*.json"), out.glob("*.html")
+    assert "write/tcp/cold/1MiB" in done.stdout
+    return load(saved), page.read_text()
+
+
+def test_every_case_has_its_floor_and_the_contenders_that_support_it(
+    result: tuple[Report, str],
+) -> None:
+    report, _ = result
+    assert len(report.rows) == 7
+    assert [row.failures for row in report.rows] == [[]] * 7
+    for row in report.rows:
+        floor = row.figure("floor")
+        assert floor is not None
+        assert len(floor.turns) == 2
+        assert floor.low <= floor.median <= floor.high
+        assert min(floor.turns) > 0
+    assert report.left_behind == []
+
+
+def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str]) -> None:
+    report, _ = result
+    row = next(row for row in report.rows if row.key == "write/tcp/cold/1MiB")
+    peer = row.figure("gloo")
+    assert peer is not None
+    assert peer.verified
+    assert peer.of_floor is not None
+    assert 0 < peer.of_floor < 3
+    assert report.machine.cores >= 1
+    assert "torch" in report.machine.versions
+
+
+def test_the_page_shows_every_row_and_loads_nothing(result: tuple[Report, str]) -> None:
+    report, page = result
+    for row in report.rows:
+        assert row.key in page
+    assert page.count("<svg") >= 4
+    for tag in ("<script", "<link ", "<img", "@import"):
+        assert tag not in page
+    assert not re.search(r"(?:src|href)=[\"']?(?!#)", page.replace('xlink:href="#', ""))
+
+
+def test_a_contender_whose_bytes_are_wrong_is_failed_and_not_ranked() -> None:
+    contenders: list[Contender] = [Floor(), Liar()]
+    [row], left = run_cases([CASE], contenders, PLAN, lambda text: None)
+    assert [figure.contender for figure in row.figures] == ["floor"]
+    [failure] = row.failures
+    assert failure.contender == "liar"
+    assert "are not at" in failure.reason
+    assert left == []
+
+
+def test_a_contender_that_dies_is_named_and_the_run_goes_on() -> None:
+    later = Case(suite="write", operation="write", link="tcp", bytes=KIB, region=MIB)
+    contenders: list[Contender] = [Mortal(), Floor()]
+    rows, left = run_cases([CASE, later], contenders, PLAN, lambda text: None)
+    assert [failure.contender for row in rows for failure in row.failures] == ["mortal", "mortal"]
+    assert "has gone" in rows[0].failures[0].reason
+    assert all(row.figure("floor") for row in rows)
+    assert left == []
+
+
+def test_paused_contenders_use_no_processor_time() -> None:
+    contender = Spinner()
+    contender.start(CASE)
+    try:
+        workers = psutil.Process().children()
+        assert len(workers) == 2
+        wait_until(lambda: {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}, 5)
+        before = [worker.cpu_times().user for worker in workers]
+        time.sleep(0.3)
+        assert [worker.cpu_times().user for worker in workers] == before
+    finally:
+        contender.stop()
+
+
+def test_a_stopped_contender_leaves_neither_processes_nor_descriptors() -> None:
+    contender = Plain()
+    contender.start(CASE)
+    contender.stop()
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        contender.start(CASE)
+        assert contender.verify(CASE)
+        contender.stop()
+    assert psutil.Process().children() == []
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """Stopped processes see neither signals nor a closed line; the kernel has to end them."""
+    mark = str(tmp_path)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.bench_plain"],
+        cwd=ROOT,
+        env=environment(mark),
+    )
+    wait_until(lambda: any(one.status() == psutil.STATUS_STOPPED for one in marked(mark)), 20)
+    run.send_signal(number)
+    run.wait(timeout=15)
+    wait_until(lambda: not marked(mark), 10)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

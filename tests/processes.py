@@ -1,0 +1,75 @@
+"""Other processes for tests: a function of a test module runs there, with a pipe to talk over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class Other:
+    """A process that runs ``target(connection, *args)``; killed when the block ends."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self.connection, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_run, args=(target, theirs, args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, timeout: float = 30.0) -> Any:
+        if not self.connection.poll(timeout):
+            raise TimeoutError(f"the other process said nothing for {timeout} s")
+        value = self.connection.recv()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def say(self, value: Any) -> None:
+        self.connection.send(value)
+
+    def ask(self, value: Any, timeout: float = 30.0) -> Any:
+        self.say(value)
+        return self.hear(timeout)
+
+    def kill(self) -> None:
+        """``kill -9``, and wait until it is gone."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self.connection.close()
+
+
+def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    try:
+        target(connection, *args)
+    except BaseException as error:  # noqa: BLE001 - it is the other side's to judge
+        connection.send(error)
+        raise
+
+
+def within(seconds: float, what: str, done: Callable[[], bool]) -> float:
+    """Waits until ``done``; returns how long that took."""
+    start = time.monotonic()
+    while not done():
+        if time.monotonic() - start > seconds:
+            raise AssertionError(f"{what} did not happen within {seconds} s")
+        time.sleep(0.002)
+    return time.monotonic() - start

@@ -1,0 +1,178 @@
+"""Bad input ends in an error that says what to do, before anything is sent."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fabric_ray import CounterRef, EngineAddress, RegionDescriptor, TransferEngine, errors, pages
+from fabric_ray.errors import (
+    DecodeError,
+    EngineClosed,
+    FabricError,
+    InvalidArgument,
+    OutOfBounds,
+    Stale,
+    TransportUnavailable,
+)
+
+
+@pytest.fixture
+def joined(open_engine: Callable[..., TransferEngine]) -> tuple[Any, ...]:
+    a, b = open_engine("a"), open_engine("b")
+    src, dst = a.alloc(4096), b.alloc(4096)
+    return a, b, src, dst, a.import_region(dst.descriptor())
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(0, 4097), (4096, 1), (1 << 63, 1 << 63), ((1 << 64) - 1, 2), (0, 1 << 63)],
+)
+def test_lengths_that_do_not_fit(joined: tuple[Any, ...], offset: int, nbytes: int) -> None:
+    a, _, src, _, there = joined
+    with pytest.raises(OutOfBounds) as e:
+        a.write(src, there, nbytes, dst_offset=offset)
+    assert (e.value.nbytes, e.value.limit) == (nbytes, 4096)
+
+
+def test_writes_of_nothing_and_of_unequal_lengths(joined: tuple[Any, ...]) -> None:
+    a, _, src, _, there = joined
+    with pytest.raises(InvalidArgument, match="does nothing"):
+        a.write(src, there, 0)
+    with pytest.raises(InvalidArgument, match="name nbytes"):
+        a.write(src[:10], there)
+
+
+def test_pages_that_make_no_sense(joined: tuple[Any, ...]) -> None:
+    a, _, src, _, there = joined
+    for indices in ([-1], [1 << 32], [0.5], [[1]], ["x"]):
+        with pytest.raises((InvalidArgument, ValueError)):
+            pages(indices, stride=64)
+    with pytest.raises(InvalidArgument):
+        pages([1], stride=-1)
+    one, two = pages([0], stride=64), pages([0, 1], stride=64)
+    with pytest.raises(InvalidArgument, match="as many indices"):
+        a.write_pages(64, src, one, there, two)
+    with pytest.raises(OutOfBounds):
+        a.write_pages(64, src, one, there, pages([64], stride=64))
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: np.zeros((8, 8))[:, ::2], "contiguous"),
+        (lambda: torch.zeros(8, 8).t(), "contiguous"),
+        (lambda: b"bytes are immutable", "read-only"),
+        (lambda: np.zeros(0), "empty"),
+        (lambda: torch.zeros(0), "empty"),
+        (lambda: 5, "buffer protocol"),
+        (lambda: torch.empty(4, device="meta"), "meta"),
+    ],
+)
+def test_memory_that_cannot_be_registered(
+    open_engine: Callable[..., TransferEngine], make: Callable[[], Any], hint: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=hint):
+        open_engine().register(make())
+
+
+def test_a_counter_of_somebody_else(joined: tuple[Any, ...]) -> None:
+    a, _, src, _, there = joined
+    with pytest.raises(InvalidArgument, match="counter of the receiver"):
+        a.write(src, there, imm=a.counter().ref)
+    with pytest.raises(InvalidArgument, match="too large"):
+        a.write(src, there, imm=1 << 20)
+    with pytest.raises(TypeError):
+        a.write(src, there, imm="x")
+
+
+def test_a_deregistered_region_and_a_closed_engine(joined: tuple[Any, ...]) -> None:
+    a, b, src, dst, there = joined
+    a.write(src, there).wait(10)
+    dst.deregister()
+    with pytest.raises(Stale, match="fresh descriptor"):
+        a.write(src, there).wait(10)
+    src.deregister()
+    with pytest.raises(Stale):
+        a.write(src, there)
+    a.close()
+    a.close()
+    with pytest.raises(EngineClosed):
+        a.alloc(10)
+    with pytest.raises(EngineClosed):
+        a.write(b.alloc(4096), there) if False else a.peer(b.address)
+
+
+def test_configuration_that_makes_no_sense() -> None:
+    for bad in (
+        {"transport": "carrier-pigeon"},
+        {"tcp_streams": 0},
+        {"spin": "sometimes"},
+        {"spin": -1.0},
+        {"op_timeout": 0},
+        {"colour": "blue"},
+    ):
+        with pytest.raises(ValidationError):
+            TransferEngine(**bad)
+    with pytest.raises(TransportUnavailable, match=r"no RDMA device|this build"):
+        TransferEngine(require="rdma")
+    with pytest.raises(TransportUnavailable, match="not among"):
+        TransferEngine(require="tcp", transport="shm")
+    with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.1"):
+        TransferEngine(require="tcp", bind=("192.0.2.1",), token="t")
+
+
+def test_the_environment_configures_what_arguments_do_not(
+    monkeypatch: pytest.MonkeyPatch, open_engine: Callable[..., TransferEngine]
+) -> None:
+    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "tcp")
+    monkeypatch.setenv("FABRIC_RAY_SPIN", "5")
+    assert open_engine().address.transports == ["tcp"]
+    assert open_engine(transport="shm").address.transports == ["shm"]
+
+
+@pytest.mark.parametrize("cls", [EngineAddress, RegionDescriptor, CounterRef])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=300), at=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_garbage_and_damage_are_decode_errors(
+    cls: Any, data: bytes, at: int, flip: int, honest: dict[Any, bytes]
+) -> None:
+    with pytest.raises(DecodeError):
+        cls.from_bytes(data)
+    good = honest[cls]
+    with pytest.raises(DecodeError):
+        cls.from_bytes(good[: at % len(good)])
+    bad = bytearray(good)
+    bad[at % len(good)] ^= flip
+    with pytest.raises(DecodeError):
+        cls.from_bytes(bytes(bad))
+    with pytest.raises(DecodeError):
+        cls.from_bytes(good + b"x")
+
+
+@pytest.fixture(scope="module")
+def honest() -> dict[Any, bytes]:
+    with TransferEngine(name="honest") as engine:
+        return {
+            EngineAddress: engine.address.to_bytes(),
+            RegionDescriptor: engine.alloc(100).descriptor().to_bytes(),
+            CounterRef: engine.counter().ref.to_bytes(),
+        }
+
+
+def test_every_error_pickles_and_says_what_to_do() -> None:
+    classes = [getattr(errors, name) for name in errors.__all__]
+    assert all(issubclass(c, FabricError) for c in classes)
+    for cls in classes:
+        e = pickle.loads(pickle.dumps(cls("what failed; what to do", peer="p")))
+        assert type(e) is cls
+        assert str(e) == "what failed; what to do"
+        assert e.peer == "p"

@@ -1,0 +1,327 @@
+"""What a user does with an engine, in one process, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fabric_ray import Batch, RegionDescriptor, TransferEngine, pages
+from fabric_ray.engine import EngineAddress, Region, RemoteRegion
+from fabric_ray.errors import PeerLost, TransferTimeout
+from tests.processes import within
+
+Pair = tuple[TransferEngine, TransferEngine]
+
+
+def filled(engine: TransferEngine, nbytes: int) -> Region:
+    region = engine.alloc(nbytes)
+    region.numpy()[:] = np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
+    return region
+
+
+def importing(engine: TransferEngine, region: Region) -> RemoteRegion:
+    sent = pickle.dumps(region.descriptor())
+    return engine.import_region(pickle.loads(sent))
+
+
+def test_a_write_arrives_and_counts(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 100_000), b.alloc(100_000)
+    counter = b.counter()
+    transfer = a.write(src, importing(a, dst), imm=counter.ref)
+    counter.wait(1, timeout=10)
+    assert (dst.numpy() == src.numpy()).all()
+    transfer.wait(10)
+    assert transfer.done()
+    assert transfer.exception() is None
+    assert counter.value == 1
+
+
+def test_one_completion_seen_in_five_ways(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 4096), b.alloc(4096)
+    counter = b.counter()
+    waiting = counter.expect(1)
+    flag = waiting.flag()
+    called = threading.Event()
+    seen = []
+    waiting.add_done_callback(lambda t: (seen.append(t), called.set()))
+    assert not flag
+    assert not waiting.done()
+    with pytest.raises(RuntimeError, match="not over"):
+        waiting.result()
+    with pytest.raises(TimeoutError, match="goes on"):
+        waiting.wait(0.01)
+    a.write(src, importing(a, dst), imm=counter.ref).wait(10)
+    waiting.wait(10)
+    assert flag
+    assert called.wait(10)
+    assert seen == [waiting]
+    waiting.result()
+    late = threading.Event()
+    waiting.add_done_callback(lambda _: late.set())
+    assert late.wait(10)
+
+
+def test_awaiting_lets_other_tasks_run(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 4096), b.alloc(4096)
+    there, counter = importing(a, dst), b.counter()
+
+    async def main() -> int:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            for _ in range(100):
+                await asyncio.sleep(0.0005)
+                turns += 1
+            await a.write(src, there, imm=counter.ref)
+
+        async def reader() -> int:
+            await counter.expect(1)
+            return turns
+
+        return (await asyncio.gather(reader(), other()))[0]
+
+    assert asyncio.run(main()) == 100
+
+
+def test_many_awaits_in_a_row(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 4096), b.alloc(4096)
+    there, counter = importing(a, dst), b.counter()
+
+    async def main() -> None:
+        for _ in range(300):
+            await a.write(src, there, imm=counter.ref)
+            await counter.expect(1)
+
+    asyncio.run(main())
+    assert counter.value == 300
+
+
+def test_an_await_that_waits_long_and_one_that_fails(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 64), b.alloc(64)
+    there, counter = importing(a, dst), b.counter()
+
+    async def main() -> None:
+        late = asyncio.get_running_loop().call_later(
+            0.05, lambda: a.write(src, there, imm=counter.ref)
+        )
+        await asyncio.wait_for(_future(counter.expect(1)), 10)
+        assert late
+        with pytest.raises(TransferTimeout, match="2 writes are missing"):
+            await counter.expect(2, timeout=0.02)
+
+    async def _future(transfer: object) -> None:
+        await transfer  # type: ignore[misc]
+
+    asyncio.run(main())
+
+
+def test_a_callback_that_raises_is_reported_and_harms_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    reported = []
+    monkeypatch.setattr("sys.unraisablehook", lambda u: reported.append(u.exc_value))
+    src, dst = filled(a, 64), b.alloc(64)
+    there, counter = importing(a, dst), b.counter()
+    counter.expect(1).add_done_callback(lambda _: 1 / 0)
+    counter.expect(1).add_done_callback(lambda _: reported.append("second"))
+    for _ in range(2):
+        a.write(src, there, imm=counter.ref).wait(10)
+    within(10, "the second callback", lambda: "second" in reported)
+    assert isinstance(reported[0], ZeroDivisionError)
+
+
+def test_pages_shuffled_by_numpy_list_and_range(pair: Pair) -> None:
+    a, b = pair
+    n, size = 64, 512
+    src, dst = filled(a, n * size), b.alloc(n * size)
+    there, counter = importing(a, dst), b.counter()
+    order = np.random.default_rng(1).permutation(n)
+    for indices in (order, order.tolist(), range(n)):
+        dst.numpy()[:] = 0
+        a.write_pages(
+            size,
+            src,
+            pages(range(n), stride=size),
+            there,
+            pages(indices, stride=size),
+            imm=counter.ref,
+        ).wait(10)
+        counter.wait(n, timeout=10)
+        got = dst.numpy().reshape(n, size)[np.asarray(list(indices))]
+        assert (got == src.numpy().reshape(n, size)).all()
+
+
+def test_reads_pull(pair: Pair) -> None:
+    a, b = pair
+    remote, local = filled(b, 100_000), a.alloc(100_000)
+    there = importing(a, remote)
+    a.read(there, local).wait(10)
+    assert (local.numpy() == remote.numpy()).all()
+    a.read_pages(100, there, pages([7, 3], stride=100), local, pages([0, 1], stride=100)).wait(10)
+    assert (local.numpy()[:100] == remote.numpy()[700:800]).all()
+
+
+def test_a_batch_is_built_once_and_submitted_often(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    a, b, c = (open_engine(n) for n in "abc")
+    src = filled(a, 1000)
+    targets = [b.alloc(1000), c.alloc(1000)]
+    counters = [b.counter(), c.counter()]
+    batch = Batch()
+    for dst, counter in zip(targets, counters, strict=True):
+        batch.write(src, importing(a, dst), imm=counter.ref)
+        batch.write(src[:10], importing(a, dst)[10:20], imm=counter.ref)
+    for round_ in range(1, 4):
+        a.submit(batch).wait(10)
+        for dst, counter in zip(targets, counters, strict=True):
+            counter.wait(2, timeout=10)
+            assert counter.value == 2 * round_
+            assert (dst.numpy()[10:20] == src.numpy()[:10]).all()
+
+
+def test_scatter_and_barrier(open_engine: Callable[..., TransferEngine]) -> None:
+    a, *others = (open_engine(n) for n in "abcd")
+    src = filled(a, 300)
+    regions = [e.alloc(100) for e in others]
+    imported = [importing(a, r) for r in regions]
+    group = a.peer_group([r.peer for r in imported])
+    parts = [(r, 0, 100 * i, 100) for i, r in enumerate(imported)]
+    a.scatter(src, parts, group=group, imm=3).wait(10)
+    a.barrier(group, 4).wait(10)
+    for i, (engine, region) in enumerate(zip(others, regions, strict=True)):
+        for imm in (3, 4):
+            engine.plain_counter(imm).wait(1, timeout=10)
+        assert (region.numpy() == src.numpy()[100 * i : 100 * i + 100]).all()
+
+
+def test_messages_come_one_by_one(pair: Pair) -> None:
+    a, b = pair
+    peer = a.peer(EngineAddress.from_bytes(b.address.to_bytes()))
+    sent = [bytes([i]) * (i * 100) for i in range(50)]
+
+    async def main() -> list[bytes]:
+        got = []
+        transfers = [a.send(peer, m) for m in sent]
+        async for message in b.messages(count=4):
+            assert message.sender == a.id
+            got.append(message.data)
+            if len(got) == len(sent):
+                break
+        for t in transfers:
+            await t
+        return got
+
+    assert sorted(asyncio.run(main())) == sorted(sent)
+
+
+def test_a_watcher_sees_stores_from_anywhere(open_engine: Callable[..., TransferEngine]) -> None:
+    engine = open_engine()
+    changes: list[tuple[int, int]] = []
+    watcher = engine.watch(lambda old, new: changes.append((old, new)))
+    watcher.store(5)
+    within(5, "the first change", lambda: changes == [(0, 5)])
+    np.asarray(watcher)[0] = 9
+    within(5, "a plain store", lambda: changes[-1] == (5, 9))
+    watcher.add(3)
+    within(5, "an addition", lambda: changes[-1] == (9, 12))
+    del watcher
+
+
+def test_tensors_register_and_share_memory(pair: Pair) -> None:
+    a, b = pair
+    weights = torch.randn(64, 32).to(torch.bfloat16)
+    target, region = b.empty((64, 32), torch.bfloat16)
+    a.write(a.register(weights), importing(a, region)).wait(10)
+    assert torch.equal(weights, target)
+    foreign = torch.zeros(64, 32, dtype=torch.bfloat16)
+    registered = b.register(foreign)
+    a.write(a.register(weights), importing(a, registered)).wait(10)
+    assert torch.equal(weights, foreign)
+    inside = b.register(target[16:32])
+    assert inside.mappable
+    a.write(a.register(weights[:16]), importing(a, inside)).wait(10)
+    assert torch.equal(target[16:32], weights[:16])
+
+
+def test_buffers_of_all_kinds_register(pair: Pair) -> None:
+    a, b = pair
+    import array
+
+    for buffer in (bytearray(b"x" * 80), array.array("d", range(10)), memoryview(bytearray(80))):
+        region = a.register(buffer)
+        assert region.nbytes == 80
+        dst = b.alloc(80)
+        a.write(region, importing(a, dst)).wait(10)
+        assert dst.numpy().tobytes() == bytes(memoryview(buffer).cast("B"))
+
+
+def test_a_peer_that_closes_ends_what_waits_for_it(pair: Pair) -> None:
+    a, b = pair
+    dst = b.alloc(64)
+    there = importing(a, dst)
+    a.write(filled(a, 64), there).wait(10)
+    counter = a.counter()
+    waiting = counter.expect(1, writers=[there.peer])
+    b.close()
+    with pytest.raises(PeerLost, match="b#") as lost:
+        waiting.wait(10)
+    assert lost.value.peer.startswith("b#")
+    assert isinstance(lost.value, ConnectionError)
+
+
+def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
+    a, b = pair
+    dst, src = b.alloc(64), filled(a, 64)
+    there = importing(a, dst)
+    counter = b.counter()
+    reference, waiting = counter.ref, counter.expect(1)
+    del counter
+    a.write(src, there, imm=reference).wait(10)
+    waiting.wait(10)
+    del waiting
+    a.write(src, there, imm=reference).wait(10)
+    within(10, "the ghost", lambda: b.counter().poll() == 0 and b.stats()["ghosts"] == 1)
+
+
+def test_values_survive_pickling(pair: Pair) -> None:
+    a, b = pair
+    region, counter = b.alloc(100), b.counter()
+    for value in (b.address, region.descriptor(), counter.ref):
+        copy = pickle.loads(pickle.dumps(value))
+        assert copy == value
+        assert hash(copy) == hash(value)
+        assert type(value).from_bytes(value.to_bytes()) == value
+    part = region.descriptor().slice(10, 20)
+    assert RegionDescriptor.from_bytes(part.to_bytes()).nbytes == 20
+    there = a.import_region(part)
+    a.write(filled(a, 20), there).wait(10)
+    assert region.numpy()[10:30].any()
+    assert not region.numpy()[30:].any()
+
+
+def test_the_transport_is_visible_everywhere(open_engine: Callable[..., TransferEngine]) -> None:
+    a, b, c = open_engine("a"), open_engine("b"), open_engine("c", transport="tcp")
+    for other, transport in ((b, "shm"), (c, "tcp")):
+        dst = other.alloc(64)
+        there = importing(a, dst)
+        a.write(filled(a, 64), there).wait(10)
+        assert a.write(filled(a, 64), there).transport == transport
+        explanation = a.explain(there.peer)
+        assert explanation.transport == transport
+        assert {v.transport: v.chosen for v in explanation.verdicts}[transport]
+        assert all(v.reason for v in explanation.verdicts)
+    assert "does not offer shm" in str(a.explain(a.peer(c.address)))

@@ -1,0 +1,123 @@
+"""What the tables and the planner leave on an engine is what full tensors, cut by torch, give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from fabric_ray.models import ModelConfig, parameter_shapes
+from fabric_ray.models.boxes import load_parameters
+from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
+from fabric_ray.models.tensor_parallel import forward
+from fabric_ray.models.transformer import Transformer
+from fabric_ray.weights.families import source_side, target_containers, target_side
+from fabric_ray.weights.reference import expected_containers
+from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
+from tests.unit.models.small_models import SMALL, some_tokens, waves
+
+# Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
+DENSE = [(1, 1), (2, 1), (4, 1)]
+MOE = [*DENSE, (2, 2), (4, 2), (4, 4)]
+CASES = [
+    pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
+    for name, config in SMALL.items()
+    for tp, ep in (MOE if config.moe else DENSE)
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
+@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)], ids=["fsdp", "hsdp"])
+def test_sharded_trainers_fill_every_container_bit_for_bit(name, tp, ep, world, replicas):
+    config = msgspec.structs.replace(SMALL[name], dtype="bfloat16")
+    full = noise(parameter_shapes(config), "bfloat16")
+    source, memory = chunked(full, world, replicas=replicas)
+    # Two engines, whose ranks are numbered as they please.
+    ranks = tuple(range(3, 3 + 4 * tp, 2))
+    for index, found in enumerate(pushed(config, source, memory, tp=tp, ep=ep, ranks=ranks)):
+        expected = expected_containers(config, full, tp=tp, ep=ep, rank=index % tp)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
+def test_specs_are_the_names_shapes_and_dtypes_of_the_reference(name, tp, ep):
+    config = SMALL[name]
+    full = waves(config)
+    for rank in range(tp):
+        specs = target_containers(config, tp=tp, ep=ep, rank=rank)
+        expected = expected_containers(config, full, tp=tp, ep=ep, rank=rank)
+        assert {s.name: (s.shape, s.dtype, s.nbytes) for s in specs} == {
+            name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
+            for name, t in expected.items()
+        }
+    side = target_side(config, tp=tp, ep=ep)
+    assert [c.name for c in side.containers] == [s.name for s in specs]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows", "held"),
+    [
+        (97, 1, 128, [97]),
+        (97, 2, 64, [64, 33]),
+        # Padded to 64 first and cut then, as engines do, even where shares are no multiple of 64.
+        (97, 4, 32, [32, 32, 32, 1]),
+        (65, 4, 32, [32, 32, 1, 0]),
+        (128, 4, 32, [32, 32, 32, 32]),
+        (151_936, 4, 37_984, [37_984] * 4),
+        # 128 rows are no three equal shares; 192 are.
+        (97, 3, 64, [64, 33, 0]),
+    ],
+)
+def test_vocabularies_are_padded_with_zeros_at_the_end(vocab, tp, rows, held):
+    config = msgspec.structs.replace(
+        SMALL["llama"], vocab=vocab, hidden=12, heads=12, kv_heads=12, head_dim=2, layers=1
+    )
+    full = waves(config)
+    source, memory = chunked(full, 2)
+    for rank, found in enumerate(pushed(config, source, memory, tp=tp)):
+        assert_same(found, expected_containers(config, full, tp=tp, rank=rank))
+        table = found["lm_head.weight"]
+        assert table.shape == (rows, 12)
+        start = rows * rank
+        assert torch.equal(table[: held[rank]], full["lm_head.weight"][start : start + held[rank]])
+        assert not table[held[rank] :].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep", "replicas"),
+    [
+        ("llama-3.1", 2, 1, 1),
+        ("qwen2", 4, 1, 2),
+        ("qwen2_moe", 4, 4, 1),
+        ("qwen3", 4, 1, 1),
+        ("qwen3_moe", 4, 2, 2),
+    ],
+)
+def test_a_checkpoint_goes_through_fsdp_into_an_engine_that_computes_the_same(
+    name, tp, ep, replicas, tmp_path: Path
+):
+    config = SMALL[name]
+    save_checkpoint(tmp_path, config, waves(config), shard_bytes=20_000)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config == config
+    source, memory = fully_sharded(config, checkpoint, 3, replicas=replicas)
+    ranks = pushed(config, source, memory, tp=tp, ep=ep)
+    for rank, found in enumerate(ranks):
+        assert_same(found, expected_containers(config, checkpoint, tp=tp, ep=ep, rank=rank))
+    model = Transformer(config)
+    load_parameters(model, checkpoint)
+    tokens = some_tokens(config)
+    with torch.no_grad():
+        expected = model(tokens)
+    torch.testing.assert_close(forward(config, ranks, tokens, ep=ep), expected)
+
+
+def test_whole_parameters_on_several_ranks_will_do_as_a_source():
+    config: ModelConfig = SMALL["qwen3_moe"]
+    full = waves(config)
+    side = source_side(config, ranks=(5, 7))
+    memory = {(rank, name): raw(tensor) for rank in side.ranks for name, tensor in full.items()}
+    for rank, found in enumerate(pushed(config, side, memory, tp=2)):
+        assert_same(found, expected_containers(config, full, tp=2, rank=rank))

@@ -1,0 +1,72 @@
+"""Models of a few thousand parameters, one for each way they can differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fabric_ray.models import Llama3Scaling, ModelConfig, Moe, Rope, parameter_shapes
+
+
+def small(kind: str, **changes: object) -> ModelConfig:
+    fields: dict[str, object] = {
+        "kind": kind,
+        "vocab": 97,
+        "hidden": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "intermediate": 48,
+        "dtype": "float32",
+    }
+    return ModelConfig(**fields | changes)  # type: ignore[arg-type]
+
+
+SMALL = {
+    "llama": small("llama"),
+    "llama-3.1": small(
+        "llama",
+        rope=Rope(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 16)),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen2": small("qwen2", qkv_bias=True, tied=True),
+    "qwen3": small("qwen3", qk_norm=True, head_dim=16, tied=True, rope=Rope(1e6)),
+    "qwen3_moe": small(
+        "qwen3_moe",
+        qk_norm=True,
+        head_dim=16,
+        moe=Moe(experts=6, top_k=2, intermediate=24, dense_layers=(1,)),
+    ),
+    "qwen2_moe": small(
+        "qwen2_moe",
+        qkv_bias=True,
+        moe=Moe(
+            experts=6,
+            top_k=3,
+            intermediate=24,
+            shared_intermediate=40,
+            normalise=False,
+            sparse_step=2,
+        ),
+    ),
+}
+
+
+def waves(config: ModelConfig) -> dict[str, Tensor]:
+    """Weights from a formula, so that recorded results don't hang on a random generator."""
+    out = {}
+    for i, (name, shape) in enumerate(parameter_shapes(config).items()):
+        count = torch.Size(shape).numel()
+        phase = torch.arange(count, dtype=torch.float64) * (0.7 + 0.013 * (i % 29)) + i
+        wave = 0.3 * phase.sin().reshape(shape)
+        if name.endswith("norm.weight"):
+            wave = 1 + wave
+        out[name] = wave.to(getattr(torch, config.dtype))
+    return out
+
+
+def some_tokens(config: ModelConfig, *, batch: int = 2, positions: int = 33) -> Tensor:
+    return (torch.arange(batch * positions) * 31 % config.vocab).view(batch, positions)

@@ -1,0 +1,176 @@
+"""Checkpoints: what is written is read back, in parts and from parts, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabric_ray.models import CheckpointError, UnsupportedModel
+from fabric_ray.models.boxes import load_parameters
+from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
+from fabric_ray.models.transformer import Transformer
+from tests.unit.models.small_models import SMALL, small, some_tokens, waves
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+def test_what_is_written_is_read_back(name: str, shard_bytes: int, tmp_path: Path) -> None:
+    config = SMALL[name]
+    full = waves(config)
+    save_checkpoint(tmp_path, config, full, shard_bytes=shard_bytes)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config == config
+    assert list(checkpoint) == list(full)
+    assert all(torch.equal(checkpoint[n], t) for n, t in full.items())
+    assert (tmp_path / INDEX).exists() == (shard_bytes == 20_000)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_tensors_may_come_one_by_one_and_in_any_order(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    full = waves(config)
+    save_checkpoint(tmp_path, config, reversed(list(full.items())), shard_bytes=10_000)
+    assert all(torch.equal(t, full[n]) for n, t in Checkpoint(tmp_path).items())
+
+
+def test_a_model_loaded_from_a_checkpoint_computes_the_same(tmp_path: Path) -> None:
+    config = SMALL["qwen3_moe"]
+    save_checkpoint(tmp_path, config, waves(config), shard_bytes=20_000)
+    with torch.device("meta"):
+        model = Transformer(config)
+    load_parameters(model, Checkpoint(tmp_path))
+    direct = Transformer(config)
+    direct.load_state_dict(waves(config))
+    tokens = some_tokens(config)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), direct(tokens))
+
+
+def test_a_box_is_read_alone_and_owns_its_memory(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    full = waves(config)
+    save_checkpoint(tmp_path, config, full)
+    name = "model.layers.1.mlp.down_proj.weight"
+    box = (slice(5, 9), slice(40, 48))
+    part = Checkpoint(tmp_path).box(name, box)
+    assert torch.equal(part, full[name][box])
+    assert part.untyped_storage().nbytes() == 4 * 8 * 4
+
+
+def test_reading_a_part_does_not_need_the_other_files(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    full = waves(config)
+    save_checkpoint(tmp_path, config, full, shard_bytes=10_000)
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    wanted = "model.embed_tokens.weight"
+    checkpoint = Checkpoint(tmp_path)
+    for file in set(weight_map.values()) - {weight_map[wanted]}:
+        # Contents gone, header kept: any read of data in there would be zeros.
+        path = tmp_path / file
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes(data[:header] + bytes(len(data) - header))
+    rows = slice(90, 97)
+    part = checkpoint.box(wanted, (rows, slice(0, 32)))
+    assert torch.equal(part, full[wanted][rows])
+    spoilt = Checkpoint(tmp_path)["lm_head.weight"]
+    assert not spoilt.any(), "the other files were really spoilt"
+
+
+def test_tensors_come_in_the_dtype_of_the_config(tmp_path: Path) -> None:
+    config = small("llama")
+    save_checkpoint(tmp_path, config, waves(config))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"torch_dtype": "bfloat16"}))
+    tensor = Checkpoint(tmp_path)["lm_head.weight"]
+    assert torch.equal(tensor, waves(config)["lm_head.weight"].bfloat16())
+
+
+def test_tensors_that_the_model_lacks_are_ignored(tmp_path: Path) -> None:
+    untied = SMALL["llama"]
+    save_checkpoint(tmp_path, untied, waves(untied))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    assert "lm_head.weight" not in Checkpoint(tmp_path)
+
+
+def test_a_missing_parameter_is_named_when_writing_and_nothing_stays(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    full = waves(config)
+    del full["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight") as caught:
+        save_checkpoint(tmp_path, config, full, shard_bytes=10_000)
+    assert caught.value.parameter == "model.norm.weight"
+    assert not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("*.part"))
+
+
+def test_wrong_tensors_are_refused_when_writing(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    for wrong, words in [
+        ({"lm_head.weight": torch.zeros(96, 32)}, "lm_head.weight is \\[96, 32\\]"),
+        ({"lm_head.weight": torch.zeros(97, 32).half()}, "float16"),
+        ({"surplus": torch.zeros(1)}, "surplus"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            save_checkpoint(tmp_path, config, waves(config) | wrong, shard_bytes=10_000)
+        assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_config_of_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    save_checkpoint(tmp_path, config, waves(config))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"vocab_size": 96}))
+    with pytest.raises(CheckpointError, match=r"\[97, 32\].*\[96, 32\]"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.3\..* and 8 more"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "mamba"}))
+    with pytest.raises(UnsupportedModel, match="'mamba'"):
+        Checkpoint(tmp_path)
+
+
+def test_damaged_checkpoints_are_refused_with_the_file(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    save_checkpoint(tmp_path, config, waves(config))
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged in (whole[:-10], whole[:100], b"", b"\xff" * 64):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            Checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        Checkpoint(tmp_path)
+
+
+def test_damaged_indices_are_refused_with_the_file(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    save_checkpoint(tmp_path, config, waves(config), shard_bytes=10_000)
+    index = tmp_path / INDEX
+    whole = json.loads(index.read_text())
+    escaping = {"weight_map": dict.fromkeys(whole["weight_map"], "../secret.safetensors")}
+    for text in ("{", "[]", "{}", '{"weight_map": 3}', json.dumps(escaping)):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            Checkpoint(tmp_path)
+    index.write_text(json.dumps(whole))
+    file = next(iter(whole["weight_map"].values()))
+    (tmp_path / file).unlink()
+    with pytest.raises(CheckpointError, match=f"{file}.*missing"):
+        Checkpoint(tmp_path)
+
+
+def test_saving_over_a_checkpoint_replaces_it(tmp_path: Path) -> None:
+    big, little = SMALL["llama"], SMALL["qwen3"]
+    save_checkpoint(tmp_path, big, waves(big), shard_bytes=10_000)
+    save_checkpoint(tmp_path, little, waves(little))
+    assert Checkpoint(tmp_path).config == little
+    save_checkpoint(tmp_path, big, waves(big), shard_bytes=10_000)
+    assert Checkpoint(tmp_path).config == big

@@ -1,0 +1,190 @@
+"""Configurations: what is read, what is written, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_ray.models import (
+    InvalidConfig,
+    Llama3Scaling,
+    ModelConfig,
+    UnsupportedModel,
+    config_from_hf,
+    config_to_hf,
+    demo_config,
+    parameter_shapes,
+    read_config,
+)
+from tests.unit.models.small_models import SMALL, small
+
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return LLAMA_31_8B | changes
+
+
+def test_a_published_config_gives_the_published_size() -> None:
+    config = config_from_hf(LLAMA_31_8B)
+    assert config.parameter_count == 8_030_261_248
+    assert config.head_dim == 128
+    assert config.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    assert config.dtype == "bfloat16"
+    assert not config.tied
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_config_survives_writing_and_reading(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(SMALL[name])))
+    assert read_config(tmp_path) == SMALL[name]
+    assert read_config(tmp_path / "config.json") == SMALL[name]
+
+
+def test_rope_is_read_from_either_place() -> None:
+    old = config_from_hf(llama())
+    scaling = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}  # type: ignore[operator]
+    new = llama(rope_parameters=scaling)
+    del new["rope_scaling"], new["rope_theta"]
+    assert config_from_hf(new) == old
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deepseek_v3"}, ["'deepseek_v3'", "llama", "qwen3_moe"]),
+        ({"model_type": None}, ["None", "llama"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantised", "unquantised"]),
+        ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
+        ({"use_sliding_window": True}, ["sliding"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "llama3"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        config_from_hf(llama(**changes), origin="here/config.json")
+    for word in ["here/config.json", *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "big"}, ["hidden_size", "int"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"vocab_size": 1 << 63}, ["vocab_size"]),
+        ({"num_key_value_heads": 5}, ["32 heads", "5 kv heads"]),
+        ({"hidden_size": 4097}, ["4097", "32 heads", "head_dim"]),
+        ({"head_dim": 7}, ["head_dim", "even"]),
+        ({"num_hidden_layers": 1_000_000}, ["layers", "10000"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        config_from_hf(llama(**changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_field_is_named() -> None:
+    fields = llama()
+    del fields["vocab_size"]
+    with pytest.raises(InvalidConfig, match="vocab_size"):
+        config_from_hf(fields)
+    with pytest.raises(InvalidConfig, match="num_experts"):
+        config_from_hf(llama(model_type="qwen3_moe"))
+
+
+@pytest.mark.parametrize("fields", [[], None, "llama", 3])
+def test_json_that_is_no_object_is_refused(fields: Any) -> None:
+    with pytest.raises(UnsupportedModel):
+        config_from_hf(fields)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff{")
+    with pytest.raises(InvalidConfig, match="no JSON"):
+        read_config(tmp_path)
+
+
+def test_more_experts_than_there_are_cannot_be_chosen() -> None:
+    hf = config_to_hf(SMALL["qwen3_moe"]) | {"num_experts_per_tok": 7}
+    with pytest.raises(InvalidConfig, match="7 of 6 experts"):
+        config_from_hf(hf)
+
+
+def test_experts_are_where_the_config_says() -> None:
+    every_other = SMALL["qwen2_moe"]
+    assert [every_other.has_experts(i) for i in range(3)] == [False, True, False]
+    names = parameter_shapes(SMALL["qwen3_moe"])
+    assert names["model.layers.0.mlp.experts.5.down_proj.weight"] == (32, 24)
+    assert names["model.layers.1.mlp.down_proj.weight"] == (32, 48)
+    assert names["model.layers.2.mlp.gate.weight"] == (6, 32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("parameters", [3e5, 8e6, 300e6])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)])
+def test_demo_models_have_the_size_asked_for_and_are_awkward(
+    kind: Any, parameters: float, tp: int, ep: int
+) -> None:
+    config = demo_config(parameters=parameters, kind=kind, tp=tp, ep=ep)
+    assert 0.75 < config.parameter_count / parameters < 1.33
+    assert config.kind == kind
+    assert all(config.vocab % n for n in range(2, 65)), "the vocabulary never shards evenly"
+    assert config.kv_heads <= max(tp, 2)
+    assert (config.moe is not None) == kind.endswith("moe")
+
+
+def test_a_demo_model_of_three_hundred_million_is_close() -> None:
+    assert demo_config(parameters=300e6).parameter_count == pytest.approx(300e6, rel=0.05)
+
+
+def test_impossible_demo_models_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="1000 parameters"):
+        demo_config(parameters=1000)
+    with pytest.raises(InvalidConfig, match="ep=3"):
+        demo_config(tp=4, ep=3)
+    with pytest.raises(UnsupportedModel, match="'gpt2'"):
+        demo_config(kind="gpt2")  # type: ignore[arg-type]
+
+
+def test_configs_are_values() -> None:
+    assert small("llama") == SMALL["llama"]
+    assert len({small("llama"), SMALL["llama"]}) == 1
+    with pytest.raises(AttributeError):
+        SMALL["llama"].vocab = 1  # type: ignore[misc]
+    assert isinstance(SMALL["llama"], ModelConfig)

@@ -1,0 +1,216 @@
+"""The face of a plan: figures, words, bytes and refusals."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+
+from fabric_ray.errors import FabricError
+from fabric_ray.plan import (
+    BufferMismatch,
+    Container,
+    DType,
+    DtypeMismatch,
+    ExtraTensors,
+    InvalidLayout,
+    Leaf,
+    Mesh,
+    MissingTensors,
+    OverlappingElements,
+    Plan,
+    PlanDecodeError,
+    PlanError,
+    PlanTooLarge,
+    Replicate,
+    ShapeMismatch,
+    Shard,
+    Side,
+    Stack,
+    Tensor,
+    Uncovered,
+    UnknownRank,
+    apply,
+    plan,
+)
+
+BF16 = DType.of("bfloat16")
+W = Tensor("w", (8, 4), BF16)
+B = Tensor("b", (8,), BF16)
+
+
+def whole(tensor: Tensor, *, ranks: tuple[int, ...] = (0,), **fields) -> Container:
+    leaf = Leaf(tensor, Mesh.line(ranks), (Replicate(),))
+    return Container(tensor.name, tensor.dtype, leaf, **fields)
+
+
+def sharded(tensor: Tensor, over: tuple[int, ...], **fields) -> Container:
+    return Container(
+        tensor.name, tensor.dtype, Leaf(tensor, Mesh.line(over), (Shard(0),)), **fields
+    )
+
+
+SOURCE = Side.of(4, [sharded(W, (0, 1, 2, 3)), sharded(B, (2, 3))])
+TARGET = Side.of([10, 11], [whole(W, ranks=(10, 11)), whole(B, ranks=(11,))])
+
+
+@pytest.fixture
+def planned() -> Plan:
+    return plan(SOURCE, TARGET)
+
+
+def test_links_pages_and_balance_add_up(planned):
+    assert {(x.src, x.dst): x.nbytes for x in planned.links()} == {
+        **{(src, dst): 16 for src in range(4) for dst in (10, 11)},
+        (2, 11): 24,
+        (3, 11): 24,
+    }
+    assert planned.bytes_on_link(2, 11) == 24
+    assert planned.bytes_on_link(2, 99) == 0
+    assert planned.expected_pages(10) == 4
+    assert planned.expected_pages(11) == 6
+    balance = planned.balance()
+    assert balance.sent == {0: 32, 1: 32, 2: 40, 3: 40}
+    assert balance.received == {10: 64, 11: 80}
+    assert balance.sender_imbalance == pytest.approx(40 / 36)
+
+
+def test_copies_are_columns_and_values(planned):
+    copies = planned.for_source(2)
+    assert len(copies) == 3
+    assert copies.run.tolist() == [16, 16, 8]
+    assert [copy.nbytes for copy in copies] == [16, 16, 8]
+    assert [c.dst_container for c in copies] == [0, 0, 1]
+    received = planned.for_target(11)
+    assert sum(copy.pages for copy in received) == planned.expected_pages(11)
+    assert {copy.peer for copy in received} == {0, 1, 2, 3}
+
+
+def test_a_rank_learns_which_buffers_to_bring(planned):
+    assert [(c.name, c.shape, c.nbytes) for c in planned.local_containers("source", 3)] == [
+        ("w", (2, 4), 16),
+        ("b", (4,), 8),
+    ]
+    assert [c.name for c in planned.local_containers("source", 0)] == ["w"]
+
+
+def test_a_plan_survives_bytes_pickle_and_comparison(planned):
+    assert Plan.from_bytes(planned.to_bytes()) == planned
+    assert pickle.loads(pickle.dumps(planned)) == planned
+    assert hash(Plan.from_bytes(planned.to_bytes())) == hash(planned)
+    assert planned != plan(SOURCE, SOURCE)
+    assert planned != "a plan"
+
+
+def test_a_plan_is_json(planned):
+    told = json.loads(json.dumps(planned.to_dict()))
+    assert told["digest"] == f"{planned.digest():016x}"
+    assert told["target"]["ranks"] == [10, 11]
+    assert len(told["copies"]["2"]) == 3
+    assert "copies" not in planned.to_dict(copies=False)
+
+
+def test_an_explanation_names_who_sends_which_box(planned):
+    assert "rank 2 container `b`: [0:4], the only holder" in planned.explain("b")
+    assert "`b`" not in planned.explain(rank=10).split("mean")[1]
+    with pytest.raises(PlanError, match="`nothing`"):
+        planned.explain("nothing")
+    replicas = plan(Side.of(3, [whole(W, ranks=(0, 1, 2))]), Side.of(1, [whole(W)]))
+    assert "chosen among 3 holders [0, 1, 2]" in replicas.explain("w", rank=0)
+
+
+def test_garbage_is_no_plan(planned):
+    data = planned.to_bytes()
+    for damaged in (b"", b"\x00" * 100, data[:-1], data + b"\x00", data[:-5] + b"x" + data[-4:]):
+        with pytest.raises(PlanDecodeError, match="plan bytes"):
+            Plan.from_bytes(damaged)
+
+
+def refusals():
+    none = Tensor("none", (8,), BF16)
+    huge = Tensor("huge", (1 << 63, 1 << 63), BF16)
+    narrow = Tensor("w", (8, 4), DType.of("float8_e4m3fn"))
+    small = Tensor("w", (4, 4), BF16)
+    hole = sharded(W, (0, 1), ranks=(0,))
+    both = [sharded(W, (0, 1)), sharded(B, (0, 1))]
+    return [
+        (MissingTensors, both, [whole(W), whole(B), whole(none)], "none"),
+        (ExtraTensors, both, [whole(W)], "b"),
+        (DtypeMismatch, [whole(W)], [whole(narrow)], None),
+        (ShapeMismatch, [whole(W)], [whole(small)], None),
+        (Uncovered, [hole], [whole(W)], "w"),
+        (OverlappingElements, [whole(W)], [whole(W, strides=(2, 2))], None),
+        (PlanTooLarge, [whole(huge)], [whole(huge)], None),
+        (InvalidLayout, [whole(W), whole(W)], [whole(W)], None),
+        (InvalidLayout, [whole(W, ranks=(0, 5))], [whole(W)], None),
+        (InvalidLayout, [whole(W)], [Container("x", BF16, Stack(()))], None),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "source", "target", "tensor"), refusals())
+def test_each_refusal_has_its_class(kind, source, target, tensor):
+    with pytest.raises(kind) as caught:
+        plan(Side.of(2, source), Side.of(1, target))
+    assert isinstance(caught.value, FabricError)
+    assert caught.value.tensor == tensor
+    assert str(caught.value)[0].islower()
+
+
+def test_extra_tensors_can_be_ignored():
+    assert plan(SOURCE, Side.of(1, [whole(W)]), extra="ignore").balance().nbytes == 64
+    with pytest.raises(ValueError, match="'refuse' or 'ignore'"):
+        plan(SOURCE, TARGET, extra="drop")
+
+
+def test_unknown_ranks_are_named(planned):
+    for ask in (planned.for_source, planned.for_target, planned.expected_pages):
+        with pytest.raises(UnknownRank, match="rank 77") as caught:
+            ask(77)
+        assert caught.value.rank == 77
+
+
+def test_unknown_dtypes_need_a_size():
+    with pytest.raises(ValueError, match="float6"):
+        DType.of("float6")
+
+
+def test_negative_numbers_in_a_layout_are_refused():
+    with pytest.raises(InvalidLayout, match="source side"):
+        plan(Side.of(1, [whole(Tensor("w", (-8, 4), BF16))]), TARGET)
+
+
+def test_nothing_is_written_when_a_buffer_does_not_fit(planned):
+    memory = {
+        (rank, local.name): np.full(local.nbytes, rank, np.uint8)
+        for rank in range(4)
+        for local in planned.local_containers("source", rank)
+    }
+    room = {
+        (rank, local.name): np.zeros(local.nbytes, np.uint8)
+        for rank in (10, 11)
+        for local in planned.local_containers("target", rank)
+    }
+    readonly = np.zeros(64, np.uint8)
+    readonly.flags.writeable = False
+    for key, wrong in (
+        ((11, "w"), np.zeros(63, np.uint8)),
+        ((11, "w"), np.zeros(128, np.uint8)[::2]),
+        ((11, "w"), readonly),
+        ((11, "w"), None),
+    ):
+        broken = {k: v for k, v in room.items() if k != key}
+        if wrong is not None:
+            broken[key] = wrong
+        with pytest.raises(BufferMismatch, match="`w` on rank 11"):
+            apply(planned, memory, broken)
+        assert not any(value.any() for k, value in broken.items() if k != key)
+    assert apply(planned, memory, room) == planned.balance().nbytes
+
+
+def test_values_are_frozen():
+    with pytest.raises(AttributeError):
+        W.name = "other"
+    assert msgspec.structs.replace(W, name="v").name == "v"
