@@ -44,7 +44,7 @@ lint: $(DONE)/native
 	$(BIN)/python -m mypy.stubtest fabric_ray._native
 
 docs: $(DONE)/native $(DONE)/docs
-	$(BIN)/mkdocs build --strict --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 wheel: $(DONE)/venv
 	$(BIN)/maturin build --release --strip --out dist

@@ -2,19 +2,19 @@
 
 256 trainers (two pipeline stages; parameters fully sharded over the 128 ranks of a stage, experts
 over 8 expert-parallel groups of 16) push bf16 to 128 rollout ranks (4 engines of 32-way expert
-parallelism). Run ``python -m benchmarks.plan``; prints one JSON object per model.
+parallelism). Run ``python -m benchmarks.plan``; with ``--json`` it prints one object a line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fabric_ray.plan import (
@@ -43,6 +43,9 @@ ENGINES, ENGINE_EP = 4, 32
 ROLLOUTS = ENGINES * ENGINE_EP
 GQA_TP = 4
 """Attention tensor parallelism inside an engine for models with grouped heads; MLA has none."""
+
+NIC_BYTES_PER_S = 50e9
+"""Each rank has a 400 Gb/s NIC of its own."""
 
 
 @dataclass(frozen=True)
@@ -235,21 +238,25 @@ def rollouts(model: Model) -> Side:
     return Side.of(ROLLOUTS, containers)
 
 
-def rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes() -> int:
+    """The most memory this process ever held."""
+    # Unlike getrusage's figure this one doesn't count what the parent held at the fork.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM; run this on Linux")
 
 
 def measure(name: str, experts: str) -> dict[str, Any]:
-    """Plans one model; seconds, bytes, and imbalances as the largest over the mean."""
+    """Plans one model: seconds, bytes, and imbalances as the largest over the mean."""
     config = json.loads(files("fabric_ray.plan").joinpath("data/models.json").read_text())[name]
     model = Model(config, experts)
     began = time.perf_counter()
     source, target = trainers(model), rollouts(model)
-    built = time.perf_counter()
-    before = rss_bytes()
+    built, cpu = time.perf_counter(), time.process_time()
     planned = plan(source, target)
-    done = time.perf_counter()
-    peak = rss_bytes()
+    done, cpu = time.perf_counter(), time.process_time() - cpu
+    peak = peak_bytes()
     data = planned.to_bytes()
     written = time.perf_counter()
     again = Plan.from_bytes(data)
@@ -259,30 +266,53 @@ def measure(name: str, experts: str) -> dict[str, Any]:
     copies = planned.for_source(0)
     ordered = time.perf_counter()
     balance = planned.balance()
+    sent, received = max(balance.sent.values()), max(balance.received.values())
     return {
         "model": name,
         "experts": experts,
-        "source_containers": len(planned.containers("source")),
-        "target_containers": len(planned.containers("target")),
+        "trainers": len(source.ranks),
+        "rollouts": len(target.ranks),
+        "source_containers": len(source.containers),
+        "target_containers": len(target.containers),
         "seconds_build_sides": round(built - began, 3),
         "seconds_plan": round(done - built, 3),
+        "cpu_seconds_plan": round(cpu, 3),
         "seconds_to_bytes": round(written - done, 3),
         "seconds_from_bytes": round(read - written, 3),
         "seconds_for_source": round(ordered - read, 3),
-        "rss_bytes_before_plan": before,
-        "rss_bytes_peak_plan": peak,
-        "rss_bytes_peak": rss_bytes(),
+        "peak_bytes": peak,
         "copies": planned.copy_count,
         "copies_stored": planned.stored_copy_count,
         "copies_of_source_0": len(copies),
         "serialised_bytes": len(data),
         "links": len(planned.links()),
         "bytes": balance.nbytes,
+        "busiest_sender_bytes": sent,
+        "busiest_receiver_bytes": received,
         "sender_max_over_mean": round(balance.sender_imbalance, 4),
         "receiver_max_over_mean": round(balance.receiver_imbalance, 4),
         "rank_pair_max_over_mean": round(balance.link_imbalance, 4),
+        "floor_seconds": round(max(sent, received) / NIC_BYTES_PER_S, 3),
         "digest": f"{planned.digest():016x}",
     }
+
+
+def told(r: dict[str, Any]) -> str:
+    """A measurement as a few lines of text."""
+    bound = "sending" if r["busiest_sender_bytes"] > r["busiest_receiver_bytes"] else "receiving"
+    return "\n".join(
+        (
+            f"{r['model']}, {r['experts']} experts: {r['trainers']} trainers -> {r['rollouts']} "
+            f"rollouts, {r['bytes'] / 1e12:.2f} TB",
+            f"  planned in {r['seconds_plan']:.2f} s ({r['cpu_seconds_plan']:.2f} s of CPU), peak "
+            f"{r['peak_bytes'] / 1e9:.2f} GB; "
+            f"{r['copies']:,} copies, {r['copies_stored']:,} stored, "
+            f"{r['serialised_bytes'] / 1e6:.1f} MB as bytes",
+            f"  largest over mean: senders {r['sender_max_over_mean']:.3f}, receivers "
+            f"{r['receiver_max_over_mean']:.3f}, pairs of ranks {r['rank_pair_max_over_mean']:.2f}",
+            f"  at least {r['floor_seconds']:.2f} s, {bound}, with 400 Gb/s a rank",
+        )
+    )
 
 
 MODELS = ("kimi-k2", "deepseek-v3", "qwen3-235b-a22b", "glm-4.5-air")
@@ -292,16 +322,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--experts", choices=("stacked", "named"), action="append")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     models, variants = args.model or MODELS, args.experts or ("stacked", "named")
     if len(models) == len(variants) == 1:
-        print(json.dumps(measure(models[0], variants[0]), indent=2))
+        result = measure(models[0], variants[0])
+        print(json.dumps(result) if args.json else told(result))
         return
     for model in models:
         for variant in variants:
             # A process each: peak memory can't be reset within one.
             command = ["-m", "benchmarks.plan", "--model", model, "--experts", variant]
-            subprocess.run([sys.executable, *command], check=True)
+            subprocess.run([sys.executable, *command, *["--json"] * args.json], check=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from fabric_ray.runtime import directory, engine
 N = 1 << 20
 
 
-@ray.remote
 class Receiver:
     def offer(self) -> tuple[RegionDescriptor, CounterRef]:
         self.tensor, self.region = engine(name="receiver").empty(N, torch.float32)
@@ -28,7 +27,6 @@ class Receiver:
         return float(self.tensor.sum())
 
 
-@ray.remote
 class Sender:
     def push(self, offer: tuple[RegionDescriptor, CounterRef]) -> str:
         descriptor, counter = offer
@@ -40,9 +38,9 @@ class Sender:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, log_to_driver=False)
-    receiver: Any = Receiver.remote()
-    sender: Any = Sender.remote()
+    ray.init(log_to_driver=False)
+    receiver: Any = ray.remote(Receiver).remote()
+    sender: Any = ray.remote(Sender).remote()
     offer = ray.get(receiver.offer.remote())  # descriptors pickle
     transport = ray.get(sender.push.remote(offer))
     assert ray.get(receiver.sum.remote()) == 2.0 * N

@@ -35,7 +35,11 @@ class InvalidArgument(FabricError, ValueError):
 
 
 class OutOfBounds(InvalidArgument):
-    """Bytes outside a region; nothing was sent. ``offset``, ``nbytes``, ``limit``."""
+    """Bytes outside a region; nothing was sent. ``limit`` is the region's bytes."""
+
+    offset: int
+    nbytes: int
+    limit: int
 
 
 class Stale(FabricError):
@@ -43,28 +47,43 @@ class Stale(FabricError):
 
 
 class Refused(FabricError):
-    """The peer said no. ``peer``."""
+    """The peer said no."""
+
+    peer: str
 
 
 class PeerError(FabricError):
-    """Something about a peer. ``peer``."""
+    """Something about a peer."""
+
+    peer: str
 
 
 class PeerLost(PeerError, ConnectionError):
-    """A peer died or can't be reached any more. ``peer``, ``transport``."""
+    """A peer died or can't be reached any more."""
+
+    transport: str
 
 
 class Unreachable(PeerError, ConnectionError):
-    """No allowed transport leads to the peer; the message says why for each. ``peer``."""
+    """No allowed transport leads to the peer; the message says why for each."""
 
 
 class HandshakeError(PeerError):
-    """A peer that speaks another version or knows another token. ``peer``."""
+    """A peer that speaks another version or knows another token."""
 
 
 class TransferTimeout(FabricError, TimeoutError):
-    """A transfer or expectation that missed its deadline. ``peer``, ``after`` (seconds),
-    ``quiesced`` (whether no byte of it can land any more)."""
+    """A transfer or expectation that missed its deadline, ``after`` seconds. ``quiesced`` says
+    whether no byte of it can land any more.
+
+    ``peer`` is the peer of a transfer, or the ids of the writers that an expectation named, empty
+    if it named none; ``missing`` counts the writes that the expectation lacks.
+    """
+
+    peer: str
+    missing: int
+    after: float
+    quiesced: bool
 
 
 class NotQuiesced(FabricError):
@@ -88,7 +107,9 @@ class TransportUnavailable(FabricError):
 
 
 class ResourceError(FabricError, OSError):
-    """The system refused something; the message says which limit to raise. ``call``."""
+    """The system refused something; the message says which limit to raise."""
+
+    call: str
 
 
 class DecodeError(FabricError, ValueError):
@@ -96,7 +117,10 @@ class DecodeError(FabricError, ValueError):
 
 
 class WeightSyncError(FabricError):
-    """A weight update that didn't happen. ``version``, ``failed`` (receiver name to cause)."""
+    """A weight update that didn't happen. ``failed`` maps receivers to causes."""
+
+    version: int
+    failed: dict[str, str]
 
 
 __all__ = [

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.contenders import perf
 from benchmarks.harness.cases import MIB, Case
-from benchmarks.harness.contender import Contender, ContenderError, Effort, Family, Measurement
+from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
 from benchmarks.harness.pair import PairContender
 
 _BATCH = 64
@@ -52,11 +52,10 @@ class FabricRust:
         if case.operation == "latency":
             how = {"spin": "polls its counter", "callback": "has a callback", "wait": "waits"}
             return f"the receiver {how[_NOTICES[case.waiter or 'parked']]}"
-        copying = "the writing thread copies" if self.threads == 1 else "two threads copy"
-        how = {"shm": "shared memory", "tcp": "two streams"}[case.link]
-        if case.memory == "ordinary":
-            how = "process_vm_writev"
-        return f"{how}, {copying if case.link == 'shm' else 'the worker sends'}"
+        if case.link == "tcp":
+            return "two streams"
+        way = "process_vm_writev" if case.memory == "ordinary" else "mapped memory"
+        return f"{way}, {self.threads} copying thread{'s'[: self.threads - 1]}"
 
     def start(self, case: Case) -> None:
         arguments = ["engine", "serve", "--transport", case.link]
@@ -149,12 +148,3 @@ class FabricPython(PairContender):
         if case.operation == "latency":
             return "Python at both ends"
         return "Python at both ends, one copying thread"
-
-
-CONTENDERS: list[Contender] = [
-    FabricRust("fabric-rust"),
-    FabricRust("fabric-rust x2", threads=2),
-    FabricRust("fabric-rust batch", batch=True),
-    FabricPython("fabric-python"),
-    FabricPython("fabric-python batch", batch=True),
-]

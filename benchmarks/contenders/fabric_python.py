@@ -90,6 +90,16 @@ class _End(Role):
 
 
 class Sender(_End):
+    _touched: Region | None = None
+
+    def bind(self, case: Case, description: bytes) -> None:
+        """Write the whole of a new region once, as a long-lived peer will have: what maps lazily
+        is mapped. The target's memory is laid out anew after that."""
+        super().bind(case, description)
+        if self._touched is not self.region:
+            self.engine.write(self.region, self.remote).wait()
+            self._touched = self.region
+
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
         if case.operation == "latency":
             if case.waiter == "poll-python":

@@ -29,7 +29,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Nixl(PairContender):
-    obtain = "pip install 'fabric-ray[bench]'  (or: pip install nixl)"
+    obtain = "pip install 'fabric-ray[bench]'"
     link = "shm"
 
     def available(self) -> str | None:

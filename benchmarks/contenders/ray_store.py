@@ -79,6 +79,8 @@ class RayStore:
         return None
 
     def supports(self, case: Case) -> bool:
+        if case.operation == "push":
+            return True
         return (
             case.operation == "write"
             and case.link == "shm"
@@ -89,7 +91,8 @@ class RayStore:
 
     def describe(self, case: Case) -> str:
         zero_copy = ", zero-copy tensors" if self._flavour == "torch" else ""
-        return f"put, one actor call, get and copy{zero_copy}"
+        pairs = "two actors into two, each: " if case.operation == "push" else ""
+        return f"{pairs}put, one actor call, get and copy{zero_copy}"
 
     def start(self, case: Case) -> None:
         try:
@@ -123,7 +126,7 @@ class RayStore:
 
 
 class Driver(Role):
-    """Starts Ray and the two actors, and passes commands on to them."""
+    """Starts Ray and pairs of actors, and passes commands on to them."""
 
     def open(self) -> bytes:
         self._ray: Any = importlib.import_module("ray")
@@ -136,33 +139,54 @@ class Driver(Role):
             object_store_memory=_STORE_BYTES,
             _temp_dir=self._folder,
         )
-        self._source: Any = self._ray.remote(Source).remote()
-        self._target: Any = self._ray.remote(Target).remote()
+        self._pairs: list[tuple[Any, Any]] = []
         return b""
 
     def connect(self, peer: bytes) -> None:
         """The actors know each other through Ray."""
 
     def prepare(self, case: Case) -> bytes:
-        self._get(
-            self._source.prepare.remote(case.region), self._target.prepare.remote(case.region)
-        )
+        self._use(2 if case.operation == "push" else 1)
+        count = self._share(case).region
+        self._get(*(end.prepare.remote(count) for pair in self._pairs for end in pair))
         return b""
 
     def lay_out(self, *, sender: bool) -> None:
         """`prepare` of the actors did it."""
 
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        call = self._source.run.remote(
-            self._target, msgspec.msgpack.encode(case), operations, samples
-        )
-        return msgspec.msgpack.decode(self._get(call)[0], type=Stamps)
+        encoded = msgspec.msgpack.encode(self._share(case))
+        starts: list[int] = []
+        ends: list[int] = []
+        for _ in range(samples):
+            calls = [
+                source.run.remote(target, encoded, operations) for source, target in self._pairs
+            ]
+            stamps = self._get(*calls)
+            starts.append(min(start for start, _ in stamps))
+            ends.append(max(end for _, end in stamps))
+        return Stamps(starts=starts, ends=ends)
 
     def check(self, case: Case, operations: int) -> str | None:
-        fault: str | None = self._get(
-            self._target.check.remote(msgspec.msgpack.encode(case), operations)
-        )[0]
-        return fault
+        encoded = msgspec.msgpack.encode(self._share(case))
+        faults = self._get(*(target.check.remote(encoded, operations) for _, target in self._pairs))
+        return next((fault for fault in faults if fault), None)
+
+    def _use(self, pairs: int) -> None:
+        """Have that many pairs of actors; those of before, if as many, keep their memory."""
+        if len(self._pairs) == pairs:
+            return
+        for end in (end for pair in self._pairs for end in pair):
+            self._ray.kill(end)
+        make = self._ray.remote
+        self._pairs = [(make(Source).remote(), make(Target).remote()) for _ in range(pairs)]
+
+    def _share(self, case: Case) -> Case:
+        """What each pair moves."""
+        if case.operation != "push":
+            return case
+        each = case.bytes // len(self._pairs)
+        return msgspec.structs.replace(case, operation="write", bytes=each, region=each)
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -185,24 +209,20 @@ class Source:
             data.fill(self.memory)
         self.moved = 0
 
-    def run(self, target: Any, encoded: bytes, operations: int, samples: int) -> bytes:
+    def run(self, target: Any, encoded: bytes, operations: int) -> tuple[int, int]:
+        """Start and end of `operations` operations, monotonic nanoseconds."""
         ray: Any = importlib.import_module("ray")
         case = msgspec.msgpack.decode(encoded, type=Case)
         whole: Any = self.memory
         if case.label == "torch":
             whole = importlib.import_module("torch").from_numpy(self.memory)
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(samples):
-            starts.append(time.monotonic_ns())
-            end = 0
-            for _ in range(operations):
-                at = int(data.step(case, self.moved).sources[0]) * case.bytes
-                self.moved += 1
-                reference = ray.put(whole[at : at + case.bytes])
-                end = ray.get(target.take.remote([reference], at))
-            ends.append(end)
-        return msgspec.msgpack.encode(Stamps(starts=starts, ends=ends))
+        end = start = time.monotonic_ns()
+        for _ in range(operations):
+            at = int(data.step(case, self.moved).sources[0]) * case.bytes
+            self.moved += 1
+            reference = ray.put(whole[at : at + case.bytes])
+            end = ray.get(target.take.remote([reference], at))
+        return start, end
 
 
 class Target:

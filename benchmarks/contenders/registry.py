@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterable
 
+from benchmarks.contenders.fabric import FabricPython, FabricRust
+from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
 from benchmarks.contenders.libfabric import FabTests, PingPong
@@ -27,7 +27,7 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
     Raises:
         ValueError: when a name is not one of ours.
     """
-    every = [*_ours(), Floor(1), Floor(2), *_peers()]
+    every = [*_ours(), Floor(1), Floor(2), PushFloor(), *_peers()]
     wanted = set(names)
     unknown = wanted - {contender.name for contender in every}
     if unknown:
@@ -47,11 +47,14 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
 
 
 def _ours() -> list[Contender]:
-    """`benchmarks.contenders.fabric` defines `CONTENDERS`, a list of contenders of family ours."""
-    if importlib.util.find_spec("benchmarks.contenders.fabric") is None:
-        return []
-    ours: list[Contender] = importlib.import_module("benchmarks.contenders.fabric").CONTENDERS
-    return ours
+    return [
+        FabricRust("fabric-rust"),
+        FabricRust("fabric-rust x2", threads=2),
+        FabricRust("fabric-rust batch", batch=True),
+        FabricPython("fabric-python"),
+        FabricPython("fabric-python batch", batch=True),
+        WeightPush(),
+    ]
 
 
 def _peers() -> list[Contender]:

@@ -7,8 +7,8 @@ sender's completion of the one before; a `rate` case may keep as many in flight 
 divided by their number. Both ends of a pair share one host and so one monotonic clock.
 
 `latency` is half a round trip for waiters that spin or poll, and one way by both ends' stamps for
-callbacks, asyncio and parked receivers (parked: nothing was sent for at least 500 us; asyncio:
-other small writes keep arriving).
+callbacks, asyncio and parked receivers (parked: nothing was sent for at least 500 us; otherwise
+the receiver answers each write and the next one follows at once).
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
 
 def _calibrate(contender: Contender, case: Case, plan: Plan) -> Effort:
     """An effort that fills one turn, found by two untimed runs that also warm up."""
+    if case.operation == "push":
+        return Effort(operations=1, samples=1)  # fills any turn, and was warmed up by `verify`
     small = _turn(contender, case, Effort(operations=1, samples=1)).seconds
     first, _ = stats.operations_and_samples(small[0], case.operations, plan.turn_seconds)
     warm = _turn(contender, case, Effort(operations=first, samples=2)).seconds
@@ -145,7 +147,7 @@ def _figure(entry: _Entry, case: Case) -> Figure:
 
 def _with_ratios(figures: list[Figure]) -> list[Figure]:
     floors = {figure.threads: figure for figure in figures if figure.family == "floor"}
-    ours = next((f for f in figures if f.family == "ours" and f.threads == 1), None)
+    ours = next((f for f in figures if f.family == "ours"), None)
 
     def ratio(over: Figure | None, under: Figure | None) -> float | None:
         # Turns are seconds, so the slower one divided by the faster one is a ratio of speeds.

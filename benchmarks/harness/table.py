@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.harness.cases import Unit
@@ -27,8 +28,15 @@ def ratio(value: float | None) -> str:
 
 
 def ours(row: Row) -> Figure | None:
-    """Our figure with one thread."""
-    return next((f for f in row.figures if f.family == "ours" and f.threads == 1), None)
+    """Our first figure, which others are held against."""
+    return next((f for f in row.figures if f.family == "ours"), None)
+
+
+def floor(row: Row) -> Figure | None:
+    """The floor with as many threads as our first figure."""
+    mine = ours(row)
+    threads = mine.threads if mine else 1
+    return next((f for f in row.figures if f.family == "floor" and f.threads == threads), None)
 
 
 def best_peer(row: Row) -> Figure | None:
@@ -53,7 +61,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_suite(suite, [row for row in report.rows if row.case.suite == suite]))
     for row in report.rows:
         for failure in row.failures:
-            console.print(f"[red]failed[/] {row.key}  {failure.contender}: {failure.reason}")
+            console.print(
+                f"[red]failed[/] {row.key}  {failure.contender}: {escape(failure.reason)}"
+            )
     for remain in report.left_behind:
         console.print(f"[yellow]left behind and removed[/] {remain}")
 
@@ -61,8 +71,8 @@ def print_report(report: Report, console: Console) -> None:
 def print_absent(absent: Iterable[Absent], console: Console) -> None:
     for missing in absent:
         console.print(
-            f"[yellow]not here[/] {missing.contender}: {missing.reason}; get it with: "
-            f"{missing.obtain}",
+            f"[yellow]not here[/] {missing.contender}: {escape(missing.reason)}; get it with: "
+            f"{escape(missing.obtain)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -75,14 +85,13 @@ def _suite(suite: str, rows: list[Row]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("others, ours over each")
     for row in rows:
-        mine, peer = ours(row), best_peer(row)
-        floor = next((f for f in row.figures if f.family == "floor" and f.threads == 1), None)
-        shown = (mine, floor, peer)
+        mine, peer, plain = ours(row), best_peer(row), floor(row)
+        shown = (mine, plain, peer)
         others = [f for f in ranked(row) if f not in shown]
         table.add_row(
             f"{row.key}  {row.unit}",
             number(mine.median, row.unit) if mine else "",
-            number(floor.median, row.unit) if floor else "",
+            number(plain.median, row.unit) if plain else "",
             ratio((mine or peer).of_floor) if mine or peer else "",  # type: ignore[union-attr]
             f"{peer.contender} {number(peer.median, row.unit)}" if peer else "",
             ratio(peer.ours_over) if peer else "",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from benchmarks.harness.cases import KIB, MIB, REGION, Case, Link, Memory
 
-_PLACES: tuple[tuple[Link, Memory], ...] = (
-    ("shm", "library"),
-    ("shm", "ordinary"),
-    ("tcp", "library"),
+_PLACES: tuple[tuple[Link, Memory, tuple[int, ...]], ...] = (
+    ("shm", "library", (1024, 4096)),
+    ("shm", "ordinary", (1024,)),
+    ("tcp", "library", (1024,)),
 )
 
 
 def cases(quick: bool) -> list[Case]:
     sizes = (KIB, 16 * KIB) if quick else (KIB, 8 * KIB, 16 * KIB, 64 * KIB)
-    counts = (1024,) if quick else (1024, 4096)
     return [
         Case(
             suite="pages",
@@ -24,7 +23,7 @@ def cases(quick: bool) -> list[Case]:
             pages=count,
             region=64 * MIB if quick else REGION,
         )
-        for link, memory in _PLACES
+        for link, memory, counts in _PLACES
         for page in sizes
-        for count in counts
+        for count in (counts[:1] if quick else counts)
     ]

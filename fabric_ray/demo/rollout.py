@@ -51,7 +51,7 @@ class Rollout:
                 wrong.append(name)
                 continue
             nbytes += found.nbytes
-            checksum = zlib.crc32(_bytes(found).numpy(), checksum)
+            checksum = zlib.crc32(_bytes(found).numpy().data, checksum)
         changed, self._seen = checksum != self._seen, checksum
         return Checked(nbytes, (*wrong, *held), changed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -78,7 +79,7 @@ def show(outcome: Outcome, console: Console) -> None:
     if outcome.pushes[0].losses:
         row("loss after training", "", 3, lambda p: p.losses[-1])
     for stage in outcome.pushes[0].report.stages:
-        row(stage, "ms", 1, lambda p, stage=stage: p.report.stages[stage] * 1e3)
+        row(stage, "ms", 1, partial(_stage_ms, stage))
     row("whole push", "ms", 1, lambda p: p.report.seconds * 1e3)
     table.add_section()
     row("rate", "GB/s", 2, lambda p: p.report.gbytes_per_s)
@@ -87,7 +88,7 @@ def show(outcome: Outcome, console: Console) -> None:
     table.add_section()
     for i, link in enumerate(outcome.links[:_LINKS]):
         name = f"{link.trainer} to {link.rollout}, {link.transport}, {link.nbytes / 1e6:.1f} MB"
-        row(name, "GB/s", 2, lambda p, i=i: p.report.links[i].gbytes_per_s)
+        row(name, "GB/s", 2, partial(_link_rate, i))
     table.add_section()
     table.add_row("every byte as in the reference", *map(_verdict, shown), "")
     console.print(table)
@@ -101,6 +102,14 @@ def show(outcome: Outcome, console: Console) -> None:
         f"Floor: plain copies of the same bytes by {threads} in each trainer, after each push."
     )
     console.print(f"Bytes of one version: {c.nbytes:,}. Timeline: {outcome.timeline}")
+
+
+def _stage_ms(stage: str, push: Push) -> float:
+    return push.report.stages[stage] * 1e3
+
+
+def _link_rate(link: int, push: Push) -> float:
+    return push.report.links[link].gbytes_per_s
 
 
 def _verdict(push: Push) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from fabric_ray.demo.floor import PlainCopy
 from fabric_ray.models import ModelConfig, fsdp
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
+from fabric_ray.runtime.process import node_address
 from fabric_ray.weights import WeightSource
 
 BATCH, HALF = 2, 8
@@ -48,12 +49,12 @@ class Trainer:
         )
         self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
         self._seed = seed
-        self._store = None
+        self._store: Any = None
         self._floor: PlainCopy | None = None
 
     def serve(self) -> tuple[str, int]:
         """Opens the store where trainers find each other; rank 0 only."""
-        address = ray.util.get_node_ip_address()
+        address = node_address()
         self._store = fsdp.serve_store(address, world=self.world)
         return address, self._store.port
 
@@ -100,7 +101,7 @@ class Trainer:
             seconds.append(self._floor.run(nbytes))
         slowest = torch.tensor(seconds)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return statistics.median(slowest.tolist())
+        return float(statistics.median(slowest.tolist()))
 
     def close(self) -> None:
         self.source.close()

@@ -179,9 +179,10 @@ def _cluster(options: Options) -> Iterator[None]:
         yield
         return
     address = options.address or os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    local = {"include_dashboard": False, "object_store_memory": 128 << 20}
-    ray.init(address=address or "local", **quiet, **({} if address else local))
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if not address:
+        settings |= {"include_dashboard": False, "object_store_memory": 128 << 20}
+    ray.init(address=address or "local", **settings)
     try:
         yield
     finally:

@@ -39,14 +39,14 @@ def memory_of(obj: Any) -> tuple[int, int, Any]:
 
 
 def _as_array(obj: Any) -> np.ndarray[Any, Any]:
-    if hasattr(obj, "__dlpack__"):
-        return np.from_dlpack(obj)
     try:
+        if hasattr(obj, "__dlpack__"):
+            return np.from_dlpack(obj)
         return np.frombuffer(obj, dtype=np.uint8)
-    except (TypeError, ValueError) as cause:
+    except (BufferError, RuntimeError, TypeError, ValueError) as cause:
         raise InvalidArgument(
-            f"{type(obj).__name__} has no memory to register: give a tensor, an array, or an "
-            "object with DLPack or the buffer protocol"
+            f"{type(obj).__name__} has no memory that can be registered ({cause}): give a tensor, "
+            "an array, or an object with DLPack or the buffer protocol, in host memory"
         ) from cause
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -45,35 +47,45 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def strides(self) -> tuple[int, ...] | None:
         """The local strides, or ``None`` where they are row-major without gaps."""
-        dense, step = [], self.dtype.itemsize
-        for size in reversed(self.local_shape):
-            dense.append(step)
-            step *= size
-        given = zip(self.local_shape, self.local_strides, reversed(dense), strict=True)
-        if 0 in self.local_shape or all(n == 1 or a == b for n, a, b in given):
-            return None
-        return self.local_strides
+        dense = _is_dense(self.local_shape, self.local_strides, self.dtype.itemsize)
+        return None if dense else self.local_strides
 
     def expected_local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape that the placements give ``rank``, which must be in the mesh."""
-        local = list(self.shape)
         position = self.mesh_ranks.index(rank)
-        coords = []
-        for size in reversed(self.mesh_shape):
-            coords.append(position % size)
-            position //= size
-        for coord, ways, placement in zip(
-            reversed(coords), self.mesh_shape, self.placements, strict=True
-        ):
-            if isinstance(placement, Shard):
-                local[placement.dim] = _chunk(local[placement.dim], ways, coord)
-            elif isinstance(placement, StridedShard):
-                size, factor = local[placement.dim], placement.split_factor
-                local[placement.dim] = sum(
-                    _chunk(_chunk(size, factor, block), ways, coord)
-                    for block in range(min(size, factor))
-                )
-        return tuple(local)
+        return _local_shape(self.shape, self.mesh_shape, self.placements, position)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    step = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != step:
+            return 0 in shape
+        step *= size
+    return True
+
+
+def _local_shape(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    position: int,
+) -> tuple[int, ...]:
+    local = list(shape)
+    coords = []
+    for size in reversed(mesh_shape):
+        coords.append(position % size)
+        position //= size
+    for coord, ways, placement in zip(reversed(coords), mesh_shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = _chunk(local[placement.dim], ways, coord)
+        elif isinstance(placement, StridedShard):
+            size, factor = local[placement.dim], placement.split_factor
+            local[placement.dim] = sum(
+                _chunk(_chunk(size, factor, block), ways, coord)
+                for block in range(min(size, factor))
+            )
+    return tuple(local)
 
 
 def _chunk(size: int, ways: int, index: int) -> int:
@@ -142,24 +154,50 @@ def _containers(name: str, reports: dict[int, ParamMeta]) -> Iterable[Container]
 
 def _check(name: str, first: tuple[int, ParamMeta], other: tuple[int, ParamMeta]) -> None:
     rank, meta = other
-    if rank not in meta.mesh_ranks:
-        raise _contradiction(name, [rank], "mesh_ranks", "it isn't in the mesh it reports")
     for field in ("shape", "dtype", "mesh_shape", "placements"):
         ours, theirs = getattr(first[1], field), getattr(meta, field)
         if ours != theirs:
             raise _contradiction(name, [first[0], rank], field, f"{ours} and {theirs}")
-    if len(meta.placements) != len(meta.mesh_shape):
-        raise _contradiction(name, [rank], "placements", "it needs one per mesh dimension")
-    sharded = [p.dim for p in meta.placements if isinstance(p, (Shard, StridedShard))]
-    if any(not 0 <= dim < len(meta.shape) for dim in sharded):
-        raise _contradiction(name, [rank], "placements", f"the tensor has no dimension {sharded}")
-    expected = meta.expected_local_shape(rank)
-    if expected != meta.local_shape:
-        raise _contradiction(
-            name, [rank], "local_shape", f"{meta.local_shape}, but its placements give {expected}"
-        )
-    if len(meta.local_strides) != len(meta.local_shape):
-        raise _contradiction(name, [rank], "local_strides", "it needs one per dimension")
+    problem = _problem(
+        rank,
+        meta.shape,
+        meta.mesh_ranks,
+        meta.mesh_shape,
+        meta.placements,
+        meta.local_shape,
+        meta.local_strides,
+    )
+    if problem is not None:
+        raise _contradiction(name, [rank], *problem)
+
+
+# The parameters of a model are many, the ways in which a rank holds them few.
+@lru_cache(maxsize=1 << 16)
+def _problem(
+    rank: int,
+    shape: tuple[int, ...],
+    mesh_ranks: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    local_shape: tuple[int, ...],
+    local_strides: tuple[int, ...],
+) -> tuple[str, str] | None:
+    """The field in which a report contradicts itself, and how."""
+    if rank not in mesh_ranks:
+        return "mesh_ranks", "it isn't in the mesh it reports"
+    if math.prod(mesh_shape) != len(mesh_ranks):
+        return "mesh_shape", f"{mesh_shape} isn't the shape of {len(mesh_ranks)} ranks"
+    if len(placements) != len(mesh_shape):
+        return "placements", "it needs one per mesh dimension"
+    sharded = [p.dim for p in placements if isinstance(p, (Shard, StridedShard))]
+    if any(not 0 <= dim < len(shape) for dim in sharded):
+        return "placements", f"the tensor has no dimension {sharded}"
+    expected = _local_shape(shape, mesh_shape, placements, mesh_ranks.index(rank))
+    if expected != local_shape:
+        return "local_shape", f"{local_shape}, but its placements give {expected}"
+    if len(local_strides) != len(local_shape):
+        return "local_strides", "it needs one per dimension"
+    return None
 
 
 def _contradiction(name: str, ranks: list[int], field: str, problem: str) -> InconsistentReports:

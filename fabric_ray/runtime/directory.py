@@ -141,10 +141,15 @@ def directory() -> Directory:
     """The directory of this Ray cluster, started with its first use."""
     if not ray.is_initialized():
         raise InvalidArgument("call ray.init() first: the directory is a Ray actor")
-    remote = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1)(DirectoryState)
+    remote: Any = ray.remote(DirectoryState)
     # Detached, so that it outlives whichever actor or driver happened to ask first.
     actor = remote.options(
-        name="directory", namespace=NAMESPACE, get_if_exists=True, lifetime="detached"
+        num_cpus=0,
+        max_restarts=-1,
+        name="directory",
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
     ).remote()
     return Directory(actor)
 
@@ -155,7 +160,7 @@ def cluster_token() -> bytes:
     from ray.experimental import internal_kv
 
     key = b"fabric_ray:token"
-    if not internal_kv._internal_kv_initialized():
+    if not internal_kv._internal_kv_initialized():  # type: ignore[no-untyped-call]
         raise InvalidArgument("call ray.init() first: the token is the cluster's")
     internal_kv._internal_kv_put(key, secrets.token_bytes(32), overwrite=False)
     token = internal_kv._internal_kv_get(key)

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import ray
+from ray.util import get_node_ip_address
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
@@ -47,7 +48,7 @@ class _Resident:
                 if not directory().renew(str(self.name), self.engine.id):
                     # The directory was restarted, or somebody took the name: say where we are.
                     self._publish()
-            except Exception as error:  # noqa: BLE001 - the cluster may be going down
+            except Exception as error:
                 logger.warning("the lease of engine %s was not renewed: %s", self.name, error)
 
     def close(self) -> None:
@@ -83,13 +84,19 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
 
 def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
     if not ray.is_initialized():
-        return _Resident(TransferEngine(**({"name": name} if name else {}), **overrides), None)
+        named: dict[str, Any] = {"name": name} if name else {}
+        return _Resident(TransferEngine(**named, **overrides), None)
     context = ray.get_runtime_context()
     found_by = name or context.get_actor_id() or f"driver-{os.getpid()}"
     if "token" not in overrides and not os.environ.get("FABRIC_RAY_TOKEN"):
         overrides["token"] = cluster_token()
-    overrides.setdefault("bind", (ray.util.get_node_ip_address(),))
+    overrides.setdefault("bind", (node_address(),))
     return _Resident(TransferEngine(name=found_by, **overrides), found_by)
+
+
+def node_address() -> str:
+    """The address by which other hosts of the cluster reach this one."""
+    return str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def shutdown() -> None:

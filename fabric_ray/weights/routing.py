@@ -14,17 +14,17 @@ class Run(NamedTuple):
     """Equally long pieces in a row: page ``i`` lies at ``offset + i * stride`` on either side."""
 
     nbytes: int
-    count: int
+    pages: int
     src_offset: int
     src_stride: int
     dst_offset: int
     dst_stride: int
 
     def src_pages(self) -> Pages:
-        return Pages._range(0, self.count, self.src_stride, self.src_offset)
+        return Pages._range(0, self.pages, self.src_stride, self.src_offset)
 
     def dst_pages(self, base: int = 0) -> Pages:
-        return Pages._range(0, self.count, self.dst_stride, base + self.dst_offset)
+        return Pages._range(0, self.pages, self.dst_stride, base + self.dst_offset)
 
 
 def runs(copy: Copy) -> Iterator[Run]:
@@ -65,7 +65,7 @@ def outgoing(
     for copy in copies:
         region, base = sources[copy.src_container], offsets[copy.dst_container]
         for run in runs(copy):
-            if run.count == 1:
+            if run.pages == 1:
                 batch.write(
                     region,
                     target,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
 from fabric_ray.engine import TransferEngine
@@ -45,23 +45,36 @@ class WeightSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
-        named = getattr(tensors, "named_parameters", None)
-        self._tensors: dict[str, Any] = dict(named() if named else tensors)  # type: ignore[arg-type]
+        self._named: Callable[[], Mapping[str, Any]]
+        if isinstance(tensors, Mapping):
+            self._named = lambda: tensors
+        else:
+            self._named = lambda: dict(tensors.named_parameters())
+        self._tensors: dict[str, Any] = dict(self._named())
         if not self._tensors:
             raise InvalidArgument("a weight source needs at least one parameter")
+        for param, tensor in self._tensors.items():
+            if tensor.device.type != "cpu":
+                raise InvalidArgument(
+                    f"parameter `{param}` is on {tensor.device}, and this build has no GPU "
+                    "transport; push from a copy on the host"
+                )
         self.rank = rank
         self.name = name
         self._engine = engine or process_engine()
+        self._layouts: dict[str, _Layout] = {}
         self._regions: dict[str, tuple[int, Region]] = {}
         self._share: SourceShare | None = None
         self._copies: dict[int, list[Copy]] = {}
         self._routes: dict[bytes, tuple[Batch, Digest]] = {}
         SOURCES.add(name, self)
 
-    def meta(self) -> tuple[list[ParamMeta], bytes]:
-        """What the controller gathers: this rank's shards, and where its engine is."""
-        metas = [param_meta(name, tensor, rank=self.rank) for name, tensor in self._tensors.items()]
-        return metas, self._engine.address.to_bytes()
+    def meta(self) -> tuple[int, list[ParamMeta], bytes]:
+        """What the controller gathers: rank, shards, and where the engine is."""
+        self._refresh()
+        self._layouts = {param: _layout(tensor) for param, tensor in self._tensors.items()}
+        metas = [param_meta(n, tensor, rank=self.rank) for n, tensor in self._tensors.items()]
+        return self.rank, metas, self._engine.address.to_bytes()
 
     def accept(self, share: SourceShare) -> None:
         """Takes this rank's part of the routing table, and connects to its rollouts."""
@@ -86,6 +99,7 @@ class WeightSource:
         who = f"trainer {self.rank}"
         spans, links, failed, digests = [], [], dict[int, str](), dict[int, int]()
         start = time.time()
+        self._follow()
         pending: list[tuple[Arm, Transfer, float]] = []
         routes = [(arm, self._route(arm)) for arm in self._in_turn(arms)]
         spans.append(Span(who, "prepare", start, time.time()))
@@ -131,9 +145,6 @@ class WeightSource:
         """The requests for one rollout; put together once for each place it is written to."""
         if self._share is None:
             raise InvalidArgument("the source has no routes yet; call WeightSync.connect() first")
-        if self._moved():
-            # An optimizer or a checkpoint has given parameters new memory.
-            self._routes.clear()
         route = self._routes.get(arm.region)
         if route is None:
             target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
@@ -144,22 +155,74 @@ class WeightSource:
             self._routes[arm.region] = route
         return route
 
-    def _region(self, name: str) -> Region:
-        tensor = _local(self._tensors[name])
-        addr = tensor.data_ptr()
-        known = self._regions.get(name)
-        if known is None or known[0] != addr:
-            known = (addr, self._engine.register(tensor))
-            self._regions[name] = known
+    def _region(self, param: str) -> Region:
+        known = self._regions.get(param)
+        if known is None:
+            flat = _memory(self._tensors[param])
+            known = (flat.data_ptr(), self._engine.register(flat))
+            self._regions[param] = known
         return known[1]
 
-    def _moved(self) -> bool:
-        return any(
-            _local(self._tensors[name]).data_ptr() != addr
-            for name, (addr, _) in self._regions.items()
-        )
+    def _refresh(self) -> None:
+        """Looks the parameters up again: a module's may have been replaced."""
+        for param, tensor in self._named().items():
+            held = self._tensors.get(param)
+            # While FSDP has gathered a parameter, the module shows the whole one for a moment; the
+            # shards remain what is trained.
+            if tensor is not held and hasattr(tensor, "_local_tensor") >= hasattr(
+                held, "_local_tensor"
+            ):
+                self._tensors[param] = tensor
+
+    def _follow(self) -> None:
+        """Finds parameters that an optimizer or a checkpoint has given new memory.
+
+        Raises:
+            InvalidArgument: one has another shape, dtype or placement than was planned for.
+        """
+        self._refresh()
+        for param, tensor in self._tensors.items():
+            now, planned = _layout(tensor), self._layouts.get(param)
+            if now != planned:
+                raise InvalidArgument(
+                    f"parameter `{param}` was {planned} when the route was planned and is {now} "
+                    "now; call WeightSync.connect() again"
+                )
+        for param, (at, _) in list(self._regions.items()):
+            if _local(self._tensors[param]).data_ptr() != at:
+                self._regions.pop(param)
+                self._routes.clear()
+
+
+class _Layout(NamedTuple):
+    """What a plan depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    placements: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.placements}".rstrip()
+
+
+def _layout(tensor: Any) -> _Layout:
+    local = _local(tensor)
+    placements = str(getattr(tensor, "placements", ""))
+    return _Layout(tuple(local.shape), tuple(local.stride()), str(local.dtype), placements)
 
 
 def _local(tensor: Any) -> Any:
     """This rank's shard; not by ``to_local()``, which autograd records."""
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _memory(tensor: Any) -> Any:
+    """The bytes from a shard's first element to its last, whatever its strides."""
+    import torch
+
+    local = _local(tensor)
+    steps = zip(local.shape, local.stride(), strict=True)
+    span = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
+    start = local.storage_offset() * local.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(local.untyped_storage(), start, (span,), (1,))

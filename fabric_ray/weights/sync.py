@@ -81,8 +81,10 @@ class WeightSync:
         metas = self._all("trainer", self._trainers, _source_meta, "gather metadata")
         targets = self._all("rollout", self._rollouts, _target_meta, "gather metadata")
         clock.lap("gather")
-        source = side_from_param_meta({rank: m for rank, (m, _) in enumerate(metas)})
-        sides = [side for side, _ in targets]
+        _in_order("trainer", [rank for rank, _, _ in metas])
+        _in_order("rollout", [rank for rank, _, _ in targets])
+        source = side_from_param_meta({rank: reports for rank, reports, _ in metas})
+        sides = [side for _, side, _ in targets]
         for rank, side in enumerate(sides):
             if side != sides[0]:
                 raise InvalidArgument(
@@ -92,7 +94,7 @@ class WeightSync:
         self._plan = plan(source, sides[0], extra=self._extra)
         clock.lap("plan")
         encoded = self._plan.to_bytes()
-        writers = self._writers([address for _, address in metas])
+        writers = self._writers([address for _, _, address in metas])
         count = len(self._plan.containers("target"))
         shares = [
             TargetShare(
@@ -145,6 +147,7 @@ class WeightSync:
         if version <= self.version:
             raise InvalidArgument(f"version {version} is not after {self.version}")
         clock, spans = _Clock(), list[Span]()
+        self._rearm(version)
         sent = self._write(version)
         clock.lap("write")
         try:
@@ -154,10 +157,10 @@ class WeightSync:
         except WeightSyncError as error:
             raise self._give_up(version, error) from None
         clock.lap("confirm")
-        args = [(version,)] * len(self._rollouts)
+        these = [(version,)] * len(self._rollouts)
         # From here the version is decided: who fails now is named, the others run it.
-        arms, failed = self._some("rollout", self._rollouts, _target_commit, args)
-        self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        arms, failed = self._some("rollout", self._rollouts, _target_commit, these)
+        self._keep(arms)
         self.version = version
         clock.lap("commit")
         if failed:
@@ -189,6 +192,26 @@ class WeightSync:
             out[link.dst].append(addresses[link.src])
         return out
 
+    def _keep(self, arms: list[Arm | None]) -> None:
+        """Where to write next; unknown for those who didn't say."""
+        self._arms = {rank: arm for rank, arm in enumerate(arms) if arm is not None}
+
+    def _rearm(self, version: int) -> None:
+        """Asks those again who didn't say where to write when they last could."""
+        silent = [rank for rank in range(len(self._rollouts)) if rank not in self._arms]
+        if not silent:
+            return
+        actors = [self._rollouts[rank] for rank in silent]
+        arms, failed = self._some("rollout", actors, _target_abort, ranks=silent)
+        self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        if failed:
+            raise WeightSyncError(
+                f"version {version} was not pushed, since {_names(failed)} can't take it: "
+                f"{_causes(failed)}. Replace what has died, in a new WeightSync",
+                version=version,
+                failed=failed,
+            )
+
     def _write(self, version: int) -> list[Sent]:
         try:
             if not all(arm.staged for arm in self._arms.values()):
@@ -207,7 +230,9 @@ class WeightSync:
                 failed[f"rollout {rollout}"] = f"from trainer {trainer}: {cause}"
         if failed:
             raise WeightSyncError(
-                f"version {version} did not reach {_names(failed)}", version=version, failed=failed
+                f"version {version} did not reach {_names(failed)}: {_causes(failed)}",
+                version=version,
+                failed=failed,
             )
         digests: dict[int, int] = {}
         for s in sent:
@@ -218,7 +243,7 @@ class WeightSync:
     def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
         arms, failed = self._some("rollout", self._rollouts, _target_abort)
-        self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        self._keep(arms)
         causes = {**error.fields.get("failed", {}), **failed}
         text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
         return WeightSyncError(text + str(error), version=version, failed=causes)
@@ -234,9 +259,10 @@ class WeightSync:
         """What ``function`` returns in each actor; raises if one fails, naming it."""
         results, failed = self._some(role, actors, function, args)
         if failed:
-            causes = "; ".join(f"{who}: {cause}" for who, cause in failed.items())
             raise WeightSyncError(
-                f"{_names(failed)} did not {what}: {causes}", version=self.version, failed=failed
+                f"{_names(failed)} did not {what}: {_causes(failed)}",
+                version=self.version,
+                failed=failed,
             )
         return results
 
@@ -246,6 +272,8 @@ class WeightSync:
         actors: list[Any],
         function: Callable[..., Any],
         args: Sequence[Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
     ) -> tuple[list[Any], dict[str, str]]:
         """Results in order (``None`` for failures), and who failed why."""
         refs = []
@@ -261,7 +289,7 @@ class WeightSync:
                 results.append(ray.get(ref, timeout=left))
             except (RayActorError, RayTaskError, GetTimeoutError, FabricError) as error:
                 results.append(None)
-                failed[f"{role} {i}"] = _cause(error)
+                failed[f"{role} {i if ranks is None else ranks[i]}"] = _cause(error)
         return results, failed
 
 
@@ -283,6 +311,17 @@ class _Clock:
         return self._last - self._start
 
 
+def _in_order(role: str, ranks: list[int]) -> None:
+    if ranks != list(range(len(ranks))):
+        raise InvalidArgument(
+            f"the {role}s passed to WeightSync hold ranks {ranks}; pass them in the order of ranks"
+        )
+
+
+def _causes(failed: dict[str, str]) -> str:
+    return "; ".join(f"{who}: {cause}" for who, cause in failed.items())
+
+
 def _names(failed: dict[str, str]) -> str:
     return " and ".join(failed)
 
@@ -299,7 +338,7 @@ def _cause(error: BaseException) -> str:
 # Run inside the actors, by `__ray_call__`: plain functions, so that actors need no base class.
 
 
-def _source_meta(_: Any, name: str) -> tuple[list[ParamMeta], bytes]:
+def _source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
     return SOURCES.get(name).meta()
 
 
@@ -315,7 +354,7 @@ def _source_push(
 
 def _target_meta(_: Any, name: str) -> Any:
     target = TARGETS.get(name)
-    return target.side, target.address()
+    return target.rank, target.side, target.address()
 
 
 def _target_accept(_: Any, name: str, share: TargetShare) -> Arm:

@@ -91,6 +91,7 @@ class WeightTarget:
         self._engine = engine or process_engine()
         self._staged = staged
         self._share: TargetShare | None = None
+        self._layout: tuple[LocalContainer, ...] = ()
         self._slabs: list[_Slab] = []
         self._views: list[dict[str, torch.Tensor]] = []
         self._live = 0

@@ -17,9 +17,15 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 
 def run(*command: str) -> str:
-    env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    # A cluster of its own, whatever else runs on this machine.
+    ray = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | ray,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

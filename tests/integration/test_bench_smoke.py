@@ -10,24 +10,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from benchmarks.contenders.fabric import FabricPython, FabricRust
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.perf import find_program
-from benchmarks.harness.cases import KIB, MIB, Case
-from benchmarks.harness.contender import Contender
+from benchmarks.harness.cases import KIB, MIB, Case, Link, Memory
+from benchmarks.harness.contender import Contender, ContenderError, Effort
 from benchmarks.harness.results import Report, load
 from benchmarks.harness.schedule import Plan, run_cases
 from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner
 
 pytest.importorskip("torch", reason="gloo comes with torch: pip install 'fabric-ray[ray]'")
 
+DEAD = psutil.STATUS_ZOMBIE
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(suite="write", operation="write", link="tcp", bytes=64 * KIB, region=MIB)
 PLAN = Plan(turns=2, turn_seconds=0.01)
+OURS = ("fabric-rust", "fabric-rust batch", "fabric-python", "fabric-python batch")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,7 +49,7 @@ def program() -> str:
 
 def command(out: Path, *only: str) -> list[str]:
     patterns = [word for pattern in only for word in ("--only", pattern)]
-    contenders = ["--contender", "floor", "--contender", "gloo"]
+    contenders = [word for name in (*OURS, "floor", "gloo") for word in ("--contender", name)]
     options = ["--quick", "--repeat", "2", "--out", str(out)]
     return [sys.executable, "-m", "benchmarks", "run", *options, *contenders, *patterns]
 
@@ -68,7 +73,7 @@ def environment(mark: str) -> dict[str, str]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     out = tmp_path_factory.mktemp("bench")
     mark = str(out)
-    only = ("write/*/cold/*", "latency/*/poll-python", "rate/tcp/python")
+    only = ("write/*/cold/1MiB", "pages/shm/1024x1KiB", "latency/*/p*", "rate/*/native")
     done = subprocess.run(
         command(out, *only),
         cwd=ROOT,
@@ -89,8 +94,8 @@ def test_every_case_has_its_floor_and_the_contenders_that_support_it(
     result: tuple[Report, str],
 ) -> None:
     report, _ = result
-    assert len(report.rows) == 7
-    assert [row.failures for row in report.rows] == [[]] * 7
+    assert len(report.rows) == 9
+    assert [row.failures for row in report.rows] == [[]] * 9
     for row in report.rows:
         floor = row.figure("floor")
         assert floor is not None
@@ -98,6 +103,28 @@ def test_every_case_has_its_floor_and_the_contenders_that_support_it(
         assert floor.low <= floor.median <= floor.high
         assert min(floor.turns) > 0
     assert report.left_behind == []
+
+
+def test_ours_is_in_every_case_with_its_bytes_checked_and_both_ratios(
+    result: tuple[Report, str],
+) -> None:
+    report, _ = result
+    for row in report.rows:
+        ours = [figure for figure in row.figures if figure.family == "ours"]
+        assert {figure.contender for figure in ours} == set(OURS) & supporters(row.case)
+        for figure in ours:
+            assert figure.verified or row.case.operation in ("latency", "rate")
+            assert figure.median > 0
+            assert figure.of_floor is not None
+        for peer in (figure for figure in row.figures if figure.family == "peer"):
+            assert peer.ours_over is not None
+
+
+def supporters(case: Case) -> set[str]:
+    if case.operation == "rate":
+        one = "fabric-rust" if case.language == "native" else "fabric-python"
+        return {one, f"{one} batch"}
+    return {"fabric-python"} if case.waiter == "poll-python" else {"fabric-rust", "fabric-python"}
 
 
 def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str]) -> None:
@@ -167,6 +194,47 @@ def test_a_stopped_contender_leaves_neither_processes_nor_descriptors() -> None:
         contender.stop()
     assert psutil.Process().children() == []
     assert psutil.Process().num_fds() == before
+
+
+def test_our_receiving_process_ends_with_its_writer_even_while_it_spins() -> None:
+    case = msgspec.convert(
+        {"suite": "latency", "operation": "latency", "link": "shm", "bytes": 8, "region": MIB}
+        | {"temperature": "hot", "waiter": "spin-native"},
+        Case,
+    )
+    ours = FabricRust("fabric-rust")
+    ours.start(case)
+    try:
+        ours.verify(case)
+        children = psutil.Process().children(recursive=True)
+        [receiver] = [one for one in children if "target" in one.cmdline()]
+        [writer] = [one for one in children if "serve" in one.cmdline()]
+        with ThreadPoolExecutor(1) as pool:
+            turn = pool.submit(ours.measure, case, Effort(operations=1_000_000, samples=100))
+            time.sleep(0.2)
+            writer.kill()
+            with pytest.raises(ContenderError, match="gone"):
+                turn.result(timeout=20)
+        wait_until(lambda: not receiver.is_running() or receiver.status() == DEAD, 5)
+    finally:
+        ours.stop()
+
+
+@pytest.mark.parametrize("memory", ["library", "ordinary"])
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_ours_moves_every_byte_over_every_link(link: Link, memory: Memory) -> None:
+    rust, python = FabricRust("fabric-rust"), FabricPython("fabric-python")
+    for operation, pages in (("write", 1), ("pages", 8)):
+        case = msgspec.convert(
+            {"suite": "x", "operation": operation, "link": link, "memory": memory}
+            | {"bytes": 4 * KIB, "pages": pages, "region": MIB},
+            Case,
+        )
+        for contender in (rust, python):
+            contender.start(case)
+            assert contender.verify(case)
+    rust.stop()
+    python.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)

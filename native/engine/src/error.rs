@@ -30,8 +30,9 @@ pub enum EngineError {
     #[error("peer {peer} refused the {op}: {cause}")]
     Refused { peer: String, op: &'static str, cause: String },
 
-    #[error("{op} with {peer} did not finish within {after:?}{note}", note = if *.quiesced { "" } else { "; it may still touch memory until the link is closed, so keep the buffers" })]
-    Timeout { op: &'static str, peer: String, after: Duration, quiesced: bool },
+    /// `peer` is empty where nobody is named; `missing` counts the writes that an expectation lacks.
+    #[error("{op}{with} did not finish within {after:?}{lack}{note}", with = with(.peer), lack = lack(*.missing), note = if *.quiesced { "" } else { "; it may still touch memory until the link is closed, so keep the buffers" })]
+    Timeout { op: &'static str, peer: String, missing: u64, after: Duration, quiesced: bool },
 
     #[error("{what} is not quiesced after {after:?}: {cause}; the engine keeps its memory until the peer acknowledges or dies")]
     NotQuiesced { what: String, after: Duration, cause: String },
@@ -58,6 +59,21 @@ pub enum EngineError {
     Cancelled { what: &'static str, cause: String },
 }
 
+fn with(peer: &str) -> String {
+    if peer.is_empty() {
+        return String::new();
+    }
+    format!(" with {peer}")
+}
+
+fn lack(missing: u64) -> String {
+    match missing {
+        0 => String::new(),
+        1 => ": 1 write is missing".into(),
+        n => format!(": {n} writes are missing"),
+    }
+}
+
 impl EngineError {
     pub(crate) fn lost(
         peer: impl Into<String>,
@@ -67,12 +83,24 @@ impl EngineError {
         Self::PeerLost { peer: peer.into(), transport: kind.to_string(), cause: cause.into() }
     }
 
+    /// Whether a call failed for a limit of this process rather than for what it asked.
+    pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
+        use rustix::io::Errno;
+        matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
+    }
+
     /// An operating-system call that failed for want of something the user can raise.
     pub(crate) fn resource(call: &'static str, errno: rustix::io::Errno) -> Self {
         use rustix::io::Errno;
         let hint = match errno {
-            Errno::MFILE | Errno::NFILE => "raise the open-file limit (ulimit -n)",
-            Errno::NOMEM => "free memory, or raise the memory limit of this container",
+            Errno::MFILE => {
+                let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+                let now = limit.map_or("unlimited".to_owned(), |n| n.to_string());
+                let hint = format!("raise the open-file limit of this process (ulimit -n: {now})");
+                return Self::Resource { call, cause: errno.to_string(), hint };
+            }
+            Errno::NFILE => "raise the open-file limit of this machine (sysctl fs.file-max)",
+            Errno::NOMEM | Errno::NOBUFS => "free memory, or raise the memory limit of this container",
             Errno::NOSPC => "free space on the file system or the memory behind it",
             Errno::PERM | Errno::ACCESS => "grant the permission named by the call",
             Errno::AGAIN => "lower the number of threads or processes, or raise their limit",

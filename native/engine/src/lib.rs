@@ -17,7 +17,7 @@ pub mod transport;
 
 pub use engine::{
     Counter, Delivery, Explanation, Handle, Notify, Peer, PeerGroup, Region, RemoteRegion, Stats,
-    Submit, TransferEngine, Transports, Watcher,
+    Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, Result};
 pub use group::Verdict;

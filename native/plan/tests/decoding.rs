@@ -2,8 +2,11 @@
 
 mod common;
 
+use std::fs;
+use std::path::Path;
+
 use common::scenario::scenario;
-use fabric_plan::{plan, Extra, Options, Plan, PlanError, Role, Side};
+use fabric_plan::{plan, Extra, Options, Plan, PlanError, Role, Side, SideSpec};
 use proptest::prelude::*;
 
 const HEADER: usize = 26;
@@ -97,4 +100,28 @@ fn other_versions_are_named() {
     bytes[8] = 9;
     let text = Plan::from_bytes(&bytes).unwrap_err().to_string();
     assert!(text.contains("version is 9"), "{text}");
+}
+
+/// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
+#[test]
+fn the_seeds_of_the_fuzzers_are_plans_and_layouts() {
+    let seeds = |target: &str| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
+        let files =
+            fs::read_dir(folder).unwrap().map(|file| fs::read(file.unwrap().path()).unwrap());
+        files.collect::<Vec<_>>()
+    };
+    for body in seeds("decode") {
+        use_it(&Plan::from_body(&body).unwrap());
+    }
+    for layouts in seeds("sides") {
+        let (head, rest) = layouts.split_first_chunk::<2>().unwrap();
+        let (source, target) = rest.split_at(usize::from(u16::from_le_bytes(*head)));
+        let side = |role, bytes: &[u8]| {
+            Side::from_spec(role, SideSpec::from_msgpack(role, bytes).unwrap()).unwrap()
+        };
+        let options = Options { extra: Extra::Ignore, min_split_bytes: 1 };
+        plan(side(Role::Source, source), side(Role::Target, target), options).unwrap();
+    }
+    assert_eq!((seeds("decode").len(), seeds("sides").len()), (4, 4));
 }

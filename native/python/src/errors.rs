@@ -37,8 +37,9 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             fields.set_item("peer", peer)?;
             "Refused"
         }
-        EngineError::Timeout { peer, after, quiesced, .. } => {
+        EngineError::Timeout { peer, missing, after, quiesced, .. } => {
             fields.set_item("peer", peer)?;
+            fields.set_item("missing", missing)?;
             fields.set_item("after", after.as_secs_f64())?;
             fields.set_item("quiesced", quiesced)?;
             "TransferTimeout"

@@ -5,11 +5,13 @@ use pyo3::prelude::*;
 
 mod engine;
 mod errors;
+mod logging;
 mod plan;
 
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    logging::install();
     plan::register(m)?;
     engine::register(m)
 }

@@ -65,9 +65,18 @@ def test_pages_that_make_no_sense(joined: tuple[Any, ...]) -> None:
         a.write_pages(64, src, one, there, pages([64], stride=64))
 
 
+class Exported:
+    """A tensor known by its DLPack face alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__dlpack__ = tensor.__dlpack__
+        self.__dlpack_device__ = tensor.__dlpack_device__
+
+
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
+        (lambda: Exported(torch.empty(4, device="meta")), "host memory"),
         (lambda: np.zeros((8, 8))[:, ::2], "contiguous"),
         (lambda: torch.zeros(8, 8).t(), "contiguous"),
         (lambda: b"bytes are immutable", "read-only"),

@@ -38,9 +38,15 @@ DTYPES = [torch.bfloat16, torch.float32, torch.int64, torch.uint8]
 def meshes(draw, ranks: list[int]) -> Mesh:
     order = draw(st.permutations(ranks))
     size = draw(st.integers(1, len(order)))
-    outer = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    shape = draw(st.sampled_from([(size,), (outer, size // outer)]))
-    return Mesh(tuple(order[:size]), shape)
+    outer, middle = draw(divisors(size)), draw(divisors(size))
+    shapes = [(size,), (outer, size // outer)]
+    if size % (outer * middle) == 0:
+        shapes.append((outer, middle, size // outer // middle))
+    return Mesh(tuple(order[:size]), draw(st.sampled_from(shapes)))
+
+
+def divisors(of: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([n for n in range(1, of + 1) if of % n == 0])
 
 
 @st.composite
@@ -69,19 +75,21 @@ def layouts(draw, tensors: list[Tensor], ranks: list[int]) -> Layout:
     mesh = draw(meshes(ranks))
     placed = draw(placements(mesh, len(tensors[0].shape)))
     leaves = tuple(Leaf(tensor, mesh, placed) for tensor in tensors)
-    kind = draw(st.sampled_from(["concat", "stack", "owned", "sliced"]))
+    kind = draw(st.sampled_from(["concat", "stack", "owned", "experts", "sliced"]))
     if kind == "concat":
         return Concat(draw(st.integers(0, len(tensors[0].shape) - 1)), leaves)
     if kind == "stack":
         return Stack(leaves)
     if kind == "owned":
         owners = [draw(meshes(ranks)) for _ in tensors]
-        return Stack(
-            tuple(
-                Leaf(tensor, own, (Replicate(),) * len(own.shape))
-                for tensor, own in zip(tensors, owners, strict=True)
-            )
+        leaves = tuple(
+            Leaf(tensor, own, (Replicate(),) * len(own.shape))
+            for tensor, own in zip(tensors, owners, strict=True)
         )
+        return Stack(leaves)
+    if kind == "experts":
+        axis = draw(st.integers(0, len(tensors[0].shape) - 1))
+        return Stack(tuple(Concat(axis, (leaf, leaf)) for leaf in leaves))
     cut = draw(st.integers(0, tensors[0].shape[0] - 1))
     boxes = [(cut, tensors[0].shape[0] - cut), (0, cut)]
     return Concat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -221,3 +222,11 @@ def test_buffers_can_be_left_out():
     names = [meta.name for meta in from_module(full_block(), buffers=False)]
     assert "scale" not in names
     assert "norm.weight" in names
+
+
+def test_reports_of_one_mesh_name_its_ranks_once_even_when_pickled():
+    with as_rank(3, WORLD):
+        metas = from_module(fsdp(full_block()), rank=3, buffers=False)
+    arrived = pickle.loads(pickle.dumps(metas))
+    assert arrived == metas
+    assert len({id(meta.mesh_ranks) for meta in arrived}) == 1

@@ -38,6 +38,7 @@ def changed(**fields) -> ParamMeta:
         (changed(shape=(8, 4), local_shape=(4, 4)), ["rank 0, 1", "shape", "(6, 4)", "(8, 4)"]),
         (changed(dtype=DType.of("float32")), ["rank 0, 1", "dtype", "float32"]),
         (changed(placements=(Shard(1),), local_shape=(6, 2)), ["rank 0, 1", "placements"]),
+        (changed(mesh_ranks=(0, 1, 2)), ["rank 1", "mesh_shape", "3 ranks"]),
         (changed(local_shape=(2, 4)), ["rank 1", "local_shape", "(2, 4)", "(3, 4)"]),
         (changed(mesh_ranks=(0, 7)), ["rank 1", "mesh_ranks", "isn't in the mesh"]),
         (changed(mesh_ranks=(1, 2)), ["rank 1", "mesh_ranks", "overlap"]),

@@ -259,12 +259,9 @@ impl Counters {
                 }
                 failed = true;
                 let missing = e.threshold.saturating_sub(cell.arrived.load(SeqCst));
-                let peer = match e.writers.is_empty() {
-                    true => format!("its writers ({missing} writes are missing)"),
-                    false => format!("writers {:?} ({missing} writes are missing)", e.writers),
-                };
-                let (after, op) = (e.timeout, "expectation");
-                Some(EngineError::Timeout { op, peer, after, quiesced: false })
+                let writers: Vec<_> = e.writers.iter().map(EngineId::to_string).collect();
+                let (op, peer, after) = ("expectation", writers.join(", "), e.timeout);
+                Some(EngineError::Timeout { op, peer, missing, after, quiesced: false })
             })
         });
         self.next_expiry.fetch_min(next.0, SeqCst);

@@ -12,7 +12,10 @@ mod regions;
 mod shared;
 mod watcher;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 
@@ -21,7 +24,7 @@ use crate::{
         CounterRef, EngineAddress, EngineId, Imm, Op, RegionDescriptor, RegionKey, TransportKind,
     },
     driver::Worker,
-    group::{Submitted, Verdict},
+    group::{PeerKey, Submitted, Verdict},
     memory::{Allocation, Backing, Keep, RegionMemory},
     time::Time,
     EngineError, Result,
@@ -49,6 +52,22 @@ pub struct TransferEngine {
 impl std::fmt::Debug for TransferEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "TransferEngine({})", self.shared.address.label())
+    }
+}
+
+/// The way from an engine to a peer, whatever it is by now.
+#[derive(Debug, Clone)]
+pub struct Way {
+    shared: Weak<Shared>,
+    peer: PeerKey,
+}
+
+impl Way {
+    /// The transport in use; `None` before the first connection and after the engine is gone.
+    pub fn transport(&self) -> Option<TransportKind> {
+        let shared = self.shared.upgrade()?;
+        let core = shared.cell.lock(&shared);
+        core.group.kind(self.peer, &core.domains)
     }
 }
 
@@ -317,11 +336,10 @@ impl TransferEngine {
         core.group.kind(peer.key, &core.domains)
     }
 
-    /// As [`TransferEngine::transport`], but doesn't wait for the group's lock.
+    /// For asking [`TransferEngine::transport`] later, without keeping the engine.
     #[inline]
-    pub fn transport_hint(&self, peer: &Peer) -> Option<TransportKind> {
-        let core = self.shared.cell.try_lock(&self.shared)?;
-        core.group.kind(peer.key, &core.domains)
+    pub fn way(&self, peer: &Peer) -> Way {
+        Way { shared: Arc::downgrade(&self.shared), peer: peer.key }
     }
 
     /// Ends everything; may be called more than once, from any thread but not from under a lock

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
-    domain::Domain,
+    domain::{Domain, DomainError},
     driver::{Cell, Worker},
     transport, EngineError, Result,
 };
@@ -42,6 +42,10 @@ impl TransferEngine {
         for kind in kinds {
             match transport::open(kind, id, &config, &waker) {
                 Ok(domain) => domains.push(domain),
+                // A transport that is left out for want of a few descriptors would be missed later.
+                Err(DomainError::Io { call, errno }) if EngineError::is_limit(errno) => {
+                    return Err(EngineError::resource(call, errno));
+                }
                 Err(e) => failures.push((kind, e.to_string())),
             }
         }

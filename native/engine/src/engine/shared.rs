@@ -295,7 +295,7 @@ impl Sink for Shared {
     }
 
     fn peer_lost(&self, peer: EngineId, error: &EngineError) {
-        tracing::warn!(%peer, %error, "peer lost");
+        tracing::info!(%peer, %error, "peer lost");
         self.counters.peer_lost(peer, error);
     }
 

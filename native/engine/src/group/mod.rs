@@ -300,6 +300,7 @@ impl Group {
         let error = EngineError::Timeout {
             op: transfer.name,
             peer: route.address.label(),
+            missing: 0,
             after: transfer.timeout,
             quiesced: transfer.outstanding == 0,
         };
@@ -350,7 +351,7 @@ impl Group {
                     route.trying = Some((rail, link));
                     return;
                 }
-                Err(e) => route.note(rails[rail].kind(), e.to_string()),
+                Err(e) => route.failed(rails[rail].kind(), e),
             }
         }
         let error = route.unreachable();
@@ -379,10 +380,7 @@ impl Group {
         if let Some((peer, _)) = trying {
             let route = &mut self.peers[peer];
             route.trying = None;
-            route.note(rails[rail].kind(), cause.to_string());
-            if let DomainError::Stale(_) = cause {
-                route.stale = true;
-            }
+            route.failed(rails[rail].kind(), cause);
             if route.state == State::Connecting {
                 self.connect(now, peer as PeerKey, rails, sink);
             }

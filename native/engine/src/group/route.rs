@@ -38,8 +38,9 @@ pub(super) struct Route {
     pub trying: Option<(usize, LinkId)>,
     pub untried: VecDeque<usize>,
     reasons: Vec<(TransportKind, String)>,
-    /// Somebody else answered at its address.
-    pub stale: bool,
+    /// What says more than that nobody answered: somebody else did, or refused, or a limit of this
+    /// process is in the way.
+    telling: Option<DomainError>,
     pub lost: Option<EngineError>,
     pub backlog: VecDeque<(TransferKey, BoundOp)>,
 }
@@ -54,7 +55,7 @@ impl Route {
             trying: None,
             untried: VecDeque::new(),
             reasons: Vec::new(),
-            stale: false,
+            telling: None,
             lost: None,
             backlog: VecDeque::new(),
         }
@@ -70,7 +71,7 @@ impl Route {
         self.state = State::Connecting;
         self.reasons.clear();
         self.untried.clear();
-        self.stale = false;
+        self.telling = None;
         for (i, rail) in rails.iter().enumerate() {
             match rail.unfit(&self.address) {
                 None => self.untried.push_back(i),
@@ -81,6 +82,19 @@ impl Route {
 
     pub fn note(&mut self, kind: TransportKind, reason: String) {
         self.reasons.push((kind, reason));
+    }
+
+    /// A transport was tried in vain.
+    pub fn failed(&mut self, kind: TransportKind, cause: DomainError) {
+        self.note(kind, cause.to_string());
+        let telling = match &cause {
+            DomainError::Stale(_) | DomainError::Handshake(_) => true,
+            DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
+            _ => false,
+        };
+        if telling {
+            self.telling = Some(cause);
+        }
     }
 
     pub fn up(&mut self, rail: usize, link: LinkId, note: String) {
@@ -128,9 +142,13 @@ impl Route {
             true => "none of its transports is allowed here".to_owned(),
             false => reasons.join("; "),
         };
-        match self.stale {
-            true => EngineError::Stale { what: format!("the address of {peer}"), cause: reasons },
-            false => EngineError::Unreachable { peer, reasons },
+        match self.telling {
+            Some(DomainError::Stale(_)) => {
+                EngineError::Stale { what: format!("the address of {peer}"), cause: reasons }
+            }
+            Some(DomainError::Handshake(_)) => EngineError::Handshake { peer, cause: reasons },
+            Some(DomainError::Io { call, errno }) => EngineError::resource(call, errno),
+            _ => EngineError::Unreachable { peer, reasons },
         }
     }
 

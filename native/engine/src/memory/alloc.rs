@@ -5,7 +5,11 @@ use std::{
 
 use rustix::{fs::MemfdFlags, io::Errno, mm};
 
+use super::headroom::headroom;
 use crate::{EngineError, Result};
+
+/// From this size on it is worth asking first whether the system has so much, bytes.
+const LARGE: u64 = 64 << 20;
 
 /// Memory that peers on this host can map: a sealed-size memfd, mapped here, freed with the last
 /// reference. It has no name in any file system, so that nothing is left behind by `kill -9`.
@@ -29,6 +33,9 @@ impl Allocation {
             .filter(|n| *n <= isize::MAX as u64)
             .ok_or_else(|| EngineError::Invalid(format!("{len} bytes are more than can exist")))?;
         let fail = |call| move |e: Errno| allocation_failed(call, e, rounded);
+        if rounded >= LARGE && rounded > headroom() {
+            return Err(fail("memfd_create")(Errno::NOMEM));
+        }
         let fd = rustix::fs::memfd_create(
             c"fabric-ray",
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
@@ -125,6 +132,12 @@ mod tests {
             assert!(matches!(Allocation::new(len), Err(EngineError::Invalid(_))));
         }
         assert!(matches!(Allocation::new(1 << 60), Err(EngineError::Resource { .. })));
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_an_error_and_no_killer_comes() {
+        let e = Allocation::new(headroom().saturating_mul(2)).unwrap_err();
+        assert!(e.to_string().contains("free memory, ask for less"), "{e}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod alloc;
 mod copy;
+mod headroom;
 mod heat;
 mod region;
 mod routine;

@@ -6,6 +6,7 @@ pub mod sim;
 pub mod tcp;
 
 mod handshake;
+mod listener;
 
 use std::sync::{Arc, OnceLock, Weak};
 

@@ -23,6 +23,8 @@ use crate::floor::Outcome;
 
 /// The counter that the target answers on.
 const ANSWERS: u32 = 9;
+/// An answer that takes longer is slept for.
+const POLL: Duration = Duration::from_millis(1);
 
 /// The target's process, ended with this value.
 struct Target {
@@ -86,7 +88,19 @@ impl Writer {
         let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
         let _: bool = target.order(&Order::Meet(Card::new(&inbox, ANSWERS)))?;
         let (step, places) = (0, None);
-        Ok(Self { target, engine, src, dst, imm, answers, step, places, _inbox: inbox })
+        let this = Self { target, engine, src, dst, imm, answers, step, places, _inbox: inbox };
+        this.touch()?;
+        Ok(this)
+    }
+
+    /// Writes the whole region once, as a long-lived peer will have: what maps lazily is mapped.
+    fn touch(&self) -> Outcome<()> {
+        finish(&self.submit(&[Op::Write {
+            src: Local { region: &self.src, offset: 0 },
+            dst: Remote { region: &self.dst, offset: 0 },
+            len: self.src.len(),
+            imm: None,
+        }])?)
     }
 
     pub(super) fn measure(&mut self, request: &Request) -> Outcome<Reply> {
@@ -117,16 +131,21 @@ impl Writer {
         let counts = request.operations * walk.pages;
         let (rounds, notice) = (request.samples, request.notice);
         let _: bool = self.target.order(&Order::Watch { rounds, counts, notice })?;
+        // What echoes counted was never claimed.
+        let rest = self.answers.unclaimed() as u32;
+        self.answers.expect(rest, &[], LONG).map_err(text)?;
         let mut starts = Vec::with_capacity(rounds as usize);
         for _ in 0..rounds {
-            let seen = self.answers.arrived() + 1;
+            let answer = self.answers.expect(1, &[], LONG).map_err(text)?;
             let pages = self.pages(request, walk)?;
             if request.rest_us > 0 {
                 std::thread::sleep(Duration::from_micros(request.rest_us));
             }
             starts.push(Time::now().0);
             self.sample(request, walk, &pages)?;
-            spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
+            // Not polled for any longer: a busy writer could keep a target on its core from noticing.
+            answer.spin(POLL);
+            finish(&answer)?;
         }
         let times: Vec<u64> = hear(&mut self.target.from)?;
         if times.len() != starts.len() {

@@ -128,8 +128,7 @@ impl Engine {
         };
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
         let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
-        let transport = peer.and_then(|p| self.engine.transport_hint(p));
-        Ok(Transfer::new(handle.or_raise(py)?, transport.map(TransportKind::name)))
+        Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
     }
 }
 
@@ -417,8 +416,7 @@ impl Engine {
         let mut peers = batch.ops.iter().map(Owned::peer);
         let first = peers.next().flatten();
         let one = first.filter(|f| peers.all(|p| p.is_some_and(|p| p.id() == f.id())));
-        let transport = one.and_then(|p| self.engine.transport_hint(p));
-        Ok(Transfer::new(handle, transport.map(TransportKind::name)))
+        Ok(Transfer::new(handle, one.map(|p| self.engine.way(p))))
     }
 
     /// Opens the receive pool: `callback(message)` is called for each message of at most

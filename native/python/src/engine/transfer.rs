@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::Handle;
+use fabric_engine::{api::TransportKind, Handle, Way};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTimeoutError},
     prelude::*,
@@ -28,13 +28,13 @@ static AWAITING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 #[pyclass(frozen, module = "fabric_ray._native")]
 pub(crate) struct Transfer {
     pub handle: Handle,
-    /// The transport towards its peer when it was submitted, if there was one peer.
-    pub transport: Option<&'static str>,
+    /// Towards its peer, if there was one.
+    way: Option<Way>,
 }
 
 impl Transfer {
-    pub fn new(handle: Handle, transport: Option<&'static str>) -> Self {
-        Self { handle, transport }
+    pub fn new(handle: Handle, way: Option<Way>) -> Self {
+        Self { handle, way }
     }
 
     /// Waits with the GIL released; `None` if it is not over in time.
@@ -143,11 +143,11 @@ impl Transfer {
         self.handle.op()
     }
 
-    /// The transport in use towards its peer when it was submitted; `None` before the first
-    /// connection, for batches over several peers, and for expectations.
+    /// The transport in use towards its peer; `None` before the first connection, for batches over
+    /// several peers, and for expectations.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
-        self.transport
+        self.way.as_ref()?.transport().map(TransportKind::name)
     }
 
     fn __repr__(&self) -> String {
@@ -156,7 +156,7 @@ impl Transfer {
             Some(Ok(())) => "done".to_owned(),
             Some(Err(e)) => format!("failed: {e}"),
         };
-        match self.transport {
+        match self.transport() {
             Some(t) => format!("Transfer({} over {t}, {state})", self.handle.op()),
             None => format!("Transfer({}, {state})", self.handle.op()),
         }

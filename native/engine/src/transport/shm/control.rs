@@ -11,7 +11,7 @@ use std::{
 use rustix::{
     io::Errno,
     net::{
-        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags,
+        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
         SocketType,
     },
@@ -112,12 +112,6 @@ pub(super) fn listen(name: &str) -> Result<OwnedFd, DomainError> {
     Ok(socket)
 }
 
-/// The next peer that wants to connect, if any.
-pub(super) fn accept(listener: BorrowedFd<'_>) -> Option<Control> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    net::accept_with(listener, flags).ok().map(Control::new)
-}
-
 fn send_one(socket: BorrowedFd<'_>, frame: &[u8], fds: &Fds) -> Result<(), Errno> {
     let fds: SmallVec<[BorrowedFd<'_>; MAX_FDS]> = fds.iter().map(|f| f.as_fd()).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -142,7 +136,7 @@ pub(super) struct Control {
 pub(super) struct Gone(pub String);
 
 impl Control {
-    fn new(socket: OwnedFd) -> Self {
+    pub fn new(socket: OwnedFd) -> Self {
         Self { socket, unsent: VecDeque::new() }
     }
 
@@ -196,7 +190,7 @@ impl Control {
     }
 
     /// The next frame with its descriptors; `None` if there is none yet.
-    pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Fds)>, Gone> {
+    pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Fds)>, DomainError> {
         let mut bytes = vec![0; MAX_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -204,9 +198,13 @@ impl Control {
         let got =
             net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags);
         let n = match got {
+            // The kernel drops descriptors that this process has no room for.
+            Ok(m) if m.flags.contains(ReturnFlags::CTRUNC) => {
+                return Err(DomainError::Io { call: "recvmsg(SCM_RIGHTS)", errno: Errno::MFILE });
+            }
             Ok(m) => m.bytes,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-            Err(e) => return Err(Gone(e.to_string())),
+            Err(e) => return Err(DomainError::LinkDown(e.to_string())),
         };
         let fds = ancillary
             .drain()
@@ -217,7 +215,8 @@ impl Control {
             .flatten()
             .collect();
         if n == 0 {
-            return Err(Gone("its process has ended or closed the connection".into()));
+            let cause = "its process has ended or closed the connection";
+            return Err(DomainError::LinkDown(cause.into()));
         }
         bytes.truncate(n);
         Ok(Some((bytes, fds)))

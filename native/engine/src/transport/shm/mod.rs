@@ -34,7 +34,7 @@ use crate::{
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, Waker},
+    transport::{handshake::Credentials, listener::Listener, Waker},
 };
 use bell::OwnBell;
 use control::Frame;
@@ -55,7 +55,7 @@ const BELL: u64 = u64::MAX - 1;
 pub struct ShmDomain {
     credentials: Credentials,
     /// None once the engine is closed: who tries then is turned away at once.
-    listener: Option<OwnedFd>,
+    listener: Option<Listener>,
     epoll: OwnedFd,
     bell: OwnBell,
     links: Slab<Link>,
@@ -92,11 +92,10 @@ impl ShmDomain {
         let bell = OwnBell::new()?;
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
-        for (fd, tag) in [(&listener, LISTENER), (&bell.event, BELL)] {
-            let data = epoll::EventData::new_u64(tag);
-            epoll::add(&epoll, fd, data, epoll::EventFlags::IN)
-                .map_err(DomainError::io("epoll_ctl"))?;
-        }
+        let listener = Listener::new(listener, LISTENER, &epoll)?;
+        epoll::add(&epoll, &bell.event, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)
+            .map_err(DomainError::io("epoll_ctl"))?;
+        raw::admit_peers();
         let mut probe = Box::new([0; 16]);
         getrandom::fill(&mut *probe)
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
@@ -361,7 +360,8 @@ impl Domain for ShmDomain {
     }
 
     fn next_timer(&self) -> Time {
-        self.links.iter().map(|(_, l)| l.deadline).fold(Time::NEVER, Time::min)
+        let listener = self.listener.as_ref().map_or(Time::NEVER, |l| l.wakes_at);
+        self.links.iter().map(|(_, l)| l.deadline).fold(listener, Time::min)
     }
 
     fn assistant(&self) -> Option<Arc<dyn Assist>> {

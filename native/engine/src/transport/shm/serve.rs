@@ -1,7 +1,7 @@
 //! The slow half of the shm domain: sockets, handshakes, resolutions, farewells.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
@@ -10,7 +10,7 @@ use smallvec::smallvec;
 
 use super::{
     as_fd,
-    control::{accept, socket_name, Control, Fds, Frame, Gone, Setup},
+    control::{socket_name, Control, Fds, Frame, Gone, Setup},
     link::{Link, Stage},
     ShmDomain, BELL, LISTENER, PATIENCE,
 };
@@ -82,19 +82,22 @@ impl ShmDomain {
                 tag => self.serve(tag as LinkId, out),
             }
         }
+        if let Some(l) = &mut self.listener {
+            l.tick(now, &self.epoll);
+        }
         let expired: Vec<LinkId> =
             self.links.iter().filter(|(_, l)| l.deadline <= now).map(|(_, l)| l.id).collect();
         for id in &expired {
             let cause = "it did not finish the handshake in time";
-            self.fail(*id, DomainError::Handshake(cause.into()), out);
+            self.fail(*id, DomainError::LinkDown(cause.into()), out);
         }
         let ended = self.sweep(out);
         n > 0 || !expired.is_empty() || ended
     }
 
     fn accept_all(&mut self, now: Time) {
-        while let Some(control) = self.listener.as_ref().and_then(|l| accept(l.as_fd())) {
-            if let Err(e) = self.add(now, control, Stage::AwaitHello) {
+        while let Some(socket) = self.listener.as_mut().and_then(|l| l.accept(now, &self.epoll)) {
+            if let Err(e) = self.add(now, Control::new(socket), Stage::AwaitHello) {
                 tracing::warn!(error = %e, "a connection was turned away");
             }
         }
@@ -115,10 +118,13 @@ impl ShmDomain {
                         return self.fail(id, f.error, out);
                     }
                 }
-                Err(Gone(why)) => {
-                    let cause = match link.is_up() || link.closing.is_some() {
-                        true => DomainError::LinkDown(why),
-                        false => DomainError::LinkDown(format!("during the handshake: {why}")),
+                Err(cause) => {
+                    let shaking = !(link.is_up() || link.closing.is_some());
+                    let cause = match cause {
+                        DomainError::LinkDown(why) if shaking => {
+                            DomainError::LinkDown(format!("during the handshake: {why}"))
+                        }
+                        cause => cause,
                     };
                     return self.fail(id, cause, out);
                 }
@@ -183,7 +189,7 @@ impl ShmDomain {
 
     fn send_setup(&mut self, id: LinkId) -> Result<(), DomainError> {
         let dup = |fd: &OwnedFd| {
-            fd.try_clone().map_err(|e| DomainError::Unavailable(format!("dup: {e}")))
+            rustix::io::fcntl_dupfd_cloexec(fd, 0).map_err(DomainError::io("fcntl(F_DUPFD)"))
         };
         let (bell, event) = (dup(&self.bell.memory)?, dup(&self.bell.event)?);
         let setup = Setup { probe_addr: self.probe.as_ptr() as u64, probe: *self.probe };
@@ -322,6 +328,9 @@ impl ShmDomain {
         let Some(link) = self.link(id) else { return };
         // What the peer counted before it went away has arrived and counts.
         while link.take_arrivals(&NoMessages, out) {}
+        if !link.is_up() {
+            tracing::warn!(error = %cause, "a connection came to nothing");
+        }
         link.closing.get_or_insert(cause);
         link.gone = true;
         link.deadline = Time::NEVER;

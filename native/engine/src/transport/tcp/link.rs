@@ -37,6 +37,8 @@ pub(super) struct Op {
 pub(super) struct Fetch {
     pub op: u64,
     pub into: Walk,
+    /// Its bytes are on their way to their place: it can be neither answered again nor refused.
+    pub begun: bool,
 }
 
 /// A write of the peer's that comes in several parts.
@@ -137,7 +139,7 @@ impl Link {
 
     pub fn open_fetch(&mut self, op: u64, into: Walk) -> u64 {
         self.next_fetch += 1;
-        self.fetches.insert(self.next_fetch, Fetch { op, into });
+        self.fetches.insert(self.next_fetch, Fetch { op, into, begun: false });
         self.next_fetch
     }
 

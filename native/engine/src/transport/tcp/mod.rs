@@ -28,7 +28,7 @@ use crate::{
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
-    transport::handshake::Credentials,
+    transport::{handshake::Credentials, listener::Listener},
 };
 use link::{Link, StreamKey, MESSAGE_WINDOW};
 use net::Where;
@@ -60,7 +60,7 @@ enum Role {
 /// See the module.
 pub struct TcpDomain {
     credentials: Credentials,
-    listeners: Vec<OwnedFd>,
+    listeners: Vec<Listener>,
     place: Where,
     epoll: OwnedFd,
     sockets: Slab<Socket>,
@@ -88,11 +88,10 @@ impl TcpDomain {
         let (listeners, place) = net::listen(config)?;
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
-        for (i, l) in listeners.iter().enumerate() {
-            let tag = epoll::EventData::new_u64(LISTENER | i as u64);
-            epoll::add(&epoll, l, tag, epoll::EventFlags::IN)
-                .map_err(DomainError::io("epoll_ctl"))?;
-        }
+        let listeners = (LISTENER..)
+            .zip(listeners)
+            .map(|(tag, socket)| Listener::new(socket, tag, &epoll))
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             credentials: Credentials {
                 own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
@@ -346,7 +345,8 @@ impl Domain for TcpDomain {
             Role::Half(h) => Some(h.deadline),
             Role::Of(_) => None,
         });
-        links.chain(halves).fold(Time::NEVER, Time::min)
+        let listeners = self.listeners.iter().map(|l| l.wakes_at);
+        links.chain(halves).chain(listeners).fold(Time::NEVER, Time::min)
     }
 
     fn describe(&self, id: LinkId) -> String {

@@ -154,14 +154,7 @@ pub(super) fn connect_result(socket: &impl std::os::fd::AsFd) -> Result<(), Errn
     sockopt::socket_error(socket).and_then(|r| r)
 }
 
-pub(super) fn accept(listener: &OwnedFd) -> Option<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = net::accept_with(listener, flags).ok()?;
-    tune(&socket);
-    Some(socket)
-}
-
-fn tune(socket: &OwnedFd) {
+pub(super) fn tune(socket: &OwnedFd) {
     // Without it a small frame would wait for the acknowledgement of the one before.
     let _ = sockopt::set_tcp_nodelay(socket, true);
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{
     frame::{reason, shown, Header, Kind, Refusal},
-    link::{Incoming, StreamKey, MESSAGE_WINDOW},
+    link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
     place::{Index, Walk},
     stream::{Body, Step},
     Role, TcpDomain, HOT,
@@ -228,8 +228,11 @@ impl TcpDomain {
             }
             Kind::ReadData => {
                 let Some(link) = self.link(id) else { return Ok(Some(Body::Discard(n))) };
-                match link.fetches.get(&header.op) {
-                    Some(f) if f.into.left() == n => Some(Body::Place(f.into.clone())),
+                match link.fetches.get_mut(&header.op) {
+                    Some(f) if f.into.left() == n && !f.begun => {
+                        f.begun = true;
+                        Some(Body::Place(f.into.clone()))
+                    }
                     _ => {
                         return Err(DomainError::Handshake("data that nobody asked for".into()));
                     }
@@ -299,6 +302,10 @@ impl TcpDomain {
                 let Some(link) = self.link(id) else { return Ok(()) };
                 // A read has no acknowledgement of its own: its refusal is its end.
                 match link.fetches.remove(&header.op) {
+                    Some(fetch) if fetch.begun => {
+                        let what = "a refusal of what it has begun to send";
+                        return Err(DomainError::Handshake(what.into()));
+                    }
                     Some(fetch) => {
                         link.refuse(fetch.op, error);
                         self.part_done(id, fetch.op, out);
@@ -352,6 +359,9 @@ impl TcpDomain {
             return Ok(());
         }
         let Some(link) = self.link(id) else { return Ok(()) };
+        if link.incoming.len() > MAX_OPS {
+            return Err(DomainError::Handshake("more unfinished writes than agreed".into()));
+        }
         let fresh = || Incoming { left: header.parts, count: Some(header.count) };
         let incoming = link.incoming.entry(header.op).or_insert_with(fresh);
         if incoming.left > header.parts {

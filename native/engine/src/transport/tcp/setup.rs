@@ -17,6 +17,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::handshake::{Acceptor, Failure, Initiator, MAX_MESSAGE},
+    EngineError,
 };
 
 /// For one address: connecting and shaking hands.
@@ -106,6 +107,10 @@ impl TcpDomain {
             link.remote = addr.to_string();
             match self.open_stream(now, id, 0, &addr) {
                 Ok(()) => return,
+                // A limit of this process: no other address will do better.
+                Err(e @ DomainError::Io { errno, .. }) if EngineError::is_limit(errno) => {
+                    return self.take_down(id, e, false);
+                }
                 Err(e) => {
                     if let Some(link) = self.link(id) {
                         link.tried.push(e.to_string());
@@ -150,7 +155,11 @@ impl TcpDomain {
     }
 
     pub(super) fn accept_all(&mut self, listener: usize) {
-        while let Some(socket) = self.listeners.get(listener).and_then(net::accept) {
+        let now = self.now;
+        while let Some(socket) =
+            self.listeners.get_mut(listener).and_then(|l| l.accept(now, &self.epoll))
+        {
+            net::tune(&socket);
             let remote = rustix::net::getpeername(&socket)
                 .ok()
                 .and_then(|a| SocketAddr::try_from(a?).ok())
@@ -159,7 +168,7 @@ impl TcpDomain {
                 stage: Stage::AwaitHello,
                 link: None,
                 remote,
-                deadline: self.now.after(PATIENCE),
+                deadline: now.after(PATIENCE),
             };
             if let Err(e) = self.add_socket(socket, half) {
                 tracing::warn!(error = %e, "a connection was turned away");
@@ -382,6 +391,7 @@ impl TcpDomain {
 
     /// Shows life on quiet links, and gives up on those that show none.
     pub(super) fn tick(&mut self, now: Time) -> bool {
+        self.listeners.iter_mut().for_each(|l| l.tick(now, &self.epoll));
         let mut late = Vec::new();
         let mut quiet = Vec::new();
         for (_, link) in &self.links {

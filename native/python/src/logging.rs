@@ -1,0 +1,134 @@
+//! What the engine logs, as records of Python's logger `fabric_ray.native`.
+//!
+//! Events come from threads that hold the engine's lock, and who waits for that lock may hold the
+//! GIL: so an event is put on a queue, and a thread that lives while there are any hands them over.
+
+use std::{
+    collections::VecDeque,
+    fmt::{self, Write},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use pyo3::prelude::*;
+use tracing::{
+    field::{Field, Visit},
+    span, Event, Level, Metadata, Subscriber,
+};
+
+const LOGGER: &str = "fabric_ray.native";
+/// Records that may wait; further ones are dropped and counted.
+const MOST: usize = 1000;
+
+struct Record {
+    level: u8,
+    text: String,
+}
+
+#[derive(Default)]
+struct Waiting {
+    records: VecDeque<Record>,
+    dropped: usize,
+    /// The process whose thread is at it: a forked child has none.
+    served_by: Option<u32>,
+}
+
+static WAITING: Mutex<Waiting> =
+    Mutex::new(Waiting { records: VecDeque::new(), dropped: 0, served_by: None });
+
+fn waiting() -> MutexGuard<'static, Waiting> {
+    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// From now on the engine's events reach Python.
+pub fn install() {
+    // Somebody else's subscriber is as good.
+    let _ = tracing::subscriber::set_global_default(ToPython);
+}
+
+struct ToPython;
+
+impl Subscriber for ToPython {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let level = match *event.metadata().level() {
+            Level::ERROR => 40,
+            Level::WARN => 30,
+            _ => 20,
+        };
+        push(Record { level, text: line.message + &line.fields });
+    }
+
+    // The engine has no spans.
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// `message; name: value; ...`
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        // Writing to a string can't fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, "; {name}: {value:?}"),
+        };
+    }
+}
+
+fn push(record: Record) {
+    let mut w = waiting();
+    if w.records.len() >= MOST {
+        w.dropped += 1;
+        return;
+    }
+    w.records.push_back(record);
+    let here = Some(std::process::id());
+    if w.served_by != here {
+        let spawned = std::thread::Builder::new().name("fabric-log".into()).spawn(serve);
+        // Without a thread they wait for the next event.
+        w.served_by = spawned.ok().and(here);
+    }
+}
+
+/// Hands over what waits until nothing does.
+fn serve() {
+    loop {
+        let (record, dropped) = {
+            let mut w = waiting();
+            match w.records.pop_front() {
+                Some(record) => (record, std::mem::take(&mut w.dropped)),
+                None => return w.served_by = None,
+            }
+        };
+        // No interpreter any more: nobody to tell.
+        Python::try_attach(|py| {
+            if let Err(e) = hand_over(py, &record, dropped) {
+                e.write_unraisable(py, None);
+            }
+        });
+    }
+}
+
+fn hand_over(py: Python<'_>, record: &Record, dropped: usize) -> PyResult<()> {
+    let logger = PyModule::import(py, "logging")?.call_method1("getLogger", (LOGGER,))?;
+    if dropped > 0 {
+        let text = format!("{dropped} records were dropped: too many at once");
+        logger.call_method1("log", (30, "%s", text))?;
+    }
+    logger.call_method1("log", (record.level, "%s", &record.text)).map(drop)
+}

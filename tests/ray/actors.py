@@ -1,0 +1,138 @@
+"""Trainers and rollouts of the tests: small models, nothing hidden."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fabric_ray import runtime
+from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
+from fabric_ray.weights import WeightSource, WeightTarget
+
+BF16 = DType.of("bfloat16")
+SHAPES = {"q": (64, 96), "k": (32, 96), "norm": (96,)}
+
+
+def values(name: str, version: int) -> torch.Tensor:
+    """What a parameter holds at a version."""
+    seed = sum(name.encode()) * 1000 + version
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPES[name], generator=generator).to(torch.bfloat16)
+
+
+def side(rollouts: int, shapes: dict[str, tuple[int, ...]] | None = None) -> Side:
+    """q and k in one container, cut by rows; the norm everywhere."""
+    shapes = shapes or SHAPES
+    mesh = Mesh.line(range(rollouts))
+
+    def leaf(name: str, placement: Any) -> Leaf:
+        return Leaf(Tensor(name, shapes[name], BF16), mesh, (placement,))
+
+    qk = Concat(0, (leaf("q", Shard(0)), leaf("k", Shard(0))))
+    return Side.of(
+        rollouts, [Container("qk", BF16, qk), Container("norm", BF16, leaf("norm", Replicate()))]
+    )
+
+
+def expected(rank: int, rollouts: int, version: int) -> dict[str, torch.Tensor]:
+    q, k = (values(name, version).chunk(rollouts)[rank] for name in ("q", "k"))
+    return {"qk": torch.cat([q, k]), "norm": values("norm", version)}
+
+
+class Member:
+    """A process that plays one part at a time: starting processes takes longer than the tests."""
+
+    def trainer(self, rank: int, names: list[str], big: int, engine: dict[str, Any]) -> None:
+        """Holds some of the parameters whole."""
+        self.names = names
+        self.tensors = {name: values(name, 0) for name in names}
+        if big:
+            self.tensors["big"] = torch.zeros(big, dtype=torch.bfloat16)
+        self.part: Any = WeightSource(self.tensors, rank=rank, engine=runtime.engine(**engine))
+
+    def rollout(self, rank: int, target: Side, staged: bool, engine: dict[str, Any]) -> None:
+        """Holds a target."""
+        self.part = WeightTarget(target, rank=rank, engine=runtime.engine(**engine), staged=staged)
+        self.committed: list[int] = []
+        self.part.on_commit(self.committed.append)
+
+    def leave(self) -> None:
+        self.part.close()
+        self.part = None
+        runtime.shutdown()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def train(self, version: int) -> None:
+        for name in self.names:
+            self.tensors[name].copy_(values(name, version))
+        if "big" in self.tensors:
+            self.tensors["big"].fill_(version)
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def state(self) -> tuple[int | None, list[int]]:
+        return self.part.version, self.committed
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.part.weights.items()}
+
+    def belongings(self) -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+_idle: dict[str, list[Any]] = defaultdict(list)
+_homes: dict[Any, str] = {}
+
+
+def _take(node: str) -> Any:
+    if _idle[node]:
+        return _idle[node].pop()
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(Member).options(num_cpus=0, scheduling_strategy=where).remote()  # type: ignore[attr-defined]
+    _homes[actor] = node
+    return actor
+
+
+def start(
+    nodes: list[str],
+    *,
+    rollouts: int = 2,
+    target: Side | None = None,
+    staged: bool = True,
+    big: int = 0,
+    **engine: Any,
+) -> tuple[list[Any], list[Any]]:
+    """Two trainers on the first node, rollouts on the others."""
+    engine = {"peer_timeout": 1.0, **engine}
+    trainers = [_take(nodes[0]) for _ in range(2)]
+    receivers = [_take(nodes[1 + rank % 2]) for rank in range(rollouts)]
+    parts = [
+        actor.trainer.remote(rank, names, big, engine)
+        for rank, (actor, names) in enumerate(
+            zip(trainers, (["q", "norm"], ["k", "norm"]), strict=True)
+        )
+    ]
+    for rank, actor in enumerate(receivers):
+        parts.append(actor.rollout.remote(rank, target or side(rollouts), staged, engine))
+    ray.get(parts)
+    return trainers, receivers
+
+
+def stop(*groups: list[Any]) -> None:
+    """Ends their parts; who was killed is forgotten."""
+    left = [(actor, actor.leave.remote()) for group in groups for actor in group]
+    for actor, ref in left:
+        try:
+            ray.get(ref, timeout=30)
+            _idle[_homes[actor]].append(actor)
+        except ray.exceptions.RayError:
+            ray.kill(actor)
+            del _homes[actor]

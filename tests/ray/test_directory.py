@@ -1,0 +1,86 @@
+"""Who is where: leases, lives and names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument, Stale
+from fabric_ray.runtime import directory
+from fabric_ray.runtime.directory import DirectoryState
+
+
+@pytest.fixture
+def two_lives() -> tuple[TransferEngine, TransferEngine]:
+    return TransferEngine(name="twin"), TransferEngine(name="twin")
+
+
+def test_a_lease_ends_unless_renewed(two_lives: tuple[TransferEngine, TransferEngine]) -> None:
+    state = DirectoryState(lease_s=10)
+    with two_lives[0] as engine, two_lives[1]:
+        state.publish("a", engine.address.to_bytes(), now=0)
+        assert state.lookup("a", now=9) is not None
+        assert state.renew("a", engine.id, now=9)
+        assert state.lookup("a", now=18) is not None
+        assert state.entries(now=19) == []
+        assert not state.renew("a", engine.id, now=19)
+
+
+def test_a_restart_takes_the_name_over(two_lives: tuple[TransferEngine, TransferEngine]) -> None:
+    state = DirectoryState(lease_s=10)
+    with two_lives[0] as old, two_lives[1] as new:
+        state.publish("a", old.address.to_bytes(), now=0)
+        state.publish("a", new.address.to_bytes(), now=1)
+        # What the old life still says changes nothing.
+        assert not state.renew("a", old.id, now=2)
+        assert not state.withdraw("a", old.id)
+        entry = state.lookup("a", now=2)
+        assert entry is not None
+        assert entry.incarnation == new.id
+        assert state.withdraw("a", new.id)
+        with pytest.raises(InvalidArgument, match="name"):
+            state.publish("", new.address.to_bytes())
+
+
+class Holder:
+    def open(self, name: str) -> str:
+        from fabric_ray import runtime
+
+        self.engine = runtime.engine(name=name)
+        return self.engine.id
+
+    def greet(self, name: str) -> int:
+        """Writes one counted word to whoever is called ``name``; its region comes as a message."""
+        peer = self.engine.peer(directory().lookup(name, timeout=10))
+        self.engine.send(peer, b"hello").wait(10)
+        return 5
+
+    def listen(self) -> None:
+        import queue
+
+        self.heard: Any = queue.Queue()
+        self.engine.receive(lambda message: self.heard.put(bytes(message.data)))
+
+    def hear(self) -> bytes:
+        heard: bytes = self.heard.get(timeout=20)
+        return heard
+
+
+def test_actors_find_each_other_by_name(cluster: list[str]) -> None:
+    holder: Any = ray.remote(Holder)
+    a, b = (holder.options(num_cpus=0).remote() for _ in range(2))
+    try:
+        ids = ray.get([a.open.remote("alpha"), b.open.remote("beta")])
+        assert directory().lookup("alpha").id == ids[0]
+        assert {"alpha", "beta"} <= {entry.name for entry in directory().entries()}
+        ray.get(b.listen.remote())
+        ray.get(a.greet.remote("beta"))
+        assert ray.get(b.hear.remote()) == b"hello"
+        with pytest.raises(Stale, match="gamma"):
+            directory().lookup("gamma")
+    finally:
+        ray.kill(a)
+        ray.kill(b)

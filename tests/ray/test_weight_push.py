@@ -1,0 +1,238 @@
+"""Weight pushes between actors on several raylets: versions move everywhere or nowhere (RS-3)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import (
+    Container,
+    DType,
+    DtypeMismatch,
+    ExtraTensors,
+    Leaf,
+    Mesh,
+    MissingTensors,
+    PlanError,
+    ShapeMismatch,
+    Shard,
+    Side,
+    Tensor,
+)
+from fabric_ray.weights import WeightSync
+from tests.ray.actors import BF16, SHAPES, expected, side, start, stop, values
+
+
+def train(trainers: list[Any], version: int) -> None:
+    ray.get([t.train.remote(version) for t in trainers])
+
+
+def check(rollouts: list[Any], version: int) -> None:
+    for rank, actor in enumerate(rollouts):
+        found = ray.get(actor.weights.remote())
+        want = expected(rank, len(rollouts), version)
+        assert found.keys() >= want.keys()
+        for name, tensor in want.items():
+            assert torch.equal(found[name], tensor), (rank, name, version)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_every_version_arrives_whole(cluster: list[str], transport: str, staged: bool) -> None:
+    trainers, rollouts = start(cluster, staged=staged, transport=transport)
+    try:
+        sync = WeightSync(trainers, rollouts, digest=True)
+        connected = sync.connect()
+        for version in (1, 2, 5):
+            train(trainers, version)
+            report = sync.push(version)
+            check(rollouts, version)
+            assert report.version == sync.version == version
+            assert report.nbytes == connected.nbytes
+            assert {link.transport for link in report.links} == {transport}
+        assert ray.get(rollouts[0].state.remote()) == (5, [1, 2, 5])
+        # q, k and the norm, each byte over a link once for every rollout that holds it.
+        whole = {name: values(name, 0).nbytes for name in SHAPES}
+        assert connected.nbytes == whole["q"] + whole["k"] + 2 * whole["norm"]
+        assert "norm" in sync.explain("norm")
+    finally:
+        stop(trainers, rollouts)
+
+
+async def test_a_push_can_be_awaited(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster, rollouts=1)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        train(trainers, 1)
+        assert (await sync.push_async()).version == 1
+        check(rollouts, 1)
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster, rollouts=1)
+    try:
+        with pytest.raises(WeightSyncError, match="has not arrived"):
+            ray.get(rollouts[0].weights.remote())
+        sync = WeightSync(trainers, rollouts)
+        sync.push(3)
+        for version in (3, 2):
+            with pytest.raises(InvalidArgument, match="not after 3"):
+                sync.push(version)
+    finally:
+        stop(trainers, rollouts)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_dead_rollout_is_named_and_nobody_advances(cluster: list[str], transport: str) -> None:
+    trainers, rollouts = start(cluster, rollouts=3, transport=transport)
+    try:
+        sync = WeightSync(trainers, rollouts, timeout=10)
+        train(trainers, 1)
+        sync.push()
+        train(trainers, 2)
+        os.kill(ray.get(rollouts[1].pid.remote()), signal.SIGKILL)
+        start_time = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match="rollout 1") as caught:
+                sync.push()
+            assert set(caught.value.failed) == {"rollout 1"}
+            assert sync.version == 1
+        assert time.monotonic() - start_time < 30
+        for rank in (0, 2):
+            assert ray.get(rollouts[rank].state.remote()) == (1, [1])
+            found = ray.get(rollouts[rank].weights.remote())
+            assert torch.equal(found["qk"], expected(rank, 3, 1)["qk"])
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
+    """Whoever dies while: those who live hold exactly one version, and the push says who died."""
+    chance = random.Random(7)
+    for victim in ("trainer", "rollout", "trainer"):
+        big = 8 << 20
+        trainers, rollouts = start(cluster, rollouts=2, target=_with_big(big), big=big)
+        try:
+            sync = WeightSync(trainers, rollouts, timeout=20)
+            train(trainers, 1)
+            first = sync.push()
+            train(trainers, 2)
+            group = trainers if victim == "trainer" else rollouts
+            pid = ray.get(group[1].pid.remote())
+            delay = chance.uniform(0, 1.5 * first.seconds)
+            killer = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
+            killer.start()
+            try:
+                sync.push()
+                named = None
+            except WeightSyncError as error:
+                named = error.failed
+            killer.join()
+            assert named is None or f"{victim} 1" in named
+            reached = sync.version
+            found = ray.get(rollouts[0].weights.remote(), timeout=30)
+            assert torch.equal(found["qk"], expected(0, 2, reached)["qk"]), delay
+            assert (found["big"] == reached).all()
+        finally:
+            stop(trainers, rollouts)
+
+
+def test_a_rollout_that_hangs_is_named_and_catches_up_later(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster, rollouts=2)
+    try:
+        sync = WeightSync(trainers, rollouts, timeout=1)
+        train(trainers, 1)
+        sync.push()
+        train(trainers, 2)
+        pid = ray.get(rollouts[1].pid.remote())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WeightSyncError, match="rollout 1"):
+                sync.push()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert sync.version == 1
+        # Its engine was given up by its peers; connecting again brings it back.
+        sync.connect()
+        sync.push()
+        check(rollouts, 2)
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_parameters_may_move_but_not_change(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster, rollouts=1)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        sync.push()
+        ray.get([t.replace.remote("norm", values("norm", 1)) for t in trainers])
+        ray.get(trainers[0].replace.remote("q", values("q", 1)))
+        ray.get(trainers[1].replace.remote("k", values("k", 1)))
+        sync.push()
+        check(rollouts, 1)
+        ray.get(trainers[0].replace.remote("q", torch.zeros(3, dtype=torch.bfloat16)))
+        with pytest.raises(WeightSyncError, match=r"trainer 0.*`q` was .*\[64, 96\].*connect"):
+            sync.push()
+        assert sync.version == 2
+        ray.get(trainers[0].replace.remote("q", values("q", 3)))
+        sync.push()
+    finally:
+        stop(trainers, rollouts)
+
+
+def _with_big(elements: int) -> Side:
+    big = Leaf(Tensor("big", (elements,), BF16), Mesh.line(range(2)), (Shard(0),))
+    return Side.of(2, [*side(2).containers, Container("big", BF16, big)])
+
+
+def _one(name: str, shape: tuple[int, ...], dtype: DType = BF16) -> Side:
+    leaf = Leaf(Tensor(name, shape, dtype), Mesh.line(range(1)), (Shard(0),))
+    return Side.of(1, [Container(name, dtype, leaf)])
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "text"),
+    [
+        (_one("absent", (4,)), MissingTensors, "absent"),
+        (_one("q", (64, 97)), ShapeMismatch, "q"),
+        (_one("q", (64, 96), DType.of("float32")), DtypeMismatch, "q"),
+        (_one("q", (64, 96)), ExtraTensors, "norm"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_before_anything_moves(
+    cluster: list[str], target: Side, error: type[PlanError], text: str
+) -> None:
+    trainers, rollouts = start(cluster, rollouts=1, target=target)
+    try:
+        with pytest.raises(error, match=text):
+            WeightSync(trainers, rollouts).connect()
+        with pytest.raises(InvalidArgument, match="order of ranks"):
+            WeightSync(trainers[::-1], rollouts).connect()
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_pushes_leak_nothing(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        for _ in range(3):
+            sync.push()
+        before = ray.get([t.belongings.remote() for t in trainers])
+        for _ in range(12):
+            sync.push()
+        after = ray.get([t.belongings.remote() for t in trainers])
+        assert after == before
+    finally:
+        stop(trainers, rollouts)
