@@ -53,6 +53,19 @@ wheel: $(DONE)/venv
 loom: $(DONE)/tools
 	cd native && RUSTFLAGS="--cfg loom" cargo test -p fabric-engine --release --target-dir target/loom --lib loom
 
+# Whatever reads bytes of others: every fuzzer for FUZZ_SECONDS.
+FUZZ_SECONDS ?= 60
+
+fuzz: $(DONE)/tools
+	@cargo fuzz --version >/dev/null 2>&1 || { echo "cargo-fuzz is missing: cargo install cargo-fuzz" >&2; exit 1; }
+	@set -e; for file in native/*/fuzz/fuzz_targets/*.rs; do \
+		crate=$${file%/fuzz/*} target=$$(basename $$file .rs); \
+		echo "== $$crate $$target"; \
+		mkdir -p $$crate/fuzz/corpus/$$target; \
+		(cd $$crate && RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
+			-max_len=4096 -rss_limit_mb=2048 -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1); \
+	done
+
 setup: $(DONE)/native
 
 $(DONE)/tools: scripts/check-tools native/Cargo.toml
@@ -78,6 +91,6 @@ $(DONE)/bench $(DONE)/docs: $(DONE)/venv
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DONE) build dist site native/target native/fuzz/target
+	rm -rf $(VENV) $(DONE) build dist site native/target native/*/fuzz/target
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -f fabric_ray/*.so

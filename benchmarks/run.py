@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self) -> Plan:
         if self.quick:
             return Plan(turns=self.repeat or 3, turn_seconds=0.03)
-        return Plan(turns=self.repeat or 7, turn_seconds=0.15)
+        return Plan(turns=self.repeat or 7, turn_seconds=0.1)
 
 
 def chosen_cases(options: Options) -> list[Case]:

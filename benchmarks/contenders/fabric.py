@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import Any
 
 import msgspec
@@ -14,9 +14,20 @@ from benchmarks.harness.pair import PairContender
 
 _BATCH = 64
 _REST_US = 1000
+# Long enough for the engines' workers of the sample before to have gone to sleep.
+_SETTLE_US = 200
 _ROLES = "benchmarks.contenders.fabric_python"
 _WAITERS = ("poll-python", "callback-python", "asyncio", "parked")
 _NOTICES = {"spin-native": "spin", "callback-native": "callback", "parked": "wait"}
+
+
+def unusable() -> str | None:
+    """None, or why the package can't be imported."""
+    try:
+        importlib.import_module("fabric_ray")
+    except ImportError as error:
+        return f"fabric_ray can't be imported: {error}"
+    return None
 
 
 class FabricRust:
@@ -99,7 +110,7 @@ class FabricRust:
         return seconds
 
     def _request(self, case: Case) -> dict[str, Any]:
-        request = {"bytes": case.bytes, "temperature": case.temperature}
+        request = {"bytes": case.bytes, "temperature": case.temperature, "rest_us": _SETTLE_US}
         match case.operation:
             case "rate" if self._batch:
                 return {**request, "kind": "batch", "pages": _BATCH}
@@ -130,8 +141,7 @@ class FabricPython(PairContender):
         self.sender = f"{_ROLES}:{'BatchSender' if batch else 'Sender'}"
 
     def available(self) -> str | None:
-        found = importlib.util.find_spec("fabric_ray._native")
-        return None if found else "the native core is not built"
+        return unusable()
 
     def supports(self, case: Case) -> bool:
         if case.operation == "rate":

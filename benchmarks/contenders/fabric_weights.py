@@ -15,13 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders.fabric import unusable
 from benchmarks.harness.cases import Case
 from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
 from benchmarks.harness.processes import kill, spawn
 
 _PATIENCE = 600.0
 _PUSHES = 7
-_NEEDS = ("fabric_ray._native", "ray", "torch", "safetensors", "matplotlib")
+_NEEDS = ("ray", "torch", "safetensors", "matplotlib")
 
 
 def _program() -> str | None:
@@ -102,7 +103,7 @@ class _Push:
 
     def available(self) -> str | None:
         missing = [need for need in _NEEDS if importlib.util.find_spec(need) is None]
-        return f"{', '.join(missing)} not installed" if missing else None
+        return f"{', '.join(missing)} not installed" if missing else unusable()
 
     def supports(self, case: Case) -> bool:
         return case.operation == "push"

@@ -12,8 +12,8 @@ from benchmarks.harness.cases import size
 from benchmarks.harness.results import Row
 from benchmarks.harness.table import number, ranked
 
-_OURS = "#c8102e"
-_FLOOR = "#222222"
+_OURS = ("#c8102e", "#ff8a8a", "#7a0019", "#d96c00")
+_FLOOR = ("#222222",)
 _PEERS = (
     "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf",
     "#e377c2", "#7f7f7f", "#bcbd22", "#0b5394", "#38761d", "#741b47",
@@ -27,12 +27,12 @@ def available() -> bool:
 def colours_of(rows: list[Row]) -> dict[str, str]:
     """A colour for each contender, the same in all plots of a page."""
     colours: dict[str, str] = {}
-    peers = itertools.cycle(_PEERS)
+    palettes = {"ours": _OURS, "floor": _FLOOR, "peer": _PEERS}
+    left = {family: itertools.cycle(palette) for family, palette in palettes.items()}
     for row in rows:
         for figure in row.figures:
             if figure.contender not in colours:
-                fixed = {"ours": _OURS, "floor": _FLOOR}.get(figure.family)
-                colours[figure.contender] = fixed or next(peers)
+                colours[figure.contender] = next(left[figure.family])
     return colours
 
 

@@ -73,14 +73,14 @@ def environment(mark: str) -> dict[str, str]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     out = tmp_path_factory.mktemp("bench")
     mark = str(out)
-    only = ("write/*/cold/1MiB", "pages/shm/1024x1KiB", "latency/*/p*", "rate/*/native")
+    only = ("write/*/cold/1MiB", "pages/shm/1024x1KiB", "latency/shm/p*", "rate/shm/native")
     done = subprocess.run(
         command(out, *only),
         cwd=ROOT,
         env=environment(mark),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,8 +94,8 @@ def test_every_case_has_its_floor_and_the_contenders_that_support_it(
     result: tuple[Report, str],
 ) -> None:
     report, _ = result
-    assert len(report.rows) == 9
-    assert [row.failures for row in report.rows] == [[]] * 9
+    assert len(report.rows) == 6
+    assert [row.failures for row in report.rows] == [[]] * 6
     for row in report.rows:
         floor = row.figure("floor")
         assert floor is not None

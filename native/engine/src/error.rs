@@ -100,7 +100,9 @@ impl EngineError {
                 return Self::Resource { call, cause: errno.to_string(), hint };
             }
             Errno::NFILE => "raise the open-file limit of this machine (sysctl fs.file-max)",
-            Errno::NOMEM | Errno::NOBUFS => "free memory, or raise the memory limit of this container",
+            Errno::NOMEM | Errno::NOBUFS => {
+                "free memory, or raise the memory limit of this container"
+            }
             Errno::NOSPC => "free space on the file system or the memory behind it",
             Errno::PERM | Errno::ACCESS => "grant the permission named by the call",
             Errno::AGAIN => "lower the number of threads or processes, or raise their limit",

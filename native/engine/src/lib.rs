@@ -9,6 +9,9 @@ pub mod domain;
 mod driver;
 mod engine;
 mod error;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod group;
 pub mod memory;
 mod sync;

@@ -1,12 +1,12 @@
 //! What the engine logs, as records of Python's logger `fabric_ray.native`.
 //!
 //! Events come from threads that hold the engine's lock, and who waits for that lock may hold the
-//! GIL: so an event is put on a queue, and a thread that lives while there are any hands them over.
+//! GIL: so an event is put on a queue, and one thread, which starts with the first, hands them over.
 
 use std::{
     collections::VecDeque,
     fmt::{self, Write},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 use pyo3::prelude::*;
@@ -34,6 +34,8 @@ struct Waiting {
 
 static WAITING: Mutex<Waiting> =
     Mutex::new(Waiting { records: VecDeque::new(), dropped: 0, served_by: None });
+
+static SOMETHING: Condvar = Condvar::new();
 
 fn waiting() -> MutexGuard<'static, Waiting> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
@@ -103,16 +105,19 @@ fn push(record: Record) {
         // Without a thread they wait for the next event.
         w.served_by = spawned.ok().and(here);
     }
+    drop(w);
+    SOMETHING.notify_one();
 }
 
-/// Hands over what waits until nothing does.
 fn serve() {
     loop {
         let (record, dropped) = {
             let mut w = waiting();
-            match w.records.pop_front() {
-                Some(record) => (record, std::mem::take(&mut w.dropped)),
-                None => return w.served_by = None,
+            loop {
+                match w.records.pop_front() {
+                    Some(record) => break (record, std::mem::take(&mut w.dropped)),
+                    None => w = SOMETHING.wait(w).unwrap_or_else(PoisonError::into_inner),
+                }
             }
         };
         // No interpreter any more: nobody to tell.

@@ -21,12 +21,15 @@ pub(crate) struct Envelope {
 impl Envelope {
     pub fn encode<T: Serialize>(&self, value: &T) -> Vec<u8> {
         // Serialising our own plain values into memory has no way to fail.
-        let body = postcard::to_allocvec(value).unwrap_or_default();
+        self.seal(&postcard::to_allocvec(value).unwrap_or_default())
+    }
+
+    pub fn seal(&self, body: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER + body.len());
         out.extend_from_slice(&self.magic);
         out.extend_from_slice(&WIRE_VERSION.to_le_bytes());
-        out.extend_from_slice(&checksum(&body).to_le_bytes());
-        out.extend_from_slice(&body);
+        out.extend_from_slice(&checksum(body).to_le_bytes());
+        out.extend_from_slice(body);
         out
     }
 

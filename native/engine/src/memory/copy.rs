@@ -8,11 +8,15 @@ use std::{
 
 use super::{
     heat::{cache_window, Heat},
-    routine::{cached, cold_candidates, Routine},
+    routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
 };
 
 /// Below this, the choice costs more than it brings.
 const SMALL: usize = 4096;
+/// Pages from here on are copied one by one.
+const LARGE_PAGE: usize = 64 << 10;
+/// Streaming stores of less than this don't fill enough lines.
+const TINY_PAGE: usize = 256;
 /// Copies shorter than this are too short to time.
 const TIMED: usize = 16 << 10;
 /// Once each candidate has had its trials, every so many copies one of them is tried again.
@@ -25,6 +29,8 @@ pub struct Copier {
     heat: Heat,
     candidates: &'static [Routine],
     classes: [Class; 2],
+    page_candidates: &'static [PageRoutine],
+    page_classes: [Class; 2],
 }
 
 impl std::fmt::Debug for Copier {
@@ -85,6 +91,8 @@ impl Default for Copier {
             heat: Heat::new(cache_window()),
             candidates: cold_candidates(),
             classes: Default::default(),
+            page_candidates: page_candidates(),
+            page_classes: Default::default(),
         }
     }
 }
@@ -118,6 +126,50 @@ impl Copier {
         let picos = start.elapsed().as_nanos() as u64 * 1000;
         class.learn(choice, self.candidates.len(), picos / len as u64);
     }
+
+    /// Copies `n` pages of `len` bytes; `at` gives destination and source of each. They are ordered
+    /// before any later store of this thread (IC-2).
+    ///
+    /// # Safety
+    /// As [`Self::copy`], for every page.
+    pub unsafe fn copy_pages(&self, n: u32, len: usize, at: impl Fn(u32) -> (usize, usize)) {
+        let bytes = n as usize * len;
+        if n == 1 || len >= LARGE_PAGE {
+            for (dst, src) in (0..n).map(at) {
+                // SAFETY: the caller's.
+                unsafe { self.copy(dst, src, len) };
+            }
+            return;
+        }
+        // The first page stands for all: who sends the same pages again sends them in the same order.
+        let cold = len >= TINY_PAGE
+            && bytes >= SMALL
+            && self.page_candidates.len() > 1
+            && !self.heat.touch(at(0).0, bytes);
+        if !cold {
+            for (dst, src) in (0..n).map(at) {
+                // SAFETY: the caller's.
+                unsafe { cached(dst as *mut u8, src as *const u8, len) };
+            }
+            return;
+        }
+        let class = &self.page_classes[usize::from(len >= SMALL)];
+        let (choice, timed) = class.choose(self.page_candidates.len());
+        let routine = self.page_candidates[choice];
+        let start = timed.then(Instant::now);
+        let (mut dst, mut src) = at(0);
+        for i in 0..n {
+            let next = if i + 1 < n { at(i + 1) } else { (dst, src) };
+            // SAFETY: the caller's.
+            unsafe { routine(dst as *mut u8, src as *const u8, len, next.1 as *const u8) };
+            (dst, src) = next;
+        }
+        fence();
+        if let Some(start) = start.filter(|_| bytes >= TIMED) {
+            let picos = start.elapsed().as_nanos() as u64 * 1000;
+            class.learn(choice, self.page_candidates.len(), picos / bytes as u64);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -135,6 +187,27 @@ mod tests {
             class.learn(1, 3, 400);
         }
         assert_eq!(class.best(), 2);
+    }
+
+    #[test]
+    fn all_pages_arrive() {
+        let copier = Copier::default();
+        let src: Vec<u8> = (0..400_000usize).map(|i| (i % 251) as u8).collect();
+        for round in 0..20u32 {
+            for len in [8usize, 300, 1280, 5000] {
+                let n = 60;
+                let mut dst = vec![0u8; 400_000];
+                let (to, from) = (dst.as_mut_ptr() as usize, src.as_ptr() as usize);
+                let place = |i: u32| ((i * 37 + round) % n) as usize * (len + 3);
+                // SAFETY: 60 pages of at most 5003 bytes lie inside both vectors.
+                unsafe { copier.copy_pages(n, len, |i| (to + place(i), from + i as usize * len)) };
+                for i in 0..n {
+                    let (d, s) = (place(i), i as usize * len);
+                    assert_eq!(dst[d..d + len], src[s..s + len]);
+                    assert_eq!(dst[d + len..d + len + 3], [0; 3]);
+                }
+            }
+        }
     }
 
     #[test]

@@ -105,6 +105,16 @@ fn refused(r: Refusal) -> Failure {
     })
 }
 
+/// Notes a connection that ended in its handshake. Peers that just go away are no news.
+pub(crate) fn mourn(peer: &str, cause: &DomainError) {
+    match cause {
+        DomainError::LinkDown(_) => {
+            tracing::info!(%peer, error = %cause, "a connection came to nothing");
+        }
+        _ => tracing::warn!(%peer, error = %cause, "a connection came to nothing"),
+    }
+}
+
 fn nonce() -> Result<Nonce, Failure> {
     let mut n = [0; 32];
     getrandom::fill(&mut n)
@@ -263,6 +273,22 @@ impl Acceptor {
             Err(_) => Err(Failure::refuse(false, WRONG_TOKEN.into())),
         }
     }
+}
+
+/// One message of each kind, always the same.
+#[cfg(test)]
+pub(crate) fn samples(a: Credentials, b: Credentials) -> [Vec<u8>; 5] {
+    let (to, nonce, mac) = (b.own.id, [3; 32], [5; 32]);
+    let hello = Hello { oldest: 1, newest: 1, from: a.own, to, nonce, extra: vec![6] };
+    let refusal = Refusal { stale: true, reason: "it is gone".into() };
+    [
+        Message::Hello(hello),
+        Message::Welcome(Welcome { version: 1, from: b.own, nonce, mac }),
+        Message::Proof(mac),
+        Message::Accepted,
+        Message::Refusal(refusal),
+    ]
+    .map(|m| ENVELOPE.encode(&m))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ pub mod shm;
 pub mod sim;
 pub mod tcp;
 
-mod handshake;
+pub(crate) mod handshake;
 mod listener;
 
 use std::sync::{Arc, OnceLock, Weak};

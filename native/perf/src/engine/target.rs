@@ -40,8 +40,9 @@ impl Card {
 pub enum Order {
     /// Where to answer: the writer's region, and the counter to answer on
     Meet(Card),
-    /// Answer now; then notice `rounds` times `counts` counts, answer each, and reply with the times
-    Watch { rounds: u32, counts: u32, notice: Notice },
+    /// Reply at once; then notice `rounds` times `counts` counts, write back after each if told to,
+    /// and reply with the times
+    Watch { rounds: u32, counts: u32, notice: Notice, answer: bool },
     /// Zero the region
     Clear,
     /// Reply what is wrong with the region after this many steps, or nothing
@@ -91,13 +92,13 @@ pub fn run(options: &Options) -> Outcome<()> {
                 back = Some(Arc::new(Back { engine: Arc::clone(&engine), src, dst, imm }));
                 say(&mut out, &true)?;
             }
-            Order::Watch { rounds, counts, notice } => {
+            Order::Watch { rounds, counts, notice, answer } => {
                 let back = back.as_ref().ok_or("told to watch before it met the writer")?;
                 let times = match notice {
                     Notice::Spin => {
                         let seen = counter.arrived();
                         say(&mut out, &true)?;
-                        spin(&counter, back, seen, (rounds, counts))?
+                        spin(&counter, answer.then_some(back), seen, (rounds, counts))?
                     }
                     Notice::Wait | Notice::Callback => {
                         // What spinning rounds counted was never claimed; now, before more comes.
@@ -132,7 +133,7 @@ pub fn run(options: &Options) -> Outcome<()> {
 /// The times at which each round was noticed, nanoseconds.
 fn spin(
     counter: &Counter,
-    back: &Back,
+    back: Option<&Arc<Back>>,
     mut seen: u64,
     (rounds, counts): (u32, u32),
 ) -> Outcome<Vec<u64>> {
@@ -141,7 +142,9 @@ fn spin(
         seen += u64::from(counts);
         spin_until(|| counter.poll() >= seen, "what was written did not arrive")?;
         times.push(Time::now().0);
-        back.answer();
+        if let Some(back) = back {
+            back.answer();
+        }
     }
     Ok(times)
 }
@@ -185,17 +188,15 @@ fn arm(
     });
 }
 
-/// Polls for at most [`LONG`].
+/// Polls for at most [`LONG`]. It never yields: two that yield to each other on one core stay there,
+/// two that don't are moved apart.
 pub fn spin_until(mut ready: impl FnMut() -> bool, otherwise: &str) -> Outcome<()> {
     let start = Time::now();
     let mut turns = 0u32;
     while !ready() {
         turns = turns.wrapping_add(1);
-        if turns % 1024 == 0 {
-            if Time::now().since(start) > LONG {
-                return Err(otherwise.into());
-            }
-            std::thread::yield_now();
+        if turns.is_multiple_of(1024) && Time::now().since(start) > LONG {
+            return Err(otherwise.into());
         }
         std::hint::spin_loop();
     }

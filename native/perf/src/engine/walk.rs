@@ -25,7 +25,7 @@ impl Walk {
         let shuffled = request.kind == Kind::Pages;
         let pages = if shuffled { request.pages } else { 1 };
         let total = request.bytes.checked_mul(u64::from(pages)).unwrap_or(0);
-        if total == 0 || total > region || request.bytes % WORD as u64 != 0 {
+        if total == 0 || total > region || !request.bytes.is_multiple_of(WORD as u64) {
             return Err(format!(
                 "{pages} times {} bytes must be multiples of {WORD} that fit {region} bytes",
                 request.bytes

@@ -23,8 +23,6 @@ use crate::floor::Outcome;
 
 /// The counter that the target answers on.
 const ANSWERS: u32 = 9;
-/// An answer that takes longer is slept for.
-const POLL: Duration = Duration::from_millis(1);
 
 /// The target's process, ended with this value.
 struct Target {
@@ -129,36 +127,40 @@ impl Writer {
 
     fn one_way(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
         let counts = request.operations * walk.pages;
-        let (rounds, notice) = (request.samples, request.notice);
-        let _: bool = self.target.order(&Order::Watch { rounds, counts, notice })?;
-        // What echoes counted was never claimed.
-        let rest = self.answers.unclaimed() as u32;
-        self.answers.expect(rest, &[], LONG).map_err(text)?;
-        let mut starts = Vec::with_capacity(rounds as usize);
-        for _ in 0..rounds {
-            let answer = self.answers.expect(1, &[], LONG).map_err(text)?;
-            let pages = self.pages(request, walk)?;
-            if request.rest_us > 0 {
-                std::thread::sleep(Duration::from_micros(request.rest_us));
+        let notice = request.notice;
+        // A receiver that spins is told of each sample anew, so that it sleeps in between; the
+        // others wait as long as it takes, and answer, so that the next sample can follow at once.
+        let answer = notice != Notice::Spin;
+        let rounds = if answer { request.samples } else { 1 };
+        let (mut starts, mut ends) = (Vec::new(), Vec::new());
+        while starts.len() < request.samples as usize {
+            let _: bool = self.target.order(&Order::Watch { rounds, counts, notice, answer })?;
+            for _ in 0..rounds {
+                let pages = self.pages(request, walk)?;
+                if request.rest_us > 0 {
+                    std::thread::sleep(Duration::from_micros(request.rest_us));
+                }
+                let seen = self.answers.arrived() + u64::from(answer);
+                starts.push(Time::now().0);
+                self.sample(request, walk, &pages)?;
+                spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
             }
-            starts.push(Time::now().0);
-            self.sample(request, walk, &pages)?;
-            // Not polled for any longer: a busy writer could keep a target on its core from noticing.
-            answer.spin(POLL);
-            finish(&answer)?;
+            let times: Vec<u64> = hear(&mut self.target.from)?;
+            ends.extend(times);
         }
-        let times: Vec<u64> = hear(&mut self.target.from)?;
-        if times.len() != starts.len() {
-            return Err(format!("{} samples, {} were noticed", starts.len(), times.len()));
+        if starts.len() != ends.len() {
+            return Err(format!("{} samples, {} were noticed", starts.len(), ends.len()));
         }
         let share = 1e-9 / f64::from(request.operations);
         let took = |(start, end): (&u64, &u64)| end.saturating_sub(*start) as f64 * share;
-        Ok(starts.iter().zip(&times).map(took).collect())
+        Ok(starts.iter().zip(&ends).map(took).collect())
     }
 
     fn echo(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
         let (rounds, counts) = (request.samples * request.operations, 1);
-        let _: bool = self.target.order(&Order::Watch { rounds, counts, notice: Notice::Spin })?;
+        let notice = Notice::Spin;
+        let watch = Order::Watch { rounds, counts, notice, answer: true };
+        let _: bool = self.target.order(&watch)?;
         let mut seconds = Vec::with_capacity(request.samples as usize);
         let mut seen = self.answers.arrived();
         for _ in 0..request.samples {

@@ -36,7 +36,7 @@ impl Mapping {
         let from = (addr - self.map.base()) / STEP;
         let to = (addr - self.map.base() + len).div_ceil(STEP);
         for step in from..to {
-            if self.populated[step].swap(true, Relaxed) {
+            if self.populated[step].load(Relaxed) || self.populated[step].swap(true, Relaxed) {
                 continue;
             }
             let at = step * STEP;

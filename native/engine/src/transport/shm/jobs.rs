@@ -86,20 +86,20 @@ impl Copy<'_> {
         let remote_at = |i: u32| self.import.base + (remote_seq.nth(i) + from) as usize;
         let pid = match &self.import.reach {
             Reach::Mapped(mapping) => {
-                for i in pages {
-                    let (l, r) = (local_at(i), remote_at(i));
-                    if len >= 64 << 10 {
+                let at = |i: u32| {
+                    let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
+                    if len >= 512 {
                         mapping.populate(r, len as usize);
                     }
-                    let (dst, src) = match self.direction {
+                    match self.direction {
                         Direction::Out => (r, l),
                         Direction::In => (l, r),
-                    };
-                    // SAFETY: the remote range was checked against the import's length when this
-                    // copy was made, and the import keeps its mapping; the local range lies in a
-                    // region that the request keeps registered; they are different mappings.
-                    unsafe { copier.copy(dst, src, len as usize) };
-                }
+                    }
+                };
+                // SAFETY: the remote ranges were checked against the import's length when this copy
+                // was made, and the import keeps its mapping; the local ranges lie in a region that
+                // the request keeps registered; they are different mappings.
+                unsafe { copier.copy_pages(pages.len() as u32, len as usize, at) };
                 return Ok(());
             }
             Reach::Process(pid) => *pid,

@@ -9,7 +9,7 @@ use super::{
 const RECORDS: usize = 4096;
 const COUNT_TAIL: usize = 0;
 const HEADER: usize = 4096;
-const COUNTS: usize = HEADER;
+pub(super) const COUNTS: usize = HEADER;
 const MESSAGES: usize = COUNTS + RECORDS * size_of::<Slot>();
 const MESSAGE_BYTES: usize = 256 << 10;
 

@@ -39,7 +39,7 @@ pub(super) enum Stage {
 /// What a link that is up writes to.
 pub(super) struct Lines {
     /// The peer's inbox.
-    outbox: Map,
+    pub outbox: Map,
     pub bell: PeerBell,
     produce: Producer,
     sender: Sender,

@@ -6,6 +6,8 @@
 
 mod bell;
 mod control;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod imports;
 mod jobs;
 mod layout;

@@ -19,7 +19,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId},
     memory::Backing,
     time::Time,
-    transport::handshake::{Acceptor, Failure, Initiator},
+    transport::handshake::{self, Acceptor, Failure, Initiator},
 };
 
 /// How long `close` waits for peers to let go of memory that isn't the engine's own.
@@ -329,7 +329,7 @@ impl ShmDomain {
         // What the peer counted before it went away has arrived and counts.
         while link.take_arrivals(&NoMessages, out) {}
         if !link.is_up() {
-            tracing::warn!(error = %cause, "a connection came to nothing");
+            handshake::mourn("a process on this host", &cause);
         }
         link.closing.get_or_insert(cause);
         link.gone = true;

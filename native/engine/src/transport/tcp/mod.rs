@@ -2,6 +2,8 @@
 //! straight into their region, acknowledged when they are there.
 
 mod frame;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod link;
 mod net;
 mod place;

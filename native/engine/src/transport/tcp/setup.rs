@@ -16,7 +16,7 @@ use crate::{
     api::{EngineAddress, Envelope, TransportKind},
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
-    transport::handshake::{Acceptor, Failure, Initiator, MAX_MESSAGE},
+    transport::handshake::{self, Acceptor, Failure, Initiator, MAX_MESSAGE},
     EngineError,
 };
 
@@ -341,7 +341,7 @@ impl TcpDomain {
             Role::Of(id) => self.take_down(id, error, false),
             Role::Half(half) => {
                 let Some((id, index)) = half.link else {
-                    tracing::warn!(peer = %half.remote, %error, "a connection came to nothing");
+                    handshake::mourn(&half.remote, &error);
                     return;
                 };
                 let now = self.now;

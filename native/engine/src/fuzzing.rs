@@ -1,0 +1,162 @@
+//! What a fuzzer calls: everything that reads bytes of a peer's. Each function must return, however
+//! odd its input, and holds what it says as assertions.
+
+use crate::{
+    api::{CounterRef, EngineAddress, EngineId, Envelope, RegionDescriptor},
+    transport::handshake::{Acceptor, Credentials, Initiator},
+};
+
+pub use crate::transport::{shm::fuzz::peer_does as shm, tcp::fuzz::peer_says as tcp};
+
+/// An intact envelope around any body: the checksum would turn away nearly everything.
+pub(crate) fn sealed(magic: &[u8; 4], body: &[u8]) -> Vec<u8> {
+    Envelope { magic: *magic, what: "", limit: 0 }.seal(body)
+}
+
+/// Input in pieces, each with its length in one byte before it.
+pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        let (n, rest) = bytes.split_first()?;
+        let (piece, rest) = rest.split_at(rest.len().min(usize::from(*n)));
+        bytes = rest;
+        Some(piece)
+    })
+}
+
+/// A credential whose engine has a known id, so that seeds can name it.
+pub(crate) fn known(id: u8) -> Credentials {
+    let own = EngineAddress { id: EngineId([id; 16]), name: "e".into(), endpoints: Vec::new() };
+    Credentials { own, token: b"token".to_vec() }
+}
+
+/// Values that travel: what decodes encodes to something that decodes to the same.
+pub fn values(bytes: &[u8]) {
+    let _ = EngineAddress::from_bytes(bytes);
+    let _ = RegionDescriptor::from_bytes(bytes);
+    let _ = CounterRef::from_bytes(bytes);
+    let Some((kind, body)) = bytes.split_first() else { return };
+    match kind % 4 {
+        0 => {
+            let Ok(a) = EngineAddress::from_bytes(&sealed(b"FRad", body)) else { return };
+            assert_eq!(EngineAddress::from_bytes(&a.to_bytes()), Ok(a));
+        }
+        1 => {
+            let Ok(d) = RegionDescriptor::from_bytes(&sealed(b"FRmr", body)) else { return };
+            assert!(d.slice(0, d.len).is_ok() && d.slice(d.len, 1).is_err());
+            assert_eq!(RegionDescriptor::from_bytes(&d.to_bytes()), Ok(d));
+        }
+        2 => {
+            let Ok(c) = CounterRef::from_bytes(&sealed(b"FRct", body)) else { return };
+            assert_eq!(CounterRef::from_bytes(&c.to_bytes()), Ok(c));
+        }
+        _ => crate::transport::tcp::fuzz::endpoint(&sealed(b"FRte", body)),
+    }
+}
+
+/// Handshakes with somebody who doesn't know the token: it never proves itself to either side.
+pub fn handshake(bytes: &[u8]) {
+    let own = known(2);
+    let (Ok((initiator, _)), mut acceptor) =
+        (Initiator::start(&known(1), own.own.id, Vec::new()), None)
+    else {
+        return;
+    };
+    for body in pieces(bytes) {
+        let message = sealed(b"FRhs", body);
+        assert!(initiator.on_welcome(&message).is_err());
+        let _ = initiator.on_accepted(&message);
+        let _ = Acceptor::on_hello(&own, body);
+        match &acceptor {
+            None => acceptor = Acceptor::on_hello(&own, &message).ok().map(|(a, _)| a),
+            Some(acceptor) => assert!(acceptor.on_proof(&message).is_err()),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::{fs, path::Path};
+
+    use super::*;
+
+    /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
+    #[test]
+    fn the_seeds_are_what_peers_say_today() {
+        let targets: [(&str, fn(&[u8])); 4] =
+            [("values", values), ("handshake", handshake), ("tcp", tcp), ("shm", shm)];
+        for (target, run) in targets {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
+            for (name, seed) in seeds::of(target) {
+                let path = folder.join(name);
+                if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
+                    fs::create_dir_all(&folder).unwrap();
+                    fs::write(&path, &seed).unwrap();
+                }
+                let kept = fs::read(&path).unwrap_or_default();
+                assert!(kept == seed, "{}: write the seeds anew, see its README", path.display());
+            }
+            for file in fs::read_dir(folder).unwrap() {
+                run(&fs::read(file.unwrap().path()).unwrap());
+            }
+        }
+    }
+
+    mod seeds {
+        use super::super::*;
+        use crate::{
+            api::{Endpoint, Imm, RegionKey, TransportKind},
+            transport::{shm, tcp},
+        };
+
+        type Seeds = Vec<(&'static str, Vec<u8>)>;
+
+        pub fn of(target: &str) -> Seeds {
+            match target {
+                "values" => values(),
+                "handshake" => handshake(),
+                "tcp" => tcp::fuzz::seeds(),
+                _ => shm::fuzz::seeds(),
+            }
+        }
+
+        /// The body of an envelope behind the number of its kind.
+        fn numbered(kind: u8, whole: &[u8]) -> Vec<u8> {
+            [&[kind], &whole[10..]].concat()
+        }
+
+        fn values() -> Seeds {
+            let data = tcp::fuzz::an_endpoint();
+            let endpoints = vec![
+                Endpoint { transport: TransportKind::Shm, data: Vec::new() },
+                Endpoint { transport: TransportKind::Tcp, data: data.clone() },
+            ];
+            let owner = EngineAddress { id: EngineId([7; 16]), name: "rank 3".into(), endpoints };
+            let counter = CounterRef::new(owner.id, Imm::allocated(1 << 19, 3));
+            let region = RegionDescriptor {
+                owner: owner.clone(),
+                key: RegionKey { index: 5, rkey: u64::MAX },
+                offset: 1 << 40,
+                len: 4096,
+                rail_keys: Vec::new(),
+            };
+            vec![
+                ("address", numbered(0, &owner.to_bytes())),
+                ("region", numbered(1, &region.to_bytes())),
+                ("counter", numbered(2, &counter.to_bytes())),
+                ("endpoint", numbered(3, &data)),
+                ("whole", owner.to_bytes()),
+            ]
+        }
+
+        fn handshake() -> Seeds {
+            use crate::transport::handshake::samples;
+            let piece = |m: &Vec<u8>| [&[m.len() as u8 - 10], &m[10..]].concat();
+            let [hello, welcome, proof, accepted, refusal] = samples(known(1), known(2));
+            vec![
+                ("to_an_acceptor", [piece(&hello), piece(&proof)].concat()),
+                ("to_an_initiator", [piece(&welcome), piece(&accepted)].concat()),
+                ("refused", piece(&refusal)),
+            ]
+        }
+    }
+}

@@ -1,0 +1,215 @@
+"""Strangers at the door and forged values: turned away in words, while real peers are served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fabric_ray import CounterRef, EngineAddress, RegionDescriptor, TransferEngine
+from fabric_ray.errors import (
+    DecodeError,
+    FabricError,
+    HandshakeError,
+)
+from tests.processes import Other, within
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def tcp_port() -> int:
+    """The port that this process listens on."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return int(ports[0].split(":")[1], 16)
+
+
+def serve(connection: Connection, transport: str) -> None:
+    """An engine with a region and a counter; runs functions that take it."""
+    engine = TransferEngine(name="server", transport=transport, token="t", bind=("127.0.0.1",))
+    region, counter = engine.alloc(4096), engine.counter()
+    port = tcp_port() if transport == "tcp" else 0
+    connection.send((engine.address, region.descriptor(), counter.ref, port))
+    while True:
+        connection.send(connection.recv()(engine, counter))
+
+
+def count_descriptors(*_: Any) -> int:
+    return descriptors()
+
+
+def count_arrived(_: TransferEngine, counter: Any) -> int:
+    return int(counter.value)
+
+
+# strangers
+
+
+def sealed(magic: bytes, body: bytes, version: int = 1) -> bytes:
+    """An intact envelope, as `fabric_ray` reads it."""
+    return magic + version.to_bytes(2, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def hello(to: str, *, protocol: int = 1, version: int = 1) -> bytes:
+    """The first message of a handshake, from an engine ``x`` that was never opened."""
+    seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
+    sender = bytes(16) + b"\x01x\x00"
+    body = bytes([0, protocol, protocol]) + sender + bytes.fromhex(to) + bytes(32)
+    return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
+
+
+class Stranger:
+    """A plain socket on an engine's door."""
+
+    def __init__(self, transport: str, engine_id: str, port: int) -> None:
+        self.tcp = transport == "tcp"
+        if self.tcp:
+            self.socket = socket.create_connection(("127.0.0.1", port))
+        else:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket.connect(f"\0fabric-ray/{engine_id}")
+
+    def say(self, message: bytes) -> None:
+        self.socket.sendall(len(message).to_bytes(4, "little") + message if self.tcp else message)
+
+    def hear(self, timeout: float = 10.0) -> bytes:
+        self.socket.settimeout(timeout)
+        return self.socket.recv(65536)
+
+    def hear_to_the_end(self) -> bytes:
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := self.hear():
+                heard += more
+        self.socket.close()
+        return heard
+
+
+def proof_of_nothing(stranger: Stranger) -> None:
+    assert b"FRhs" in stranger.hear()
+    stranger.say(sealed(b"FRhs", b"\x02" + bytes(32)))
+
+
+def leaves(stranger: Stranger) -> None:
+    stranger.hear()
+    stranger.socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_strangers_are_turned_away_and_the_real_peer_is_served(
+    transport: str, open_engine: Callable[..., TransferEngine]
+) -> None:
+    a = open_engine("a", transport=transport, token="t")
+    with Other(serve, transport) as server:
+        address, descriptor, ref, port = server.hear()
+        there, src = a.import_region(descriptor), a.alloc(4096)
+        a.write(src, there, imm=ref).wait(10)
+        before = server.ask(count_descriptors)
+
+        good, of_others = hello(address.id), hello("00" * 16)
+        says: list[tuple[bytes, Callable[[Stranger], None] | None, bytes]] = [
+            (b"", None, b""),  # stays, and says nothing
+            (os.urandom(500), None, b""),
+            (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), None, b""),
+            (good[:-1], None, b""),
+            (good[:9], None, b""),
+            (hello(address.id, version=2), None, b""),
+            (hello(address.id, protocol=9), None, b"no common protocol version"),
+            (of_others, None, b"is gone"),
+            (good, leaves, b""),
+            (good, proof_of_nothing, b"the tokens differ"),
+        ]
+        strangers = [Stranger(transport, address.id, port) for _ in says]
+        for stranger, (message, _, _) in zip(strangers, says, strict=True):
+            if message:
+                stranger.say(message)
+        for stranger, (_, then, _) in zip(strangers, says, strict=True):
+            if then:
+                then(stranger)
+        for _ in range(100):
+            a.write(src, there, imm=ref).wait(10)
+        for stranger, (message, _, answer) in zip(strangers, says, strict=True):
+            assert answer in stranger.hear_to_the_end(), message[:20]
+        within(1, "the end of all strangers", lambda: server.ask(count_descriptors) == before)
+        assert server.ask(count_arrived) == 101
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_token_is_a_handshake_error_that_both_sides_hear_of(
+    transport: str,
+    open_engine: Callable[..., TransferEngine],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    a = open_engine("a", transport=transport, token="one")
+    b = open_engine("b", transport=transport, token="two")
+    there = a.import_region(b.alloc(8).descriptor())
+    with caplog.at_level(logging.WARNING, logger="fabric_ray.native"):
+        with pytest.raises(HandshakeError, match="give both engines the same token") as e:
+            a.write(a.alloc(8), there).wait(10)
+        within(5, "a warning", lambda: "a connection came to nothing" in caplog.text)
+    assert e.value.peer.startswith("b#")
+
+
+# damaged values
+
+
+@pytest.mark.parametrize("cls", [EngineAddress, RegionDescriptor, CounterRef])
+def test_values_of_another_version_say_which(
+    cls: Any, open_engine: Callable[..., TransferEngine]
+) -> None:
+    engine = open_engine()
+    value = {
+        EngineAddress: engine.address,
+        RegionDescriptor: engine.alloc(8).descriptor(),
+        CounterRef: engine.counter().ref,
+    }[cls].to_bytes()
+    with pytest.raises(DecodeError, match="wire version 7, this build reads 1; upgrade"):
+        cls.from_bytes(sealed(value[:4], value[10:], version=7))
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def forging(request: pytest.FixtureRequest) -> Iterator[tuple[Any, ...]]:
+    with (
+        TransferEngine(name="a", transport=request.param) as a,
+        TransferEngine(name="b", transport=request.param) as b,
+    ):
+        whole = b.alloc(4096)
+        yield a, a.alloc(4096), whole, whole.slice(1024, 1024).descriptor().to_bytes()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(at=st.integers(1, 14), value=st.integers(0, 255))
+def test_mr_3_a_forged_descriptor_is_refused_or_stays_inside_its_region(
+    forging: tuple[Any, ...], at: int, value: int
+) -> None:
+    a, src, whole, honest = forging
+    body = bytearray(honest[10:])
+    body[-at] = value
+    try:
+        descriptor = RegionDescriptor.from_bytes(sealed(honest[:4], bytes(body)))
+    except DecodeError:
+        return
+    there = a.import_region(descriptor)
+    nbytes = min(there.nbytes, 4096)
+    # Refused by the owner, stale, or too short: but never another region's bytes.
+    with contextlib.suppress(FabricError):
+        a.write(src, there, nbytes).wait(10)
+        assert descriptor.owner.id == whole.descriptor().owner.id
