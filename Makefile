@@ -29,7 +29,7 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
-test-python: $(DONE)/native
+test-python: $(DONE)/native $(DONE)/perf
 	$(BIN)/python -m pytest -q $(ARGS)
 
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench

@@ -155,12 +155,20 @@ def test_peers_that_find_no_descriptors_name_the_limit(
         assert other.hear() == ["done"] * 6
 
 
+HOARD: list[int] = []
+
+
 def starve() -> None:
-    limit_descriptors(0)
+    limit_descriptors(20)
+    with contextlib.suppress(OSError):
+        while True:
+            HOARD.append(os.dup(0))
 
 
 def feed() -> None:
     limit_descriptors(None)
+    while HOARD:
+        os.close(HOARD.pop())
 
 
 def use_of_a_core() -> float:

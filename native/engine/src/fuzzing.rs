@@ -79,10 +79,12 @@ mod tests {
 
     use super::*;
 
+    type Target = fn(&[u8]);
+
     /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
     #[test]
     fn the_seeds_are_what_peers_say_today() {
-        let targets: [(&str, fn(&[u8])); 4] =
+        let targets: [(&str, Target); 4] =
             [("values", values), ("handshake", handshake), ("tcp", tcp), ("shm", shm)];
         for (target, run) in targets {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);

@@ -151,7 +151,7 @@ fn judge(out: &[Completion], posted: u32) {
     assert!(ended.iter().all(|n| *n == 1), "an operation was lost, or ended twice");
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     use super::control::Frame;
     let piece = |what: u8, body: &[u8]| [&[body.len() as u8 + 1, what], body].concat();

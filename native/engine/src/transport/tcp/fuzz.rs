@@ -131,10 +131,10 @@ fn judge(out: &[Completion]) {
     assert!(!down || ended == [1; 3], "a link went down and left work behind");
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 pub(crate) use seeds::{an_endpoint, seeds};
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod seeds {
     use super::{
         super::frame::{Header, Kind},

@@ -112,7 +112,7 @@ impl TcpDomain {
             news: Vec::new(),
             look_at: Time(0),
             now: Time(0),
-            bulk_from: 64 << 10,
+            bulk_from: 16 << 10,
         })
     }
 

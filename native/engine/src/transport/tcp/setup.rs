@@ -308,6 +308,9 @@ impl TcpDomain {
         let Some(s) = self.sockets.get_mut(key) else { return };
         let Role::Half(half) = std::mem::replace(&mut s.role, Role::Of(id)) else { return };
         s.stream.hot_until = now.after(super::HOT);
+        if index > 0 {
+            s.stream.ahead = super::stream::AHEAD;
+        }
         let Some(link) = self.link(id) else {
             self.sockets.remove(key);
             return;

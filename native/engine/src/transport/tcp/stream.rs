@@ -17,6 +17,9 @@ use crate::{domain::DomainError, time::Time};
 /// Received bytes are taken from the kernel in steps of at most this many, small frames by the
 /// hundreds.
 const RX: usize = 128 << 10;
+/// On a stream for bulk, only as many beyond what has a place already: a body that is taken along
+/// with its header has to be copied once more.
+pub(super) const AHEAD: usize = 4096;
 /// Bodies up to this size are copied behind their header rather than sent from where they lie.
 const SMALL_BODY: u64 = 2048;
 /// Bytes taken from, or given to, the kernel in one call.
@@ -70,6 +73,8 @@ pub(super) struct Stream {
     pub done: u64,
     pub done_told: u64,
     rx: Box<[u8]>,
+    /// At most so many bytes are taken that have no place yet.
+    pub ahead: usize,
     from: usize,
     to: usize,
     state: Rx,
@@ -91,6 +96,7 @@ impl Stream {
             done: 0,
             done_told: 0,
             rx: vec![0; RX].into_boxed_slice(),
+            ahead: RX,
             from: 0,
             to: 0,
             state: Rx::Header,
@@ -275,8 +281,13 @@ impl Stream {
         }
         let whole = matches!(&self.state, Rx::Body(_, Body::Place(w)) if w.left() > direct);
         if !whole {
+            let need = match &self.state {
+                Rx::Indices(header) => header.indices as usize * 4,
+                _ => 0,
+            };
             let room = &mut self.rx[self.to..];
-            iov.push(room.as_mut_ptr() as usize, room.len());
+            let n = room.len().min(self.ahead.max(need));
+            iov.push(room.as_mut_ptr() as usize, n);
         }
         let n = match raw::receive(self.socket.as_fd(), &iov) {
             Ok(0) => return Err(DomainError::LinkDown("its connection has ended".into())),
