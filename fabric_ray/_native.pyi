@@ -592,6 +592,12 @@ class Engine:
         May be called again and again with the same batch; ``imm`` stands in for the immediates of
         its writes this time.
         """
+    def prepare(self, batch: Batch, *, timeout: float | None = None) -> Transfer:
+        """Makes everything ready that the writes of a batch will need: connections, keys, mappings.
+
+        The first of many pushes over the same ranges is then as quick as the others. No byte moves
+        and nothing is counted.
+        """
     def receive(
         self,
         callback: Callable[[Message], object],

@@ -37,6 +37,8 @@ class Arm(msgspec.Struct, frozen=True):
     """Where each of the target side's containers begins in the region; -1 if it has none here."""
     staged: bool
     """Whether the version in use stays usable while the next arrives."""
+    further: tuple[bytes, ...] = ()
+    """Regions that later versions will be written to; named once, when routes are handed out."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):

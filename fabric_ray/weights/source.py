@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument
@@ -76,18 +78,23 @@ class WeightSource:
         metas = [param_meta(n, tensor, rank=self.rank) for n, tensor in self._tensors.items()]
         return self.rank, metas, self._engine.address.to_bytes()
 
-    def accept(self, share: SourceShare) -> None:
-        """Takes this rank's part of the routing table, and connects to its rollouts."""
+    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
+        """Takes this rank's part of the routing table, connects to its rollouts, and has everything
+        ready that the first push would otherwise wait for."""
         plan = Plan.from_bytes(share.plan)
         by_target: dict[int, list[Copy]] = defaultdict(list)
         for copy in plan.for_source(self.rank):
             by_target[copy.peer].append(copy)
         self._share, self._copies = share, dict(by_target)
         self._routes.clear()
+        ready = []
         for arm in share.arms:
             if arm.rank in self._copies:
-                target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
-                self._engine.connect(target.peer)
+                for region in (arm.region, *arm.further):
+                    batch, _ = self._route(msgspec.structs.replace(arm, region=region))
+                    ready.append(self._engine.prepare(batch, timeout=timeout))
+        for transfer in ready:
+            transfer.wait()
 
     def push(
         self, version: int, arms: list[Arm], *, digest: bool = False, timeout: float = 60.0

@@ -115,7 +115,7 @@ class WeightSync:
             self._trainers,
             _source_accept,
             "take the route",
-            [shared] * len(self._trainers),
+            [(shared, self._timeout)] * len(self._trainers),
         )
         clock.lap("distribute")
         balance = self._plan.balance()
@@ -342,8 +342,8 @@ def _source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
     return SOURCES.get(name).meta()
 
 
-def _source_accept(_: Any, name: str, share: SourceShare) -> None:
-    SOURCES.get(name).accept(share)
+def _source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:
+    SOURCES.get(name).accept(share, timeout=timeout)
 
 
 def _source_push(

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
@@ -133,7 +135,10 @@ class WeightTarget:
             self.version, self._live = None, 0
         for writer in self._writers():
             self._engine.connect(writer)
-        return self._arm()
+        arm = self._arm()
+        others = [slab for i, slab in enumerate(self._slabs) if i != self._next]
+        further = tuple(slab.region.descriptor().to_bytes() for slab in others)
+        return msgspec.structs.replace(arm, further=further)
 
     def confirm(
         self, version: int, *, timeout: float = 60.0, digest: int | None = None

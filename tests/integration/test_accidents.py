@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import sys
@@ -207,6 +208,16 @@ def without_locked_memory(connection: Connection) -> None:
 def test_a_low_memlock_limit_does_not_matter() -> None:
     with Other(without_locked_memory) as other:
         assert other.hear() == "done"
+
+
+def test_rs_2_a_transport_that_is_left_out_is_logged(
+    open_engine: Callable[..., TransferEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="fabric_ray.native"):
+        engine = open_engine(bind=("192.0.2.1",), token="t")
+        within(5, "a warning", lambda: "transport left out; transport: tcp" in caplog.text)
+    assert engine.address.transports == ["shm"]
+    assert "no interface of this machine has the address 192.0.2.1" in caplog.text
 
 
 # users' code

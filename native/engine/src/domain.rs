@@ -122,6 +122,10 @@ pub enum WorkRequest {
     Read {
         data: Data,
     },
+    /// Everything that a write of `data` will need is made ready; no byte moves.
+    Prepare {
+        data: Data,
+    },
     Count(Count),
     Send(Arc<[u8]>),
 }

@@ -142,8 +142,22 @@ impl Shared {
         }
     }
 
-    /// Hands each peer's part of an operation to `push`. The operation has been checked.
-    pub(super) fn bind(&self, op: &Op<'_>, push: &mut dyn FnMut(BoundOp)) {
+    /// Hands each peer's part of an operation, or only what prepares for it, to `push`. The
+    /// operation has been checked.
+    #[inline]
+    pub(super) fn bind(&self, op: &Op<'_>, only_prepare: bool, push: &mut dyn FnMut(BoundOp)) {
+        match only_prepare {
+            false => self.bind_all(op, push),
+            true => self.bind_all(op, &mut |bound| {
+                if let Some(bound) = bound.prepare() {
+                    push(bound);
+                }
+            }),
+        }
+    }
+
+    #[inline]
+    fn bind_all(&self, op: &Op<'_>, push: &mut dyn FnMut(BoundOp)) {
         match op {
             Op::Write { src, dst, len, imm } => {
                 push(write(src.region, src.offset, dst.region, dst.offset, *len, *imm));

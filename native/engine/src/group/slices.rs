@@ -21,6 +21,16 @@ impl BoundOp {
     pub fn new(peer: PeerKey, wr: WorkRequest) -> Self {
         Self { peer, wr, page: 0, byte: 0, confirm: None }
     }
+
+    /// The same, up to where bytes would move; nothing for what moves none.
+    pub fn prepare(self) -> Option<Self> {
+        match self.wr {
+            WorkRequest::Write { data, .. } => {
+                Some(Self::new(self.peer, WorkRequest::Prepare { data }))
+            }
+            _ => None,
+        }
+    }
 }
 
 pub(super) enum Posted {
@@ -39,9 +49,9 @@ pub(super) fn post_slices(
     link: LinkId,
 ) -> Posted {
     let caps = domain.caps();
-    let (data, count, write) = match &op.wr {
-        WorkRequest::Write { data, count } => (data, *count, true),
-        WorkRequest::Read { data } => (data, None, false),
+    let (data, count) = match &op.wr {
+        WorkRequest::Write { data, count } => (data, *count),
+        WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
             return match post(key, transfer, &op.wr, None, domain, link) {
                 Ok(Post::Full) => Posted::Part,
@@ -66,9 +76,10 @@ pub(super) fn post_slices(
         let (pages, bytes) = (slice.pages, slice.page_len);
         // A page that is cut carries no immediate: the confirming write counts it (IC-1, IC-2).
         let count = count.filter(|_| !cut_pages).map(|c| Count { imm: c.imm, n: pages });
-        let wr = match write {
-            true => WorkRequest::Write { data: slice, count },
-            false => WorkRequest::Read { data: slice },
+        let wr = match &op.wr {
+            WorkRequest::Read { .. } => WorkRequest::Read { data: slice },
+            WorkRequest::Prepare { .. } => WorkRequest::Prepare { data: slice },
+            _ => WorkRequest::Write { data: slice, count },
         };
         match post(key, transfer, &wr, op.confirm, domain, link) {
             Ok(Post::Full) => return Posted::Part,

@@ -33,6 +33,7 @@ on_every_transport! {
     shuffled_pages_land_where_they_belong,
     reads_fetch,
     batches_mix_operations_and_peers,
+    preparing_moves_and_counts_nothing,
     scatter_and_barrier_reach_every_peer,
     messages_arrive_whole_and_wait_for_room,
     messages_too_long_for_the_pool_are_refused,

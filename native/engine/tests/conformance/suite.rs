@@ -252,6 +252,25 @@ pub fn reads_fetch(w: &mut dyn World) {
     }
 }
 
+pub fn preparing_moves_and_counts_nothing(w: &mut dyn World) {
+    const N: u64 = 5 << 20;
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, bytes) = filled(&a, N as usize, 9);
+    let dst = b.alloc(N).unwrap();
+    let counter = b.counter().unwrap();
+    let there = import(&a, &dst);
+    let op = || write(&src, &there, 0, N, Some(counter.imm()));
+    let ready = a.prepare(&[op()], Submit::default()).unwrap();
+    assert_eq!(w.wait(&ready), Ok(()));
+    w.idle();
+    assert_eq!(counter.arrived(), 0);
+    assert!(dst.get(0, N).unwrap().iter().all(|b| *b == 0));
+    let done = submit(&a, op()).unwrap();
+    assert_eq!(w.wait(&counter.expect(1, &[], SOON).unwrap()), Ok(()));
+    assert_eq!(w.wait(&done), Ok(()));
+    assert!(dst.get(0, N).unwrap() == bytes);
+}
+
 pub fn batches_mix_operations_and_peers(w: &mut dyn World) {
     let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
     let (src, bytes) = filled(&a, 4000, 9);

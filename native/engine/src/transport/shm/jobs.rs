@@ -30,12 +30,20 @@ const CHUNK: u64 = 1 << 20;
 /// Pieces in one kernel call; IOV_MAX is 1024.
 const PIECES: u32 = 512;
 
+/// What is done with the bytes of a work request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Motion {
+    Copy(Direction),
+    /// Page tables are filled, so that a later copy meets no page fault.
+    Touch,
+}
+
 /// A copy between local memory and an imported region.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copy<'a> {
     pub data: &'a Data,
     pub import: &'a Import,
-    pub direction: Direction,
+    pub motion: Motion,
 }
 
 impl Copy<'_> {
@@ -84,14 +92,19 @@ impl Copy<'_> {
         let Data { local, local_seq, remote_seq, .. } = self.data;
         let local_at = |i: u32| local.0 + (local_seq.nth(i) + from) as usize;
         let remote_at = |i: u32| self.import.base + (remote_seq.nth(i) + from) as usize;
-        let pid = match &self.import.reach {
-            Reach::Mapped(mapping) => {
+        let (pid, direction) = match (&self.import.reach, self.motion) {
+            (Reach::Mapped(mapping), Motion::Touch) => {
+                pages.for_each(|i| mapping.populate(remote_at(i), len as usize));
+                return Ok(());
+            }
+            (Reach::Process(_), Motion::Touch) => return Ok(()),
+            (Reach::Mapped(mapping), Motion::Copy(direction)) => {
                 let at = |i: u32| {
                     let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
                     if len >= 512 {
                         mapping.populate(r, len as usize);
                     }
-                    match self.direction {
+                    match direction {
                         Direction::Out => (r, l),
                         Direction::In => (l, r),
                     }
@@ -102,14 +115,14 @@ impl Copy<'_> {
                 unsafe { copier.copy_pages(pages.len() as u32, len as usize, at) };
                 return Ok(());
             }
-            Reach::Process(pid) => *pid,
+            (Reach::Process(pid), Motion::Copy(direction)) => (*pid, direction),
         };
         let cut = |at: &dyn Fn(u32) -> usize| -> Vec<Piece> {
             pages.clone().map(|i| piece(at(i), len as usize)).collect()
         };
         let (mut l, mut r) = (cut(&local_at), cut(&remote_at));
         // SAFETY: the local ranges lie in a region that the request keeps registered.
-        unsafe { across(pid, self.direction, &mut l, &mut r) }.map_err(|e| match e {
+        unsafe { across(pid, direction, &mut l, &mut r) }.map_err(|e| match e {
             Errno::SRCH => DomainError::LinkDown("its process has ended".into()),
             Errno::FAULT => DomainError::Refused(
                 "the memory behind the region is not there any more; its owner must deregister \
@@ -126,7 +139,7 @@ impl Copy<'_> {
 pub(super) struct Job {
     data: Data,
     import: Arc<Import>,
-    direction: Direction,
+    motion: Motion,
     pub link: LinkId,
     pub token: Token,
     pub count: Option<Count>,
@@ -141,14 +154,14 @@ impl Job {
     pub fn new(
         data: Data,
         import: Arc<Import>,
-        direction: Direction,
+        motion: Motion,
         (link, token, count): (LinkId, Token, Option<Count>),
     ) -> Arc<Self> {
-        let (chunks, ..) = Copy { data: &data, import: &import, direction }.cut();
+        let (chunks, ..) = Copy { data: &data, import: &import, motion }.cut();
         Arc::new(Self {
             data,
             import,
-            direction,
+            motion,
             link,
             token,
             count,
@@ -172,7 +185,7 @@ impl Job {
             return None;
         }
         if !self.cancelled.load(Acquire) {
-            let copy = Copy { data: &self.data, import: &self.import, direction: self.direction };
+            let copy = Copy { data: &self.data, import: &self.import, motion: self.motion };
             if let Err(e) = copy.run_chunk(chunk, copier) {
                 self.failure.lock().get_or_insert(e);
                 self.cancelled.store(true, SeqCst);

@@ -41,7 +41,7 @@ use crate::{
 use bell::OwnBell;
 use control::Frame;
 use imports::Import;
-use jobs::{Copy, Job, Pool};
+use jobs::{Copy, Job, Motion, Pool};
 use link::{Link, Stage};
 use raw::Direction;
 
@@ -156,9 +156,10 @@ impl ShmDomain {
         token: Token,
         wr: &WorkRequest,
     ) -> Result<Post, DomainError> {
-        let (data, count, direction) = match wr {
-            WorkRequest::Write { data, count } => (data, *count, Direction::Out),
-            WorkRequest::Read { data } => (data, None, Direction::In),
+        let (data, count, motion) = match wr {
+            WorkRequest::Write { data, count } => (data, *count, Motion::Copy(Direction::Out)),
+            WorkRequest::Read { data } => (data, None, Motion::Copy(Direction::In)),
+            WorkRequest::Prepare { data } => (data, None, Motion::Touch),
             WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
         };
         let inline = data.bytes() <= self.inline_left;
@@ -181,7 +182,7 @@ impl ShmDomain {
         };
         Self::check(data, import)?;
         if inline {
-            Copy { data, import, direction }.run(&pool.copier)?;
+            Copy { data, import, motion }.run(&pool.copier)?;
             self.inline_left -= data.bytes();
             if let Some(count) = count {
                 link.push_count(count);
@@ -189,7 +190,7 @@ impl ShmDomain {
             return Ok(Post::Done);
         }
         let import = Arc::clone(import);
-        let job = Job::new(data.clone(), import, direction, (id, token, count));
+        let job = Job::new(data.clone(), import, motion, (id, token, count));
         link.jobs.push(Arc::clone(&job));
         pool.submit(job);
         Ok(Post::Queued)
@@ -303,7 +304,9 @@ impl Domain for ShmDomain {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
         match wr {
-            WorkRequest::Write { .. } | WorkRequest::Read { .. } => self.post_data(id, token, wr),
+            WorkRequest::Write { .. } | WorkRequest::Read { .. } | WorkRequest::Prepare { .. } => {
+                self.post_data(id, token, wr)
+            }
             WorkRequest::Count(count) => {
                 if !link.has_room() {
                     return Ok(Post::Full);

@@ -122,6 +122,9 @@ impl Domain for SimDomain {
         else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
+        if matches!(wr, WorkRequest::Prepare { .. }) {
+            return Ok(Post::Done);
+        }
         let posted = node.posted.entry(link).or_default();
         if posted.len() >= window {
             return Ok(Post::Full);
@@ -138,7 +141,7 @@ impl Domain for SimDomain {
             WorkRequest::Write { data, count } => (Some((data, true)), *count),
             WorkRequest::Read { data } => (Some((data, false)), None),
             WorkRequest::Count(count) => (None, Some(*count)),
-            WorkRequest::Send(_) => (None, None),
+            WorkRequest::Send(_) | WorkRequest::Prepare { .. } => (None, None),
         };
         let (pieces, into) = data.map(|(d, w)| pieces(d, w)).unwrap_or_default();
         let read = matches!(wr, WorkRequest::Read { .. });

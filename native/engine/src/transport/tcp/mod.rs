@@ -265,6 +265,9 @@ impl Domain for TcpDomain {
         let Some(link) = self.link(id).filter(|l| l.is_complete()) else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
+        if matches!(wr, WorkRequest::Prepare { .. }) {
+            return Ok(Post::Done);
+        }
         let too_many_messages =
             matches!(wr, WorkRequest::Send(_)) && link.messages >= MESSAGE_WINDOW;
         if link.is_full() || too_many_messages {

@@ -40,6 +40,7 @@ impl TcpDomain {
             }
             WorkRequest::Write { data, count } => self.write(id, token, data, *count),
             WorkRequest::Read { data } => self.read(id, token, data),
+            WorkRequest::Prepare { .. } => unreachable!("nothing is sent for it"),
         }
     }
 
