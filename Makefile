@@ -63,7 +63,7 @@ fuzz: $(DONE)/tools
 		echo "== $$crate $$target"; \
 		mkdir -p $$crate/fuzz/corpus/$$target; \
 		(cd $$crate && RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
-			-max_len=4096 -rss_limit_mb=2048 -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1); \
+			-max_len=4096 -rss_limit_mb=2048 -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_funcs=0 -print_final_stats=1); \
 	done
 
 setup: $(DONE)/native
