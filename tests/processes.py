@@ -60,7 +60,7 @@ class Other:
 def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
     try:
         target(connection, *args)
-    except BaseException as error:  # noqa: BLE001 - it is the other side's to judge
+    except BaseException as error:  # it is for the other side to judge
         connection.send(error)
         raise
 
