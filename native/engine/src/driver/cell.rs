@@ -282,18 +282,34 @@ impl Cell {
         true
     }
 
+    /// Whether a caller polled just now, and may come back.
+    fn is_lingering(&self, now: Time) -> bool {
+        now.since(Time(self.left_at.load(Relaxed))) < LINGER
+    }
+
     /// The worker's life: drive while there is traffic, sleep when there is none.
     pub(super) fn work(&self, shared: &Arc<Shared>, always: bool) {
         let Some(bed) = &self.bed else { return };
+        let mut spin = self.spin;
         while !self.stopping.load(SeqCst) {
-            self.work_awake(shared, always);
-            if !self.stopping.load(SeqCst) {
-                bed.sleep();
+            self.work_awake(shared, always, spin);
+            while !self.stopping.load(SeqCst) {
+                let only_alarm = bed.sleep();
+                // After news there may be more; when a caller has merely left, there is no sign of it.
+                spin = if only_alarm { Duration::ZERO } else { self.spin };
+                let now = Time::now();
+                if !only_alarm || always || !self.is_lingering(now) {
+                    break;
+                }
+                // Callers keep polling: a third thread that looks as well would only take a core
+                // from those who move bytes.
+                self.set_alarm(now.after(LINGER_MAX));
             }
         }
     }
 
-    fn work_awake(&self, shared: &Arc<Shared>, always: bool) {
+    /// Drives until nothing has moved for `spin`, or for the full spin time once something has.
+    fn work_awake(&self, shared: &Arc<Shared>, always: bool, mut spin: Duration) {
         let mut idle_since = None;
         let mut idle = 0u32;
         while !self.stopping.load(SeqCst) {
@@ -304,6 +320,7 @@ impl Cell {
             if self.round(shared) {
                 idle_since = None;
                 idle = 0;
+                spin = self.spin;
                 continue;
             }
             idle += 1;
@@ -313,15 +330,14 @@ impl Cell {
             }
             let now = Time::now();
             let since = *idle_since.get_or_insert(now);
-            let lingering = now.since(Time(self.left_at.load(Relaxed))) < LINGER;
-            if now.since(since) < self.spin {
+            if now.since(since) < spin {
                 match idle > YIELD_AFTER {
                     true => std::thread::yield_now(),
                     false => std::hint::spin_loop(),
                 }
                 continue;
             }
-            if lingering {
+            if self.is_lingering(now) {
                 return self.set_alarm(now.after(LINGER_MAX));
             }
             let Some(mut core) = self.try_lock(shared) else { return self.linger(now) };

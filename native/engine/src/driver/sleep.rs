@@ -107,14 +107,17 @@ impl Bed {
         let _ = timerfd_settime(&self.timer, TimerfdTimerFlags::ABSTIME, &value);
     }
 
-    /// Sleeps until kicked, woken by a domain, or the alarm. Must be called by one thread only.
-    pub fn sleep(&self) {
+    /// Sleeps until kicked, woken by a domain, or the alarm; true if it was nothing but the alarm.
+    /// Must be called by one thread only.
+    pub fn sleep(&self) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 8];
         let n = epoll::wait(&self.epoll, &mut events[..], None).unwrap_or(0);
+        let mut only_alarm = n > 0;
         for event in &events[..n] {
+            only_alarm &= event.data.u64() == TIMER;
             let mut word = [0u8; 8];
             match event.data.u64() {
                 KICK => {
@@ -128,5 +131,6 @@ impl Bed {
                 _ => {}
             }
         }
+        only_alarm
     }
 }
