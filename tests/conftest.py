@@ -42,7 +42,9 @@ class Belongings:
     def __init__(self) -> None:
         gc.collect()
         self.fds = len(os.listdir("/proc/self/fd"))
-        self.threads = threading.active_count(), len(os.listdir("/proc/self/task"))
+        # Python gives every native thread that has ever logged a dummy, and keeps it.
+        named = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
+        self.threads = len(named), len(os.listdir("/proc/self/task"))
         self.shm = sorted(os.listdir("/dev/shm"))
         self.maps = Path("/proc/self/maps").read_text().count("fabric-ray")
 
