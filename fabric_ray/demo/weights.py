@@ -12,11 +12,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from fabric_ray.demo.options import Checked, Options, Outcome, Push
 from fabric_ray.demo.rollout import Rollout
 from fabric_ray.demo.timeline import draw
 from fabric_ray.demo.trainer import Trainer
+from fabric_ray.errors import FabricError
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.weights import WeightSync
 from fabric_ray.weights.families import target_side
@@ -44,7 +46,13 @@ def run(options: Options, tell: Tell = lambda *_: None) -> Outcome:
     target_side(config, tp=options.rollouts, ep=options.ep)
     options.output.mkdir(parents=True, exist_ok=True)
     with _cluster(options), _scratch(options.output) as scratch:
-        return _Run(options, config, scratch, tell).outcome()
+        try:
+            return _Run(options, config, scratch, tell).outcome()
+        except RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, FabricError) else error from None
+        except RayActorError as error:
+            raise FabricError(f"an actor of the demo has died: {error}") from None
 
 
 class _Run:

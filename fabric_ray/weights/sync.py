@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -59,6 +60,8 @@ class WeightSync:
         self._digest = digest
         self._timeout = timeout
         self._plan: Plan | None = None
+        # One connect or push at a time; the actors would mix their stages up.
+        self._turn = threading.RLock()
         self._arms: dict[int, Arm] = {}
         self.version = 0
         """The version that all rollouts run; 0 before the first."""
@@ -77,6 +80,10 @@ class WeightSync:
             PlanError: the layouts don't fit together; tensor, rank and remedy are named.
             WeightSyncError: an actor didn't answer; it is named.
         """
+        with self._turn:
+            return self._connect()
+
+    def _connect(self) -> ConnectReport:
         clock = _Clock()
         metas = self._all("trainer", self._trainers, _source_meta, "gather metadata")
         targets = self._all("rollout", self._rollouts, _target_meta, "gather metadata")
@@ -141,8 +148,12 @@ class WeightSync:
             WeightSyncError: ``failed`` names who did not get the version and why. The rollouts that
                 live keep theirs, and a further push may be tried.
         """
+        with self._turn:
+            return self._push(version)
+
+    def _push(self, version: int | None) -> PushReport:
         if self._plan is None:
-            self.connect()
+            self._connect()
         version = self.version + 1 if version is None else version
         if version <= self.version:
             raise InvalidArgument(f"version {version} is not after {self.version}")

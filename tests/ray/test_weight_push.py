@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -234,5 +235,17 @@ def test_pushes_leak_nothing(cluster: list[str]) -> None:
             sync.push()
         after = ray.get([t.belongings.remote() for t in trainers])
         assert after == before
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_pushes_from_several_threads_take_turns(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        with ThreadPoolExecutor(4) as pool:
+            reports = list(pool.map(lambda _: sync.push(), range(8)))
+        assert sorted(report.version for report in reports) == list(range(1, 9))
+        assert ray.get(rollouts[0].state.remote()) == (8, list(range(1, 9)))
     finally:
         stop(trainers, rollouts)
