@@ -51,6 +51,8 @@ def _as_array(obj: Any) -> np.ndarray[Any, Any]:
 
 
 def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
+    import torch
+
     if tensor.device.type != "cpu":
         raise InvalidArgument(
             f"a tensor on {tensor.device} can't be registered by this build, which has no GPU "
@@ -64,8 +66,11 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         raise InvalidArgument("an empty tensor has no memory to register")
-    # The storage, not the tensor: resizing or rebinding the tensor must not free what peers reach.
-    return tensor.data_ptr(), nbytes, tensor.untyped_storage()
+    # The storage, not the tensor: rebinding the tensor must not free what peers reach. Nor must
+    # resizing: torch refuses that for a storage that numpy has seen.
+    storage = tensor.untyped_storage()
+    seen = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return tensor.data_ptr(), nbytes, (storage, seen)
 
 
 def pages(indices: ArrayLike | Iterable[int], *, stride: int, offset: int = 0) -> Pages:

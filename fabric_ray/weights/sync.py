@@ -159,7 +159,10 @@ class WeightSync:
             raise InvalidArgument(f"version {version} is not after {self.version}")
         clock, spans = _Clock(), list[Span]()
         self._rearm(version)
-        sent = self._write(version)
+        # An arm is good for one push. If this one is interrupted, wherever that may be, the next
+        # has to ask for new ones: the old may name memory that is in use by then.
+        arms, self._arms = list(self._arms.values()), {}
+        sent = self._write(version, arms)
         clock.lap("write")
         try:
             digests = self._agree(version, sent)
@@ -170,8 +173,8 @@ class WeightSync:
         clock.lap("confirm")
         these = [(version,)] * len(self._rollouts)
         # From here the version is decided: who fails now is named, the others run it.
-        arms, failed = self._some("rollout", self._rollouts, _target_commit, these)
-        self._keep(arms)
+        following, failed = self._some("rollout", self._rollouts, _target_commit, these)
+        self._keep(following)
         self.version = version
         clock.lap("commit")
         if failed:
@@ -223,11 +226,10 @@ class WeightSync:
                 failed=failed,
             )
 
-    def _write(self, version: int) -> list[Sent]:
+    def _write(self, version: int, arms: list[Arm]) -> list[Sent]:
         try:
-            if not all(arm.staged for arm in self._arms.values()):
+            if not all(arm.staged for arm in arms):
                 self._all("rollout", self._rollouts, _target_begin, "begin")
-            arms = list(self._arms.values())
             args = [(version, arms, self._digest, self._timeout)] * len(self._trainers)
             return self._all("trainer", self._trainers, _source_push, "push", args)
         except WeightSyncError as error:

@@ -249,3 +249,34 @@ def test_pushes_from_several_threads_take_turns(cluster: list[str]) -> None:
         assert ray.get(rollouts[0].state.remote()) == (8, list(range(1, 9)))
     finally:
         stop(trainers, rollouts)
+
+
+def test_an_interrupted_push_never_writes_to_weights_in_use(
+    cluster: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers, rollouts = start(cluster)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        train(trainers, 1)
+        sync.push()
+        train(trainers, 2)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        # Right after all have committed, before the controller has noted where to write next.
+        monkeypatch.setattr(sync, "_keep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push()
+        monkeypatch.undo()
+        train(trainers, 3)
+        # This one ends before its commit: what is in use stays whole.
+        monkeypatch.setattr(sync, "_agree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push()
+        monkeypatch.undo()
+        check(rollouts, 2)
+        sync.push()
+        check(rollouts, 3)
+    finally:
+        stop(trainers, rollouts)

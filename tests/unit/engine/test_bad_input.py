@@ -185,3 +185,18 @@ def test_every_error_pickles_and_says_what_to_do() -> None:
         assert type(e) is cls
         assert str(e) == "what failed; what to do"
         assert e.peer == "p"
+
+
+def test_registered_memory_cannot_be_freed_by_resizing(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    region = open_engine().register(tensor)
+    for resize in (lambda: tensor.untyped_storage().resize_(0), lambda: tensor.resize_(1 << 20)):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize()
+    # Rebinding is fine: the region keeps what it had.
+    tensor.data = torch.ones(3, dtype=torch.bfloat16)
+    assert region.nbytes == 1 << 17
+    assert not region.numpy().any()
