@@ -200,3 +200,12 @@ def test_registered_memory_cannot_be_freed_by_resizing(
     tensor.data = torch.ones(3, dtype=torch.bfloat16)
     assert region.nbytes == 1 << 17
     assert not region.numpy().any()
+
+
+@pytest.mark.parametrize("options", [{"bind": ("0.0.0.0",)}, {"bind": ("127.0.0.1", "::")}])
+def test_nobody_listens_to_the_world_without_a_token(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="same token"):
+        TransferEngine(**options)
+    with pytest.raises(InvalidArgument, match="empty token"):
+        TransferEngine(token=b"")
+    TransferEngine(token=b"secret", **options).close()

@@ -122,5 +122,16 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
     if kinds.is_empty() {
         return Err(EngineError::Invalid("an engine needs at least one transport".into()));
     }
+    let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
+    let public = config.bind.iter().find(|ip| !ip.is_loopback());
+    if let Some(ip) = public.filter(|_| !secret && kinds.contains(&TransportKind::Tcp)) {
+        return Err(EngineError::Invalid(format!(
+            "without a token whoever reaches {ip} could write to this engine's memory; give all \
+             engines the same token, or bind a loopback address"
+        )));
+    }
+    if config.token.as_ref().is_some_and(|t| t.is_empty()) {
+        return Err(EngineError::Invalid("an empty token keeps nobody out; leave it away".into()));
+    }
     Ok(kinds)
 }
