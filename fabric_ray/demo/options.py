@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("trainers", "rollouts", "ep", "pushes"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; give at least 1")
+        if not math.isfinite(self.parameters):
+            raise InvalidArgument(f"parameters is {self.parameters}; give a number such as 300e6")
         if self.steps < 0:
             raise InvalidArgument(f"steps is {self.steps}; give 0 or more")
         if self.checkpoint is not None and not self.checkpoint.is_dir():

@@ -12,13 +12,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from fabric_ray.demo.options import Checked, Options, Outcome, Push
 from fabric_ray.demo.rollout import Rollout
 from fabric_ray.demo.timeline import draw
 from fabric_ray.demo.trainer import Trainer
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.weights import WeightSync
 from fabric_ray.weights.families import target_side
@@ -44,15 +44,20 @@ def run(options: Options, tell: Tell = lambda *_: None) -> Outcome:
     config = _config(options)
     # Bad sizes end here, before any process is started.
     target_side(config, tp=options.rollouts, ep=options.ep)
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"{options.output} can't be written to: {error.strerror}") from None
     with _cluster(options), _scratch(options.output) as scratch:
         try:
             return _Run(options, config, scratch, tell).outcome()
         except RayTaskError as error:
             cause = error.cause
             raise cause if isinstance(cause, FabricError) else error from None
-        except RayActorError as error:
-            raise FabricError(f"an actor of the demo has died: {error}") from None
+        except RayError as error:
+            raise FabricError(f"an actor of the demo failed: {error}") from None
+        except OSError as error:
+            raise FabricError(f"{error.filename or options.output}: {error.strerror}") from None
 
 
 class _Run:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ class TransferEngine(_native.Engine):
     """
 
     config: EngineConfig
+    closed: bool
+    _readers: list[Callable[[], None]]
 
     def __new__(cls, config: EngineConfig | None = None, **overrides: Any) -> Self:
         """Opens an engine.
@@ -83,6 +86,8 @@ class TransferEngine(_native.Engine):
             op_timeout=c.op_timeout,
         )
         self.config = c
+        self.closed = False
+        self._readers = []
         return self
 
     def register(self, obj: Any) -> Region:
@@ -111,16 +116,34 @@ class TransferEngine(_native.Engine):
         return part.tensor(dtype, shape), region
 
     async def messages(self, *, count: int = 16, max_nbytes: int = 65536) -> AsyncIterator[Message]:
-        """Opens the receive pool and yields what arrives, at most ``count`` ahead of the reader."""
+        """Opens the receive pool and yields what arrives, at most ``count`` ahead of the reader.
+
+        Ends when the engine is closed.
+        """
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Message] = asyncio.Queue()
+        queue: asyncio.Queue[Message | None] = asyncio.Queue()
 
         def deliver(message: Message) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, message)
 
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+
         self.receive(deliver, count=count, max_nbytes=max_nbytes)
-        while True:
-            yield await queue.get()
+        self._readers.append(end)
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            self._readers.remove(end)
+
+    def close(self) -> None:
+        """Ends everything: what is outstanding fails, peers see the engine as lost."""
+        super().close()
+        self.closed = True
+        for end in list(self._readers):
+            end()
 
     def explain(self, peer: Peer) -> Explanation:
         """Which transport leads to a peer, and why not the others."""

@@ -33,6 +33,10 @@ def memory_of(obj: Any) -> tuple[int, int, Any]:
             "the memory is read-only, but peers may write to registered memory; copy it into "
             "memory from TransferEngine.alloc"
         )
+    if array.dtype.hasobject:
+        raise InvalidArgument(
+            "an array of Python objects holds pointers, which mean nothing to peers"
+        )
     if array.nbytes == 0:
         raise InvalidArgument("an empty array has no memory to register")
     return array.ctypes.data, array.nbytes, (obj, array)
@@ -57,6 +61,11 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
         raise InvalidArgument(
             f"a tensor on {tensor.device} can't be registered by this build, which has no GPU "
             "transport; copy it to the host first"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgument(
+            "the tensor's values differ from its bytes (a lazy conjugate or negative); call "
+            "resolve_conj().resolve_neg() first"
         )
     if not tensor.is_contiguous():
         raise InvalidArgument(

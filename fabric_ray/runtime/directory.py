@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import ray
@@ -19,6 +19,10 @@ from fabric_ray.errors import InvalidArgument, Stale
 
 NAMESPACE = "fabric_ray"
 LEASE_S = 30.0
+
+
+Lease = Literal["renewed", "unknown", "superseded"]
+"""``unknown``: no living engine has that name, publish it again. ``superseded``: another has it."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -70,14 +74,16 @@ class DirectoryState:
             return None
         return entry
 
-    def renew(self, name: str, incarnation: str, *, now: float | None = None) -> bool:
-        """Extends a lease; false if that life is not in the directory (publish again)."""
+    def renew(self, name: str, incarnation: str, *, now: float | None = None) -> Lease:
+        """Extends a lease, if that life still has one."""
         now = time.monotonic() if now is None else now
         entry = self.lookup(name, now=now)
-        if entry is None or entry.incarnation != incarnation:
-            return False
+        if entry is None:
+            return "unknown"
+        if entry.incarnation != incarnation:
+            return "superseded"
         self._entries[name] = msgspec.structs.replace(entry, expires=now + self._lease_s)
-        return True
+        return "renewed"
 
     def withdraw(self, name: str, incarnation: str) -> bool:
         """Removes a life; another one of the same name stays."""
@@ -110,8 +116,9 @@ class Directory:
             self._actor.publish.remote(name, address.to_bytes(), actor_id=actor_id, node_id=node_id)
         )
 
-    def renew(self, name: str, incarnation: str) -> bool:
-        return bool(ray.get(self._actor.renew.remote(name, incarnation)))
+    def renew(self, name: str, incarnation: str) -> Lease:
+        lease: Lease = ray.get(self._actor.renew.remote(name, incarnation))
+        return lease
 
     def withdraw(self, name: str, incarnation: str) -> bool:
         return bool(ray.get(self._actor.withdraw.remote(name, incarnation)))

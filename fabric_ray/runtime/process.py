@@ -45,14 +45,26 @@ class _Resident:
     def _renew(self) -> None:
         while not self._stop.wait(LEASE_S / 3):
             try:
-                if not directory().renew(str(self.name), self.engine.id):
-                    # The directory was restarted, or somebody took the name: say where we are.
+                lease = directory().renew(str(self.name), self.engine.id)
+                if lease == "unknown":
+                    # The directory was restarted: say where we are.
                     self._publish()
+                elif lease == "superseded":
+                    logger.warning(
+                        "another engine is called %s now; nobody finds this one", self.name
+                    )
+                    return
             except Exception as error:
                 logger.warning("the lease of engine %s was not renewed: %s", self.name, error)
 
     def close(self) -> None:
         self._stop.set()
+        if self.name is not None and ray.is_initialized():
+            try:
+                directory().withdraw(self.name, self.engine.id)
+            except Exception as error:
+                # The lease ends by itself.
+                logger.debug("engine %s was not withdrawn: %s", self.name, error)
         self.engine.close()
 
 
@@ -71,7 +83,7 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
     """
     global _current
     with _lock:
-        if _current is None or _current.pid != os.getpid():
+        if _current is None or _current.pid != os.getpid() or _current.engine.closed:
             _current = _open(name, overrides)
             atexit.register(shutdown)
         elif overrides or name not in (None, _current.name):

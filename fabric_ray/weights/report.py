@@ -37,6 +37,8 @@ class Arm(msgspec.Struct, frozen=True):
     """Where each of the target side's containers begins in the region; -1 if it has none here."""
     staged: bool
     """Whether the version in use stays usable while the next arrives."""
+    version: int | None = None
+    """The version that the rollout runs."""
     further: tuple[bytes, ...] = ()
     """Regions that later versions will be written to; named once, when routes are handed out."""
 
@@ -44,6 +46,8 @@ class Arm(msgspec.Struct, frozen=True):
 class SourceShare(msgspec.Struct, frozen=True):
     """What one trainer has to send, to whom and from where: its part of the routing table."""
 
+    session: str
+    """Whose route this is: one call of ``connect``. Only the latest counts."""
     plan: bytes
     containers: tuple[str, ...]
     """Names by the indices that copies use."""
@@ -53,6 +57,7 @@ class SourceShare(msgspec.Struct, frozen=True):
 class TargetShare(msgspec.Struct, frozen=True):
     """What one rollout has to hold, and who writes it."""
 
+    session: str
     containers: tuple[LocalContainer, ...]
     container_count: int
     expected_pages: int

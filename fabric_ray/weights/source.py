@@ -11,7 +11,7 @@ import msgspec
 
 from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import FabricError, InvalidArgument, Stale
 from fabric_ray.plan import Copy, ParamMeta, Plan
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.weights.registry import Registry
@@ -75,7 +75,11 @@ class WeightSource:
         """What the controller gathers: rank, shards, and where the engine is."""
         self._refresh()
         self._layouts = {param: _layout(tensor) for param, tensor in self._tensors.items()}
-        metas = [param_meta(n, tensor, rank=self.rank) for n, tensor in self._tensors.items()]
+        metas = [
+            param_meta(param, tensor, rank=self.rank)
+            for param, tensor in self._tensors.items()
+            if tensor.numel()
+        ]
         return self.rank, metas, self._engine.address.to_bytes()
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
@@ -97,12 +101,23 @@ class WeightSource:
             transfer.wait()
 
     def push(
-        self, version: int, arms: list[Arm], *, digest: bool = False, timeout: float = 60.0
+        self,
+        session: str,
+        version: int,
+        arms: list[Arm],
+        *,
+        digest: bool = False,
+        timeout: float = 60.0,
     ) -> Sent:
         """Writes this rank's share of ``version`` to every rollout, and waits until it is there.
 
         A rollout that can't be reached is named in the result; the others get their share.
         """
+        if self._share is None or self._share.session != session:
+            raise Stale(
+                "another WeightSync has connected to this trainer since; push with that one, or "
+                "call connect() to take over again"
+            )
         who = f"trainer {self.rank}"
         spans, links, failed, digests = [], [], dict[int, str](), dict[int, int]()
         start = time.time()
@@ -165,7 +180,10 @@ class WeightSource:
     def _region(self, param: str) -> Region:
         known = self._regions.get(param)
         if known is None:
-            flat = _memory(self._tensors[param])
+            try:
+                flat = _memory(self._tensors[param])
+            except InvalidArgument as error:
+                raise InvalidArgument(f"parameter `{param}`: {error}") from None
             known = (flat.data_ptr(), self._engine.register(flat))
             self._regions[param] = known
         return known[1]
@@ -189,6 +207,10 @@ class WeightSource:
         """
         self._refresh()
         for param, tensor in self._tensors.items():
+            if _local(tensor).numel() and _local(tensor).untyped_storage().nbytes() == 0:
+                raise InvalidArgument(
+                    f"parameter `{param}`: its memory was freed; load the parameter again"
+                )
             now, planned = _layout(tensor), self._layouts.get(param)
             if now != planned:
                 raise InvalidArgument(
@@ -229,6 +251,8 @@ def _memory(tensor: Any) -> Any:
     import torch
 
     local = _local(tensor)
+    if local.untyped_storage().nbytes() == 0:
+        raise InvalidArgument("its memory was freed; load the parameter again")
     steps = zip(local.shape, local.stride(), strict=True)
     span = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
     start = local.storage_offset() * local.element_size()

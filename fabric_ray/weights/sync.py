@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
+from uuid import uuid4
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
 from fabric_ray.plan import ParamMeta, Plan, plan, side_from_param_meta
@@ -23,7 +24,7 @@ from fabric_ray.weights.report import (
     TargetShare,
 )
 from fabric_ray.weights.source import SOURCES
-from fabric_ray.weights.target import TARGETS
+from fabric_ray.weights.target import TARGETS, WeightTarget
 
 
 class WeightSync:
@@ -63,6 +64,7 @@ class WeightSync:
         # One connect or push at a time; the actors would mix their stages up.
         self._turn = threading.RLock()
         self._arms: dict[int, Arm] = {}
+        self._session = ""
         self.version = 0
         """The version that all rollouts run; 0 before the first."""
 
@@ -98,24 +100,27 @@ class WeightSync:
                     f"rollout {rank} describes another target layout than rollout 0; give all of "
                     "them the same side"
                 )
-        self._plan = plan(source, sides[0], extra=self._extra)
+        routes = plan(source, sides[0], extra=self._extra)
         clock.lap("plan")
-        encoded = self._plan.to_bytes()
-        writers = self._writers([address for _, _, address in metas])
-        count = len(self._plan.containers("target"))
+        encoded = routes.to_bytes()
+        writers = self._writers(routes, [address for _, _, address in metas])
+        count = len(routes.containers("target"))
+        # From here on the actors listen to nobody else, and whatever fails leaves nothing behind
+        # that a push could use.
+        self._plan, self._arms, self._session = None, {}, uuid4().hex
         shares = [
             TargetShare(
-                self._plan.local_containers("target", rank),
+                self._session,
+                routes.local_containers("target", rank),
                 count,
-                self._plan.expected_pages(rank),
+                routes.expected_pages(rank),
                 tuple(writers[rank]),
                 encoded if self._digest else None,
             )
             for rank in range(len(self._rollouts))
         ]
         arms = self._all("rollout", self._rollouts, _target_accept, "make room", shares)
-        self._arms = {arm.rank: arm for arm in arms}
-        share = SourceShare(encoded, self._plan.containers("source"), tuple(arms))
+        share = SourceShare(self._session, encoded, routes.containers("source"), tuple(arms))
         shared = ray.put(share)
         self._all(
             "trainer",
@@ -125,10 +130,13 @@ class WeightSync:
             [(shared, self._timeout)] * len(self._trainers),
         )
         clock.lap("distribute")
-        balance = self._plan.balance()
+        self._plan = routes
+        self._arms = {arm.rank: arm for arm in arms}
+        self._catch_up(arms)
+        balance = routes.balance()
         return ConnectReport(
             balance.nbytes,
-            self._plan.copy_count,
+            routes.copy_count,
             len(encoded),
             balance.sender_imbalance,
             balance.receiver_imbalance,
@@ -154,11 +162,11 @@ class WeightSync:
     def _push(self, version: int | None) -> PushReport:
         if self._plan is None:
             self._connect()
+        self._rearm()
         version = self.version + 1 if version is None else version
         if version <= self.version:
             raise InvalidArgument(f"version {version} is not after {self.version}")
         clock, spans = _Clock(), list[Span]()
-        self._rearm(version)
         # An arm is good for one push. If this one is interrupted, wherever that may be, the next
         # has to ask for new ones: the old may name memory that is in use by then.
         arms, self._arms = list(self._arms.values()), {}
@@ -166,12 +174,15 @@ class WeightSync:
         clock.lap("write")
         try:
             digests = self._agree(version, sent)
-            args = [(version, self._timeout, digests.get(r)) for r in range(len(self._rollouts))]
+            args = [
+                (self._session, version, self._timeout, digests.get(rank))
+                for rank in range(len(self._rollouts))
+            ]
             confirmed = self._all("rollout", self._rollouts, _target_confirm, "confirm", args)
         except WeightSyncError as error:
             raise self._give_up(version, error) from None
         clock.lap("confirm")
-        these = [(version,)] * len(self._rollouts)
+        these = [(self._session, version)] * len(self._rollouts)
         # From here the version is decided: who fails now is named, the others run it.
         following, failed = self._some("rollout", self._rollouts, _target_commit, these)
         self._keep(following)
@@ -179,7 +190,7 @@ class WeightSync:
         clock.lap("commit")
         if failed:
             raise WeightSyncError(
-                f"version {version} is in use, but not at {_names(failed)}",
+                f"version {version} is in use, but not at {_names(failed)}: {_causes(failed)}",
                 version=version,
                 failed=failed,
             )
@@ -199,38 +210,47 @@ class WeightSync:
         """The routing table in words."""
         return self.plan.explain(tensor_or_container)
 
-    def _writers(self, addresses: list[bytes]) -> dict[int, list[bytes]]:
+    def _writers(self, routes: Plan, addresses: list[bytes]) -> dict[int, list[bytes]]:
         """The engines that write to each rollout."""
         out: dict[int, list[bytes]] = {r: [] for r in range(len(self._rollouts))}
-        for link in self.plan.links():
+        for link in routes.links():
             out[link.dst].append(addresses[link.src])
         return out
+
+    def _catch_up(self, arms: Iterable[Arm]) -> None:
+        """Versions never run backwards, whoever counted them before."""
+        self.version = max(self.version, *(arm.version or 0 for arm in arms), 0)
 
     def _keep(self, arms: list[Arm | None]) -> None:
         """Where to write next; unknown for those who didn't say."""
         self._arms = {rank: arm for rank, arm in enumerate(arms) if arm is not None}
 
-    def _rearm(self, version: int) -> None:
+    def _rearm(self) -> None:
         """Asks those again who didn't say where to write when they last could."""
         silent = [rank for rank in range(len(self._rollouts)) if rank not in self._arms]
         if not silent:
             return
         actors = [self._rollouts[rank] for rank in silent]
-        arms, failed = self._some("rollout", actors, _target_abort, ranks=silent)
+        session = [(self._session,)] * len(actors)
+        arms, failed = self._some("rollout", actors, _target_abort, session, ranks=silent)
         self._arms |= {arm.rank: arm for arm in arms if arm is not None}
+        self._catch_up(self._arms.values())
         if failed:
             raise WeightSyncError(
-                f"version {version} was not pushed, since {_names(failed)} can't take it: "
-                f"{_causes(failed)}. Replace what has died, in a new WeightSync",
-                version=version,
+                f"nothing was pushed, since {_names(failed)} can't take it: {_causes(failed)}. "
+                "Replace what has died, in a new WeightSync",
+                version=self.version,
                 failed=failed,
             )
 
     def _write(self, version: int, arms: list[Arm]) -> list[Sent]:
         try:
             if not all(arm.staged for arm in arms):
-                self._all("rollout", self._rollouts, _target_begin, "begin")
-            args = [(version, arms, self._digest, self._timeout)] * len(self._trainers)
+                session = [(self._session,)] * len(self._rollouts)
+                self._all("rollout", self._rollouts, _target_begin, "begin", session)
+            args = [(self._session, version, arms, self._digest, self._timeout)] * len(
+                self._trainers
+            )
             return self._all("trainer", self._trainers, _source_push, "push", args)
         except WeightSyncError as error:
             raise self._give_up(version, error) from None
@@ -255,7 +275,8 @@ class WeightSync:
 
     def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
-        arms, failed = self._some("rollout", self._rollouts, _target_abort)
+        session = [(self._session,)] * len(self._rollouts)
+        arms, failed = self._some("rollout", self._rollouts, _target_abort, session)
         self._keep(arms)
         causes = {**error.fields.get("failed", {}), **failed}
         text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
@@ -300,10 +321,18 @@ class WeightSync:
             try:
                 left = max(0.1, deadline - time.monotonic())
                 results.append(ray.get(ref, timeout=left))
-            except (RayActorError, RayTaskError, GetTimeoutError, FabricError) as error:
+            except (RayError, FabricError) as error:
                 results.append(None)
-                failed[f"{role} {i if ranks is None else ranks[i]}"] = _cause(error)
+                failed[f"{role} {i if ranks is None else ranks[i]}"] = self._cause(error)
         return results, failed
+
+    def _cause(self, error: BaseException) -> str:
+        if isinstance(error, RayActorError):
+            return "its actor has died"
+        if isinstance(error, GetTimeoutError):
+            return f"it did not answer within {self._timeout:g} s; see whether it is stuck"
+        cause = getattr(error, "cause", None) or error
+        return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"
 
 
 class _Clock:
@@ -339,15 +368,6 @@ def _names(failed: dict[str, str]) -> str:
     return " and ".join(failed)
 
 
-def _cause(error: BaseException) -> str:
-    if isinstance(error, RayActorError):
-        return "its actor has died"
-    if isinstance(error, GetTimeoutError):
-        return "it did not answer in time"
-    cause = getattr(error, "cause", None) or error
-    return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"
-
-
 # Run inside the actors, by `__ray_call__`: plain functions, so that actors need no base class.
 
 
@@ -360,9 +380,9 @@ def _source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> Non
 
 
 def _source_push(
-    _: Any, name: str, version: int, arms: list[Arm], digest: bool, timeout: float
+    _: Any, name: str, session: str, version: int, arms: list[Arm], digest: bool, timeout: float
 ) -> Sent:
-    return SOURCES.get(name).push(version, arms, digest=digest, timeout=timeout)
+    return SOURCES.get(name).push(session, version, arms, digest=digest, timeout=timeout)
 
 
 def _target_meta(_: Any, name: str) -> Any:
@@ -374,19 +394,25 @@ def _target_accept(_: Any, name: str, share: TargetShare) -> Arm:
     return TARGETS.get(name).accept(share)
 
 
-def _target_begin(_: Any, name: str) -> None:
-    TARGETS.get(name).begin()
+def _target_begin(_: Any, name: str, session: str) -> None:
+    _target(name, session).begin()
 
 
 def _target_confirm(
-    _: Any, name: str, version: int, timeout: float, digest: int | None
+    _: Any, name: str, session: str, version: int, timeout: float, digest: int | None
 ) -> tuple[Span, ...]:
-    return TARGETS.get(name).confirm(version, timeout=timeout, digest=digest)
+    return _target(name, session).confirm(version, timeout=timeout, digest=digest)
 
 
-def _target_commit(_: Any, name: str, version: int) -> Arm:
-    return TARGETS.get(name).commit(version)
+def _target_commit(_: Any, name: str, session: str, version: int) -> Arm:
+    return _target(name, session).commit(version)
 
 
-def _target_abort(_: Any, name: str) -> Arm:
-    return TARGETS.get(name).abort()
+def _target_abort(_: Any, name: str, session: str) -> Arm:
+    return _target(name, session).abort()
+
+
+def _target(name: str, session: str) -> WeightTarget:
+    target = TARGETS.get(name)
+    target.check_session(session)
+    return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import msgspec
 
 from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.errors import InvalidArgument, NotQuiesced, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, Span, TargetShare
@@ -19,10 +20,19 @@ from fabric_ray.weights.routing import arriving
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
+_OUTDATED = (
+    "another WeightSync has connected to this rollout since; push with that one, or call connect() "
+    "to take over again"
+)
+
 TARGETS: Registry[WeightTarget] = Registry("weight target")
 
 # Every container begins on a boundary that suits any kernel.
 _ALIGN = 256
+# A peer on this host lets go within microseconds, unless it is stopped.
+_QUIESCE_S = 2.0
 
 
 class _Slab:
@@ -51,10 +61,17 @@ class _Slab:
             out[c.name] = part.as_strided(c.shape, tuple(s // itemsize for s in c.strides))
         return out
 
-    def lock_out(self) -> None:
-        """Gives the memory a new key: whatever still holds the old one is refused (MR-2)."""
-        stale, self.region = self.region, self._engine.register(self._memory.numpy())
-        stale.deregister()
+    def lock_out(self) -> bool:
+        """Gives the memory a new key: whatever still holds the old one is refused (MR-2).
+
+        False if somebody may still write by the old one: then this memory must not be used again.
+        """
+        try:
+            self.region.deregister(timeout=_QUIESCE_S)
+        except NotQuiesced:
+            return False
+        self.region = self._engine.register(self._memory.numpy())
+        return True
 
 
 class WeightTarget:
@@ -126,13 +143,16 @@ class WeightTarget:
 
     def accept(self, share: TargetShare) -> Arm:
         """Takes this rank's part of the plan and makes room; returns where to write first."""
-        self._share = share
-        if not self._slabs or share.containers != self._layout:
+        if self._slabs and share.containers == self._layout:
+            # Who was given the old route may not have noticed yet.
+            self._lock_out()
+        else:
             self._layout = share.containers
             copies = 2 if self._staged else 1
             self._slabs = [_Slab(self._engine, share.containers) for _ in range(copies)]
             self._views = [slab.views(share.containers) for slab in self._slabs]
             self.version, self._live = None, 0
+        self._share = share
         for writer in self._writers():
             self._engine.connect(writer)
         arm = self._arm()
@@ -169,6 +189,10 @@ class WeightTarget:
 
     def commit(self, version: int) -> Arm:
         """Puts a confirmed version into use; returns where to write the next."""
+        if version <= (self.version or 0):
+            raise WeightSyncError(
+                f"version {version} is not after {self.version}, which is in use", version=version
+            )
         if self._prepared != version:
             raise WeightSyncError(
                 f"version {version} can't be put into use: confirmed is {self._prepared}",
@@ -177,15 +201,28 @@ class WeightTarget:
         self._live = self._next
         self.version, self._prepared, self._torn = version, None, False
         for hook in self._hooks:
-            hook(version)
+            try:
+                hook(version)
+            except Exception:
+                # The version is in use, here and elsewhere; that can't be taken back.
+                logger.exception("a hook for version %d failed", version)
         return self._arm()
 
     def abort(self) -> Arm:
         """Gives a version up: nothing of it can be used, counted or written any more."""
+        if self._share is None:
+            raise InvalidArgument(
+                "this rollout was given no route; call WeightSync.connect() again"
+            )
         self._prepared = None
         self._torn = not self._staged and self.version is not None
-        self._slabs[self._next].lock_out()
+        self._lock_out()
         return self._arm()
+
+    def check_session(self, session: str) -> None:
+        """Raises Stale if another controller has connected since."""
+        if self._share is not None and self._share.session != session:
+            raise Stale(_OUTDATED)
 
     def begin(self) -> None:
         """A push begins: in place, that is the end of the version in use."""
@@ -196,6 +233,19 @@ class WeightTarget:
         TARGETS.remove(self.name)
         self._arrival = self._counter = None
         self._views, self._slabs = [], []
+
+    def _lock_out(self) -> None:
+        """Ends what earlier pushes may still write; replaces memory where that can't be shown."""
+        at = self._next
+        if self._slabs[at].lock_out():
+            return
+        logger.warning(
+            "a trainer may still write to memory of this rollout; %s is set aside and replaced",
+            self._slabs[at].region,
+        )
+        self._slabs[at] = _Slab(self._engine, self._layout)
+        self._views[at] = self._slabs[at].views(self._layout)
+        self._torn = not self._staged and self.version is not None
 
     @property
     def _next(self) -> int:
@@ -224,6 +274,7 @@ class WeightTarget:
             self._counter.ref.to_bytes(),
             tuple(offsets),
             self._staged,
+            self.version,
         )
 
     def _digest(self) -> Digest:

@@ -155,19 +155,27 @@ def test_a_stopped_peer_costs_a_deadline_not_a_hang(
 
 def test_an_engine_does_not_survive_fork(open_engine: Callable[..., TransferEngine]) -> None:
     a = open_engine()
+    region = a.alloc(64)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        try:
-            a.alloc(64)
-            os.write(write, b"no error")
-        except ForkedEngine as e:
-            os.write(write, str(e).encode())
-        finally:
-            os._exit(0)
+        for action in (lambda: a.alloc(64), region.deregister, a.close):
+            try:
+                action()
+                os.write(write, b"fine\n")
+            except ForkedEngine as e:
+                os.write(write, f"{e}\n".encode())
+            except BaseException as e:
+                os.write(write, f"{e!r}\n".encode())
+        os._exit(0)
     os.waitpid(pid, 0)
-    assert "one engine per process" in os.read(read, 1000).decode()
+    alloc, deregister, close, _ = os.read(read, 2000).decode().split("\n")
+    assert "one engine per process" in alloc
+    assert "one engine per process" in deregister
+    # So that a `with` block may end in the child as well; it ends nothing of the parent's.
+    assert close == "fine"
     assert a.alloc(64).nbytes == 64
+    region.deregister()
 
 
 def churn(connection: Connection, transport: str) -> None:

@@ -78,6 +78,15 @@ class Member:
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors[name] = tensor
 
+    def free(self, name: str) -> None:
+        self.tensors[name].untyped_storage().resize_(0)
+
+    def break_hook(self) -> None:
+        def fail(version: int) -> None:
+            raise RuntimeError(f"no {version} here")
+
+        self.part._hooks.insert(0, fail)
+
     def state(self) -> tuple[int | None, list[int]]:
         return self.part.version, self.committed
 

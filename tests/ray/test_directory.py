@@ -23,10 +23,10 @@ def test_a_lease_ends_unless_renewed(two_lives: tuple[TransferEngine, TransferEn
     with two_lives[0] as engine, two_lives[1]:
         state.publish("a", engine.address.to_bytes(), now=0)
         assert state.lookup("a", now=9) is not None
-        assert state.renew("a", engine.id, now=9)
+        assert state.renew("a", engine.id, now=9) == "renewed"
         assert state.lookup("a", now=18) is not None
         assert state.entries(now=19) == []
-        assert not state.renew("a", engine.id, now=19)
+        assert state.renew("a", engine.id, now=19) == "unknown"
 
 
 def test_a_restart_takes_the_name_over(two_lives: tuple[TransferEngine, TransferEngine]) -> None:
@@ -35,7 +35,7 @@ def test_a_restart_takes_the_name_over(two_lives: tuple[TransferEngine, Transfer
         state.publish("a", old.address.to_bytes(), now=0)
         state.publish("a", new.address.to_bytes(), now=1)
         # What the old life still says changes nothing.
-        assert not state.renew("a", old.id, now=2)
+        assert state.renew("a", old.id, now=2) == "superseded"
         assert not state.withdraw("a", old.id)
         entry = state.lookup("a", now=2)
         assert entry is not None
@@ -57,6 +57,11 @@ class Holder:
         peer = self.engine.peer(directory().lookup(name, timeout=10))
         self.engine.send(peer, b"hello").wait(10)
         return 5
+
+    def leave(self) -> None:
+        from fabric_ray import runtime
+
+        runtime.shutdown()
 
     def listen(self) -> None:
         import queue
@@ -81,6 +86,10 @@ def test_actors_find_each_other_by_name(cluster: list[str]) -> None:
         assert ray.get(b.hear.remote()) == b"hello"
         with pytest.raises(Stale, match="gamma"):
             directory().lookup("gamma")
+        ray.get(b.leave.remote())
+        with pytest.raises(Stale, match="beta"):
+            directory().lookup("beta")
+        assert ray.get(b.open.remote("beta")) == directory().lookup("beta").id != ids[1]
     finally:
         ray.kill(a)
         ray.kill(b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -278,5 +279,82 @@ def test_an_interrupted_push_never_writes_to_weights_in_use(
         check(rollouts, 2)
         sync.push()
         check(rollouts, 3)
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_only_the_latest_controller_pushes_and_versions_never_run_backwards(
+    cluster: list[str],
+) -> None:
+    trainers, rollouts = start(cluster)
+    try:
+        old = WeightSync(trainers, rollouts)
+        train(trainers, 5)
+        old.push(5)
+        new = WeightSync(trainers, rollouts)
+        train(trainers, 6)
+        assert new.push().version == 6
+        train(trainers, 7)
+        with pytest.raises(WeightSyncError, match="another WeightSync has connected"):
+            old.push()
+        check(rollouts, 6)
+        assert new.push().version == 7
+        check(rollouts, 7)
+        # Whoever connects last has the say.
+        old.connect()
+        assert old.version == 7
+        train(trainers, 8)
+        assert old.push().version == 8
+        check(rollouts, 8)
+    finally:
+        stop(trainers, rollouts)
+
+
+def test_mr_1_a_trainer_that_wakes_up_late_writes_to_nothing_in_use(cluster: list[str]) -> None:
+    big = 64 << 20
+    trainers, rollouts = start(cluster, target=_with_big(big), big=big)
+    spare, nobody = start(cluster, rollouts=0, big=big)
+    pid = ray.get(trainers[0].pid.remote())
+    try:
+        sync = WeightSync(trainers, rollouts, timeout=4)
+        seconds = 0.0
+        for version in (1, 2, 3):
+            train(trainers, version)
+            seconds = sync.push().seconds
+        train(trainers, 4)
+        stopper = threading.Timer(seconds * 0.4, os.kill, (pid, signal.SIGSTOP))
+        stopper.start()
+        # It may have been done by then; the rest must hold all the same.
+        with contextlib.suppress(WeightSyncError):
+            sync.push()
+        stopper.join()
+        heirs = [spare[0], trainers[1]]
+        successor = WeightSync(heirs, rollouts, timeout=20)
+        for version in (5, 6):
+            train(heirs, version)
+            successor.push(version)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+        check(rollouts, 6)
+        for actor in rollouts:
+            assert (ray.get(actor.weights.remote())["big"] == 6).all()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        stop(trainers, rollouts, spare, nobody)
+
+
+def test_a_freed_parameter_and_a_failing_hook_are_named(cluster: list[str]) -> None:
+    trainers, rollouts = start(cluster, rollouts=1)
+    try:
+        sync = WeightSync(trainers, rollouts)
+        sync.connect()
+        ray.get(rollouts[0].break_hook.remote())
+        assert sync.push().version == 1
+        assert ray.get(rollouts[0].state.remote()) == (1, [1])
+        ray.get(trainers[0].replace.remote("q", values("q", 1)))
+        ray.get(trainers[0].free.remote("q"))
+        with pytest.raises(WeightSyncError, match=r"`q`: its memory was freed"):
+            sync.push()
+        assert sync.version == 1
     finally:
         stop(trainers, rollouts)

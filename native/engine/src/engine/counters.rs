@@ -27,6 +27,7 @@ const PAGE: usize = if cfg!(loom) { 2 } else { 1024 };
 const PAGES: usize = crate::api::SLOTS as usize / PAGE;
 
 struct Expectation {
+    n: u64,
     threshold: u64,
     deadline: Time,
     handle: HandleRef,
@@ -86,19 +87,29 @@ impl Cell {
         }
     }
 
-    /// Takes out the expectations that `doomed` picks and fails them.
+    /// Takes out the expectations that `doomed` picks and fails them. The writes that they waited
+    /// for go to those behind them: a wait that was given up takes nothing from later ones (IC-5).
     fn fail(&self, mut doomed: impl FnMut(&Expectation) -> Option<EngineError>) {
         let mut failed = Vec::new();
         {
             let mut p = self.pending.lock();
-            p.list.retain(|e| match doomed(e) {
-                None => true,
+            let mut given_back = 0;
+            p.list.retain_mut(|e| match doomed(e) {
+                None => {
+                    e.threshold -= given_back;
+                    true
+                }
                 Some(error) => {
+                    given_back += e.n;
                     failed.push((Arc::clone(&e.handle), error));
                     false
                 }
             });
+            p.claimed -= given_back;
             self.publish_threshold(&p);
+        }
+        if self.arrived.load(SeqCst) >= self.threshold.load(SeqCst) {
+            self.fire();
         }
         for (handle, error) in failed {
             handle.complete(Err(error));
@@ -231,7 +242,8 @@ impl Counters {
             let mut p = cell.pending.lock();
             p.claimed += u64::from(n);
             let threshold = p.claimed;
-            p.list.push_back(Expectation { threshold, deadline, handle, writers, timeout });
+            let n = u64::from(n);
+            p.list.push_back(Expectation { n, threshold, deadline, handle, writers, timeout });
             cell.publish_threshold(&p);
         }
         if watched {

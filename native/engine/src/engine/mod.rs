@@ -352,6 +352,10 @@ impl TransferEngine {
     /// Ends everything; may be called more than once, from any thread but not from under a lock
     /// that callbacks need.
     pub fn close(&self) {
+        // After a fork, all that it would end is the parent's.
+        if self.shared.is_foreign_process() {
+            return;
+        }
         let worker = self.worker.lock().take();
         self.shared.close();
         if let Some(worker) = worker {

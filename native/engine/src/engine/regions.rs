@@ -6,7 +6,9 @@ use std::{
     time::Duration,
 };
 
-use super::{peers::Peer, Handle, Shared};
+use parking_lot::Mutex;
+
+use super::{handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
     api::{RegionDescriptor, RegionKey},
     memory::{Backing, RegionMemory},
@@ -16,6 +18,8 @@ use crate::{
 pub(crate) struct RegionInner {
     pub memory: Arc<RegionMemory>,
     pub closed: AtomicBool,
+    /// What everybody waits for who wants to know that it is over.
+    pub retirement: Mutex<Option<HandleRef>>,
     pub shared: Arc<Shared>,
 }
 
@@ -50,7 +54,12 @@ impl std::fmt::Debug for Region {
 impl Region {
     pub(crate) fn new(memory: Arc<RegionMemory>, shared: Arc<Shared>) -> Self {
         let len = memory.len;
-        let inner = RegionInner { memory, closed: AtomicBool::new(false), shared };
+        let inner = RegionInner {
+            memory,
+            closed: AtomicBool::new(false),
+            retirement: Mutex::default(),
+            shared,
+        };
         Self { inner: Arc::new(inner), offset: 0, len }
     }
 
@@ -100,11 +109,21 @@ impl Region {
     /// keeps the memory.
     pub fn deregister(&self, timeout: Duration) -> Result<()> {
         let inner = &self.inner;
-        if inner.closed.swap(true, SeqCst) {
-            return Ok(());
-        }
-        let pending = super::handle::Pending::new(&inner.shared);
-        inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
+        inner.shared.check_process()?;
+        let pending = {
+            let mut retirement = inner.retirement.lock();
+            match &*retirement {
+                // Asked for again: the answer is still the same one's.
+                Some(pending) => Arc::clone(pending),
+                None => {
+                    let pending = super::handle::Pending::new(&inner.shared);
+                    *retirement = Some(Arc::clone(&pending));
+                    inner.closed.store(true, SeqCst);
+                    inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
+                    pending
+                }
+            }
+        };
         let handle = Handle::pending("deregistration", pending);
         handle.wait(timeout).unwrap_or_else(|| {
             Err(EngineError::NotQuiesced {

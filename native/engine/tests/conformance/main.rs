@@ -42,6 +42,7 @@ on_every_transport! {
     mr_3_bounds_hold_on_both_sides,
     rs_4_a_closed_peer_ends_everything,
     rs_4_an_expectation_ends_by_its_deadline,
+    ic_5_a_wait_that_was_given_up_takes_nothing,
     an_engine_can_write_to_itself,
     both_sides_connect_at_once,
     bad_requests_are_refused_before_anything_is_sent,

@@ -518,6 +518,21 @@ pub fn rs_4_an_expectation_ends_by_its_deadline(w: &mut dyn World) {
     assert!(e.to_string().contains("3 writes are missing"), "{e}");
 }
 
+pub fn ic_5_a_wait_that_was_given_up_takes_nothing(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 30);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let counter = b.counter().unwrap();
+    let early = counter.expect(2, &[], Duration::from_millis(30)).unwrap();
+    let late = counter.expect(1, &[], SOON).unwrap();
+    assert!(matches!(w.wait(&early), Err(EngineError::Timeout { .. })));
+    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    assert_eq!(w.wait(&late), Ok(()));
+    assert_eq!((counter.arrived(), counter.unclaimed()), (1, 0));
+}
+
 pub fn an_engine_can_write_to_itself(w: &mut dyn World) {
     let a = w.engine("a");
     let (src, bytes) = filled(&a, 5000, 16);
