@@ -2,7 +2,7 @@
 # make test    set up, then run every test
 # make bench   set up, then measure everything beside peers and floors (bench-results/)
 # make lint    formats, lints and types;  make docs   the documentation site (site/)
-# make wheel   a wheel in dist/;          make clean  forget all set-up
+# make wheel   a wheel in dist/, tried by itself;          make clean  forget all set-up
 
 PYTHON ?= python3
 VENV := .venv
@@ -47,7 +47,11 @@ docs: $(DONE)/native $(DONE)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 wheel: $(DONE)/venv
+	rm -rf dist build/wheel
 	$(BIN)/maturin build --release --strip --out dist
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
+	$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl
+	cd build && wheel/bin/python -c "import fabric_ray; fabric_ray.TransferEngine().close()"
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools

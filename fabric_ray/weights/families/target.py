@@ -139,7 +139,9 @@ class _Engine:
             )
         else:
             layout = self._fuse(found, 0, range(self.tp))
-        return Container(found.container, self.dtype, layout)
+        # The last ranks' shares of a small vocabulary may be nothing but padding.
+        ranks = self.ranks if isinstance(layout, Pad) else None
+        return Container(found.container, self.dtype, layout, ranks=ranks)
 
     def spec(self, found: Match, rank: int) -> ContainerSpec:
         stacked = found.rule.stacked

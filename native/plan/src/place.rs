@@ -150,7 +150,11 @@ impl<'s> Placer<'s> {
     }
 
     fn pad(&self, rank: u32, at: usize, to: &[u64]) -> Result<Option<Dims<u64>>> {
-        let Some(part) = self.parts(at).next() else { return Ok(None) };
+        let Some(part) = self.parts(at).next() else {
+            // A rank that is named has the container, even if all of it is padding.
+            let named = self.container.ranks.as_ref().is_some_and(|only| only.contains(&rank));
+            return Ok(named.then(|| Dims::from_slice(to)));
+        };
         if part.len() != to.len() || part.iter().zip(to).any(|(have, room)| have > room) {
             return Err(self.mismatch(rank, part, to, " at most, to pad".into()));
         }

@@ -12,6 +12,7 @@ import pytest
 from fabric_ray.errors import FabricError
 from fabric_ray.plan import (
     BufferMismatch,
+    Concat,
     Container,
     DType,
     DtypeMismatch,
@@ -21,6 +22,7 @@ from fabric_ray.plan import (
     Mesh,
     MissingTensors,
     OverlappingElements,
+    Pad,
     Plan,
     PlanDecodeError,
     PlanError,
@@ -214,3 +216,20 @@ def test_values_are_frozen():
     with pytest.raises(AttributeError):
         W.name = "other"
     assert msgspec.structs.replace(W, name="v").name == "v"
+
+
+def test_a_named_rank_has_a_padded_container_though_all_of_it_is_padding() -> None:
+    tensor = Tensor("e", (100, 4), BF16)
+
+    def rows(rank: int, start: int, count: int) -> Leaf:
+        return Leaf(tensor, Mesh.line([rank]), (Replicate(),), ((start, count), (0, 4)))
+
+    layout = Pad(Concat(0, (rows(0, 0, 64), rows(1, 64, 36))), (64, 4))
+    whole = Leaf(tensor, Mesh.line([0]), (Replicate(),))
+    source = Side.of(1, [Container("e", BF16, whole)])
+    for ranks, last in ((None, 0), ((0, 1, 2), 1)):
+        p = plan(source, Side.of(3, [Container("e", BF16, layout, ranks=ranks)]))
+        found = [p.local_containers("target", rank) for rank in range(3)]
+        assert [len(f) for f in found] == [1, 1, last]
+        assert all(c.shape == (64, 4) for f in found for c in f)
+        assert [p.expected_pages(rank) for rank in range(3)] == [1, 1, 0]
