@@ -144,8 +144,8 @@ class Container(msgspec.Struct, frozen=True, array_like=True, gc=False):
     strides: tuple[int, ...] | None = None
     """Bytes between neighbours per local dimension; row-major without gaps when absent."""
     ranks: tuple[int, ...] | None = None
-    """The only ranks that have it; every rank of its leaves' meshes when absent. A rank that is named
-    has a padded container even where all of it is padding."""
+    """The only ranks that have it; every rank of its leaves' meshes when absent. A rank that is
+    named has a padded container even where all of it is padding."""
 
 
 class Side(msgspec.Struct, frozen=True, array_like=True, gc=False):
