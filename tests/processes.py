@@ -65,6 +65,11 @@ def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, .
         raise
 
 
+def descriptors() -> int:
+    """Files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def within(seconds: float, what: str, done: Callable[[], bool]) -> float:
     """Waits until ``done``; returns how long that took."""
     start = time.monotonic()

@@ -180,10 +180,7 @@ class WeightSource:
     def _region(self, param: str) -> Region:
         known = self._regions.get(param)
         if known is None:
-            try:
-                flat = _memory(self._tensors[param])
-            except InvalidArgument as error:
-                raise InvalidArgument(f"parameter `{param}`: {error}") from None
+            flat = _memory(param, self._tensors[param])
             known = (flat.data_ptr(), self._engine.register(flat))
             self._regions[param] = known
         return known[1]
@@ -207,10 +204,7 @@ class WeightSource:
         """
         self._refresh()
         for param, tensor in self._tensors.items():
-            if _local(tensor).numel() and _local(tensor).untyped_storage().nbytes() == 0:
-                raise InvalidArgument(
-                    f"parameter `{param}`: its memory was freed; load the parameter again"
-                )
+            _span(param, tensor)
             now, planned = _layout(tensor), self._layouts.get(param)
             if now != planned:
                 raise InvalidArgument(
@@ -246,14 +240,29 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _memory(tensor: Any) -> Any:
+def _span(param: str, tensor: Any) -> tuple[int, int]:
+    """Where a shard begins in its storage and up to where it reaches, in bytes.
+
+    Raises:
+        InvalidArgument: the storage is shorter than that: its memory was freed.
+    """
+    local = _local(tensor)
+    if not local.numel():
+        return 0, 0
+    steps = zip(local.shape, local.stride(), strict=True)
+    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
+    start = local.storage_offset() * local.element_size()
+    if start + nbytes > local.untyped_storage().nbytes():
+        raise InvalidArgument(
+            f"parameter `{param}`: its memory was freed; load the parameter again"
+        )
+    return start, nbytes
+
+
+def _memory(param: str, tensor: Any) -> Any:
     """The bytes from a shard's first element to its last, whatever its strides."""
     import torch
 
-    local = _local(tensor)
-    if local.untyped_storage().nbytes() == 0:
-        raise InvalidArgument("its memory was freed; load the parameter again")
-    steps = zip(local.shape, local.stride(), strict=True)
-    span = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
-    start = local.storage_offset() * local.element_size()
-    return torch.empty(0, dtype=torch.uint8).set_(local.untyped_storage(), start, (span,), (1,))
+    start, nbytes = _span(param, tensor)
+    storage = _local(tensor).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,))

@@ -30,13 +30,9 @@ from fabric_ray.errors import (
     TransferTimeout,
     Unreachable,
 )
-from tests.processes import Other, within
+from tests.processes import Other, descriptors, within
 
 TRANSPORTS = ["shm", "tcp"]
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def serve(connection: Connection, transport: str) -> None:

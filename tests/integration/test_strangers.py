@@ -23,13 +23,9 @@ from fabric_ray.errors import (
     FabricError,
     HandshakeError,
 )
-from tests.processes import Other, within
+from tests.processes import Other, descriptors, within
 
 TRANSPORTS = ["shm", "tcp"]
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def tcp_port() -> int:
