@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python bench lint docs wheel fuzz loom clean setup
+.PHONY: demo test test-rust test-python test-rdma bench lint docs wheel fuzz loom clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/native
@@ -31,6 +31,10 @@ test-rust: $(DONE)/tools
 
 test-python: $(DONE)/native $(DONE)/perf
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
+test-rdma: $(DONE)/native $(DONE)/perf
+	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
 
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)

@@ -1,6 +1,6 @@
 """The native core."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "topology",
 ]
 
 __version__: str
@@ -464,6 +465,7 @@ class Engine:
         inline_bytes: int,
         peer_timeout: float,
         op_timeout: float,
+        nics: Mapping[str, object],
     ) -> Self: ...
     @property
     def address(self) -> EngineAddress:
@@ -500,6 +502,7 @@ class Engine:
         dst_offset: int = 0,
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Writes ``nbytes`` bytes of ``src`` to ``dst``.
 
@@ -510,6 +513,8 @@ class Engine:
             imm: a counter of the receiver, or a pre-agreed integer below 2^19: counts 1 there when
                 the bytes are readable.
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
+            rail: the one NIC that may carry it, counted from 0 among those of the transport in
+                use; by default the load is spread over all of them.
 
         Raises:
             OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
@@ -524,6 +529,7 @@ class Engine:
         src_offset: int = 0,
         dst_offset: int = 0,
         timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Reads ``nbytes`` bytes of the peer's ``src`` into ``dst``; arguments as for
         :meth:`write`."""
@@ -537,6 +543,7 @@ class Engine:
         *,
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Writes pages of ``page_nbytes`` bytes: page ``i`` of ``src_pages`` to page ``i`` of
         ``dst_pages``.
@@ -558,6 +565,7 @@ class Engine:
         dst_pages: Pages,
         *,
         timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Reads pages: page ``i`` of the peer's ``src_pages`` into page ``i`` of ``dst_pages``."""
     def scatter(
@@ -568,6 +576,7 @@ class Engine:
         group: PeerGroup | None = None,
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Writes a part of ``src`` to each of several peers.
 
@@ -585,7 +594,12 @@ class Engine:
     def send(self, peer: Peer, message: bytes, *, timeout: float | None = None) -> Transfer:
         """Sends a small message to the peer's receive pool; done when the pool has taken it."""
     def submit(
-        self, batch: Batch, *, imm: CounterRef | int | None = None, timeout: float | None = None
+        self,
+        batch: Batch,
+        *,
+        imm: CounterRef | int | None = None,
+        timeout: float | None = None,
+        rail: int | None = None,
     ) -> Transfer:
         """Submits a batch: one transfer, done when all its operations are.
 
@@ -674,3 +688,12 @@ class PlanCore:
     def for_target(self, rank: int) -> _PlanColumns: ...
     def explain(self, name: str | None = None, rank: int | None = None) -> str: ...
     def equals(self, other: PlanCore) -> bool: ...
+
+# topology
+
+def topology(root: str, rules: str | None = None) -> dict[str, Any]:
+    """What `fabric_ray.topology.read` gives types to.
+
+    Raises:
+        InvalidArgument: ``root`` is no sysfs tree, or a rule matches nothing there.
+    """

@@ -64,6 +64,12 @@ class PeerLost(PeerError, ConnectionError):
     transport: str
 
 
+class RailLost(PeerError, ConnectionError):
+    """One of several NICs failed while it carried the transfer; others still reach the peer."""
+
+    transport: str
+
+
 class Unreachable(PeerError, ConnectionError):
     """No allowed transport leads to the peer; the message says why for each."""
 

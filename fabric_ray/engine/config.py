@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-TransportName = Literal["shm", "tcp"]
+TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp"]
 
 _ENVIRONMENT = {
     "name": "FABRIC_RAY_NAME",
@@ -17,6 +17,14 @@ _ENVIRONMENT = {
     "spin": "FABRIC_RAY_SPIN",
     "copy_threads": "FABRIC_RAY_COPY_THREADS",
     "tcp_streams": "FABRIC_RAY_TCP_STREAMS",
+    "nics": "FABRIC_RAY_NICS",
+    "max_rails": "FABRIC_RAY_MAX_RAILS",
+    "rail_rules": "FABRIC_RAY_RAILS",
+    "gid_index": "FABRIC_RAY_GID_INDEX",
+    "pkey_index": "FABRIC_RAY_PKEY_INDEX",
+    "service_level": "FABRIC_RAY_SERVICE_LEVEL",
+    "traffic_class": "FABRIC_RAY_TRAFFIC_CLASS",
+    "libfabric_provider": "FABRIC_RAY_LIBFABRIC_PROVIDER",
 }
 
 
@@ -28,10 +36,15 @@ class EngineConfig(BaseModel):
     name: str = Field(default_factory=lambda: f"engine-{os.getpid()}", max_length=128)
     """For people and logs; two engines may share one."""
 
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """``auto`` takes shared memory where a handshake proves that both are on one host, else tcp."""
+    transport: Literal["auto"] | tuple[TransportName, ...] = "auto"
+    """Allowed transports, the preferred first (one name, or several with commas between).
 
-    require: Literal["shm", "tcp", "rdma"] | None = None
+    ``auto`` takes shared memory where a handshake proves that both are on one host, else RDMA NICs
+    (verbs, then libfabric), and tcp where one side has none. Two sides whose NICs can't speak to
+    each other are an error unless ``tcp`` is named here.
+    """
+
+    require: TransportName | Literal["rdma"] | None = None
     """A transport that must be usable, or the engine doesn't open."""
 
     token: bytes | None = None
@@ -58,10 +71,51 @@ class EngineConfig(BaseModel):
     op_timeout: float = Field(default=60.0, gt=0)
     """Seconds until transfers and expectations that name no deadline fail."""
 
+    nics: tuple[str, ...] = ()
+    """NICs by name or glob (``mlx5_*``) in the order of the rails; by topology when empty."""
+
+    max_rails: int = Field(default=4, ge=1, le=4)
+    """At most this many NICs side by side."""
+
+    gpu: str | None = None
+    """PCI address of the GPU that the engine serves, for the choice of NICs."""
+
+    rail_rules: str | None = None
+    """Rules that override the topology, such as ``gpu0=mlx5_0,mlx5_1; exclude=mlx5_bond_*``."""
+
+    gid_index: int | None = Field(default=None, ge=0, le=255)
+    """RoCE GID; by default the best one found, which ``fabric-ray doctor`` explains."""
+
+    pkey_index: int = Field(default=0, ge=0, le=65535)
+    """InfiniBand partition."""
+
+    service_level: int = Field(default=0, ge=0, le=15)
+    """InfiniBand service level."""
+
+    traffic_class: int = Field(default=0, ge=0, le=255)
+    """RoCE traffic class: DSCP in the upper six bits."""
+
+    libfabric_provider: str | None = None
+    """A provider of libfabric (``efa``, ``tcp``, ``shm``, ``verbs;ofi_rxm``); efa by default."""
+
     @field_validator("token", mode="before")
     @classmethod
     def _token_from_text(cls, value: object) -> object:
         return value.encode() if isinstance(value, str) else value
+
+    @field_validator("transport", "nics", mode="before")
+    @classmethod
+    def _several_from_text(cls, value: object) -> object:
+        if isinstance(value, str) and value != "auto":
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("transport")
+    @classmethod
+    def _some_transport(cls, value: object) -> object:
+        if value == ():
+            raise ValueError("name at least one transport, or 'auto'")
+        return value
 
     @field_validator("spin")
     @classmethod
@@ -85,4 +139,20 @@ class EngineConfig(BaseModel):
 
     @property
     def transports(self) -> list[str]:
-        return ["shm", "tcp"] if self.transport == "auto" else [self.transport]
+        """Those that were named, in order; none for ``auto``."""
+        return [] if self.transport == "auto" else list(self.transport)
+
+    @property
+    def nic_options(self) -> dict[str, object]:
+        """What the native engine wants to know about NICs."""
+        return {
+            "names": list(self.nics),
+            "max_rails": self.max_rails,
+            "gpu": self.gpu,
+            "rules": self.rail_rules,
+            "gid_index": self.gid_index,
+            "pkey_index": self.pkey_index,
+            "service_level": self.service_level,
+            "traffic_class": self.traffic_class,
+            "provider": self.libfabric_provider,
+        }

@@ -25,8 +25,14 @@ class Verdict(msgspec.Struct, frozen=True):
     """Why a transport is or isn't used towards a peer."""
 
     transport: str
+    device: str
+    """The NIC; empty where there is none."""
     chosen: bool
     reason: str
+
+    def __str__(self) -> str:
+        name = f"{self.transport} {self.device}".rstrip()
+        return f"{'*' if self.chosen else ' '} {name}: {self.reason}"
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -39,9 +45,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         head = f"{self.peer}: {self.transport or 'not connected'}"
-        marks = {True: "*", False: " "}
-        lines = [f"  {marks[v.chosen]} {v.transport}: {v.reason}" for v in self.verdicts]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *(f"  {v}" for v in self.verdicts)])
 
 
 class TransferEngine(_native.Engine):
@@ -84,6 +88,7 @@ class TransferEngine(_native.Engine):
             inline_bytes=c.inline_bytes,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
+            nics=c.nic_options,
         )
         self.config = c
         self.closed = False

@@ -8,7 +8,9 @@ use std::{fmt, sync::Arc};
 use smallvec::SmallVec;
 
 use crate::{
-    api::{Endpoint, EngineAddress, EngineId, IndexList, RegionKey, TransportKind},
+    api::{
+        Endpoint, EngineAddress, EngineId, IndexList, RailKey, RailKeys, RegionKey, TransportKind,
+    },
     memory::RegionMemory,
     time::Time,
 };
@@ -92,8 +94,11 @@ impl fmt::Debug for LocalAddr {
 #[derive(Clone, Debug)]
 pub struct Data {
     pub local: LocalAddr,
+    /// The registration that `local` lies in.
+    pub local_region: u32,
     pub local_seq: Seq,
     pub remote: RegionKey,
+    pub remote_keys: RailKeys,
     pub remote_seq: Seq,
     pub page_len: u64,
     pub pages: u32,
@@ -114,7 +119,9 @@ pub struct Count {
 
 #[derive(Clone, Debug)]
 pub enum WorkRequest {
-    /// The count, if any, is seen by the peer only after every byte is readable there (IC-2).
+    /// The count, if any, is seen by the peer only after every byte is readable there (IC-2). A
+    /// write without a count is done only when its bytes are readable at the peer: the count of a
+    /// write that was cut may then go another way.
     Write {
         data: Data,
         count: Option<Count>,
@@ -194,6 +201,8 @@ pub enum Completion {
     LinkUp {
         link: LinkId,
         peer: PeerIdentity,
+        /// Which endpoint of the peer's address is at the other end.
+        endpoint: usize,
         note: String,
     },
     /// Every token of this link has been completed before this.
@@ -237,11 +246,24 @@ pub trait Assist: Send + Sync {
     fn assist(&self) -> bool;
 }
 
+/// One NIC's keys of a registration.
+pub type NicKeys = SmallVec<[RailKey; 1]>;
+
 /// File descriptors whose readiness means that a poll will find something.
 pub type WakeFds = SmallVec<[std::os::fd::RawFd; 2]>;
 
 pub trait Domain: Send {
     fn kind(&self) -> TransportKind;
+
+    /// The NIC's name; empty where there is none.
+    fn device(&self) -> &str {
+        ""
+    }
+
+    /// Whether bytes are placed by a NIC, without the peer's processor.
+    fn is_rdma(&self) -> bool {
+        self.kind() == TransportKind::Verbs
+    }
 
     fn caps(&self) -> Caps;
 
@@ -251,16 +273,22 @@ pub trait Domain: Send {
     /// Called once, when all endpoints of the engine are known and before any link exists.
     fn announce(&mut self, own: &EngineAddress);
 
-    /// Makes a region reachable for authenticated peers that hold its key.
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError>;
+    /// Makes a region reachable for authenticated peers that hold its key, and returns what its NIC
+    /// must be shown besides (`rail` is filled in by the caller).
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError>;
 
     fn deregister(&mut self, index: u32) -> Quiet;
 
     /// Why this domain won't even try to reach that peer, if so; decided from the address alone.
     fn unfit(&self, peer: &EngineAddress) -> Option<String>;
 
-    /// Begins a connection; `LinkUp` or `LinkDown` follows.
-    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError>;
+    /// Begins a connection to one of the peer's endpoints; `LinkUp` or `LinkDown` follows.
+    fn connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError>;
 
     /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);

@@ -4,8 +4,6 @@
 
 use std::time::Duration;
 
-use crate::api::TransportKind;
-
 /// Why a call or a transfer of the engine failed.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -20,6 +18,12 @@ pub enum EngineError {
         "peer {peer} was lost over {transport}: {cause}; reconnect to its new address or drop it"
     )]
     PeerLost { peer: String, transport: String, cause: String },
+
+    /// One NIC of several: the peer is still there.
+    #[error(
+        "a rail of {transport} to peer {peer} was lost: {cause}; others still reach it, send again"
+    )]
+    RailLost { peer: String, transport: String, cause: String },
 
     #[error("no transport reaches peer {peer}: {reasons}")]
     Unreachable { peer: String, reasons: String },
@@ -75,14 +79,6 @@ fn lack(missing: u64) -> String {
 }
 
 impl EngineError {
-    pub(crate) fn lost(
-        peer: impl Into<String>,
-        kind: TransportKind,
-        cause: impl Into<String>,
-    ) -> Self {
-        Self::PeerLost { peer: peer.into(), transport: kind.to_string(), cause: cause.into() }
-    }
-
     /// Whether a call failed for a limit of this process rather than for what it asked.
     pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
         use rustix::io::Errno;

@@ -106,7 +106,7 @@ mod tests {
     mod seeds {
         use super::super::*;
         use crate::{
-            api::{Endpoint, Imm, RegionKey, TransportKind},
+            api::{Endpoint, Imm, RailKey, RegionKey, TransportKind},
             transport::{shm, tcp},
         };
 
@@ -139,7 +139,7 @@ mod tests {
                 key: RegionKey { index: 5, rkey: u64::MAX },
                 offset: 1 << 40,
                 len: 4096,
-                rail_keys: Vec::new(),
+                rail_keys: vec![RailKey { rail: 1, offset: 0, base: 1 << 47, key: 9 }].into(),
             };
             vec![
                 ("address", numbered(0, &owner.to_bytes())),

@@ -16,6 +16,7 @@ mod group;
 pub mod memory;
 mod sync;
 mod time;
+pub mod topology;
 pub mod transport;
 
 pub use engine::{

@@ -28,6 +28,11 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             fields.set_item("transport", transport)?;
             "PeerLost"
         }
+        EngineError::RailLost { peer, transport, .. } => {
+            fields.set_item("peer", peer)?;
+            fields.set_item("transport", transport)?;
+            "RailLost"
+        }
         EngineError::Unreachable { peer, .. } => {
             fields.set_item("peer", peer)?;
             "Unreachable"

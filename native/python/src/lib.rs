@@ -7,11 +7,13 @@ mod engine;
 mod errors;
 mod logging;
 mod plan;
+mod topology;
 
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     logging::install();
     plan::register(m)?;
+    topology::register(m)?;
     engine::register(m)
 }

@@ -66,6 +66,22 @@ impl EngineAddress {
         self.endpoints.iter().find(|e| e.transport == kind)
     }
 
+    /// The places of a transport's endpoints: one for each NIC.
+    pub fn endpoints_of(&self, kind: TransportKind) -> impl Iterator<Item = usize> + '_ {
+        let all = self.endpoints.iter().enumerate();
+        all.filter(move |(_, e)| e.transport == kind).map(|(i, _)| i)
+    }
+
+    /// Whether any of its transports drives NICs.
+    pub fn has_nics(&self) -> bool {
+        self.endpoints.iter().any(|e| e.transport.has_nics())
+    }
+
+    /// The place of a transport's only endpoint.
+    pub(crate) fn first_of(&self, kind: TransportKind) -> usize {
+        self.endpoints_of(kind).next().unwrap_or_default()
+    }
+
     /// `name#id`, as it appears in errors.
     pub fn label(&self) -> String {
         format!("{}#{}", self.name, self.id)

@@ -24,7 +24,8 @@ pub enum Requirement {
 pub struct EngineConfig {
     /// For people and logs.
     pub name: String,
-    /// Allowed transports, the preferred first.
+    /// Allowed transports, the preferred first. Empty: whatever the machine offers, and tcp only
+    /// towards peers that share no NIC transport for want of NICs (RS-2).
     pub transports: Vec<TransportKind>,
     pub require: Option<Requirement>,
     /// Shared secret of the handshake. Without one, tcp listens on loopback only.
@@ -41,6 +42,50 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
     pub op_timeout: Duration,
+    pub nics: NicConfig,
+}
+
+/// Which NICs an engine drives, and how.
+#[derive(Clone, Debug)]
+pub struct NicConfig {
+    /// Names or globs (`mlx5_*`), in the order of the rails; empty: chosen by topology.
+    pub names: Vec<String>,
+    /// At most this many rails, 1 to 4.
+    pub max_rails: usize,
+    /// The GPU that this engine serves, as a PCI address; the host's own memory if `None`.
+    pub gpu: Option<String>,
+    /// Pairing rules that override the topology, as in [`crate::topology`].
+    pub rules: Option<String>,
+    pub gid_index: Option<u8>,
+    pub pkey_index: u16,
+    /// InfiniBand service level, 0 to 15.
+    pub service_level: u8,
+    /// RoCE traffic class (DSCP in its upper six bits).
+    pub traffic_class: u8,
+    /// libfabric provider (`efa`, `tcp`, `shm`, `verbs;ofi_rxm`); `None`: efa only.
+    pub provider: Option<String>,
+    /// Deliver completions of libfabric in a random order, as SRD may: for tests.
+    pub shuffle: Option<u64>,
+}
+
+/// Rails of one engine.
+pub const MAX_RAILS: usize = 4;
+
+impl Default for NicConfig {
+    fn default() -> Self {
+        Self {
+            names: Vec::new(),
+            max_rails: MAX_RAILS,
+            gpu: None,
+            rules: None,
+            gid_index: None,
+            pkey_index: 0,
+            service_level: 0,
+            traffic_class: 0,
+            provider: None,
+            shuffle: None,
+        }
+    }
 }
 
 impl Default for EngineConfig {
@@ -48,7 +93,7 @@ impl Default for EngineConfig {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Self {
             name: "engine".into(),
-            transports: vec![TransportKind::Shm, TransportKind::Tcp],
+            transports: Vec::new(),
             require: None,
             token: None,
             bind: Vec::new(),
@@ -58,6 +103,7 @@ impl Default for EngineConfig {
             inline_bytes: 1 << 20,
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
+            nics: NicConfig::default(),
         }
     }
 }

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::{envelope::Envelope, EngineAddress, EngineId, Imm};
@@ -14,11 +16,52 @@ pub struct RegionKey {
     pub rkey: u64,
 }
 
-/// What one NIC of the owner needs to be shown to accept a write; empty on software transports.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What one NIC of the owner needs to be shown to accept a write. A registration that is larger than
+/// a NIC's limit has several keys on it, each for the bytes from its `offset` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RailKey {
+    /// The NIC: its place among the endpoints of the owner's address.
     pub rail: u8,
-    pub data: Vec<u8>,
+    /// Where its part of the registration begins, bytes.
+    pub offset: u64,
+    /// What the NIC calls that place: a virtual address, or 0 where it counts from the start.
+    pub base: u64,
+    pub key: u64,
+}
+
+/// The NICs' keys of one registration, by rail and offset; none on software transports. Cheap to
+/// clone.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Vec<RailKey>", into = "Vec<RailKey>")]
+pub struct RailKeys(Option<Arc<[RailKey]>>);
+
+impl RailKeys {
+    pub fn as_slice(&self) -> &[RailKey] {
+        self.0.as_deref().unwrap_or_default()
+    }
+
+    /// The key for byte `offset` of the registration on a rail, and where the next key takes over.
+    #[inline]
+    pub fn find(&self, rail: u8, offset: u64) -> Option<(&RailKey, u64)> {
+        let keys = self.as_slice();
+        let after = keys.partition_point(|k| (k.rail, k.offset) <= (rail, offset));
+        let key = keys[..after].last().filter(|k| k.rail == rail)?;
+        let end = keys.get(after).filter(|k| k.rail == rail).map_or(u64::MAX, |k| k.offset);
+        Some((key, end))
+    }
+}
+
+impl From<Vec<RailKey>> for RailKeys {
+    fn from(mut keys: Vec<RailKey>) -> Self {
+        keys.sort_by_key(|k| (k.rail, k.offset));
+        Self((!keys.is_empty()).then(|| keys.into()))
+    }
+}
+
+impl From<RailKeys> for Vec<RailKey> {
+    fn from(keys: RailKeys) -> Self {
+        keys.as_slice().to_vec()
+    }
 }
 
 /// A memory region, or a part of one, as peers see it. Serialisable; holds no pointer.
@@ -30,7 +73,7 @@ pub struct RegionDescriptor {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    pub rail_keys: Vec<RailKey>,
+    pub rail_keys: RailKeys,
 }
 
 impl RegionDescriptor {

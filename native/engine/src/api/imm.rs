@@ -1,13 +1,15 @@
 //! The 32 bits that a counted write carries: 20 bits slot, 8 bits generation, 4 bits exponent.
 //!
-//! The exponent is reserved for dyadic weights (design §4) and is zero today: writes that are cut
-//! up are counted by a confirming write instead.
+//! An immediate on a NIC's wire counts 2^exponent writes: on links that keep order, one immediate at
+//! the end of a run of pages counts them all. A value without exponent names the counter.
 
 use crate::{EngineError, Result};
 
 const SLOT_BITS: u32 = 20;
 const GENERATION_BITS: u32 = 8;
 pub(crate) const SLOTS: u32 = 1 << SLOT_BITS;
+/// The largest exponent, and the bits it takes.
+const WEIGHTS: u32 = (1 << (32 - SLOT_BITS - GENERATION_BITS)) - 1;
 
 /// Slots below this are plain small integers that users agree on; those from here on are handed out
 /// by the receiver with a generation (IC-6).
@@ -43,6 +45,19 @@ impl Imm {
         self.0
     }
 
+    /// The fewest immediates that count `n` writes on the counter `raw`: powers of two.
+    pub(crate) fn weighted(raw: u32, n: u32) -> impl Iterator<Item = u32> {
+        let largest = 1u32 << WEIGHTS;
+        let whole = std::iter::repeat_n(raw | WEIGHTS, (n / largest) as usize);
+        let rest = n % largest;
+        whole.chain((0..WEIGHTS).filter(move |e| rest >> e & 1 == 1).map(move |e| raw | e))
+    }
+
+    /// The counter and the number of writes that an immediate from the wire stands for.
+    pub(crate) fn unweighted(wire: u32) -> (u32, u32) {
+        (wire & !WEIGHTS, 1 << (wire & WEIGHTS))
+    }
+
     pub(crate) fn slot(self) -> u32 {
         self.0 >> (32 - SLOT_BITS)
     }
@@ -55,6 +70,19 @@ impl Imm {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ic_1_weights_of_immediates_add_up() {
+        let raw = Imm::allocated(FIRST_ALLOCATED_SLOT, 9).to_wire();
+        for n in [1, 2, 3, 16, 17, 1 << 15, (1 << 15) + 5, 300_000] {
+            let imms: Vec<u32> = Imm::weighted(raw, n).collect();
+            let back = imms.iter().map(|w| Imm::unweighted(*w));
+            assert!(back.clone().all(|(r, _)| r == raw));
+            assert_eq!(back.map(|(_, n)| n).sum::<u32>(), n);
+            assert!(imms.len() <= 15 + n as usize / (1 << 15));
+        }
+        assert_eq!(Imm::weighted(raw, 1).collect::<Vec<_>>(), [raw]);
+    }
 
     #[test]
     fn slot_and_generation_survive_the_wire() {

@@ -9,9 +9,9 @@ mod imm;
 mod op;
 
 pub use address::{Endpoint, EngineAddress, EngineId};
-pub use config::{EngineConfig, Requirement, Spin};
+pub use config::{EngineConfig, NicConfig, Requirement, Spin, MAX_RAILS};
 pub(crate) use descriptor::check_range;
-pub use descriptor::{CounterRef, RailKey, RegionDescriptor, RegionKey};
+pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;
 pub use imm::{Imm, FIRST_ALLOCATED_SLOT};
 pub use op::{IndexList, Local, Op, PageIndices, Pages, Remote, ScatterDst};
@@ -26,16 +26,30 @@ pub enum TransportKind {
     Tcp,
     Sim,
     Null,
+    Verbs,
+    Libfabric,
+    CudaIpc,
 }
 
 impl TransportKind {
+    const ALL: [Self; 7] =
+        [Self::Shm, Self::Tcp, Self::Sim, Self::Null, Self::Verbs, Self::Libfabric, Self::CudaIpc];
+
     pub fn name(self) -> &'static str {
         match self {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Sim => "sim",
             Self::Null => "null",
+            Self::Verbs => "verbs",
+            Self::Libfabric => "libfabric",
+            Self::CudaIpc => "cuda_ipc",
         }
+    }
+
+    /// Whether it drives NICs that place bytes by themselves, several of them side by side.
+    pub fn has_nics(self) -> bool {
+        matches!(self, Self::Verbs | Self::Libfabric)
     }
 }
 
@@ -49,11 +63,10 @@ impl std::str::FromStr for TransportKind {
     type Err = crate::EngineError;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        [Self::Shm, Self::Tcp, Self::Sim, Self::Null]
-            .into_iter()
-            .find(|k| k.name() == s)
-            .ok_or_else(|| {
-                crate::EngineError::Invalid(format!("unknown transport {s:?}: use shm or tcp"))
-            })
+        Self::ALL.into_iter().find(|k| k.name() == s).ok_or_else(|| {
+            crate::EngineError::Invalid(format!(
+                "unknown transport {s:?}: use shm, tcp, verbs, libfabric or cuda_ipc"
+            ))
+        })
     }
 }

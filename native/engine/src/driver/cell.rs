@@ -20,7 +20,7 @@ use super::{
 use crate::{
     domain::{Assist, Completion, Domain},
     engine::Shared,
-    group::Group,
+    group::{Group, Policy},
     time::Time,
     Result,
 };
@@ -103,12 +103,17 @@ pub(crate) type Guard<'a> = Held<'a, Core, Command, &'a Arc<Shared>>;
 
 impl Cell {
     /// With `threaded` false nothing sleeps and nobody is woken: the caller drives (simulator).
-    pub fn new(domains: Vec<Box<dyn Domain>>, spin: Duration, threaded: bool) -> Result<Self> {
+    pub fn new(
+        domains: Vec<Box<dyn Domain>>,
+        policy: Policy,
+        spin: Duration,
+        threaded: bool,
+    ) -> Result<Self> {
         let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
         Ok(Self {
             core: Baton::new(Core {
-                group: Group::default(),
+                group: Group::new(policy),
                 domains,
                 completions: Vec::new(),
                 armed: false,

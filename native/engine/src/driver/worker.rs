@@ -3,6 +3,8 @@ use std::{
     thread::JoinHandle,
 };
 
+use rustix::thread::{sched_setaffinity, CpuSet};
+
 use crate::{engine::Shared, EngineError, Result};
 
 /// The thread that drives a group when no caller does. Ends with `stop`.
@@ -12,11 +14,17 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub fn start(shared: &Arc<Shared>, always: bool) -> Result<Self> {
+    /// `cpus` is where it runs, if that matters.
+    pub fn start(shared: &Arc<Shared>, always: bool, cpus: Option<CpuSet>) -> Result<Self> {
         let shared = Arc::clone(shared);
         let thread = std::thread::Builder::new()
             .name("fabric-worker".into())
-            .spawn(move || shared.cell.work(&shared, always))
+            .spawn(move || {
+                if let Some(Err(error)) = cpus.map(|cpus| sched_setaffinity(None, &cpus)) {
+                    tracing::warn!(%error, "the worker can't be pinned near its NICs");
+                }
+                shared.cell.work(&shared, always);
+            })
             .map_err(|e| EngineError::Resource {
                 call: "pthread_create",
                 cause: e.to_string(),

@@ -145,11 +145,17 @@ impl Shared {
     /// Hands each peer's part of an operation, or only what prepares for it, to `push`. The
     /// operation has been checked.
     #[inline]
-    pub(super) fn bind(&self, op: &Op<'_>, only_prepare: bool, push: &mut dyn FnMut(BoundOp)) {
-        match only_prepare {
-            false => self.bind_all(op, push),
-            true => self.bind_all(op, &mut |bound| {
-                if let Some(bound) = bound.prepare() {
+    pub(super) fn bind(
+        &self,
+        op: &Op<'_>,
+        (rail, only_prepare): (Option<u8>, bool),
+        push: &mut dyn FnMut(BoundOp),
+    ) {
+        match (rail, only_prepare) {
+            (None, false) => self.bind_all(op, push),
+            (rail, false) => self.bind_all(op, &mut |bound| push(bound.pinned(rail))),
+            (rail, true) => self.bind_all(op, &mut |bound| {
+                if let Some(bound) = bound.pinned(rail).prepare() {
                     push(bound);
                 }
             }),
@@ -215,8 +221,10 @@ impl Shared {
 fn single(l: &Region, l_off: u64, r: &RemoteRegion, r_off: u64, len: u64) -> Data {
     Data {
         local: LocalAddr(l.addr()),
+        local_region: l.inner.memory.key.index,
         local_seq: Seq::at(l_off),
         remote: r.key,
+        remote_keys: r.rail_keys.clone(),
         remote_seq: Seq::at(r.offset + r_off),
         page_len: len,
         pages: 1,
@@ -246,8 +254,10 @@ fn paged(
 ) -> Data {
     Data {
         local: LocalAddr(l.addr()),
+        local_region: l.inner.memory.key.index,
         local_seq: seq(l_pages, 0),
         remote: r.key,
+        remote_keys: r.rail_keys.clone(),
         remote_seq: seq(r_pages, r.offset),
         page_len,
         pages: l_pages.indices.len(),

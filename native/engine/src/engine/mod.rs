@@ -21,7 +21,8 @@ use parking_lot::Mutex;
 
 use crate::{
     api::{
-        CounterRef, EngineAddress, EngineId, Imm, Op, RegionDescriptor, RegionKey, TransportKind,
+        CounterRef, EngineAddress, EngineId, Imm, Op, RailKey, RegionDescriptor, RegionKey,
+        TransportKind,
     },
     driver::Worker,
     group::{PeerKey, Submitted, Verdict},
@@ -145,6 +146,8 @@ impl Counter {
 pub struct Submit {
     /// The engine's `op_timeout` if `None`.
     pub timeout: Option<Duration>,
+    /// The one rail that may carry it, counted among the NICs of the transport in use.
+    pub rail: Option<u8>,
 }
 
 /// What the engine knows of its way to a peer.
@@ -223,18 +226,23 @@ impl TransferEngine {
         if core.closed {
             return Err(EngineError::Closed);
         }
+        let mut keys = Vec::new();
         for i in 0..core.domains.len() {
-            if let Err(e) = core.domains[i].register(&memory) {
-                for d in &mut core.domains[..i] {
-                    d.deregister(key.index);
+            match core.domains[i].register(&memory) {
+                Ok(nic) => keys.extend(nic.iter().map(|k| RailKey { rail: i as u8, ..*k })),
+                Err(e) => {
+                    for d in &mut core.domains[..i] {
+                        d.deregister(key.index);
+                    }
+                    return Err(EngineError::Resource {
+                        call: "register",
+                        cause: format!("{} bytes at {base:#x}: {e}", len),
+                        hint: "see the cause; no transport has kept the registration".into(),
+                    });
                 }
-                return Err(EngineError::Resource {
-                    call: "register",
-                    cause: format!("{} bytes at {base:#x}: {e}", len),
-                    hint: "see the cause; no transport has kept the registration".into(),
-                });
             }
         }
+        let _ = memory.rail_keys.set(keys.into());
         drop(core);
         self.shared.remember(&memory);
         Ok(Region::new(memory, Arc::clone(&self.shared)))
@@ -257,7 +265,8 @@ impl TransferEngine {
     pub fn import(&self, descriptor: &RegionDescriptor) -> Result<RemoteRegion> {
         let peer = self.peer(&descriptor.owner)?;
         let (key, offset, len) = (descriptor.key, descriptor.offset, descriptor.len);
-        Ok(RemoteRegion { peer, key, offset, len })
+        let rail_keys = descriptor.rail_keys.clone();
+        Ok(RemoteRegion { peer, key, rail_keys, offset, len })
     }
 
     /// Peers to address together. Connects to all of them now.
@@ -414,7 +423,7 @@ impl Shared {
             core.domains.iter_mut().for_each(|d| d.begin_request());
             let key = core.group.open(name);
             for op in ops {
-                self.bind(op, only_prepare, &mut |bound| {
+                self.bind(op, (options.rail, only_prepare), &mut |bound| {
                     core.group.push(now, key, bound, &mut core.domains, &**self);
                 });
             }
@@ -434,7 +443,7 @@ impl Shared {
         // Somebody holds the lock: leave the request to them.
         let mut bound = Vec::with_capacity(ops.len());
         for op in ops {
-            self.bind(op, only_prepare, &mut |b| bound.push(b));
+            self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
         let keep = self.keep(ops);
         let pending = handle::Pending::new(self);

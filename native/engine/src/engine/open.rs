@@ -10,6 +10,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
     driver::{Cell, Worker},
+    group::Policy,
     transport, EngineError, Result,
 };
 
@@ -41,7 +42,7 @@ impl TransferEngine {
         let waker = transport::Waker::default();
         for kind in kinds {
             match transport::open(kind, id, &config, &waker) {
-                Ok(domain) => domains.push(domain),
+                Ok(opened) => domains.extend(opened),
                 // A transport that is left out for want of a few descriptors would be missed later.
                 Err(DomainError::Io { call, errno }) if EngineError::is_limit(errno) => {
                     return Err(EngineError::resource(call, errno));
@@ -49,31 +50,29 @@ impl TransferEngine {
                 Err(e) => failures.push((kind, e.to_string())),
             }
         }
-        let required = match config.require {
-            Some(Requirement::Transport(kind)) => Some(kind),
-            _ => None,
-        };
-        let failed = |k: &TransportKind| domains.is_empty() || required == Some(*k);
-        if let Some((kind, _)) = failures.iter().find(|(k, _)| failed(k)) {
-            let reasons: Vec<_> = failures.iter().map(|(k, why)| format!("{k}: {why}")).collect();
-            return Err(EngineError::TransportUnavailable {
-                wanted: kind.to_string(),
-                reasons: reasons.join("; "),
-            });
-        }
+        check_required(&config, &domains, &failures)?;
         for (kind, why) in &failures {
-            tracing::warn!(transport = %kind, %why, "transport left out");
+            match config.transports.contains(kind) {
+                true => tracing::warn!(transport = %kind, %why, "transport left out"),
+                false => tracing::debug!(transport = %kind, %why, "transport left out"),
+            }
+        }
+        if domains.len() > usize::from(u8::MAX) {
+            return Err(EngineError::Invalid("too many NICs for one engine".into()));
         }
         let (spin, always) = match config.spin {
             Spin::For(t) => (t, false),
             Spin::Always => (std::time::Duration::from_micros(50), true),
         };
+        let nics = domains.iter().filter(|d| d.kind().has_nics());
+        let cpus = transport::nics::cpus(&nics.map(|d| d.device().to_owned()).collect::<Vec<_>>());
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let cell = Cell::new(domains, spin, true)?;
+        let policy = policy(&config);
+        let cell = Cell::new(domains, policy, spin, true)?;
         let limits = (config.op_timeout, max_message);
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
-        let worker = Worker::start(&shared, always)?;
+        let worker = Worker::start(&shared, always, cpus)?;
         Ok(Self { shared, worker: Mutex::new(Some(worker)) })
     }
 
@@ -82,7 +81,7 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let cell = Cell::new(domains, std::time::Duration::ZERO, false)?;
+        let cell = Cell::new(domains, policy(&config), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message);
         let waker = transport::Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
@@ -103,8 +102,46 @@ fn max_message(domains: &[Box<dyn Domain>]) -> usize {
     domains.iter().map(|d| d.caps().max_message).min().unwrap_or(0)
 }
 
+fn policy(config: &EngineConfig) -> Policy {
+    let tcp_was_asked_for = config.transports.contains(&TransportKind::Tcp);
+    Policy { tcp_was_asked_for, peer_timeout: config.peer_timeout }
+}
+
+/// RS-2: what is required is there, or nothing opens.
+fn check_required(
+    config: &EngineConfig,
+    domains: &[Box<dyn Domain>],
+    failures: &[(TransportKind, String)],
+) -> Result<()> {
+    let met = match config.require {
+        None => !domains.is_empty(),
+        Some(Requirement::Transport(kind)) => domains.iter().any(|d| d.kind() == kind),
+        Some(Requirement::Rdma) => domains.iter().any(|d| d.is_rdma()),
+    };
+    if met {
+        return Ok(());
+    }
+    let wanted = match config.require {
+        Some(Requirement::Rdma) => "rdma".to_owned(),
+        Some(Requirement::Transport(kind)) => kind.to_string(),
+        None => failures.first().map_or("usable".to_owned(), |(kind, _)| kind.to_string()),
+    };
+    let soft = domains.iter().filter(|d| d.kind().has_nics() && !d.is_rdma());
+    let soft = soft.map(|d| format!("{} {} is no RDMA device", d.kind(), d.device()));
+    let reasons: Vec<_> =
+        failures.iter().map(|(k, why)| format!("{k}: {why}")).chain(soft).collect();
+    Err(EngineError::TransportUnavailable { wanted, reasons: reasons.join("; ") })
+}
+
+/// What an engine tries when its user names nothing: same host first, then NICs, then sockets.
+const EVERYTHING: [TransportKind; 4] =
+    [TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric, TransportKind::Tcp];
+
 fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
-    let kinds = config.transports.clone();
+    let mut kinds = config.transports.clone();
+    if kinds.is_empty() {
+        kinds = EVERYTHING.to_vec();
+    }
     match config.require {
         None => {}
         Some(Requirement::Transport(kind)) if kinds.contains(&kind) => {}
@@ -114,13 +151,14 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
                 reasons: format!("{kind} is required but not among the allowed transports"),
             });
         }
-        Some(Requirement::Rdma) => {
-            let reasons = transport::rdma_rejections();
-            return Err(EngineError::TransportUnavailable { wanted: "rdma".into(), reasons });
+        Some(Requirement::Rdma) if !kinds.iter().any(|k| k.has_nics()) => {
+            return Err(EngineError::TransportUnavailable {
+                wanted: "rdma".into(),
+                reasons: "neither verbs nor libfabric is among the allowed transports".into(),
+            });
         }
-    }
-    if kinds.is_empty() {
-        return Err(EngineError::Invalid("an engine needs at least one transport".into()));
+        // Sockets would be the slow path that the user wants to hear about, not to take.
+        Some(Requirement::Rdma) => kinds.retain(|k| *k != TransportKind::Tcp),
     }
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let public = config.bind.iter().find(|ip| !ip.is_loopback());

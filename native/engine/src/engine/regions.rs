@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::{handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
-    api::{RegionDescriptor, RegionKey},
+    api::{RailKeys, RegionDescriptor, RegionKey},
     memory::{Backing, RegionMemory},
     EngineError, Result,
 };
@@ -97,7 +97,7 @@ impl Region {
             key: self.inner.memory.key,
             offset: self.offset,
             len: self.len,
-            rail_keys: Vec::new(),
+            rail_keys: self.inner.memory.rail_keys.get().cloned().unwrap_or_default(),
         }
     }
 
@@ -177,6 +177,7 @@ impl Region {
 pub struct RemoteRegion {
     pub(crate) peer: Peer,
     pub(crate) key: RegionKey,
+    pub(crate) rail_keys: RailKeys,
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }

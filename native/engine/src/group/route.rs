@@ -1,16 +1,26 @@
-use std::collections::VecDeque;
+//! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
+
+use std::{collections::VecDeque, time::Duration};
 
 use smallvec::SmallVec;
 
-use super::{slices::BoundOp, transfer::TransferKey, Rails};
+use super::{slices::BoundOp, transfer::TransferKey, Policy, Rails};
 use crate::{
-    api::{EngineAddress, TransportKind},
-    domain::{DomainError, LinkId},
+    api::{EngineAddress, TransportKind, MAX_RAILS},
+    domain::{Domain, DomainError, LinkId},
+    time::Time,
     EngineError,
 };
 
 /// Names a peer within its group.
 pub(crate) type PeerKey = u32;
+
+/// How long a lost rail is left alone at first, and at most.
+const REST: Duration = Duration::from_millis(50);
+const LONGEST_REST: Duration = Duration::from_secs(5);
+
+/// How many failures are remembered for `explain`.
+const MOST_REASONS: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -20,24 +30,56 @@ pub(super) enum State {
     Lost,
 }
 
-/// Why a transport is or isn't used towards a peer.
+/// Why a transport, or one NIC of it, is or isn't used towards a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     pub transport: TransportKind,
+    /// The NIC; empty where there is none.
+    pub device: String,
     pub chosen: bool,
     pub reason: String,
 }
 
-/// One peer: how to reach it, and what waits for it.
+/// One of our rails and one endpoint of the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Pair {
+    pub rail: usize,
+    pub endpoint: usize,
+}
+
+/// A link that is up.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub pair: Pair,
+    pub id: LinkId,
+    /// We began it, so it is ours to bring back.
+    ours: bool,
+    note: String,
+}
+
+/// A rail that was lost while others went on: it is looked after until it is back.
+#[derive(Debug)]
+struct Missing {
+    pair: Pair,
+    rest: Duration,
+    again_at: Time,
+}
+
+/// See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
     pub state: State,
-    /// Links that are up, the preferred rail first. Two where both sides connected at once.
-    links: SmallVec<[(usize, LinkId); 1]>,
-    link_note: String,
-    pub trying: Option<(usize, LinkId)>,
-    pub untried: VecDeque<usize>,
-    reasons: Vec<(TransportKind, String)>,
+    /// The preferred transport first, its rails in order. Two links over one pair where both sides
+    /// connected at once.
+    links: SmallVec<[Link; 1]>,
+    /// How many links at the front share the transport in use.
+    active: usize,
+    /// Where the next work request goes.
+    turn: usize,
+    trying: SmallVec<[(Pair, LinkId); 1]>,
+    untried: VecDeque<TransportKind>,
+    missing: SmallVec<[Missing; 1]>,
+    reasons: Vec<(Option<usize>, TransportKind, String)>,
     /// What says more than that nobody answered: somebody else did, or refused, or a limit of this
     /// process is in the way.
     telling: Option<DomainError>,
@@ -51,9 +93,11 @@ impl Route {
             address,
             state: State::Idle,
             links: SmallVec::new(),
-            link_note: String::new(),
-            trying: None,
+            active: 0,
+            turn: 0,
+            trying: SmallVec::new(),
             untried: VecDeque::new(),
+            missing: SmallVec::new(),
             reasons: Vec::new(),
             telling: None,
             lost: None,
@@ -61,32 +105,110 @@ impl Route {
         }
     }
 
-    /// The link to post on. Only while `Up`.
-    pub fn link(&self) -> (usize, LinkId) {
-        self.links[0]
+    /// The links to post on, best rail first. Not empty while `Up`.
+    #[inline]
+    pub fn active(&self) -> &[Link] {
+        &self.links[..self.active]
+    }
+
+    /// The place among the active links where the next work request is tried first.
+    #[inline]
+    pub fn turn(&mut self) -> usize {
+        if self.turn >= self.active {
+            self.turn = 0;
+        }
+        let turn = self.turn;
+        self.turn += 1;
+        turn
     }
 
     /// Starts over: every transport that is fit for this peer is tried in order of preference.
-    pub fn begin(&mut self, rails: &Rails) {
+    pub fn begin(&mut self, rails: &Rails, policy: Policy) {
         self.state = State::Connecting;
         self.reasons.clear();
         self.untried.clear();
+        self.missing.clear();
         self.telling = None;
-        for (i, rail) in rails.iter().enumerate() {
-            match rail.unfit(&self.address) {
-                None => self.untried.push_back(i),
-                Some(reason) => self.note(rail.kind(), reason),
+        for kind in kinds(rails) {
+            match self.unfit(kind, rails, policy) {
+                None => self.untried.push_back(kind),
+                Some(reason) => self.reasons.push((None, kind, reason)),
             }
         }
     }
 
-    pub fn note(&mut self, kind: TransportKind, reason: String) {
-        self.reasons.push((kind, reason));
+    /// Why a transport isn't even tried, if so.
+    fn unfit(&self, kind: TransportKind, rails: &Rails, policy: Policy) -> Option<String> {
+        let theirs = |k| self.address.endpoints_of(k).next().is_some();
+        if !theirs(kind) {
+            let mut offers: Vec<_> =
+                self.address.endpoints.iter().map(|e| e.transport.name()).collect();
+            offers.dedup();
+            let mismatch = match kind.has_nics() && self.address.has_nics() {
+                true => "; the two don't speak to each other: give both sides the same one",
+                false => "",
+            };
+            return Some(format!("the peer has {}{mismatch}", offers.join(", ")));
+        }
+        if kind == TransportKind::Tcp && !policy.tcp_was_asked_for {
+            // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.
+            let ours = kinds(rails).into_iter().find(|k| k.has_nics());
+            if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
+                return Some(format!(
+                    "both sides have RDMA NICs ({ours} here), so tcp is used only when asked \
+                     for: name it among the allowed transports"
+                ));
+            }
+        }
+        let mut of_kind = rails.iter().filter(|r| r.kind() == kind);
+        // One rail that is fit will do: the others tell when they are tried.
+        let mut why = None;
+        let fit = of_kind.any(|r| match r.unfit(&self.address) {
+            None => true,
+            Some(reason) => {
+                why.get_or_insert(reason);
+                false
+            }
+        });
+        match fit {
+            true => None,
+            false => why,
+        }
     }
 
-    /// A transport was tried in vain.
-    pub fn failed(&mut self, kind: TransportKind, cause: DomainError) {
-        self.note(kind, cause.to_string());
+    /// The next transport to try: which of our rails to join with which of the peer's endpoints.
+    /// With unequal numbers the smaller side's are used more than once, so that all NICs carry.
+    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[Pair; MAX_RAILS]>> {
+        let kind = self.untried.pop_front()?;
+        let ours: SmallVec<[usize; MAX_RAILS]> =
+            (0..rails.len()).filter(|i| rails[*i].kind() == kind).take(MAX_RAILS).collect();
+        let theirs: SmallVec<[usize; MAX_RAILS]> =
+            self.address.endpoints_of(kind).take(MAX_RAILS).collect();
+        let n = ours.len().max(theirs.len());
+        let pair = |i| Pair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
+        Some((0..n).map(pair).collect())
+    }
+
+    pub fn is_trying(&self) -> bool {
+        !self.trying.is_empty()
+    }
+
+    pub fn try_pair(&mut self, pair: Pair, link: LinkId) {
+        self.trying.push((pair, link));
+    }
+
+    /// Ends an attempt, if it was one: which pair it was to join.
+    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<Pair> {
+        let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
+        Some(self.trying.swap_remove(at).0)
+    }
+
+    /// A rail was tried in vain.
+    pub fn failed(&mut self, rails: &Rails, pair: Pair, cause: DomainError) {
+        if self.reasons.len() >= MOST_REASONS {
+            self.reasons.remove(0);
+        }
+        self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
         let telling = match &cause {
             DomainError::Stale(_) | DomainError::Handshake(_) => true,
             DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
@@ -97,50 +219,99 @@ impl Route {
         }
     }
 
-    pub fn up(&mut self, rail: usize, link: LinkId, note: String) {
-        if self.trying == Some((rail, link)) {
-            self.trying = None;
-        }
-        self.links.push((rail, link));
-        self.links.sort_by_key(|(rail, _)| *rail);
-        if self.links[0] == (rail, link) {
-            self.link_note = note;
-        }
+    pub fn up(&mut self, pair: Pair, id: LinkId, note: String, rails: &Rails) {
+        let ours = self.tried(pair.rail, id).is_some();
+        self.missing.retain(|m| m.pair != pair);
+        self.links.push(Link { pair, id, ours, note });
+        self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
+        self.count_active(rails);
         self.state = State::Up;
         self.lost = None;
     }
 
-    /// Forgets a link; true if it was the last one.
-    pub fn down(&mut self, rail: usize, link: LinkId) -> bool {
-        self.links.retain(|l| *l != (rail, link));
-        self.links.is_empty() && self.state == State::Up
+    fn count_active(&mut self, rails: &Rails) {
+        let best = self.links.first().map(|l| rails[l.pair.rail].kind());
+        let same = |l: &&Link| Some(rails[l.pair.rail].kind()) == best;
+        self.active = self.links.iter().take_while(same).count();
+    }
+
+    /// Forgets a link: which pair it joined, and whether we began it.
+    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<(Pair, bool)> {
+        let at = self.links.iter().position(|l| (l.pair.rail, l.id) == (rail, id))?;
+        let link = self.links.remove(at);
+        self.count_active(rails);
+        Some((link.pair, link.ours))
+    }
+
+    /// Up by other links: whether this pair would carry something if it came back.
+    pub fn misses(&self, pair: Pair, rails: &Rails) -> bool {
+        let Some(best) = self.links.first() else { return false };
+        rails[best.pair.rail].kind() == rails[pair.rail].kind()
+            && self.links.iter().all(|l| l.pair != pair)
+    }
+
+    /// Has a lost rail tried again after a rest that grows; returns when.
+    pub fn miss(&mut self, now: Time, pair: Pair) -> Time {
+        if let Some(m) = self.missing.iter_mut().find(|m| m.pair == pair) {
+            m.rest = (m.rest * 2).min(LONGEST_REST);
+            m.again_at = now.after(m.rest);
+            return m.again_at;
+        }
+        let again_at = now.after(REST);
+        self.missing.push(Missing { pair, rest: REST, again_at });
+        again_at
+    }
+
+    /// Lost rails whose rest is over; they come back here by `miss` or leave by `up`.
+    pub fn rested(&mut self, now: Time) -> SmallVec<[Pair; 1]> {
+        let mut pairs = SmallVec::new();
+        for m in self.missing.iter_mut().filter(|m| m.again_at <= now) {
+            m.again_at = Time::NEVER;
+            pairs.push(m.pair);
+        }
+        pairs
     }
 
     /// The engine's words for what a domain said about this peer.
-    pub fn blame(&self, kind: TransportKind, op: &'static str, e: DomainError) -> EngineError {
+    pub fn blame(&self, rail: &dyn Domain, op: &'static str, e: DomainError) -> EngineError {
         let peer = self.address.label();
+        let last = self.active().len() < 2;
+        let lost = |cause: String| {
+            let (transport, device) = (rail.kind().to_string(), rail.device());
+            let cause = match device {
+                "" => cause,
+                device => format!("{device}: {cause}"),
+            };
+            match last {
+                true => EngineError::PeerLost { peer: peer.clone(), transport, cause },
+                false => EngineError::RailLost { peer: peer.clone(), transport, cause },
+            }
+        };
         match e {
-            DomainError::LinkDown(cause) => EngineError::lost(peer, kind, cause),
+            DomainError::LinkDown(cause) => lost(cause),
+            DomainError::Io { call, errno } => lost(format!("{call}: {errno}")),
             DomainError::Stale(cause) => EngineError::Stale {
                 what: format!("the region of {peer} named by the {op}"),
                 cause,
             },
             DomainError::Refused(cause) => EngineError::Refused { peer, op, cause },
             DomainError::Handshake(cause) => EngineError::Handshake { peer, cause },
-            DomainError::Io { call, errno } => {
-                EngineError::lost(peer, kind, format!("{call}: {errno}"))
-            }
             DomainError::Unavailable(reasons) => EngineError::Unreachable { peer, reasons },
         }
     }
 
     /// Every transport was tried in vain.
-    pub fn unreachable(&self) -> EngineError {
+    pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        let reasons: Vec<_> = self.reasons.iter().map(|(k, r)| format!("{k}: {r}")).collect();
-        let reasons = match reasons.is_empty() {
+        let said = self.reasons.iter().map(|(rail, kind, why)| {
+            match rail.map_or("", |r| rails[r].device()) {
+                "" => format!("{kind}: {why}"),
+                device => format!("{kind} {device}: {why}"),
+            }
+        });
+        let reasons = match self.reasons.is_empty() {
             true => "none of its transports is allowed here".to_owned(),
-            false => reasons.join("; "),
+            false => said.collect::<Vec<_>>().join("; "),
         };
         match self.telling {
             Some(DomainError::Stale(_)) => {
@@ -152,31 +323,42 @@ impl Route {
         }
     }
 
-    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
-        let used = self.links.first().map(|(rail, link)| {
-            let detail = rails[*rail].describe(*link);
-            (rails[*rail].kind(), format!("{}; {detail}", self.link_note))
-        });
-        let verdicts = rails.iter().map(|rail| {
+    pub fn explain(&self, rails: &Rails, policy: Policy) -> (Option<String>, Vec<Verdict>) {
+        let used = self.active().first().map(|l| rails[l.pair.rail].kind());
+        let verdicts = rails.iter().enumerate().map(|(i, rail)| {
             let transport = rail.kind();
-            let found = self.reasons.iter().find(|(k, _)| *k == transport);
-            match (&used, found) {
-                (Some((kind, why)), _) if *kind == transport => {
-                    Verdict { transport, chosen: true, reason: why.clone() }
-                }
-                (_, Some((_, reason))) => {
-                    Verdict { transport, chosen: false, reason: reason.clone() }
-                }
-                _ => {
-                    let reason = match rail.unfit(&self.address) {
-                        Some(reason) => reason,
-                        None if used.is_some() => "not needed: a preferred one works".into(),
-                        None => "not tried yet".into(),
-                    };
-                    Verdict { transport, chosen: false, reason }
-                }
+            let device = rail.device().to_owned();
+            let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
+            if !here.is_empty() {
+                let said = here.iter().map(|l| format!("{}; {}", l.note, rail.describe(l.id)));
+                let reason = said.collect::<Vec<_>>().join("; and ");
+                return Verdict { transport, device, chosen: true, reason };
             }
+            let of_rail = |r: &&(Option<usize>, TransportKind, String)| match r.0 {
+                Some(at) => at == i,
+                None => r.1 == transport,
+            };
+            let reason = match self.reasons.iter().rfind(of_rail) {
+                Some((.., reason)) => reason.clone(),
+                None => match self.unfit(transport, rails, policy) {
+                    Some(reason) => reason,
+                    None if used.is_some() => "not needed: a preferred one works".into(),
+                    None => "not tried yet".into(),
+                },
+            };
+            Verdict { transport, device, chosen: false, reason }
         });
-        (used.as_ref().map(|(k, _)| k.to_string()), verdicts.collect())
+        (used.map(|k| k.to_string()), verdicts.collect())
     }
+}
+
+/// The kinds of the group's rails, in order of preference.
+fn kinds(rails: &Rails) -> SmallVec<[TransportKind; 4]> {
+    let mut kinds = SmallVec::new();
+    for rail in rails.iter() {
+        if !kinds.contains(&rail.kind()) {
+            kinds.push(rail.kind());
+        }
+    }
+    kinds
 }

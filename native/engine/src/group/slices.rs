@@ -1,32 +1,53 @@
-//! Cutting operations into work requests that a domain can take.
+//! Cutting operations into work requests, and handing them to the links in turn.
 
 use super::{
+    route::Route,
     transfer::{Transfer, TransferKey},
-    PeerKey,
+    PeerKey, Rails,
 };
-use crate::domain::{Caps, Count, Data, Domain, DomainError, LinkId, Post, WorkRequest};
+use crate::domain::{Caps, Count, Data, DomainError, Post, WorkRequest};
+
+/// A contiguous write is spread over several rails only from here on: below, a second work request
+/// and the confirming one cost more than the second wire brings.
+const SPREAD: u64 = 256 << 10;
+/// Pieces of a spread write end on these bounds of the source's offsets, bytes.
+const GRAIN: u64 = 4096;
 
 /// An operation bound to one peer, with how far it has been posted.
 #[derive(Debug)]
 pub(crate) struct BoundOp {
     pub peer: PeerKey,
+    /// The one rail that may carry it, counted among those of the transport in use.
+    pin: Option<u8>,
     wr: WorkRequest,
     page: u32,
     /// Bytes of page `page` that are posted; not 0 only where a single page must be cut.
     byte: u64,
+    cut: Option<Cut>,
     confirm: Option<u32>,
+}
+
+/// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    bytes: u64,
+    pages: u32,
 }
 
 impl BoundOp {
     pub fn new(peer: PeerKey, wr: WorkRequest) -> Self {
-        Self { peer, wr, page: 0, byte: 0, confirm: None }
+        Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None }
+    }
+
+    pub fn pinned(self, pin: Option<u8>) -> Self {
+        Self { pin, ..self }
     }
 
     /// The same, up to where bytes would move; nothing for what moves none.
     pub fn prepare(self) -> Option<Self> {
         match self.wr {
             WorkRequest::Write { data, .. } => {
-                Some(Self::new(self.peer, WorkRequest::Prepare { data }))
+                Some(Self::new(self.peer, WorkRequest::Prepare { data }).pinned(self.pin))
             }
             _ => None,
         }
@@ -35,44 +56,48 @@ impl BoundOp {
 
 pub(super) enum Posted {
     All,
-    /// The link is full; the rest waits.
+    /// The links are full; the rest waits.
     Part,
-    Failed(DomainError),
+    /// On this rail.
+    Failed(usize, DomainError),
 }
 
-/// Posts slices of `op` until it is all posted or the link is full.
+/// Posts slices of `op` until it is all posted or the links are full.
+#[inline]
 pub(super) fn post_slices(
     key: TransferKey,
     transfer: &mut Transfer,
     op: &mut BoundOp,
-    domain: &mut dyn Domain,
-    link: LinkId,
+    route: &mut Route,
+    rails: &mut Rails,
 ) -> Posted {
-    let caps = domain.caps();
+    let mut lanes = match Lanes::new(route, rails, op) {
+        Ok(lanes) => lanes,
+        Err((rail, e)) => return Posted::Failed(rail, e),
+    };
     let (data, count) = match &op.wr {
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            return match post(key, transfer, &op.wr, None, domain, link) {
-                Ok(Post::Full) => Posted::Part,
-                Ok(_) => Posted::All,
-                Err(e) => Posted::Failed(e),
-            };
+            return whole(lanes.post(key, transfer, &op.wr, None));
         }
     };
-    if fits(data, &caps) {
-        return match post(key, transfer, &op.wr, None, domain, link) {
-            Ok(Post::Full) => Posted::Part,
-            Ok(_) => Posted::All,
-            Err(e) => Posted::Failed(e),
-        };
-    }
-    let cut_pages = data.page_len > caps.max_bytes;
+    let cut = match op.cut {
+        Some(cut) => cut,
+        None => {
+            let cut = choose_cut(data, &lanes.caps(), lanes.len());
+            if data.page_len <= cut.bytes && data.pages <= cut.pages {
+                return whole(lanes.post(key, transfer, &op.wr, None));
+            }
+            *op.cut.insert(cut)
+        }
+    };
+    let cut_pages = data.page_len > cut.bytes;
     if cut_pages && op.confirm.is_none() {
         op.confirm = Some(transfer.open_confirm(op.peer, count));
     }
     while op.page < data.pages {
-        let slice = next_slice(data, op.page, op.byte, &caps);
+        let slice = next_slice(data, op.page, op.byte, cut);
         let (pages, bytes) = (slice.pages, slice.page_len);
         // A page that is cut carries no immediate: the confirming write counts it (IC-1, IC-2).
         let count = count.filter(|_| !cut_pages).map(|c| Count { imm: c.imm, n: pages });
@@ -81,10 +106,10 @@ pub(super) fn post_slices(
             WorkRequest::Prepare { .. } => WorkRequest::Prepare { data: slice },
             _ => WorkRequest::Write { data: slice, count },
         };
-        match post(key, transfer, &wr, op.confirm, domain, link) {
+        match lanes.post(key, transfer, &wr, op.confirm) {
             Ok(Post::Full) => return Posted::Part,
             Ok(_) => {}
-            Err(e) => return Posted::Failed(e),
+            Err((rail, e)) => return Posted::Failed(rail, e),
         }
         op.byte += bytes;
         if op.byte == data.page_len || !cut_pages {
@@ -95,41 +120,139 @@ pub(super) fn post_slices(
     if let Some(count) = op.confirm.and_then(|c| transfer.all_posted(c)) {
         // Every slice was carried out at once: what is left of this operation is its count.
         op.wr = WorkRequest::Count(count);
-        return post_slices(key, transfer, op, domain, link);
+        return post_slices(key, transfer, op, route, rails);
     }
     Posted::All
 }
 
-fn fits(data: &Data, caps: &Caps) -> bool {
-    data.page_len <= caps.max_bytes && data.pages <= caps.max_pages
+#[inline]
+fn whole(posted: Result<Post, (usize, DomainError)>) -> Posted {
+    match posted {
+        Ok(Post::Full) => Posted::Part,
+        Ok(_) => Posted::All,
+        Err((rail, e)) => Posted::Failed(rail, e),
+    }
 }
 
-fn next_slice(data: &Data, page: u32, byte: u64, caps: &Caps) -> Data {
-    let (pages, page_len) = match data.page_len > caps.max_bytes {
-        true => (1, (data.page_len - byte).min(caps.max_bytes)),
-        false => ((data.pages - page).min(caps.max_pages), data.page_len),
+/// The links of a peer that an operation may use.
+struct Lanes<'a> {
+    route: &'a mut Route,
+    rails: &'a mut Rails,
+    /// The only one, as a place among the active links.
+    only: Option<usize>,
+}
+
+impl<'a> Lanes<'a> {
+    #[inline]
+    fn new(
+        route: &'a mut Route,
+        rails: &'a mut Rails,
+        op: &BoundOp,
+    ) -> Result<Self, (usize, DomainError)> {
+        let only = match (op.pin, &op.wr) {
+            (Some(pin), _) => Some(pinned(route, rails, pin)?),
+            // Messages keep to one link, so that most arrive in the order in which they were sent.
+            (None, WorkRequest::Send(_)) => Some(0),
+            (None, _) if route.active().len() == 1 => Some(0),
+            (None, _) => None,
+        };
+        Ok(Self { route, rails, only })
+    }
+
+    #[inline]
+    fn len(&self) -> usize {
+        self.only.map_or(self.route.active().len(), |_| 1)
+    }
+
+    /// What every link takes.
+    #[inline]
+    fn caps(&self) -> Caps {
+        let links = self.route.active();
+        if let Some(only) = self.only {
+            return self.rails[links[only].pair.rail].caps();
+        }
+        let all = links.iter().map(|l| self.rails[l.pair.rail].caps());
+        all.reduce(|a, b| Caps {
+            max_bytes: a.max_bytes.min(b.max_bytes),
+            max_pages: a.max_pages.min(b.max_pages),
+            max_message: a.max_message.min(b.max_message),
+        })
+        .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
+    }
+
+    /// Posts on the link whose turn it is, or on the next one that has room.
+    #[inline]
+    fn post(
+        &mut self,
+        key: TransferKey,
+        transfer: &mut Transfer,
+        wr: &WorkRequest,
+        confirm: Option<u32>,
+    ) -> Result<Post, (usize, DomainError)> {
+        let token = Transfer::token(key, confirm);
+        let first = match self.only {
+            Some(only) => only,
+            None => self.route.turn(),
+        };
+        let links = self.route.active();
+        for i in 0..self.len() {
+            let at = first + i;
+            let link = &links[if at < links.len() { at } else { at - links.len() }];
+            let rail = link.pair.rail;
+            let post = self.rails[rail].post(link.id, token, wr).map_err(|e| (rail, e))?;
+            if post != Post::Full {
+                transfer.slice_posted(confirm, post == Post::Queued);
+                return Ok(post);
+            }
+        }
+        Ok(Post::Full)
+    }
+}
+
+/// The active link over the pinned rail.
+fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, DomainError)> {
+    let links = route.active();
+    let kind = rails[links[0].pair.rail].kind();
+    let rail = (0..rails.len()).filter(|r| rails[*r].kind() == kind).nth(pin.into());
+    let at = rail.and_then(|rail| links.iter().position(|l| l.pair.rail == rail));
+    at.ok_or_else(|| {
+        let n = rails.iter().filter(|r| r.kind() == kind).count();
+        let why = match rail {
+            Some(_) => format!("rail {pin}, to which it is pinned, does not reach this peer now"),
+            None => format!("it is pinned to rail {pin}, but {kind} has {n} here"),
+        };
+        (links[0].pair.rail, DomainError::Unavailable(why))
+    })
+}
+
+fn choose_cut(data: &Data, caps: &Caps, links: usize) -> Cut {
+    let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
+    if links > 1 {
+        let n = links as u64;
+        cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).max(1);
+        if u64::from(data.pages) < n && data.page_len >= SPREAD {
+            let piece = data.page_len.div_ceil(n).next_multiple_of(GRAIN);
+            cut.bytes = cut.bytes.min(piece);
+        }
+    }
+    cut
+}
+
+fn next_slice(data: &Data, page: u32, byte: u64, cut: Cut) -> Data {
+    let (pages, page_len) = match data.page_len > cut.bytes {
+        true => (1, (data.page_len - byte).min(cut.bytes)),
+        false => ((data.pages - page).min(cut.pages), data.page_len),
     };
     Data {
         local: data.local,
+        local_region: data.local_region,
         local_seq: data.local_seq.advanced(page, byte),
         remote: data.remote,
+        remote_keys: data.remote_keys.clone(),
         remote_seq: data.remote_seq.advanced(page, byte),
         page_len,
         pages,
     }
-}
-
-fn post(
-    key: TransferKey,
-    transfer: &mut Transfer,
-    wr: &WorkRequest,
-    confirm: Option<u32>,
-    domain: &mut dyn Domain,
-    link: LinkId,
-) -> Result<Post, DomainError> {
-    let post = domain.post(link, Transfer::token(key, confirm), wr)?;
-    transfer.slice_posted(confirm, post == Post::Queued);
-    Ok(post)
 }
 
 #[cfg(test)]
@@ -140,8 +263,10 @@ mod tests {
     fn data(page_len: u64, pages: u32) -> Data {
         Data {
             local: LocalAddr(0),
+            local_region: 0,
             local_seq: Seq::Strided { offset: 0, stride: 1 << 30 },
             remote: RegionKey { index: 0, rkey: 0 },
+            remote_keys: Default::default(),
             remote_seq: Seq::Strided { offset: 7, stride: 1 << 30 },
             page_len,
             pages,
@@ -150,22 +275,22 @@ mod tests {
 
     #[test]
     fn slices_cover_every_byte_once() {
-        for (page_len, pages, max_bytes, max_pages) in
+        for (page_len, pages, bytes, chunk) in
             [(10, 1, 4, 9), (4, 7, 4, 3), (9, 3, 4, 100), (8, 2, 8, 1)]
         {
-            let caps = Caps { max_bytes, max_pages, max_message: 0 };
+            let cut = Cut { bytes, pages: chunk };
             let whole = data(page_len, pages);
             let (mut page, mut byte) = (0, 0);
             let mut seen = Vec::new();
             while page < pages {
-                let s = next_slice(&whole, page, byte, &caps);
-                assert!(s.page_len <= max_bytes && s.pages <= max_pages && s.bytes() > 0);
+                let s = next_slice(&whole, page, byte, cut);
+                assert!(s.page_len <= bytes && s.pages <= chunk && s.bytes() > 0);
                 for i in 0..s.pages {
                     assert_eq!(s.remote_seq.nth(i), s.local_seq.nth(i) + 7);
                     seen.extend(s.local_seq.nth(i)..s.local_seq.nth(i) + s.page_len);
                 }
                 byte += s.page_len;
-                if byte == page_len || page_len <= max_bytes {
+                if byte == page_len || page_len <= bytes {
                     byte = 0;
                     page += s.pages;
                 }
@@ -174,5 +299,18 @@ mod tests {
                 (0..u64::from(pages)).flat_map(|p| (p << 30)..(p << 30) + page_len).collect();
             assert_eq!(seen, all);
         }
+    }
+
+    #[test]
+    fn writes_spread_over_all_rails_and_small_ones_stay_whole() {
+        let caps = Caps { max_bytes: 1 << 30, max_pages: 32, max_message: 0 };
+        let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links);
+        assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
+        assert_eq!(cut(1 << 20, 1, 4).bytes, 1 << 18);
+        assert_eq!(cut((1 << 20) + 1, 1, 4).bytes, (1 << 18) + GRAIN);
+        assert_eq!(cut(1 << 20, 4, 4), Cut { bytes: 1 << 30, pages: 1 });
+        assert_eq!(cut(1024, 100, 4).pages, 25);
+        assert_eq!(cut(1024, 1000, 4).pages, 32);
+        assert_eq!(cut(1024, 1000, 1), Cut { bytes: 1 << 30, pages: 32 });
     }
 }

@@ -38,6 +38,8 @@ pub(super) struct Transfer {
     pub waiting: u32,
     pub sealed: bool,
     pub error: Option<EngineError>,
+    /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
+    pub undecided: Option<(PeerKey, Time)>,
     pub handle: Option<HandleRef>,
     pub keep: Vec<Region>,
     pub deadline: Time,
@@ -55,6 +57,7 @@ impl Transfer {
             waiting: 0,
             sealed: false,
             error: None,
+            undecided: None,
             handle: None,
             keep: Vec::new(),
             deadline: Time::NEVER,
@@ -65,12 +68,26 @@ impl Transfer {
 
     pub fn is_over(&self) -> bool {
         let confirming = || self.confirms.iter().any(|c| c.count.is_some());
-        self.outstanding == 0 && self.waiting == 0 && (self.error.is_some() || !confirming())
+        let result_known = match &self.error {
+            Some(_) => self.undecided.is_none(),
+            None => !confirming(),
+        };
+        self.outstanding == 0 && self.waiting == 0 && result_known
     }
 
     /// The first error stands.
     pub fn fail(&mut self, error: EngineError) {
         self.error.get_or_insert(error);
+    }
+
+    /// The rail that failed it was the first sign of the peer's end.
+    pub fn peer_was_lost(&mut self, peer: PeerKey, error: &EngineError) -> bool {
+        let hit = self.undecided.is_some_and(|(p, _)| p == peer);
+        if hit {
+            self.undecided = None;
+            self.error = Some(error.clone());
+        }
+        hit
     }
 
     pub fn open_confirm(&mut self, peer: PeerKey, count: Option<Count>) -> u32 {

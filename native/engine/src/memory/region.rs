@@ -1,10 +1,13 @@
 use std::{
     any::Any,
-    sync::{atomic::AtomicU32, Arc},
+    sync::{atomic::AtomicU32, Arc, OnceLock},
 };
 
 use super::Allocation;
-use crate::{api::RegionKey, domain::DomainError};
+use crate::{
+    api::{RailKeys, RegionKey},
+    domain::DomainError,
+};
 
 /// Whatever must live as long as the memory does: a tensor, a buffer, nothing.
 pub type Keep = Option<Box<dyn Any + Send + Sync>>;
@@ -26,13 +29,16 @@ pub struct RegionMemory {
     pub len: u64,
     pub backing: Backing,
     pub keep: Keep,
+    /// What peers must show to NICs; set when all domains have registered it.
+    pub rail_keys: OnceLock<RailKeys>,
     /// Requests under way that use it as their local side.
     pub users: AtomicU32,
 }
 
 impl RegionMemory {
     pub fn new(key: RegionKey, base: usize, len: u64, backing: Backing, keep: Keep) -> Self {
-        Self { key, base, len, backing, keep, users: AtomicU32::new(0) }
+        let (rail_keys, users) = (OnceLock::new(), AtomicU32::new(0));
+        Self { key, base, len, backing, keep, rail_keys, users }
     }
 }
 

@@ -138,6 +138,29 @@ fn mac(
     mac
 }
 
+/// What both sides of one handshake know and nobody else: a key for what else they tell each other
+/// on a wire that strangers can write to.
+#[derive(Clone)]
+pub(crate) struct Session(Digest);
+
+impl Session {
+    /// The bytes with a mac behind them. `role` tells the two directions apart.
+    pub fn seal(&self, role: &[u8], bytes: &[u8]) -> Vec<u8> {
+        let sum = mac(&self.0, role, bytes, &[0; 32], EngineId([0; 16]));
+        [bytes, &sum.finalize().into_bytes()].concat()
+    }
+
+    /// The bytes before the mac, if it is right.
+    pub fn unseal<'a>(&self, role: &[u8], sealed: &'a [u8]) -> Result<&'a [u8], DomainError> {
+        let cut = sealed.len().checked_sub(size_of::<Digest>());
+        let (bytes, sum) = cut.map(|n| sealed.split_at(n)).unwrap_or_default();
+        mac(&self.0, role, bytes, &[0; 32], EngineId([0; 16]))
+            .verify_slice(sum)
+            .map(|()| bytes)
+            .map_err(|_| DomainError::Handshake("a message was changed on its way".into()))
+    }
+}
+
 const WRONG_TOKEN: &str = "the tokens differ: give both engines the same token";
 
 pub(crate) struct Initiator {
@@ -150,6 +173,7 @@ pub(crate) struct Initiator {
 pub(crate) struct Welcomed {
     pub proof: Vec<u8>,
     pub peer: PeerIdentity,
+    pub session: Session,
 }
 
 impl Initiator {
@@ -192,9 +216,11 @@ impl Initiator {
             return Err(Failure::refuse(false, WRONG_TOKEN.into()));
         }
         let proof = sum(b"initiator").finalize().into_bytes().into();
+        let session = Session(sum(b"session").finalize().into_bytes().into());
         Ok(Welcomed {
             proof: ENVELOPE.encode(&Message::Proof(proof)),
             peer: PeerIdentity { address: welcome.from },
+            session,
         })
     }
 
@@ -260,6 +286,12 @@ impl Acceptor {
         Ok((this, ENVELOPE.encode(&welcome)))
     }
 
+    /// Worth something once the proof was right.
+    pub fn session(&self) -> Session {
+        let mac = mac(&self.token, b"session", &self.hello, &self.nonce, self.own);
+        Session(mac.finalize().into_bytes().into())
+    }
+
     /// Returns the acceptance to send.
     pub fn on_proof(&self, bytes: &[u8]) -> Result<Vec<u8>, Failure> {
         let proof = match decode(bytes)? {
@@ -315,6 +347,12 @@ mod tests {
         init.on_accepted(&accepted).map_err(|f| f.error)?;
         assert_eq!(acc.peer.id(), a.own.id);
         assert_eq!(welcomed.peer.id(), b.own.id);
+        let mut sealed = acc.session().seal(b"setup", b"what else");
+        assert_eq!(welcomed.session.unseal(b"setup", &sealed).unwrap(), b"what else");
+        assert!(welcomed.session.unseal(b"other", &sealed).is_err());
+        assert!(welcomed.session.unseal(b"setup", &sealed[..20]).is_err());
+        sealed[0] ^= 1;
+        assert!(welcomed.session.unseal(b"setup", &sealed).is_err());
         Ok(())
     }
 

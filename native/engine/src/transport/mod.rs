@@ -1,12 +1,16 @@
 //! The domains: one folder per kind of link.
 
+pub mod libfabric;
 pub mod null;
 pub mod shm;
 pub mod sim;
 pub mod tcp;
+pub mod verbs;
 
 pub(crate) mod handshake;
 mod listener;
+pub(crate) mod nic;
+pub(crate) mod nics;
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -32,33 +36,24 @@ impl Waker {
     }
 }
 
+/// The domains of one kind: one for each NIC that the engine is to drive.
 pub(crate) fn open(
     kind: TransportKind,
     id: EngineId,
     config: &EngineConfig,
     waker: &Waker,
-) -> Result<Box<dyn Domain>, DomainError> {
-    match kind {
-        TransportKind::Shm => Ok(Box::new(shm::ShmDomain::open(id, config, waker)?)),
-        TransportKind::Tcp => Ok(Box::new(tcp::TcpDomain::open(id, config)?)),
-        TransportKind::Null => Ok(Box::new(null::NullDomain::default())),
+) -> Result<Vec<Box<dyn Domain>>, DomainError> {
+    let one: Box<dyn Domain> = match kind {
+        TransportKind::Shm => Box::new(shm::ShmDomain::open(id, config, waker)?),
+        TransportKind::Tcp => Box::new(tcp::TcpDomain::open(id, config)?),
+        TransportKind::Null => Box::new(null::NullDomain::default()),
+        TransportKind::Verbs => return verbs::open(id, config),
+        TransportKind::Libfabric => return libfabric::open(id, config),
+        TransportKind::CudaIpc => return Err(DomainError::Unavailable("no GPU here".into())),
         TransportKind::Sim => {
-            Err(DomainError::Unavailable("simulated links exist only inside a simulation".into()))
+            let why = "simulated links exist only inside a simulation";
+            return Err(DomainError::Unavailable(why.into()));
         }
-    }
-}
-
-/// Why no RDMA transport can be used, device by device.
-pub(crate) fn rdma_rejections() -> String {
-    let devices: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|d| d.file_name().to_string_lossy().into_owned())
-        .collect();
-    let this_build = "this build has no verbs or libfabric transport";
-    match devices.is_empty() {
-        true => format!("no RDMA device on this machine (/sys/class/infiniband); {this_build}"),
-        false => format!("{}: {this_build}", devices.join(", ")),
-    }
+    };
+    Ok(vec![one])
 }

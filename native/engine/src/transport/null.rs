@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, PeerIdentity, Post, Quiet,
-        Token, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity, Post,
+        Quiet, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -35,8 +35,8 @@ impl Domain for NullDomain {
 
     fn announce(&mut self, _own: &EngineAddress) {}
 
-    fn register(&mut self, _region: &Arc<RegionMemory>) -> Result<(), DomainError> {
-        Ok(())
+    fn register(&mut self, _region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+        Ok(NicKeys::new())
     }
 
     fn deregister(&mut self, _index: u32) -> Quiet {
@@ -47,7 +47,12 @@ impl Domain for NullDomain {
         None
     }
 
-    fn connect(&mut self, _now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+    fn connect(
+        &mut self,
+        _now: Time,
+        peer: &EngineAddress,
+        _endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
         self.links += 1;
         self.up.push((self.links, PeerIdentity { address: peer.clone() }));
         Ok(self.links)
@@ -65,6 +70,7 @@ impl Domain for NullDomain {
         out.extend(self.up.drain(..).map(|(link, peer)| Completion::LinkUp {
             link,
             peer,
+            endpoint: 0,
             note: "a link to nowhere".into(),
         }));
         out.len() > n

@@ -1,6 +1,9 @@
 //! One suite for every transport. A test's name says which promise (design §3) it holds; each runs
-//! on every world below.
+//! on every world below. Those that need NICs are ignored: `tests/rdma` runs them in a guest that has
+//! some.
 
+mod nics;
+mod rails;
 mod suite;
 mod worlds;
 
@@ -17,6 +20,34 @@ macro_rules! on_every_transport {
                 for seed in 0..20 {
                     crate::suite::$test(&mut crate::worlds::Sim::new(seed));
                 }
+            })*
+        }
+        mod sim_rails {
+            $(#[test] fn $test() {
+                for seed in 0..20 {
+                    crate::suite::$test(&mut crate::worlds::Sim::with_rails(seed));
+                }
+            })*
+        }
+        mod verbs {
+            $(#[test] #[ignore = "needs RDMA devices"] fn $test() {
+                crate::suite::$test(&mut crate::nics::verbs());
+            })*
+        }
+        mod libfabric_verbs {
+            $(#[test] #[ignore = "needs RDMA devices"] fn $test() {
+                crate::nics::libfabric("verbs;ofi_rxm", None, crate::suite::$test);
+            })*
+        }
+        mod libfabric_tcp {
+            $(#[test] fn $test() { crate::nics::libfabric("tcp", None, crate::suite::$test) })*
+        }
+        mod libfabric_shm {
+            $(#[test] fn $test() { crate::nics::libfabric("shm", None, crate::suite::$test) })*
+        }
+        mod libfabric_srd {
+            $(#[test] fn $test() {
+                crate::nics::libfabric("tcp", Some(7), crate::suite::$test);
             })*
         }
     };

@@ -6,7 +6,7 @@ use std::{
 };
 
 use fabric_engine::{
-    api::EngineConfig,
+    api::{EngineConfig, NicConfig, TransportKind},
     transport::sim::{SimConfig, SimNet},
     EngineError, Handle, Result, Time, TransferEngine,
 };
@@ -36,26 +36,40 @@ fn config(name: &str) -> EngineConfig {
 }
 
 pub struct Threads {
-    transport: &'static str,
+    transport: TransportKind,
+    /// Those of the first engine, and of all others.
+    nics: [NicConfig; 2],
+    engines: usize,
 }
 
 impl Threads {
     pub fn new(transport: &'static str) -> Self {
-        Self { transport }
+        Self::over(transport.parse().unwrap(), Default::default())
+    }
+
+    pub fn over(transport: TransportKind, nics: [NicConfig; 2]) -> Self {
+        Self { transport, nics, engines: 0 }
+    }
+
+    /// NICs have emulated processors behind them in some tests.
+    fn patience(&self) -> Duration {
+        Duration::from_secs(if self.transport.has_nics() { 60 } else { 20 })
     }
 }
 
 impl World for Threads {
     fn engine(&mut self, name: &str) -> Arc<TransferEngine> {
-        let transports = vec![self.transport.parse().unwrap()];
-        let config = EngineConfig { transports, token: Some(b"t".to_vec()), ..config(name) };
+        let nics = self.nics[self.engines.min(1)].clone();
+        self.engines += 1;
+        let transports = vec![self.transport];
+        let config = EngineConfig { transports, token: Some(b"t".to_vec()), nics, ..config(name) };
         Arc::new(TransferEngine::open(config).unwrap())
     }
 
     fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool) {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < Duration::from_secs(20), "{what} does not end");
+            assert!(start.elapsed() < self.patience(), "{what} does not end");
             std::thread::yield_now();
         }
     }
@@ -66,27 +80,38 @@ impl World for Threads {
 
     fn wait(&mut self, handle: &Handle) -> Result<()> {
         handle
-            .wait(Duration::from_secs(20))
+            .wait(self.patience())
             .unwrap_or_else(|| Err(EngineError::Invalid(format!("{} does not end", handle.op()))))
     }
 }
 
 pub struct Sim {
-    net: SimNet,
+    pub net: SimNet,
     seed: u64,
+    /// Those of the first engine, and of all others.
+    rails: [u8; 2],
+    engines: usize,
 }
 
 impl Sim {
     pub fn new(seed: u64) -> Self {
         let max_bytes = [64, 1000, 4096][seed as usize % 3];
         let config = SimConfig { seed, max_bytes, ..Default::default() };
-        Self { net: SimNet::new(config), seed }
+        Self { net: SimNet::new(config), seed, rails: [1, 1], engines: 0 }
+    }
+
+    /// Several NICs a side, not always as many on both.
+    pub fn with_rails(seed: u64) -> Self {
+        let rails = [[2, 2], [4, 4], [1, 4], [3, 2], [4, 1]][seed as usize % 5];
+        Self { rails, ..Self::new(seed) }
     }
 }
 
 impl World for Sim {
     fn engine(&mut self, name: &str) -> Arc<TransferEngine> {
-        self.net.engine(config(name)).unwrap()
+        let rails = self.rails[self.engines.min(1)];
+        self.engines += 1;
+        self.net.engine_with_rails(config(name), rails).unwrap()
     }
 
     fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool) {

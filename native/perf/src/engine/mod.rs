@@ -5,10 +5,16 @@
 //! `{"error": "..."}`. The clock runs from the writer's call until the receiver knows that the
 //! bytes are there; both read the machine's one monotonic clock.
 
-use std::io::{self, BufRead, Write};
+use std::{
+    io::{self, BufRead, Write},
+    time::Duration,
+};
 
 use clap::{Args, Subcommand};
-use fabric_engine::{api::EngineConfig, Region, TransferEngine};
+use fabric_engine::{
+    api::{EngineConfig, NicConfig, Spin},
+    Region, TransferEngine,
+};
 use serde::{de::DeserializeOwned, Deserialize, Serialize};
 
 mod target;
@@ -41,6 +47,18 @@ pub struct Options {
     /// Register ordinary memory instead of the engine's own
     #[arg(long)]
     pub foreign: bool,
+    /// The writer's NICs, by name or glob, with commas between
+    #[arg(long, value_delimiter = ',')]
+    pub nics: Vec<String>,
+    /// The target's NICs
+    #[arg(long, value_delimiter = ',')]
+    pub target_nics: Vec<String>,
+    /// libfabric's provider
+    #[arg(long)]
+    pub provider: Option<String>,
+    /// Microseconds that threads look for work before they sleep
+    #[arg(long, default_value_t = 50)]
+    pub spin_us: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -157,6 +175,15 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
         transports: vec![transport],
         copy_threads: options.copy_threads,
         tcp_streams: options.tcp_streams,
+        // Both ends are this program's: the secret keeps nobody out, it lets NICs connect.
+        token: Some(b"fabric-perf".to_vec()),
+        bind: vec![std::net::Ipv4Addr::LOCALHOST.into()],
+        spin: Spin::For(Duration::from_micros(options.spin_us)),
+        nics: NicConfig {
+            names: options.nics.clone(),
+            provider: options.provider.clone(),
+            ..NicConfig::default()
+        },
         ..EngineConfig::default()
     };
     TransferEngine::open(config).map_err(text)

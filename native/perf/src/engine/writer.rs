@@ -39,6 +39,13 @@ impl Target {
         command.args(["--copy-threads", &options.copy_threads.to_string()]);
         command.args(["--tcp-streams", &options.tcp_streams.to_string()]);
         command.args(["--region", &options.region.to_string()]);
+        command.args(["--spin-us", &options.spin_us.to_string()]);
+        if !options.target_nics.is_empty() {
+            command.args(["--nics", &options.target_nics.join(",")]);
+        }
+        if let Some(provider) = &options.provider {
+            command.args(["--provider", provider]);
+        }
         if options.foreign {
             command.arg("--foreign");
         }

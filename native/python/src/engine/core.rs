@@ -2,7 +2,7 @@ use std::{net::IpAddr, time::Duration};
 
 use fabric_engine as fe;
 use fe::{
-    api::{EngineConfig, Local, Op, Remote, Requirement, Spin, TransportKind},
+    api::{EngineConfig, Local, NicConfig, Op, Remote, Requirement, Spin, TransportKind},
     Submit,
 };
 use pyo3::{
@@ -109,6 +109,49 @@ pub(crate) struct Engine {
     op_timeout: Duration,
 }
 
+/// The fields of `fabric_ray.EngineConfig` about NICs, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Nics {
+    names: Vec<String>,
+    max_rails: usize,
+    gpu: Option<String>,
+    rules: Option<String>,
+    gid_index: Option<u8>,
+    pkey_index: u16,
+    service_level: u8,
+    traffic_class: u8,
+    provider: Option<String>,
+}
+
+impl From<Nics> for NicConfig {
+    fn from(n: Nics) -> Self {
+        let Nics { names, max_rails, gpu, rules, gid_index, pkey_index, .. } = n;
+        let Nics { service_level, traffic_class, provider, .. } = n;
+        Self {
+            names,
+            max_rails,
+            gpu,
+            rules,
+            gid_index,
+            pkey_index,
+            service_level,
+            traffic_class,
+            provider,
+            shuffle: None,
+        }
+    }
+}
+
+/// What the keywords of a request say.
+fn options(timeout: Option<f64>, rail: Option<u8>) -> PyResult<Submit> {
+    let timeout = match timeout {
+        None => None,
+        some => Some(seconds(some, Duration::ZERO)?),
+    };
+    Ok(Submit { timeout, rail })
+}
+
 fn transport_kind(py: Python<'_>, name: &str) -> PyResult<TransportKind> {
     name.parse().or_raise(py)
 }
@@ -120,12 +163,9 @@ impl Engine {
         py: Python<'_>,
         op: Op<'_>,
         (bytes, peer): (u64, Option<&fe::Peer>),
-        timeout: Option<f64>,
+        (timeout, rail): (Option<f64>, Option<u8>),
     ) -> PyResult<Transfer> {
-        let options = match timeout {
-            None => Submit::default(),
-            some => Submit { timeout: Some(seconds(some, Duration::ZERO)?) },
-        };
+        let options = options(timeout, rail)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
         let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
         Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
@@ -136,7 +176,7 @@ impl Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, peer_timeout, op_timeout))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, peer_timeout, op_timeout, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -150,6 +190,7 @@ impl Engine {
         inline_bytes: u64,
         peer_timeout: f64,
         op_timeout: f64,
+        nics: Nics,
     ) -> PyResult<Self> {
         let defaults = EngineConfig::default();
         let transports =
@@ -181,6 +222,7 @@ impl Engine {
             inline_bytes,
             peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
+            nics: nics.into(),
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
         Ok(Self { engine, op_timeout })
@@ -256,7 +298,7 @@ impl Engine {
     /// Writes `nbytes` bytes of `src` to `dst`. Without `nbytes`, all of both, which must be
     /// equally long. With `imm`, the receiver's counter counts 1 when they are readable there.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None, timeout=None))]
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None, timeout=None, rail=None))]
     fn write(
         &self,
         py: Python<'_>,
@@ -267,6 +309,7 @@ impl Engine {
         dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
         let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
         let op = Op::Write {
@@ -275,12 +318,12 @@ impl Engine {
             len,
             imm,
         };
-        self.submit_one(py, op, (len, Some(dst.0.peer())), timeout)
+        self.submit_one(py, op, (len, Some(dst.0.peer())), (timeout, rail))
     }
 
     /// Reads `nbytes` bytes of the peer's `src` into `dst`.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, timeout=None))]
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, timeout=None, rail=None))]
     fn read(
         &self,
         py: Python<'_>,
@@ -290,6 +333,7 @@ impl Engine {
         src_offset: u64,
         dst_offset: u64,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
         let op = Op::Read {
@@ -297,13 +341,13 @@ impl Engine {
             dst: Local { region: &dst.0, offset: dst_offset },
             len,
         };
-        self.submit_one(py, op, (len, Some(src.0.peer())), timeout)
+        self.submit_one(py, op, (len, Some(src.0.peer())), (timeout, rail))
     }
 
     /// Writes pages of `page_nbytes` bytes: page `i` of `src_pages` to page `i` of `dst_pages`. With
     /// `imm`, the receiver's counter counts 1 for each page.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None))]
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None, rail=None))]
     fn write_pages(
         &self,
         py: Python<'_>,
@@ -314,6 +358,7 @@ impl Engine {
         dst_pages: &Pages,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
         let imm = imm
             .map(|i| super::counter::ImmArg::extract(i)?.for_peer(py, dst.0.peer()))
@@ -327,12 +372,12 @@ impl Engine {
             imm,
         };
         let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
-        self.submit_one(py, op, (bytes, Some(dst.0.peer())), timeout)
+        self.submit_one(py, op, (bytes, Some(dst.0.peer())), (timeout, rail))
     }
 
     /// Reads pages: page `i` of the peer's `src_pages` into page `i` of `dst_pages`.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, timeout=None))]
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, timeout=None, rail=None))]
     fn read_pages(
         &self,
         py: Python<'_>,
@@ -342,6 +387,7 @@ impl Engine {
         dst: &Region,
         dst_pages: &Pages,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
         let op = Op::ReadPages {
             page_len: page_nbytes,
@@ -351,12 +397,12 @@ impl Engine {
             dst_pages: &dst_pages.0,
         };
         let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
-        self.submit_one(py, op, (bytes, Some(src.0.peer())), timeout)
+        self.submit_one(py, op, (bytes, Some(src.0.peer())), (timeout, rail))
     }
 
     /// Writes a part of `src` to each of several peers: parts are `(dst, dst_offset, src_offset,
     /// nbytes)`. With `imm`, each receiver's counter counts 1.
-    #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None))]
+    #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None, rail=None))]
     fn scatter(
         &self,
         py: Python<'_>,
@@ -365,9 +411,10 @@ impl Engine {
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
         let owned = build::scatter(py, src, parts, group, imm)?;
-        self.submit_one(py, owned.op(), (u64::MAX, None), timeout)
+        self.submit_one(py, owned.op(), (u64::MAX, None), (timeout, rail))
     }
 
     /// An immediate, and nothing else, to every peer of the group.
@@ -380,7 +427,7 @@ impl Engine {
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
         let owned = build::barrier(py, group, imm)?;
-        self.submit_one(py, owned.op(), (0, None), timeout)
+        self.submit_one(py, owned.op(), (0, None), (timeout, None))
     }
 
     /// Sends a small message to the peer's receive pool; done when the pool has taken it.
@@ -392,23 +439,26 @@ impl Engine {
         message: &[u8],
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
-        self.submit_one(py, Op::Send { peer: &peer.0, message }, (0, Some(&peer.0)), timeout)
+        self.submit_one(
+            py,
+            Op::Send { peer: &peer.0, message },
+            (0, Some(&peer.0)),
+            (timeout, None),
+        )
     }
 
     /// Submits a batch: one transfer, done when all its operations are. May be called again and
     /// again with the same batch; `imm` stands in for the immediates of its writes this time.
-    #[pyo3(signature = (batch, *, imm=None, timeout=None))]
+    #[pyo3(signature = (batch, *, imm=None, timeout=None, rail=None))]
     fn submit(
         &self,
         py: Python<'_>,
         batch: &Batch,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
+        rail: Option<u8>,
     ) -> PyResult<Transfer> {
-        let options = match timeout {
-            None => Submit::default(),
-            some => Submit { timeout: Some(seconds(some, Duration::ZERO)?) },
-        };
+        let options = options(timeout, rail)?;
         let imm = imm.map(super::counter::ImmArg::extract).transpose()?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, imm.as_ref())).collect::<PyResult<_>>()?;
@@ -423,10 +473,10 @@ impl Engine {
     /// first of many pushes over the same ranges is then as quick as the others. No byte moves.
     #[pyo3(signature = (batch, *, timeout=None))]
     fn prepare(&self, py: Python<'_>, batch: &Batch, timeout: Option<f64>) -> PyResult<Transfer> {
-        let timeout = timeout.map(|t| seconds(Some(t), Duration::ZERO)).transpose()?;
+        let options = options(timeout, None)?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, None)).collect::<PyResult<_>>()?;
-        let handle = py.detach(|| self.engine.prepare(&ops, Submit { timeout })).or_raise(py)?;
+        let handle = py.detach(|| self.engine.prepare(&ops, options)).or_raise(py)?;
         Ok(Transfer::new(handle, None))
     }
 
@@ -456,16 +506,17 @@ impl Engine {
         self.engine.watch(on_change(callback)).map(Watcher).or_raise(py)
     }
 
-    /// `(peer, transport or None, [(transport, chosen, reason), ...])`
+    /// `(peer, transport or None, [(transport, device, chosen, reason), ...])`
     #[allow(clippy::type_complexity)] // a Python tuple
     fn _explain(
         &self,
         py: Python<'_>,
         peer: &Peer,
-    ) -> PyResult<(String, Option<String>, Vec<(&'static str, bool, String)>)> {
+    ) -> PyResult<(String, Option<String>, Vec<(&'static str, String, bool, String)>)> {
         let e = self.engine.explain(&peer.0).or_raise(py)?;
+        let verdicts = e.verdicts.into_iter();
         let verdicts =
-            e.verdicts.into_iter().map(|v| (v.transport.name(), v.chosen, v.reason)).collect();
+            verdicts.map(|v| (v.transport.name(), v.device, v.chosen, v.reason)).collect();
         Ok((e.peer, e.transport, verdicts))
     }
 

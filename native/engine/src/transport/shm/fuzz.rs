@@ -58,7 +58,7 @@ fn link(domain: &mut ShmDomain) -> Option<&mut Link> {
 /// Two domains in one process, joined by a real handshake.
 fn joined() -> Option<(ShmDomain, ShmDomain)> {
     let (mut us, mut peer) = (open()?, open()?);
-    peer.connect(Time(0), &us.credentials.own.clone()).ok()?;
+    peer.connect(Time(0), &us.credentials.own.clone(), 0).ok()?;
     let mut out = Vec::new();
     for _ in 0..8 {
         poll(&mut us, &mut out);
@@ -118,8 +118,10 @@ fn act(
             let Some(id) = link(us).map(|l| l.id).filter(|_| !body.is_empty()) else { return };
             let data = Data {
                 local: LocalAddr(body.as_ptr() as usize),
+                local_region: 0,
                 local_seq: Seq::at(0),
                 remote: KEY,
+                remote_keys: Default::default(),
                 remote_seq: Seq::at(0),
                 page_len: body.len() as u64,
                 pages: 1,

@@ -31,8 +31,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, Post, Quiet, Seq,
-        Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
+        Quiet, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -253,9 +253,9 @@ impl Domain for ShmDomain {
         self.credentials.own = own.clone();
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError> {
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
         self.book.insert(region);
-        Ok(())
+        Ok(NicKeys::new())
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
@@ -282,7 +282,12 @@ impl Domain for ShmDomain {
         }
     }
 
-    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+    fn connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        _endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
         self.begin(now, peer)
     }
 

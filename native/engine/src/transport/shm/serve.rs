@@ -15,7 +15,7 @@ use super::{
     ShmDomain, BELL, LISTENER, PATIENCE,
 };
 use crate::{
-    api::{EngineAddress, RegionKey},
+    api::{EngineAddress, RegionKey, TransportKind},
     domain::{Completion, DomainError, LinkId},
     memory::Backing,
     time::Time,
@@ -174,7 +174,8 @@ impl ShmDomain {
                 Frame::Setup(setup) => {
                     link.bring_up(&setup, fds).map_err(silent)?;
                     let note = "the shared-memory handshake worked".to_owned();
-                    out.push(Completion::LinkUp { link: id, peer, note });
+                    let endpoint = peer.address.first_of(TransportKind::Shm);
+                    out.push(Completion::LinkUp { link: id, peer, endpoint, note });
                     Ok(())
                 }
                 _ => Err(silent(DomainError::Handshake("it sent no setup".into()))),

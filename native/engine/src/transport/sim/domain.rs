@@ -2,12 +2,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::net::{Event, Held, Job, Piece, World};
+use super::net::{Event, Held, Job, Piece, Port, World};
 use crate::{
-    api::{Endpoint, EngineAddress, EngineId, TransportKind},
+    api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, Post, Quiet,
-        Token, WorkRequest,
+        Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
+        Quiet, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -15,13 +15,14 @@ use crate::{
 
 /// One node's link to the simulated network.
 pub struct SimDomain {
-    id: EngineId,
+    port: Port,
+    name: String,
     world: Arc<Mutex<World>>,
 }
 
 impl std::fmt::Debug for SimDomain {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SimDomain({})", self.id)
+        write!(f, "SimDomain({:?})", self.port)
     }
 }
 
@@ -29,8 +30,8 @@ impl std::fmt::Debug for SimDomain {
 const WHOLE: usize = 64;
 
 impl SimDomain {
-    pub(super) fn new(id: EngineId, world: Arc<Mutex<World>>) -> Self {
-        Self { id, world }
+    pub(super) fn new(port: Port, world: Arc<Mutex<World>>) -> Self {
+        Self { port, name: format!("sim{}", port.rail), world }
     }
 }
 
@@ -65,6 +66,10 @@ impl Domain for SimDomain {
         TransportKind::Sim
     }
 
+    fn device(&self) -> &str {
+        &self.name
+    }
+
     fn caps(&self) -> Caps {
         self.world.lock().caps()
     }
@@ -74,20 +79,20 @@ impl Domain for SimDomain {
     }
 
     fn announce(&mut self, own: &EngineAddress) {
-        if let Some(node) = self.world.lock().nodes.get_mut(&self.id) {
+        if let Some(node) = self.world.lock().nodes.get_mut(&self.port) {
             node.address = Some(own.clone());
         }
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError> {
-        if let Some(node) = self.world.lock().nodes.get_mut(&self.id) {
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+        if let Some(node) = self.world.lock().nodes.get_mut(&self.port) {
             node.book.insert(region);
         }
-        Ok(())
+        Ok(NicKeys::new())
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
-        if let Some(node) = self.world.lock().nodes.get_mut(&self.id) {
+        if let Some(node) = self.world.lock().nodes.get_mut(&self.port) {
             // As with an adapter: what lands from now on finds an invalid key.
             node.book.remove(index);
         }
@@ -101,13 +106,19 @@ impl Domain for SimDomain {
         }
     }
 
-    fn connect(&mut self, _now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+    fn connect(
+        &mut self,
+        _now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
         let mut world = self.world.lock();
-        let Some(node) = world.nodes.get_mut(&self.id) else {
+        let Some(node) = world.nodes.get_mut(&self.port) else {
             return Err(DomainError::LinkDown("this node is dead".into()));
         };
         let link = node.new_link();
-        world.later(Event::LinkUp { from: self.id, to: peer.id, link });
+        let to = Port { engine: peer.id, rail: endpoint as u8 };
+        world.later(Event::LinkUp { from: self.port, to, link });
         Ok(link)
     }
 
@@ -116,7 +127,7 @@ impl Domain for SimDomain {
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut world = self.world.lock();
         let window = world.config.window;
-        let node = world.nodes.get_mut(&self.id);
+        let node = world.nodes.get_mut(&self.port);
         let Some((node, (to, back))) =
             node.and_then(|n| n.links.get(&link).copied().map(|l| (n, l)))
         else {
@@ -130,9 +141,10 @@ impl Domain for SimDomain {
             return Ok(Post::Full);
         }
         posted.push(token);
+        node.posts += 1;
         if let WorkRequest::Send(message) = wr {
             if let Some(there) = world.nodes.get_mut(&to) {
-                let (message, sender) = (Arc::clone(message), (self.id, link));
+                let (message, sender) = (Arc::clone(message), (self.port, link));
                 there.held.push_back(Held { link: back, message, sender, token });
             }
             return Ok(Post::Queued);
@@ -147,7 +159,7 @@ impl Domain for SimDomain {
         let read = matches!(wr, WorkRequest::Read { .. });
         let n = pieces.len().max(1);
         let job = Arc::new(Job {
-            from: (self.id, link),
+            from: (self.port, link),
             to,
             token,
             key: data.map_or(Default::default(), |(d, _)| d.remote),
@@ -165,7 +177,7 @@ impl Domain for SimDomain {
     fn poll(&mut self, _now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let before = out.len();
         let mut world = self.world.lock();
-        let Some(node) = world.nodes.get_mut(&self.id) else { return false };
+        let Some(node) = world.nodes.get_mut(&self.port) else { return false };
         out.extend(node.inbox.drain(..));
         if let Some(held) = node.held.pop_front() {
             let len = held.message.len();
@@ -183,9 +195,9 @@ impl Domain for SimDomain {
                     Ok(())
                 }
             };
-            let (node, link) = held.sender;
+            let (port, link) = held.sender;
             let completion = Completion::Done { link, token: held.token, result };
-            world.later(Event::Tell { node, completion });
+            world.later(Event::Tell { port, completion });
         }
         out.len() > before
     }
@@ -201,6 +213,6 @@ impl Domain for SimDomain {
     }
 
     fn close(&mut self) {
-        self.world.lock().die(self.id, "its engine was closed");
+        self.world.lock().die(self.port, "its engine was closed");
     }
 }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::SimDomain;
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RegionKey},
-    domain::{Caps, Completion, Count, DomainError, LinkId, PeerIdentity, Token},
+    domain::{Caps, Completion, Count, Domain, DomainError, LinkId, PeerIdentity, Token},
     engine::{TransferEngine, Transports},
     memory::RegionBook,
     time::Time,
@@ -38,6 +38,13 @@ impl Default for SimConfig {
     }
 }
 
+/// One NIC of one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Port {
+    pub engine: EngineId,
+    pub rail: u8,
+}
+
 /// Something that will happen.
 pub(super) enum Event {
     /// A piece of a work request reaches its place.
@@ -47,20 +54,20 @@ pub(super) enum Event {
     },
     /// Tells one side something.
     Tell {
-        node: EngineId,
+        port: Port,
         completion: Completion,
     },
     LinkUp {
-        from: EngineId,
-        to: EngineId,
+        from: Port,
+        to: Port,
         link: LinkId,
     },
 }
 
 /// A work request under way: its bytes were taken when it was posted.
 pub(super) struct Job {
-    pub from: (EngineId, LinkId),
-    pub to: EngineId,
+    pub from: (Port, LinkId),
+    pub to: Port,
     pub token: Token,
     pub key: RegionKey,
     /// Offset in the region and bytes. For a read, the bytes are filled when it lands.
@@ -75,7 +82,7 @@ pub(super) struct Job {
 pub(super) struct Held {
     pub link: LinkId,
     pub message: Arc<[u8]>,
-    pub sender: (EngineId, LinkId),
+    pub sender: (Port, LinkId),
     pub token: Token,
 }
 
@@ -114,10 +121,14 @@ pub(super) struct Node {
     pub book: RegionBook,
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,
-    /// Links that are up, with the peer's id and its name for the same link.
-    pub links: HashMap<LinkId, (EngineId, LinkId)>,
+    /// Links that are up, with the peer's port and its name for the same link.
+    pub links: HashMap<LinkId, (Port, LinkId)>,
+    /// Its cable is out.
+    pub unplugged: bool,
     /// Work posted on each link and not completed.
     pub posted: HashMap<LinkId, Vec<Token>>,
+    /// Work requests posted ever.
+    pub posts: u64,
     /// Messages that found no room.
     pub held: VecDeque<Held>,
     next_link: LinkId,
@@ -132,7 +143,7 @@ impl Node {
 
 pub(super) struct World {
     pub config: SimConfig,
-    pub nodes: HashMap<EngineId, Node>,
+    pub nodes: HashMap<Port, Node>,
     events: BinaryHeap<Scheduled>,
     order: u64,
     rng: fastrand::Rng,
@@ -158,14 +169,14 @@ impl World {
 
     fn happen(&mut self, event: Event) {
         match event {
-            Event::Tell { node, completion } => self.tell(node, completion),
+            Event::Tell { port, completion } => self.tell(port, completion),
             Event::LinkUp { from, to, link } => self.link_up(from, to, link),
             Event::Land { job, piece } => self.land(&job, piece),
         }
     }
 
-    fn tell(&mut self, id: EngineId, completion: Completion) {
-        let Some(node) = self.nodes.get_mut(&id) else { return };
+    fn tell(&mut self, port: Port, completion: Completion) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
         if let Completion::Done { link, token, .. } = &completion {
             // Already failed with its link: told once.
             let Some(posted) = node.posted.get_mut(link) else { return };
@@ -175,11 +186,13 @@ impl World {
         node.inbox.push_back(completion);
     }
 
-    fn link_up(&mut self, from: EngineId, to: EngineId, link: LinkId) {
-        let address = |w: &Self, id| w.nodes.get(&id).and_then(|n| n.address.clone());
-        let (Some(ours), theirs) = (address(self, from), address(self, to)) else { return };
-        let Some(theirs) = theirs else {
-            let cause = DomainError::LinkDown("nobody lives at its address".into());
+    fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
+        let address = |w: &Self, port| {
+            let node: Option<&Node> = w.nodes.get(&port);
+            node.filter(|n| !n.unplugged).and_then(|n| n.address.clone())
+        };
+        let (Some(ours), Some(theirs)) = (address(self, from), address(self, to)) else {
+            let cause = DomainError::LinkDown("nobody answers at its address".into());
             return self.tell(from, Completion::LinkDown { link, cause });
         };
         let note = || "simulated".to_owned();
@@ -188,12 +201,22 @@ impl World {
         there.links.insert(back, (from, link));
         there.posted.insert(back, Vec::new());
         let peer = PeerIdentity { address: ours };
-        there.inbox.push_back(Completion::LinkUp { link: back, peer, note: note() });
+        there.inbox.push_back(Completion::LinkUp {
+            link: back,
+            peer,
+            endpoint: from.rail.into(),
+            note: note(),
+        });
         let Some(here) = self.nodes.get_mut(&from) else { return };
         here.links.insert(link, (to, back));
         here.posted.insert(link, Vec::new());
         let peer = PeerIdentity { address: theirs };
-        here.inbox.push_back(Completion::LinkUp { link, peer, note: note() });
+        here.inbox.push_back(Completion::LinkUp {
+            link,
+            peer,
+            endpoint: to.rail.into(),
+            note: note(),
+        });
     }
 
     /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
@@ -241,21 +264,32 @@ impl World {
                 }
             }
         }
-        let (node, link) = job.from;
+        let (port, link) = job.from;
         let completion = Completion::Done { link, token: job.token, result };
-        self.later(Event::Tell { node, completion });
+        self.later(Event::Tell { port, completion });
     }
 
-    /// A node's life ends: its links go down at the other ends after a delay.
-    pub fn die(&mut self, id: EngineId, cause: &str) {
-        let Some(node) = self.nodes.remove(&id) else { return };
+    /// A port's life ends: its links go down at the other ends.
+    pub fn die(&mut self, port: Port, cause: &str) {
+        let Some(node) = self.nodes.remove(&port) else { return };
         for (peer, back) in node.links.into_values() {
             self.cut(peer, back, cause);
         }
     }
 
-    fn cut(&mut self, id: EngineId, link: LinkId, cause: &str) {
-        let Some(node) = self.nodes.get_mut(&id) else { return };
+    /// A cable is pulled: the links over it go down at both ends, none comes up.
+    pub fn unplug(&mut self, port: Port, cause: &str) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
+        node.unplugged = true;
+        let links: Vec<_> = node.links.iter().map(|(ours, theirs)| (*ours, *theirs)).collect();
+        for (ours, (peer, back)) in links {
+            self.cut(port, ours, cause);
+            self.cut(peer, back, cause);
+        }
+    }
+
+    fn cut(&mut self, port: Port, link: LinkId, cause: &str) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
         if node.links.remove(&link).is_none() {
             return;
         }
@@ -303,21 +337,52 @@ impl SimNet {
         }
     }
 
-    /// An engine whose only transport is this network.
+    /// An engine whose only transport is this network, over one NIC.
     pub fn engine(&mut self, config: EngineConfig) -> Result<Arc<TransferEngine>> {
+        self.engine_with_rails(config, 1)
+    }
+
+    /// As `engine`, over several NICs.
+    pub fn engine_with_rails(
+        &mut self,
+        config: EngineConfig,
+        rails: u8,
+    ) -> Result<Arc<TransferEngine>> {
         let id = EngineId(self.ids.u128(..).to_le_bytes());
-        self.world.lock().nodes.insert(id, Node::default());
-        let domain = SimDomain::new(id, Arc::clone(&self.world));
-        let transports =
-            Transports { id, domains: vec![Box::new(domain)], clock: Arc::clone(&self.clock) };
+        let mut domains: Vec<Box<dyn Domain>> = Vec::new();
+        for rail in 0..rails {
+            let port = Port { engine: id, rail };
+            self.world.lock().nodes.insert(port, Node::default());
+            domains.push(Box::new(SimDomain::new(port, Arc::clone(&self.world))));
+        }
+        let transports = Transports { id, domains, clock: Arc::clone(&self.clock) };
         let engine = Arc::new(TransferEngine::open_manual(config, transports)?);
         self.engines.push(Arc::downgrade(&engine));
         Ok(engine)
     }
 
     /// Ends a node's life as `kill -9` would: nothing is said, peers find out.
-    pub fn kill(&mut self, id: EngineId) {
-        self.world.lock().die(id, "its process has ended");
+    pub fn kill(&mut self, engine: EngineId) {
+        let mut world = self.world.lock();
+        let ports: Vec<_> = world.nodes.keys().filter(|p| p.engine == engine).copied().collect();
+        ports.into_iter().for_each(|p| world.die(p, "its process has ended"));
+    }
+
+    /// Pulls the cable of one NIC, or plugs it in again.
+    pub fn plug(&mut self, engine: EngineId, rail: u8, plugged: bool) {
+        let port = Port { engine, rail };
+        let mut world = self.world.lock();
+        if !plugged {
+            return world.unplug(port, "its cable is out");
+        }
+        if let Some(node) = world.nodes.get_mut(&port) {
+            node.unplugged = false;
+        }
+    }
+
+    /// Work requests that a NIC has been given so far.
+    pub fn posted(&self, engine: EngineId, rail: u8) -> u64 {
+        self.world.lock().nodes.get(&Port { engine, rail }).map_or(0, |n| n.posts)
     }
 
     /// Virtual time.

@@ -103,8 +103,10 @@ fn listen(domain: &mut TcpDomain, out: &mut Vec<Completion>) {
 fn our_work(local: usize) -> [WorkRequest; 3] {
     let data = |offset: u64, page_len: u64| Data {
         local: LocalAddr(local),
+        local_region: 0,
         local_seq: Seq::at(offset),
         remote: KEY,
+        remote_keys: Default::default(),
         remote_seq: Seq::at(0),
         page_len,
         pages: 1,

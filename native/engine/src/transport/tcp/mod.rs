@@ -25,8 +25,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, Post, Quiet, Token, WakeFds,
-        WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post, Quiet, Token,
+        WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -217,9 +217,9 @@ impl Domain for TcpDomain {
         self.credentials.own = own.clone();
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<(), DomainError> {
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
         self.book.insert(region);
-        Ok(())
+        Ok(NicKeys::new())
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
@@ -251,7 +251,12 @@ impl Domain for TcpDomain {
         }
     }
 
-    fn connect(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+    fn connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        _endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
         self.now = now;
         self.begin(now, peer)
     }

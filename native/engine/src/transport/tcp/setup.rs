@@ -321,7 +321,8 @@ impl TcpDomain {
         if link.is_complete() {
             (link.heard_at, link.spoke_at) = (now, now);
             let note = format!("the handshake with {} worked", half.remote);
-            self.news.push(Completion::LinkUp { link: id, peer, note });
+            let endpoint = peer.address.first_of(TransportKind::Tcp);
+            self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
             let addr: Option<SocketAddr> = half.remote.parse().ok();

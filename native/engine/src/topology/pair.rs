@@ -1,0 +1,311 @@
+//! Which rails each GPU and each NUMA node should use, and why.
+
+use super::{
+    cpus,
+    rules::Assignment,
+    share::{share, spread, Share, Want},
+    usable::usable,
+    Distance, Gpu, Link, Nic, PciAddress, Place, Port, Rules, Topology,
+};
+
+/// Whose memory the rails are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// Host memory, of the NUMA node where this process runs or else of the best connected one.
+    Host,
+    /// Host memory of one NUMA node.
+    Node(u32),
+    Gpu(PciAddress),
+}
+
+/// What [`pair()`] found: everything that has a NIC, might have one, or is one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pairing {
+    pub gpus: Vec<Choice>,
+    /// For each NUMA node that has CPUs.
+    pub hosts: Vec<Choice>,
+    /// NICs that nobody uses.
+    pub left_out: Vec<LeftOut>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choice {
+    pub location: Location,
+    /// `gpu0`, `host0`.
+    pub name: String,
+    pub rails: Vec<Rail>,
+    pub reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rail {
+    pub nic: String,
+    pub distance: Distance,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    pub nic: String,
+    pub reason: String,
+}
+
+/// The rails for every GPU and NUMA node of a machine.
+///
+/// # Errors
+/// A sentence, for a rule that matches nothing here; it lists what there is.
+pub fn pair(topology: &Topology, rules: &Rules) -> Result<Pairing, String> {
+    pair_among(topology, &topology.nics, rules)
+}
+
+/// The rails for one location, of the devices that a transport can open.
+///
+/// `candidates` are names of RDMA devices or of network interfaces; what the topology doesn't know
+/// is taken to be equally near to everything.
+///
+/// # Errors
+/// A sentence: a rule matches nothing or leaves nothing, no candidate is usable, or there is no
+/// such GPU.
+pub fn pairing_for(
+    topology: &Topology,
+    location: Location,
+    candidates: &[String],
+    max: usize,
+    rules: &Rules,
+) -> Result<Vec<String>, String> {
+    let nics: Vec<Nic> = candidates.iter().map(|name| candidate(topology, name)).collect();
+    let pairing = pair_among(topology, &nics, &rules.limited_to(max))?;
+    let all = || pairing.hosts.iter().chain(&pairing.gpus);
+    let choice = match location {
+        Location::Host => home(topology, &pairing.hosts),
+        known => all().find(|c| c.location == known),
+    };
+    let choice = choice.ok_or_else(|| {
+        let there: Vec<String> = spots(topology).iter().map(Spot::shown).collect();
+        let missing = match location {
+            Location::Gpu(address) => format!("GPU at {address}"),
+            Location::Node(id) => format!("NUMA node {id} with CPUs"),
+            Location::Host => "NUMA node".to_owned(),
+        };
+        format!("there is no {missing} here, only {}", there.join(", "))
+    })?;
+    if choice.rails.is_empty() {
+        let reasons: Vec<String> =
+            pairing.left_out.iter().map(|l| format!("{}: {}", l.nic, l.reason)).collect();
+        return Err(match reasons.is_empty() {
+            true => format!("no device for {}: there are none", choice.name),
+            false => format!("no device for {}: {}", choice.name, reasons.join("; ")),
+        });
+    }
+    Ok(choice.rails.iter().map(|r| r.nic.clone()).collect())
+}
+
+/// A device that a transport named, as far as the topology knows it.
+fn candidate(topology: &Topology, name: &str) -> Nic {
+    if let Some(nic) = topology.nic(name) {
+        return nic.clone();
+    }
+    let interface = topology.interfaces.iter().find(|i| i.name == name);
+    Nic {
+        name: name.to_owned(),
+        place: interface.and_then(|i| i.place.clone()),
+        software: false,
+        numa: interface.and_then(|i| i.numa),
+        cpus: Vec::new(),
+        port: Port { number: 1, link: Link::Other, state: "ACTIVE".into(), gbps: 0.0 },
+        interfaces: Vec::new(),
+        parent: None,
+    }
+}
+
+/// The node that this process is confined to, or the one whose rails are nearest and most.
+fn home<'a>(topology: &Topology, hosts: &'a [Choice]) -> Option<&'a Choice> {
+    let allowed = cpus::allowed();
+    let on = |choice: &&Choice| {
+        let node = topology.nodes.iter().find(|n| choice.location == Location::Node(n.id));
+        node.is_some_and(|n| n.cpus.iter().any(|cpu| allowed.contains(cpu)))
+    };
+    let mut mine = hosts.iter().filter(on);
+    if let (Some(only), None) = (mine.next(), mine.next()) {
+        return Some(only);
+    }
+    hosts.iter().min_by_key(|choice| {
+        let nearest = choice.rails.iter().map(|r| r.distance.rank()).min();
+        (nearest.is_none(), nearest, usize::MAX - choice.rails.len())
+    })
+}
+
+/// Something that needs rails.
+pub(super) struct Spot<'a> {
+    location: Location,
+    name: String,
+    place: Option<&'a Place>,
+    numa: Option<u32>,
+}
+
+impl Spot<'_> {
+    /// Whether the left side of a rule means this one.
+    pub fn is_named_by(&self, target: &str) -> bool {
+        let matches = |name: &str| super::glob::matches(target, name);
+        let kind = match self.location {
+            Location::Gpu(address) => {
+                target.parse() == Ok(address) || matches(&address.to_string())
+            }
+            _ => target == "host",
+        };
+        kind || matches(&self.name)
+    }
+
+    pub fn shown(&self) -> String {
+        match self.location {
+            Location::Gpu(address) => format!("{} ({address})", self.name),
+            _ => self.name.clone(),
+        }
+    }
+
+    fn to(&self, topology: &Topology, nic: &Nic) -> Distance {
+        topology.distance((self.place, self.numa), (nic.place.as_ref(), nic.numa))
+    }
+}
+
+impl Topology {
+    pub fn gpu_to_nic(&self, gpu: &Gpu, nic: &Nic) -> Distance {
+        self.distance((Some(&gpu.place), gpu.numa), (nic.place.as_ref(), nic.numa))
+    }
+}
+
+fn spots(topology: &Topology) -> Vec<Spot<'_>> {
+    let gpus = topology.gpus.iter().map(|g| Spot {
+        location: Location::Gpu(g.place.address),
+        name: g.name.clone(),
+        place: Some(&g.place),
+        numa: g.numa,
+    });
+    // A node without CPUs is some GPU's memory; nothing runs there.
+    let bare = topology.nodes.iter().all(|n| n.cpus.is_empty());
+    let nodes = topology.nodes.iter().filter(|n| bare || !n.cpus.is_empty()).map(|n| Spot {
+        location: Location::Node(n.id),
+        name: format!("host{}", n.id),
+        place: None,
+        numa: Some(n.id),
+    });
+    gpus.chain(nodes).collect()
+}
+
+fn pair_among(topology: &Topology, nics: &[Nic], rules: &Rules) -> Result<Pairing, String> {
+    let spots = spots(topology);
+    let mut names: Vec<String> = topology.nics.iter().map(|n| n.name.clone()).collect();
+    names.extend(nics.iter().filter(|n| topology.nic(&n.name).is_none()).map(|n| n.name.clone()));
+    rules.check(&spots, &names)?;
+    let (usable, mut left_out) = usable(topology, nics, rules);
+    let mut uses = vec![0; usable.len()];
+    let mut choices: Vec<Option<Choice>> = Vec::new();
+    for spot in &spots {
+        let ruled = rules.for_spot(spot).map(|rule| by_rule(topology, spot, rule, nics, rules));
+        let ruled = ruled.transpose()?;
+        for rail in ruled.iter().filter(|_| spot.place.is_some()).flat_map(|c| &c.rails) {
+            usable.iter().zip(&mut uses).for_each(|(n, u)| *u += usize::from(n.name == rail.nic));
+        }
+        choices.push(ruled);
+    }
+    let open = |i: &usize| choices[*i].is_none() && spots[*i].place.is_some();
+    let open: Vec<usize> = (0..spots.len()).filter(open).collect();
+    let wants: Vec<Want> = open.iter().map(|i| want(topology, &spots[*i], &usable)).collect();
+    let shares = share(&wants, &mut uses, rules.max_rails);
+    for ((i, want), share) in open.iter().zip(&wants).zip(&shares) {
+        let reason = shared_reason(want, share);
+        choices[*i] = Some(choice(topology, &spots[*i], &usable, &share.rails, reason));
+    }
+    for (spot, open) in spots.iter().zip(&mut choices).filter(|(_, c)| c.is_none()) {
+        let want = want(topology, spot, &usable);
+        let rails = spread(&want.nearest, rules.max_rails);
+        let reason = found_reason(rails.len(), want.nearest.len(), want.distance);
+        *open = Some(choice(topology, spot, &usable, &rails, reason));
+    }
+    let choices: Vec<Choice> = choices.into_iter().flatten().collect();
+    let used = |nic: &str| choices.iter().any(|c| c.rails.iter().any(|r| r.nic == nic));
+    left_out.retain(|l| !used(&l.nic));
+    for nic in usable.iter().filter(|n| !used(&n.name)) {
+        let reason = format!(
+            "left over: it can't be shared evenly, or the GPUs and nodes near it have the {} rails \
+             that one may have",
+            rules.max_rails
+        );
+        left_out.push(LeftOut { nic: nic.name.clone(), reason });
+    }
+    let is_gpu = |c: &Choice| matches!(c.location, Location::Gpu(_));
+    let (gpus, hosts) = choices.into_iter().partition(is_gpu);
+    Ok(Pairing { gpus, hosts, left_out })
+}
+
+fn by_rule(
+    topology: &Topology,
+    spot: &Spot<'_>,
+    rule: &Assignment,
+    nics: &[Nic],
+    rules: &Rules,
+) -> Result<Choice, String> {
+    let names: Vec<String> = nics.iter().map(|n| n.name.clone()).collect();
+    let named = rule.select(&names);
+    // Who names a device has it, whatever was excluded by a pattern.
+    let kept = named.into_iter().filter(|n| rule.names(n) || !rules.excludes(n));
+    let mut rails: Vec<Rail> = kept
+        .filter_map(|name| nics.iter().find(|n| n.name == name))
+        .map(|nic| Rail { nic: nic.name.clone(), distance: spot.to(topology, nic) })
+        .collect();
+    let mut reason = format!("the rule `{}`", rule.text);
+    if rails.is_empty() {
+        return Err(format!(
+            "{reason} leaves no device for {}: what it names is excluded or can't be opened; there \
+             are {}",
+            spot.name,
+            names.join(", ")
+        ));
+    }
+    if rails.len() > rules.max_rails {
+        reason = format!("the nearest {} of {} by {reason}", rules.max_rails, rails.len());
+        rails.sort_by_key(|r| r.distance.rank());
+        rails.truncate(rules.max_rails);
+    }
+    Ok(Choice { location: spot.location, name: spot.name.clone(), rails, reason })
+}
+
+/// The usable NICs nearest to a spot.
+fn want(topology: &Topology, spot: &Spot<'_>, usable: &[&Nic]) -> Want {
+    let all: Vec<Distance> = usable.iter().map(|nic| spot.to(topology, nic)).collect();
+    let nearest = all.iter().copied().min_by_key(|d| d.rank());
+    let distance = nearest.unwrap_or_else(|| topology.distance((None, None), (None, None)));
+    let near = (0..all.len()).filter(|i| all[*i].rank() == distance.rank());
+    Want { nearest: near.collect(), distance }
+}
+
+fn choice(
+    topology: &Topology,
+    spot: &Spot<'_>,
+    usable: &[&Nic],
+    rails: &[usize],
+    reason: String,
+) -> Choice {
+    let rail =
+        |i: &usize| Rail { nic: usable[*i].name.clone(), distance: spot.to(topology, usable[*i]) };
+    let (location, name) = (spot.location, spot.name.clone());
+    Choice { location, name, rails: rails.iter().map(rail).collect(), reason }
+}
+
+fn shared_reason(want: &Want, share: &Share) -> String {
+    let reason = found_reason(share.rails.len(), share.of, want.distance);
+    match share.gpus {
+        0 | 1 => reason,
+        n if n <= share.of => format!("{reason}, shared out evenly to {n} GPUs"),
+        n => format!("{reason}, which {n} GPUs share"),
+    }
+}
+
+fn found_reason(taken: usize, of: usize, distance: Distance) -> String {
+    let place = distance.tier.words();
+    match (taken, of) {
+        (0, _) => "no usable RDMA device".to_owned(),
+        (1, 1) => format!("the only NIC {place}"),
+        (n, of) if n == of => format!("all {n} NICs {place}"),
+        (n, of) => format!("{n} of the {of} NICs {place}"),
+    }
+}

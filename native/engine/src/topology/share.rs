@@ -1,0 +1,56 @@
+//! How NICs are dealt out to GPUs that are equally near to them.
+
+use super::Distance;
+
+/// A GPU and the NICs nearest to it, by index, in order.
+pub(super) struct Want {
+    pub nearest: Vec<usize>,
+    pub distance: Distance,
+}
+
+#[derive(Clone, Default)]
+pub(super) struct Share {
+    pub rails: Vec<usize>,
+    /// How many wanted the same NICs.
+    pub gpus: usize,
+    /// How many NICs there were for them.
+    pub of: usize,
+}
+
+/// Every GPU gets as many as any other that wants the same NICs: collectives go at the pace of the
+/// slowest. Where NICs are fewer, neighbours share one: the order of PCI addresses follows the
+/// switches, also where a guest doesn't see them. Who is nearer to its NICs chooses first, and
+/// what `uses` says is taken is chosen last.
+pub(super) fn share(wants: &[Want], uses: &mut [usize], most: usize) -> Vec<Share> {
+    let mut shares = vec![Share::default(); wants.len()];
+    let mut order: Vec<usize> = (0..wants.len()).collect();
+    order.sort_by_key(|i| wants[*i].distance.rank());
+    let mut served = vec![false; wants.len()];
+    for first in order {
+        if served[first] || wants[first].nearest.is_empty() {
+            continue;
+        }
+        let (nearest, rank) = (&wants[first].nearest, wants[first].distance.rank());
+        let same = |i: &usize| wants[*i].nearest == *nearest && wants[*i].distance.rank() == rank;
+        let group: Vec<usize> = (0..wants.len()).filter(same).collect();
+        let least = nearest.iter().map(|nic| uses[*nic]).min().unwrap_or(0);
+        let pool: Vec<usize> = nearest.iter().copied().filter(|nic| uses[*nic] == least).collect();
+        for (k, gpu) in group.iter().enumerate() {
+            served[*gpu] = true;
+            let step = pool.len() / group.len();
+            let rails = match step {
+                0 => vec![pool[k * pool.len() / group.len()]],
+                _ => spread(&pool[k * step..][..step], most),
+            };
+            rails.iter().for_each(|nic| uses[*nic] += 1);
+            shares[*gpu] = Share { rails, gpus: group.len(), of: pool.len() };
+        }
+    }
+    shares
+}
+
+/// At most `most` of them, spread evenly: neighbours may hang from one switch.
+pub(super) fn spread(nics: &[usize], most: usize) -> Vec<usize> {
+    let n = nics.len().min(most);
+    (0..n).map(|i| nics[i * nics.len() / n]).collect()
+}

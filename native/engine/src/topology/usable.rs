@@ -1,0 +1,102 @@
+//! Which NICs come into question at all, and why not the others.
+
+use super::{Gpu, LeftOut, Link, Nic, Rules, Tier, Topology};
+
+/// The NICs that GPUs and nodes may be paired with, and the rest with reasons.
+///
+/// Each test looks at what the tests before it left.
+pub(super) fn usable<'a>(
+    topology: &Topology,
+    nics: &'a [Nic],
+    rules: &Rules,
+) -> (Vec<&'a Nic>, Vec<LeftOut>) {
+    let mut sieve = Sieve { kept: nics.iter().collect(), left_out: Vec::new() };
+    sieve.drop_if(|nic, _| rules.excludes(&nic.name).then(|| "a rule excludes it".to_owned()));
+    sieve.drop_if(|nic, _| (!nic.port.is_active()).then(|| port_down(nic)));
+    sieve.drop_if(virtual_function);
+    sieve.drop_if(software);
+    sieve.drop_if(other_fabric);
+    sieve.drop_if(slow);
+    sieve.drop_if(|nic, kept| far_from_gpus(topology, nic, kept));
+    (sieve.kept, sieve.left_out)
+}
+
+struct Sieve<'a> {
+    kept: Vec<&'a Nic>,
+    left_out: Vec<LeftOut>,
+}
+
+impl<'a> Sieve<'a> {
+    fn drop_if(&mut self, reason: impl Fn(&Nic, &[&'a Nic]) -> Option<String>) {
+        let mut kept = Vec::with_capacity(self.kept.len());
+        for nic in &self.kept {
+            match reason(nic, &self.kept) {
+                Some(reason) => self.left_out.push(LeftOut { nic: nic.name.clone(), reason }),
+                None => kept.push(*nic),
+            }
+        }
+        self.kept = kept;
+    }
+}
+
+fn port_down(nic: &Nic) -> String {
+    match nic.port.number {
+        0 => "it has no port".to_owned(),
+        port => format!("its port {port} is {}", nic.port.state),
+    }
+}
+
+/// With its physical function in use, a virtual one adds nothing: they share the port.
+fn virtual_function(nic: &Nic, kept: &[&Nic]) -> Option<String> {
+    let parent = nic.parent?;
+    let parent = kept.iter().find(|n| n.place.as_ref().is_some_and(|p| p.address == parent))?;
+    Some(format!("a virtual function of {}, which is here itself", parent.name))
+}
+
+fn software(nic: &Nic, kept: &[&Nic]) -> Option<String> {
+    let real = kept.iter().any(|n| !n.software);
+    (nic.software && real).then(|| "made by software, while there are real RDMA devices".to_owned())
+}
+
+/// Devices of different links can't reach each other, so one is chosen: the one that carries most.
+fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
+    let carries = |link: Link| -> f64 {
+        kept.iter().filter(|n| n.port.link == link).map(|n| n.port.gbps).sum()
+    };
+    let mut chosen = kept.first()?.port.link;
+    for other in kept.iter().map(|n| n.port.link) {
+        let (more, ours) = (carries(other), carries(chosen));
+        // InfiniBand stands first: a machine that has both has it for this.
+        if more > ours || (more == ours && other < chosen) {
+            chosen = other;
+        }
+    }
+    (nic.port.link != chosen).then(|| {
+        let devices = match kept.iter().filter(|n| n.port.link == chosen).count() {
+            1 => "1 device carries".to_owned(),
+            n => format!("{n} devices carry"),
+        };
+        let (ours, theirs) = (nic.port.link.words(), chosen.words());
+        format!("{ours}, while {devices} {} Gb/s over {theirs}", carries(chosen))
+    })
+}
+
+/// A rail that is much slower would hold up the writes that are cut over all rails.
+fn slow(nic: &Nic, kept: &[&Nic]) -> Option<String> {
+    let fastest = kept.iter().map(|n| n.port.gbps).fold(0.0, f64::max);
+    (nic.port.gbps * 2.0 < fastest)
+        .then(|| format!("{} Gb/s, less than half of the fastest ({fastest} Gb/s)", nic.port.gbps))
+}
+
+/// Where every GPU has NICs on its switch, one that is on nobody's serves storage or management,
+/// and may well be on another network.
+fn far_from_gpus(topology: &Topology, nic: &Nic, kept: &[&Nic]) -> Option<String> {
+    let close = |gpu: &Gpu, nic: &Nic| topology.gpu_to_nic(gpu, nic).tier == Tier::Switch;
+    let gpus = &topology.gpus;
+    let all_have = gpus.iter().all(|gpu| kept.iter().any(|n| close(gpu, n)));
+    let odd = !gpus.is_empty() && all_have && !gpus.iter().any(|gpu| close(gpu, nic));
+    odd.then(|| {
+        "on no GPU's switch, while every GPU has NICs on its own: taken for storage or management"
+            .to_owned()
+    })
+}

@@ -1,0 +1,99 @@
+//! The library itself: opened once for each process, at run time.
+
+use std::{ffi::CStr, sync::OnceLock};
+
+use fabric_sys::{
+    libfabric::{version, Libfabric},
+    Library,
+};
+
+use crate::domain::DomainError;
+
+/// Names another library than the system's.
+const PATH_VAR: &str = "FABRIC_RAY_LIBFABRIC";
+/// Older ones lack functions that are called here.
+const OLDEST: u32 = version(1, 14);
+/// The interface that is asked for. From 1.18 on `efa` uses the device's own RDMA for whoever asks
+/// for that version; nothing newer is needed.
+const NEWEST: u32 = version(1, 18);
+
+/// The opened library.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Api {
+    pub fns: Libfabric,
+    pub library: &'static str,
+    /// What the library is.
+    pub found: u32,
+    /// The interface to ask for.
+    pub api: u32,
+}
+
+/// The library, or why there is none.
+pub(super) fn get() -> Result<Api, DomainError> {
+    static API: OnceLock<Result<Api, String>> = OnceLock::new();
+    let api = API.get_or_init(|| {
+        let path = std::env::var(PATH_VAR).ok().filter(|p| !p.is_empty());
+        // Once for each process: the name must live as long as the library, which is for ever.
+        let path: Option<&'static str> = path.map(|p| &*p.leak());
+        open(path)
+    });
+    api.clone().map_err(DomainError::Unavailable)
+}
+
+fn open(path: Option<&'static str>) -> Result<Api, String> {
+    let library = match path {
+        Some(path) => Library::open(&[path]).map_err(|e| format!("{e} ({PATH_VAR})"))?,
+        None => Library::open(&["libfabric.so.1", "libfabric.so.2"]).map_err(|e| {
+            format!("{e}; install libfabric (libfabric1), or name it by {PATH_VAR}=/path/to/it")
+        })?,
+    };
+    let fns = Libfabric::load(&library).map_err(|e| e.to_string())?;
+    // SAFETY: it takes nothing and returns a number.
+    let found = unsafe { (fns.version)() };
+    if found < OLDEST {
+        return Err(format!(
+            "{} is version {}, older than {}: install a newer libfabric",
+            library.name(),
+            dotted(found),
+            dotted(OLDEST)
+        ));
+    }
+    Ok(Api { fns, library: library.name(), found, api: found.min(NEWEST) })
+}
+
+impl Api {
+    /// The library's words for one of its errors, negative or not.
+    pub fn strerror(&self, code: i64) -> String {
+        let code = code.unsigned_abs().min(i32::MAX as u64) as i32;
+        // SAFETY: it returns a string that lives as long as the library, or null.
+        unsafe {
+            let words = (self.fns.strerror)(code);
+            match words.is_null() {
+                true => format!("error {code}"),
+                false => CStr::from_ptr(words).to_string_lossy().into_owned(),
+            }
+        }
+    }
+
+    pub fn fail(&self, call: &str, code: i64) -> DomainError {
+        DomainError::Unavailable(format!("{call}: {}", self.strerror(code)))
+    }
+}
+
+pub(super) fn dotted(version: u32) -> String {
+    format!("{}.{}", version >> 16, version & 0xFFFF)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_missing_is_explained() {
+        let why = open(Some("/nowhere/libfabric.so.1")).unwrap_err();
+        assert!(why.contains("/nowhere/libfabric.so.1") && why.contains(PATH_VAR), "{why}");
+        // One that is something else.
+        let why = open(Some("libc.so.6")).unwrap_err();
+        assert!(why.contains("fi_version"), "{why}");
+    }
+}

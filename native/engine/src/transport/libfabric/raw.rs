@@ -1,0 +1,500 @@
+//! The library's objects as Rust values that close themselves, and the calls on them.
+//!
+//! An object keeps its parents by reference count, so it is always closed before them. One thread
+//! at a time calls (`FI_THREAD_DOMAIN`): the group's lock sees to it.
+
+use std::{
+    ffi::{c_int, c_void},
+    os::fd::RawFd,
+    ptr::{null, null_mut},
+    sync::Arc,
+};
+
+use fabric_sys::libfabric::{self as fi, flag, CqDataEntry, CqErrEntry, FiAddr};
+
+use super::{info::OwnedInfo, library::Api};
+use crate::domain::DomainError;
+
+/// The library's way of saying "not now".
+pub(super) const EAGAIN: i64 = -(libc::EAGAIN as i64);
+/// `FI_EAVAIL`: an error is to be read.
+const EAVAIL: i64 = -259;
+
+/// Any object: closed when dropped.
+struct Object {
+    fid: *mut fi::Fid,
+    _parents: Vec<Arc<Object>>,
+}
+
+// SAFETY: libfabric's objects are not bound to threads; calls are serialised by the group's lock.
+unsafe impl Send for Object {}
+// SAFETY: as above; nothing is called through a shared reference but under the lock.
+unsafe impl Sync for Object {}
+
+impl Drop for Object {
+    fn drop(&mut self) {
+        // SAFETY: the object was opened and is closed once, here, before its parents.
+        let code = unsafe { ((*(*self.fid).ops).close)(self.fid) };
+        if code != 0 {
+            tracing::warn!(code, "an object of libfabric could not be closed");
+        }
+    }
+}
+
+fn object(fid: *mut fi::Fid, parents: &[&Arc<Object>]) -> Arc<Object> {
+    Arc::new(Object { fid, _parents: parents.iter().map(|p| Arc::clone(p)).collect() })
+}
+
+/// A registration; ends when dropped.
+pub(super) struct Mr {
+    object: Arc<Object>,
+    pub key: u64,
+}
+
+impl Mr {
+    /// What local operations must show.
+    pub fn desc(&self) -> *mut c_void {
+        // SAFETY: a `fid_mr` begins with its `fid`, and lives as long as `object`.
+        unsafe { (*self.object.fid.cast::<fi::FidMr>()).desc }
+    }
+}
+
+/// One NIC, opened: its domain, endpoint, addresses and completions.
+pub(super) struct Nic {
+    api: Api,
+    // In the order in which they must go.
+    ep: Arc<Object>,
+    cq: Arc<Object>,
+    av: Arc<Object>,
+    domain: Arc<Object>,
+    fabric: Arc<Object>,
+    info: OwnedInfo,
+    /// Becomes readable when there is something to do; `None`: it must be polled.
+    pub wait_fd: Option<RawFd>,
+}
+
+/// An operation that failed, in numbers and in words.
+#[derive(Debug, Clone)]
+pub(super) struct Failure {
+    pub context: *mut c_void,
+    pub flags: u64,
+    pub words: String,
+}
+
+/// What the completion queue had.
+pub(super) enum Polled {
+    Entries(usize),
+    Failed(Failure),
+    Nothing,
+}
+
+/// Where bytes lie here, and where at the peer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Span {
+    pub local: usize,
+    pub desc: *mut c_void,
+    pub len: u64,
+    pub remote: u64,
+    pub key: u64,
+}
+
+/// Opens an object by a call that fills in a pointer to it.
+fn opened<T>(
+    api: &Api,
+    call: &str,
+    open: impl FnOnce(*mut *mut T) -> c_int,
+) -> Result<*mut T, DomainError> {
+    let mut out = null_mut();
+    match open(&mut out) {
+        0 => Ok(out),
+        code => Err(api.fail(call, code.into())),
+    }
+}
+
+impl Nic {
+    pub fn open(api: Api, info: OwnedInfo, cq_entries: usize) -> Result<Self, DomainError> {
+        let raw = info.raw();
+        // SAFETY: `info` is one of the library's own; each object is opened from one that is open,
+        // and bound before the endpoint is enabled, as fi_endpoint(3) asks.
+        unsafe {
+            let fabric = opened(&api, "fi_fabric", |out| {
+                (api.fns.fabric)((*raw).fabric_attr, out, null_mut())
+            })?;
+            let fabric_object = object(fabric.cast(), &[]);
+            let domain = opened(&api, "fi_domain", |out| {
+                ((*(*fabric).ops).domain)(fabric, raw, out, null_mut())
+            })?;
+            let domain_object = object(domain.cast(), &[&fabric_object]);
+            let mut attr: fi::AvAttr = std::mem::zeroed();
+            attr.kind = fi::AV_TABLE;
+            let av = opened(&api, "fi_av_open", |out| {
+                ((*(*domain).ops).av_open)(domain, &mut attr, out, null_mut())
+            })?;
+            let av_object = object(av.cast(), &[&domain_object]);
+            let (cq, waits) = open_cq(&api, domain, cq_entries)?;
+            let cq_object = object(cq.cast(), &[&domain_object]);
+            let ep = opened(&api, "fi_endpoint", |out| {
+                ((*(*domain).ops).endpoint)(domain, raw, out, null_mut())
+            })?;
+            let ep_object = object(ep.cast(), &[&domain_object, &av_object, &cq_object]);
+            let ops = (*ep_object.fid).ops;
+            let check = |call, code: c_int| match code {
+                0 => Ok(()),
+                code => Err(api.fail(call, code.into())),
+            };
+            check("fi_ep_bind", ((*ops).bind)(ep_object.fid, av_object.fid, 0))?;
+            let both = flag::SEND | flag::RECV;
+            check("fi_ep_bind", ((*ops).bind)(ep_object.fid, cq_object.fid, both))?;
+            check("fi_enable", ((*ops).control)(ep_object.fid, fi::ENABLE, null_mut()))?;
+            let wait_fd = waits.then(|| wait_fd(cq_object.fid)).flatten();
+            Ok(Self {
+                api,
+                ep: ep_object,
+                cq: cq_object,
+                av: av_object,
+                domain: domain_object,
+                fabric: fabric_object,
+                info,
+                wait_fd,
+            })
+        }
+    }
+
+    fn ep(&self) -> *mut fi::FidEp {
+        self.ep.fid.cast()
+    }
+
+    /// The address under which others reach this endpoint.
+    pub fn name(&self) -> Result<Vec<u8>, DomainError> {
+        let mut name = vec![0u8; 512];
+        let mut len = name.len();
+        // SAFETY: the endpoint is enabled; `len` is the room at `name`.
+        let code = unsafe {
+            let cm = (*self.ep()).cm;
+            ((*cm).getname)(self.ep.fid, name.as_mut_ptr().cast(), &mut len)
+        };
+        if code != 0 || len > name.len() {
+            return Err(self.api.fail("fi_getname", code.into()));
+        }
+        name.truncate(len);
+        Ok(name)
+    }
+
+    /// Makes a peer's address known. What it says has been bounded, not believed: the library takes
+    /// it for an address of its own format.
+    pub fn insert(&self, address: &[u8]) -> Result<FiAddr, DomainError> {
+        let mut addr = fi::ADDR_UNSPEC;
+        let av = self.av.fid.cast::<fi::FidAv>();
+        // Providers read as many bytes as the format has: give them zeros behind.
+        let mut padded = address.to_vec();
+        padded.resize(address.len() + 256, 0);
+        // SAFETY: one address is read from `padded`, one number is written to `addr`.
+        let n = unsafe {
+            ((*(*av).ops).insert)(av, padded.as_ptr().cast(), 1, &mut addr, 0, null_mut())
+        };
+        match n {
+            1 if addr != fi::ADDR_UNSPEC => Ok(addr),
+            n => {
+                let why = if n < 0 { self.api.strerror(n.into()) } else { "not accepted".into() };
+                Err(DomainError::LinkDown(format!("the peer's address can't be used: {why}")))
+            }
+        }
+    }
+
+    pub fn remove(&self, addr: FiAddr) {
+        let mut addr = addr;
+        let av = self.av.fid.cast::<fi::FidAv>();
+        // SAFETY: the address was inserted and no operation of ours uses it any more.
+        let code = unsafe { ((*(*av).ops).remove)(av, &mut addr, 1, 0) };
+        if code != 0 {
+            tracing::debug!(code, "an address was not removed");
+        }
+    }
+
+    /// Registers memory for local and remote access.
+    ///
+    /// # Safety
+    /// The bytes must stay mapped until the registration is dropped.
+    pub unsafe fn register(&self, base: usize, len: u64, key: u64) -> Result<Mr, DomainError> {
+        let iov = libc::iovec { iov_base: base as *mut c_void, iov_len: len as usize };
+        // SAFETY: zeros are valid for plain numbers and null pointers.
+        let mut attr: fi::MrAttr = unsafe { std::mem::zeroed() };
+        attr.mr_iov = &iov;
+        attr.iov_count = 1;
+        attr.access = flag::SEND
+            | flag::RECV
+            | flag::READ
+            | flag::WRITE
+            | flag::REMOTE_READ
+            | flag::REMOTE_WRITE;
+        attr.requested_key = key;
+        attr.iface = fi::HMEM_SYSTEM;
+        let domain = self.domain.fid.cast::<fi::FidDomain>();
+        // SAFETY: the attributes live until the call returns; the caller vouches for the bytes. With
+        // FI_MR_ENDPOINT the registration is bound and enabled before its key is read.
+        unsafe {
+            let mr = opened(&self.api, "fi_mr_regattr", |out| {
+                ((*(*domain).mr).regattr)(self.domain.fid, &attr, 0, out)
+            })?;
+            let per_endpoint = self.info.offer.mr_mode & fi::mr_mode::ENDPOINT != 0;
+            let parent = if per_endpoint { &self.ep } else { &self.domain };
+            let object = object(mr.cast(), &[parent]);
+            if per_endpoint {
+                let ops = (*object.fid).ops;
+                let code = ((*ops).bind)(object.fid, self.ep.fid, 0);
+                let code =
+                    if code == 0 { ((*ops).control)(object.fid, fi::ENABLE, null_mut()) } else { code };
+                if code != 0 {
+                    return Err(self.api.fail("fi_mr_enable", code.into()));
+                }
+            }
+            Ok(Mr { key: (*mr).key, object })
+        }
+    }
+
+    /// Posts a write; with an immediate if there is one. False: not now.
+    ///
+    /// # Safety
+    /// The local bytes, their registration and `context` must stay until the completion.
+    pub unsafe fn write(
+        &self,
+        to: FiAddr,
+        span: &Span,
+        imm: Option<u32>,
+        context: *mut c_void,
+    ) -> Result<bool, DomainError> {
+        let mut flags = flag::COMPLETION | flag::DELIVERY_COMPLETE;
+        if imm.is_some() {
+            flags |= flag::REMOTE_CQ_DATA;
+        }
+        // SAFETY: as the caller states.
+        unsafe { self.rma(to, span, imm.unwrap_or(0), context, flags, true) }
+    }
+
+    /// Posts a read. False: not now.
+    ///
+    /// # Safety
+    /// As for [`Nic::write`].
+    pub unsafe fn read(
+        &self,
+        from: FiAddr,
+        span: &Span,
+        context: *mut c_void,
+    ) -> Result<bool, DomainError> {
+        // Without this flag the shm provider copies by itself and never looks at the key.
+        let flags = flag::COMPLETION | flag::DELIVERY_COMPLETE;
+        // SAFETY: as the caller states.
+        unsafe { self.rma(from, span, 0, context, flags, false) }
+    }
+
+    unsafe fn rma(
+        &self,
+        addr: FiAddr,
+        span: &Span,
+        data: u32,
+        context: *mut c_void,
+        flags: u64,
+        write: bool,
+    ) -> Result<bool, DomainError> {
+        let iov =
+            libc::iovec { iov_base: span.local as *mut c_void, iov_len: span.len as usize };
+        let remote = fi::RmaIov { addr: span.remote, len: span.len as usize, key: span.key };
+        let mut desc = span.desc;
+        let msg = fi::MsgRma {
+            iov: &iov,
+            desc: &mut desc,
+            iov_count: 1,
+            addr,
+            rma_iov: &remote,
+            rma_iov_count: 1,
+            context,
+            data: data.into(),
+        };
+        // SAFETY: the message is read during the call; the rest is the caller's word.
+        let code = unsafe {
+            let ops = (*self.ep()).rma;
+            match write {
+                true => ((*ops).writemsg)(self.ep(), &msg, flags),
+                false => ((*ops).readmsg)(self.ep(), &msg, flags),
+            }
+        };
+        self.posted(if write { "fi_writemsg" } else { "fi_readmsg" }, code as i64)
+    }
+
+    /// Posts a send. False: not now.
+    ///
+    /// # Safety
+    /// The bytes, their registration and `context` must stay until the completion.
+    pub unsafe fn send(
+        &self,
+        to: FiAddr,
+        bytes: usize,
+        len: usize,
+        desc: *mut c_void,
+        context: *mut c_void,
+    ) -> Result<bool, DomainError> {
+        let iov = libc::iovec { iov_base: bytes as *mut c_void, iov_len: len };
+        let mut desc = desc;
+        let msg = fi::Msg { iov: &iov, desc: &mut desc, iov_count: 1, addr: to, context, data: 0 };
+        // SAFETY: as for `rma`.
+        let code =
+            unsafe { ((*(*self.ep()).msg).sendmsg)(self.ep(), &msg, flag::COMPLETION) };
+        self.posted("fi_sendmsg", code as i64)
+    }
+
+    /// Posts a receive slot. False: not now.
+    ///
+    /// # Safety
+    /// As for [`Nic::send`]; nobody may touch the bytes until then.
+    pub unsafe fn receive(
+        &self,
+        bytes: usize,
+        len: usize,
+        desc: *mut c_void,
+        context: *mut c_void,
+    ) -> Result<bool, DomainError> {
+        let iov = libc::iovec { iov_base: bytes as *mut c_void, iov_len: len };
+        let mut desc = desc;
+        let addr = fi::ADDR_UNSPEC;
+        let msg = fi::Msg { iov: &iov, desc: &mut desc, iov_count: 1, addr, context, data: 0 };
+        // SAFETY: as for `rma`.
+        let code =
+            unsafe { ((*(*self.ep()).msg).recvmsg)(self.ep(), &msg, flag::COMPLETION) };
+        self.posted("fi_recvmsg", code as i64)
+    }
+
+    fn posted(&self, call: &str, code: i64) -> Result<bool, DomainError> {
+        match code {
+            0 => Ok(true),
+            EAGAIN => Ok(false),
+            code => Err(self.api.fail(call, code)),
+        }
+    }
+
+    /// Reads completions, which is also what moves many providers on.
+    pub fn poll(&self, into: &mut [CqDataEntry]) -> Result<Polled, DomainError> {
+        let cq = self.cq.fid.cast::<fi::FidCq>();
+        // SAFETY: there is room for as many entries as are asked for.
+        let n = unsafe { ((*(*cq).ops).read)(cq, into.as_mut_ptr().cast(), into.len()) } as i64;
+        match n {
+            EAGAIN | 0 => Ok(Polled::Nothing),
+            EAVAIL => self.failure(),
+            n if n < 0 => Err(self.api.fail("fi_cq_read", n)),
+            n => Ok(Polled::Entries(n as usize)),
+        }
+    }
+
+    fn failure(&self) -> Result<Polled, DomainError> {
+        let cq = self.cq.fid.cast::<fi::FidCq>();
+        // SAFETY: zeros are valid; the library writes one entry, for which there is room even in
+        // versions whose entry is longer. Provider data is read before the next call.
+        unsafe {
+            let mut e: CqErrEntry = std::mem::zeroed();
+            let n = ((*(*cq).ops).readerr)(cq, &mut e, 0) as i64;
+            if n == EAGAIN {
+                return Ok(Polled::Nothing);
+            }
+            if n < 0 {
+                return Err(self.api.fail("fi_cq_readerr", n));
+            }
+            let mut words = self.api.strerror(e.err.into());
+            let mut text = [0; 128];
+            let more = ((*(*cq).ops).strerror)(
+                cq,
+                e.prov_errno,
+                e.err_data,
+                text.as_mut_ptr(),
+                text.len(),
+            );
+            if !more.is_null() && e.prov_errno != 0 {
+                let more = std::ffi::CStr::from_ptr(more).to_string_lossy();
+                words = format!("{words} (provider: {more}, code {})", e.prov_errno);
+            }
+            Ok(Polled::Failed(Failure { context: e.op_context, flags: e.flags, words }))
+        }
+    }
+
+    /// Whether a thread may sleep on `wait_fd` now.
+    pub fn may_sleep(&self) -> bool {
+        let fabric = self.fabric.fid.cast::<fi::FidFabric>();
+        let mut fids = [self.cq.fid];
+        // SAFETY: one object is named, which belongs to this fabric.
+        unsafe { ((*(*fabric).ops).trywait)(fabric, fids.as_mut_ptr(), 1) == 0 }
+    }
+}
+
+/// A queue that can be slept on if the provider has such; else one that is polled.
+unsafe fn open_cq(
+    api: &Api,
+    domain: *mut fi::FidDomain,
+    entries: usize,
+) -> Result<(*mut fi::FidCq, bool), DomainError> {
+    let open = |size, wait_obj| {
+        // SAFETY: zeros are valid for plain numbers and null pointers; the domain is open.
+        unsafe {
+            let mut attr: fi::CqAttr = std::mem::zeroed();
+            attr.size = size;
+            attr.format = fi::CQ_FORMAT_DATA;
+            attr.wait_obj = wait_obj;
+            opened(api, "fi_cq_open", |out| {
+                ((*(*domain).ops).cq_open)(domain, &mut attr, out, null_mut())
+            })
+        }
+    };
+    if let Ok(cq) = open(entries, fi::WAIT_FD) {
+        return Ok((cq, true));
+    }
+    // The size is a wish: a provider that can't have so many entries has its own default.
+    let cq = open(entries, fi::WAIT_NONE).or_else(|_| open(0, fi::WAIT_NONE))?;
+    Ok((cq, false))
+}
+
+/// The descriptor behind a completion queue.
+unsafe fn wait_fd(cq: *mut fi::Fid) -> Option<RawFd> {
+    let mut fd: c_int = -1;
+    // SAFETY: for queues opened with FI_WAIT_FD the answer is one descriptor.
+    let code = unsafe { ((*(*cq).ops).control)(cq, fi::GETWAIT, (&raw mut fd).cast()) };
+    (code == 0 && fd >= 0).then_some(fd)
+}
+
+/// Scratch space for operations, one for each that may be under way; its place is its name.
+pub(super) struct Contexts(Box<[std::cell::UnsafeCell<fi::Context2>]>);
+
+// SAFETY: the library alone writes to the cells; here only their addresses are used.
+unsafe impl Send for Contexts {}
+
+impl Contexts {
+    pub fn new(n: usize) -> Self {
+        let blank = || fi::Context2 { internal: [null::<c_void>().cast_mut(); 8] };
+        Self((0..n).map(|_| std::cell::UnsafeCell::new(blank())).collect())
+    }
+
+    pub fn at(&self, i: u32) -> *mut c_void {
+        self.0[i as usize].get().cast()
+    }
+
+    /// Whose address that is.
+    pub fn index(&self, context: *mut c_void) -> Option<u32> {
+        let offset = (context as usize).checked_sub(self.0.as_ptr() as usize)?;
+        let size = size_of::<fi::Context2>();
+        let i = offset / size;
+        (offset.is_multiple_of(size) && i < self.0.len()).then_some(i as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contexts_are_told_apart_from_other_addresses() {
+        let contexts = Contexts::new(3);
+        for i in 0..3 {
+            assert_eq!(contexts.index(contexts.at(i)), Some(i));
+        }
+        let end = contexts.at(2) as usize + size_of::<fi::Context2>();
+        assert_eq!(contexts.index(null_mut()), None);
+        assert_eq!(contexts.index(end as *mut c_void), None);
+        assert_eq!(contexts.index((end - 1) as *mut c_void), None);
+    }
+}

@@ -1,0 +1,83 @@
+//! Memory for frames: equal slots, registered with the NIC where it asks for that.
+
+use std::{alloc, ffi::c_void, ptr::null_mut};
+
+use super::raw::{Mr, Nic};
+use crate::domain::DomainError;
+
+/// Bytes of a slot: fits one packet of every NIC.
+pub(super) const SLOT: usize = 4096;
+
+/// Slots of [`SLOT`] bytes each.
+pub(super) struct Slots {
+    base: *mut u8,
+    n: usize,
+    mr: Option<Mr>,
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for Slots {}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        self.mr = None;
+        // SAFETY: allocated with this layout in `new`.
+        unsafe { alloc::dealloc(self.base, Self::layout(self.n)) };
+    }
+}
+
+impl Slots {
+    fn layout(n: usize) -> alloc::Layout {
+        // A page's alignment is a power of two, and the size is bounded by the queue's.
+        alloc::Layout::from_size_align(n.max(1) * SLOT, 4096)
+            .unwrap_or_else(|_| unreachable!("slots of a bounded queue"))
+    }
+
+    pub fn new(nic: &Nic, n: usize, key: u64) -> Result<Self, DomainError> {
+        let layout = Self::layout(n);
+        // SAFETY: the layout is not empty.
+        let base = unsafe { alloc::alloc_zeroed(layout) };
+        if base.is_null() {
+            alloc::handle_alloc_error(layout);
+        }
+        let mut slots = Self { base, n, mr: None };
+        // SAFETY: the memory lives as long as `slots`, which drops the registration first.
+        slots.mr = Some(unsafe { nic.register(base as usize, (n * SLOT) as u64, key) }?);
+        Ok(slots)
+    }
+
+    pub fn len(&self) -> usize {
+        self.n
+    }
+
+    pub fn addr(&self, i: usize) -> usize {
+        debug_assert!(i < self.n);
+        self.base as usize + i * SLOT
+    }
+
+    pub fn desc(&self) -> *mut c_void {
+        self.mr.as_ref().map_or(null_mut(), Mr::desc)
+    }
+
+    pub fn key(&self) -> u64 {
+        self.mr.as_ref().map_or(0, |mr| mr.key)
+    }
+
+    /// Ends the registration; the memory stays.
+    pub fn unregister(&mut self) {
+        self.mr = None;
+    }
+
+    /// The first `len` bytes of a slot that is not posted.
+    pub fn bytes(&self, i: usize, len: usize) -> &[u8] {
+        // SAFETY: inside the allocation, initialised; the caller holds a slot that the NIC has
+        // given back, so nobody writes to it.
+        unsafe { std::slice::from_raw_parts(self.addr(i) as *const u8, len.min(SLOT)) }
+    }
+
+    /// A slot that is not posted, to be filled.
+    pub fn fill(&mut self, i: usize) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed for as long.
+        unsafe { std::slice::from_raw_parts_mut(self.addr(i) as *mut u8, SLOT) }
+    }
+}

@@ -1,0 +1,224 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const PLACES: Places = Places { slot_bytes: 300, slots: 4, imms: 8 };
+
+struct Room {
+    limit: usize,
+    open: bool,
+}
+
+impl MessageRoom for Room {
+    fn admit(&self, len: usize) -> Admit {
+        match (len > self.limit, self.open) {
+            (true, _) => Admit::TooLong { limit: self.limit },
+            (_, true) => Admit::Take,
+            _ => Admit::Wait,
+        }
+    }
+}
+
+const OPEN: Room = Room { limit: 10_000, open: true };
+
+/// Two ends, and the frames between them.
+struct Pair {
+    ends: [Mail; 2],
+    wires: [Vec<Vec<u8>>; 2],
+    got: [Vec<Box<[u8]>>; 2],
+    done: [Vec<(u32, bool)>; 2],
+}
+
+impl Pair {
+    fn new() -> Self {
+        let end = || Mail::new(PLACES, PLACES, 0);
+        let (wires, got, done) = Default::default();
+        Self { ends: [end(), end()], wires, got, done }
+    }
+
+    fn send(&mut self, from: usize, slot: u32, message: &[u8]) -> bool {
+        self.ends[from].submit(Token { slot, ..Token::default() }, &Arc::from(message))
+    }
+
+    fn flush(&mut self, from: usize) {
+        let mut slot = [0; 300];
+        while let Some(n) = self.ends[from].next_frame(&mut slot) {
+            self.wires[from].push(slot[..n].to_vec());
+            // The receiver is never not ready.
+            let under_way = self.wires[from].len() as u32;
+            assert!(under_way <= PLACES.slots + SPARE);
+        }
+    }
+
+    fn arrive(&mut self, from: usize, which: usize, room: &Room) {
+        let to = 1 - from;
+        let frame = self.wires[from].remove(which);
+        assert_eq!(self.ends[to].hear(&frame), Ok(Heard::Nothing));
+        self.ends[to].slot_freed();
+        self.collect(to, room);
+    }
+
+    fn collect(&mut self, at: usize, room: &Room) {
+        while let Some(m) = self.ends[at].take_message(room) {
+            self.got[at].push(m);
+        }
+        let done = self.ends[at].finished().map(|(t, r)| (t.slot, r.is_ok()));
+        self.done[at].extend(done);
+    }
+
+    fn settle(&mut self, room: &Room) {
+        for _ in 0..10_000 {
+            (0..2).for_each(|i| self.flush(i));
+            match self.wires.iter().position(|w| !w.is_empty()) {
+                Some(from) => self.arrive(from, 0, room),
+                None => return,
+            }
+        }
+        panic!("frames chase each other");
+    }
+}
+
+#[test]
+fn messages_of_any_length_arrive_whole_and_in_order() {
+    let mut p = Pair::new();
+    let lengths = [0, 1, 271, 272, 273, 9_999, 3, 5_000];
+    let messages: Vec<Vec<u8>> = lengths.iter().map(|n| vec![*n as u8; *n]).collect();
+    for (i, m) in messages.iter().enumerate() {
+        assert!(p.send(0, i as u32, m));
+    }
+    p.settle(&OPEN);
+    assert!(p.got[1].iter().map(|m| m.to_vec()).eq(messages));
+    assert_eq!(p.done[0], (0..8).map(|i| (i, true)).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_message_waits_for_room_and_one_too_long_is_refused() {
+    let mut p = Pair::new();
+    for (i, n) in [10, 200, 20].into_iter().enumerate() {
+        assert!(p.send(0, i as u32, &vec![7; n]));
+    }
+    let mut room = Room { limit: 100, open: false };
+    p.settle(&room);
+    assert!(p.got[1].is_empty() && p.done[0].is_empty() && p.ends[1].holds_messages());
+    room.open = true;
+    p.collect(1, &room);
+    p.settle(&room);
+    assert_eq!(p.done[0], [(0, true), (1, false), (2, true)]);
+    assert_eq!(p.got[1].iter().map(|m| m.len()).collect::<Vec<_>>(), [10, 20]);
+}
+
+#[test]
+fn the_window_bounds_what_is_on_its_way() {
+    let mut p = Pair::new();
+    let shut = Room { limit: 100, open: false };
+    assert!((0..WINDOW).all(|i| p.send(0, i as u32, b"x")));
+    assert!(!p.send(0, 99, b"x"));
+    p.settle(&shut);
+    assert!(!p.send(0, 99, b"x"));
+    p.settle(&OPEN);
+    p.collect(1, &OPEN);
+    p.settle(&OPEN);
+    assert!(p.send(0, 99, b"x"));
+}
+
+#[test]
+fn immediates_come_back_as_credits() {
+    let mut p = Pair::new();
+    p.ends[0].imms_sent(8);
+    assert_eq!(p.ends[0].imm_room(), 0);
+    p.ends[1].imms_freed(1);
+    p.settle(&OPEN);
+    assert_eq!(p.ends[0].imm_room(), 0, "one alone is not worth a frame");
+    p.ends[1].imms_freed(1);
+    p.settle(&OPEN);
+    assert_eq!(p.ends[0].imm_room(), 2);
+    p.ends[1].imms_freed(1);
+    p.ends[1].beat();
+    p.settle(&OPEN);
+    assert_eq!(p.ends[0].imm_room(), 3, "a sign of life tells as well");
+}
+
+#[test]
+fn questions_answers_and_farewells_are_heard() {
+    let mut p = Pair::new();
+    let (key, mut slot) = (RegionKey { index: 3, rkey: 4 }, [0; 300]);
+    p.ends[0].ask(key, 5, 6);
+    let n = p.ends[0].next_frame(&mut slot).unwrap();
+    assert_eq!(p.ends[1].hear(&slot[..n]), Ok(Heard::Ask { key, offset: 5, len: 6 }));
+    for why in [DomainError::Stale("gone".into()), DomainError::Refused("outside".into())] {
+        p.ends[1].answer(&why);
+        let n = p.ends[1].next_frame(&mut slot).unwrap();
+        assert_eq!(p.ends[0].hear(&slot[..n]), Ok(Heard::Verdict(why)));
+    }
+    p.ends[1].bye(&"x".repeat(1000));
+    let n = p.ends[1].next_frame(&mut slot).unwrap();
+    assert!(matches!(p.ends[0].hear(&slot[..n]), Ok(Heard::Bye(why)) if why.len() > 200));
+}
+
+#[test]
+fn a_peer_that_breaks_the_rules_is_found_out() {
+    let hear = |header: Header, body: Body<'_>| {
+        let mut end = Mail::new(PLACES, PLACES, 0);
+        let mut slot = [0; 400];
+        let n = frame::encode(&header, &body, &mut slot);
+        end.hear(&slot[..n])
+    };
+    let plain = Header::default();
+    let part = |message, total, offset, bytes| Body::Fragment { message, total, offset, bytes };
+    let bad = [
+        hear(Header { heard: 1, ..plain }, Body::Alive),
+        hear(Header { counted: 1, ..plain }, Body::Alive),
+        hear(plain, Body::Taken(&taken_entry(0, None))),
+        hear(plain, part(WINDOW as u32, 1, 0, b"x")),
+        hear(plain, part(0, MAX_MESSAGE as u32 + 1, 0, &[0; 272])),
+        hear(plain, part(0, 3, 0, b"x")),
+        hear(plain, part(0, 500, 271, &[0; 229])),
+        hear(plain, part(0, 0, 272, b"")),
+        hear(plain, part(u32::MAX, 1, 0, b"x")),
+    ];
+    for b in bad {
+        assert!(matches!(b, Err(DomainError::LinkDown(_))), "{b:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_order_of_arrival_loses_a_message_or_a_credit(
+        lengths in proptest::collection::vec((0usize..2, 0usize..2000), 0..60),
+        picks in proptest::collection::vec(any::<(bool, u8)>(), 0..400),
+    ) {
+        let mut p = Pair::new();
+        let mut waiting: VecDeque<_> = lengths.iter().enumerate().collect();
+        let mut picks = picks.into_iter();
+        let mut sent: [Vec<Vec<u8>>; 2] = Default::default();
+        loop {
+            while let Some((i, (from, n))) = waiting.front() {
+                let message = vec![*i as u8; *n];
+                if !p.send(*from, *i as u32, &message) {
+                    break;
+                }
+                sent[*from].push(message);
+                waiting.pop_front();
+            }
+            (0..2).for_each(|i| p.flush(i));
+            let Some((side, pick)) = picks.next() else { break };
+            let from = usize::from(side);
+            if !p.wires[from].is_empty() {
+                let which = usize::from(pick) % p.wires[from].len();
+                p.arrive(from, which, &OPEN);
+            }
+        }
+        while let Some((i, (from, n))) = waiting.pop_front() {
+            let message = vec![i as u8; *n];
+            while !p.send(*from, i as u32, &message) {
+                p.settle(&OPEN);
+            }
+            sent[*from].push(message);
+        }
+        p.settle(&OPEN);
+        for from in 0..2 {
+            prop_assert!(p.got[1 - from].iter().map(|m| m.to_vec()).eq(sent[from].iter().cloned()));
+            prop_assert_eq!(p.done[from].len(), sent[from].len());
+        }
+    }
+}

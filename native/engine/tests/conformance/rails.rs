@@ -1,0 +1,222 @@
+//! Several NICs behind one engine: what is spread, what is pinned, what a lost rail does.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote},
+    transport::sim::{SimConfig, SimNet},
+    EngineError, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+};
+
+const SOON: Duration = Duration::from_secs(10);
+
+struct Pair {
+    net: SimNet,
+    a: Arc<TransferEngine>,
+    b: Arc<TransferEngine>,
+    src: Region,
+    dst: Region,
+    there: RemoteRegion,
+}
+
+fn pair(seed: u64, rails: (u8, u8)) -> Pair {
+    let config = SimConfig { seed, max_bytes: 1 << 20, max_pages: 32, ..Default::default() };
+    let mut net = SimNet::new(config);
+    let named = |name: &str| EngineConfig { name: name.into(), ..Default::default() };
+    let a = net.engine_with_rails(named("a"), rails.0).unwrap();
+    let b = net.engine_with_rails(named("b"), rails.1).unwrap();
+    let (src, dst) = (a.alloc(1 << 20).unwrap(), b.alloc(1 << 20).unwrap());
+    let bytes: Vec<u8> = (0..1u32 << 20).map(|i| (i % 251) as u8).collect();
+    src.put(0, &bytes).unwrap();
+    let there = a.import(&dst.descriptor()).unwrap();
+    a.connect(there.peer()).unwrap();
+    let mut pair = Pair { net, a, b, src, dst, there };
+    pair.rest();
+    pair
+}
+
+impl Pair {
+    /// Until nothing happens any more.
+    fn rest(&mut self) {
+        while self.net.step() {}
+    }
+
+    fn ms(&mut self, ms: u64) {
+        let limit = fabric_engine::Time(self.net.now().0 + ms * 1_000_000);
+        while self.net.step_until(limit) {}
+    }
+
+    fn wait(&mut self, handle: &Handle) -> Result<()> {
+        while handle.drive().is_none() && self.net.step() {}
+        handle.poll().expect("nothing happens any more, and it has not ended")
+    }
+
+    fn write(&self, len: u64, rail: Option<u8>) -> Handle {
+        let (src, dst) =
+            (Local { region: &self.src, offset: 0 }, Remote { region: &self.there, offset: 0 });
+        let op = Op::Write { src, dst, len, imm: None };
+        self.a.submit(&[op], Submit { rail, ..Default::default() }).unwrap()
+    }
+
+    /// What each rail of `a` was given while `f` ran.
+    fn carried(&mut self, rails: u8, f: impl FnOnce(&mut Self)) -> Vec<u64> {
+        let now = |p: &Self| (0..rails).map(|r| p.net.posted(p.a.id(), r)).collect::<Vec<_>>();
+        let before = now(self);
+        f(self);
+        now(self).iter().zip(before).map(|(a, b)| a - b).collect()
+    }
+}
+
+#[test]
+fn a_large_write_uses_every_rail_and_arrives_whole() {
+    for rails in [(2, 2), (4, 4), (4, 1), (3, 2)] {
+        let mut p = pair(1, rails);
+        let carried = p.carried(rails.0, |p| {
+            let done = p.write(1 << 20, None);
+            assert_eq!(p.wait(&done), Ok(()));
+        });
+        assert!(carried.iter().all(|n| *n > 0), "{rails:?}: {carried:?}");
+        assert!(p.src.get(0, 1 << 20) == p.dst.get(0, 1 << 20));
+    }
+}
+
+#[test]
+fn the_side_with_more_nics_uses_them_all() {
+    let mut p = pair(2, (1, 4));
+    p.carried(1, |p| {
+        let done = p.write(1 << 20, None);
+        assert_eq!(p.wait(&done), Ok(()));
+    });
+    // b writes back: its four NICs all have a link to the one of a.
+    let (mine, there) = (p.b.alloc(1 << 20).unwrap(), p.b.import(&p.src.descriptor()).unwrap());
+    let before: Vec<u64> = (0..4).map(|r| p.net.posted(p.b.id(), r)).collect();
+    let op = Op::Write {
+        src: Local { region: &mine, offset: 0 },
+        dst: Remote { region: &there, offset: 0 },
+        len: 1 << 20,
+        imm: None,
+    };
+    let done = p.b.submit(&[op], Submit::default()).unwrap();
+    assert_eq!(p.wait(&done), Ok(()));
+    for (rail, before) in before.into_iter().enumerate() {
+        assert!(p.net.posted(p.b.id(), rail as u8) > before, "rail {rail} carried nothing");
+    }
+}
+
+#[test]
+fn pages_rotate_and_count_once_each() {
+    let mut p = pair(3, (4, 4));
+    let counter = p.b.counter().unwrap();
+    let pages = Pages::new(PageIndices::range(0, 256).unwrap(), 4096, 0);
+    let arrived = counter.expect(256, &[], SOON).unwrap();
+    let carried = p.carried(4, |p| {
+        let op = Op::WritePages {
+            page_len: 4096,
+            src: &p.src,
+            src_pages: &pages,
+            dst: &p.there,
+            dst_pages: &pages,
+            imm: Some(counter.imm()),
+        };
+        let done = p.a.submit(&[op], Submit::default()).unwrap();
+        assert_eq!(p.wait(&arrived), Ok(()));
+        assert_eq!(p.wait(&done), Ok(()));
+    });
+    assert_eq!(carried, [2, 2, 2, 2]);
+    assert_eq!(counter.arrived(), 256);
+    assert!(p.src.get(0, 1 << 20) == p.dst.get(0, 1 << 20));
+}
+
+#[test]
+fn small_writes_take_turns() {
+    let mut p = pair(4, (4, 4));
+    let carried = p.carried(4, |p| {
+        let handles: Vec<_> = (0..8).map(|_| p.write(64, None)).collect();
+        handles.iter().for_each(|h| assert_eq!(p.wait(h), Ok(())));
+    });
+    assert_eq!(carried, [2, 2, 2, 2]);
+}
+
+#[test]
+fn a_pinned_transfer_keeps_to_its_rail() {
+    let mut p = pair(5, (4, 4));
+    let carried = p.carried(4, |p| {
+        let done = p.write(1 << 20, Some(2));
+        assert_eq!(p.wait(&done), Ok(()));
+    });
+    assert_eq!((carried[0], carried[1], carried[3]), (0, 0, 0));
+    assert!(carried[2] > 0);
+    let error = p.write(64, Some(4)).poll().unwrap().unwrap_err();
+    assert!(error.to_string().contains("pinned to rail 4, but sim has 4 here"), "{error}");
+}
+
+#[test]
+fn rs_1_a_lost_rail_fails_what_it_carried_and_the_others_go_on() {
+    for seed in 0..20 {
+        let mut p = pair(seed, (2, 2));
+        let waits = p.b.counter().unwrap();
+        let from_a = p.b.peer(p.a.address()).unwrap();
+        let waiting = waits.expect(1, &[from_a], SOON).unwrap();
+        let cut = p.write(1 << 20, None);
+        let (a, b) = (p.a.id(), p.b.id());
+        p.net.plug(if seed % 2 == 0 { a } else { b }, 1, false);
+        p.ms(1);
+        assert!(cut.poll().is_none(), "it is not known yet whether the peer is gone as well");
+        match p.wait(&cut) {
+            Err(EngineError::RailLost { cause, .. }) => {
+                assert!(cause.contains("sim1: its cable is out"), "{cause}")
+            }
+            other => panic!("seed {seed}: {other:?}"),
+        }
+        // Nobody is lost: who waits for the peer waits on, and what is sent now arrives.
+        assert!(waiting.poll().is_none());
+        let again = p.write(1 << 20, None);
+        assert_eq!(p.wait(&again), Ok(()));
+        assert!(p.src.get(0, 1 << 20) == p.dst.get(0, 1 << 20));
+        let pinned = p.write(64, Some(1)).poll().unwrap().unwrap_err();
+        assert!(pinned.to_string().contains("does not reach this peer now"), "{pinned}");
+    }
+}
+
+#[test]
+fn a_rail_that_returns_is_used_again() {
+    let mut p = pair(6, (2, 2));
+    let id = p.a.id();
+    p.net.plug(id, 1, false);
+    p.ms(500);
+    assert_eq!(p.carried(2, |p| assert_eq!(p.write(64, None).poll(), None))[1], 0);
+    p.net.plug(id, 1, true);
+    p.ms(10_000);
+    let carried = p.carried(2, |p| {
+        let done = p.write(1 << 20, None);
+        assert_eq!(p.wait(&done), Ok(()));
+    });
+    assert!(carried[1] > 0, "{carried:?}");
+}
+
+#[test]
+fn rs_4_with_the_last_rail_the_peer_is_lost() {
+    let mut p = pair(7, (2, 2));
+    let waits = p.b.counter().unwrap();
+    let from_a = p.b.peer(p.a.address()).unwrap();
+    let waiting = waits.expect(1, &[from_a], SOON).unwrap();
+    let id = p.a.id();
+    p.net.plug(id, 0, false);
+    p.ms(1);
+    assert!(waiting.poll().is_none());
+    p.net.plug(id, 1, false);
+    assert!(matches!(p.wait(&waiting), Err(EngineError::PeerLost { .. })));
+}
+
+#[test]
+fn rs_4_a_dead_peer_is_lost_however_its_rails_die() {
+    for seed in 0..20 {
+        let mut p = pair(seed, (2, 2));
+        let cut = p.write(1 << 20, None);
+        let id = p.b.id();
+        p.net.plug(id, 0, false);
+        p.ms(100);
+        p.net.plug(id, 1, false);
+        assert!(matches!(p.wait(&cut), Err(EngineError::PeerLost { .. })), "{cut:?}");
+    }
+}

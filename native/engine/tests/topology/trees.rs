@@ -1,0 +1,68 @@
+//! Unpacks recorded machines into folders that look like `/sys`.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use fabric_engine::topology::Topology;
+
+/// A recorded machine, by the name of its file.
+pub fn machine(name: &str) -> Topology {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/topology/trees").join(name);
+    let text = fs::read_to_string(file.with_file_name(format!("{name}.tree")));
+    tree(&text.unwrap_or_else(|e| panic!("{name}.tree: {e}")))
+}
+
+/// A machine described in the test itself.
+pub fn tree(text: &str) -> Topology {
+    let folder = Folder::new();
+    text.lines().for_each(|line| unpack(&folder.0, line));
+    Topology::read(&folder.0).expect("a tree of sysfs")
+}
+
+/// A folder that goes when it is dropped.
+pub struct Folder(pub PathBuf);
+
+impl Folder {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path =
+            std::env::temp_dir().join(format!("fabric-topology-{}-{serial}", std::process::id()));
+        fs::create_dir_all(&path).expect("a folder for the tree");
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn unpack(root: &Path, line: &str) {
+    if line.is_empty() || line.starts_with('#') {
+        return;
+    }
+    if let Some((link, target)) = line.split_once(" -> ") {
+        let link = root.join(link);
+        fs::create_dir_all(link.parent().expect("a path inside the tree")).expect("its folder");
+        symlink(target, link).expect("a link");
+        return;
+    }
+    let (folder, files) = line.split_once(" | ").unwrap_or_else(|| panic!("bad line: {line}"));
+    let folder = root.join(folder);
+    fs::create_dir_all(&folder).expect("a folder");
+    let mut rest = files.trim_start();
+    while let Some((name, value)) = rest.split_once('=') {
+        let (value, after) = match value.strip_prefix('"') {
+            Some(quoted) => quoted.split_once('"').expect("a closing quote"),
+            None => value.split_once(' ').unwrap_or((value, "")),
+        };
+        fs::write(folder.join(name), format!("{value}\n")).expect("a file");
+        rest = after.trim_start();
+    }
+}

@@ -1,0 +1,74 @@
+//! Opening a library and looking up what it exports.
+
+use std::fmt;
+
+/// Why a library, or a symbol in it, can't be used.
+#[derive(Debug, Clone)]
+pub struct OpenError {
+    /// The names that were tried, or the symbol.
+    pub what: String,
+    /// What the loader says.
+    pub why: String,
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} can't be used: {}", self.what, self.why)
+    }
+}
+
+impl std::error::Error for OpenError {}
+
+/// An opened library; it stays open for as long as the process lives, so that what was looked up
+/// in it stays valid.
+#[derive(Debug, Clone, Copy)]
+pub struct Library {
+    name: &'static str,
+    inner: &'static libloading::Library,
+}
+
+impl Library {
+    /// Opens the first of `names` (sonames or paths) that the loader finds.
+    pub fn open(names: &[&'static str]) -> Result<Self, OpenError> {
+        let mut why = String::from("no name to try");
+        for &name in names {
+            // SAFETY: these are system libraries whose initialisers have no preconditions.
+            match unsafe { libloading::Library::new(name) } {
+                Ok(library) => return Ok(Self { name, inner: Box::leak(Box::new(library)) }),
+                Err(error) => why = error.to_string(),
+            }
+        }
+        Err(OpenError { what: names.join(" or "), why })
+    }
+
+    /// The name under which it was found.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The symbol `symbol` as a `T`.
+    ///
+    /// # Safety
+    /// `T` must be the function pointer type (or pointer to the data type) that the library's
+    /// header declares for the symbol.
+    pub unsafe fn get<T: Copy>(&self, symbol: &str) -> Result<T, OpenError> {
+        // SAFETY: the caller states the type; the library is never closed.
+        match unsafe { self.inner.get::<T>(symbol.as_bytes()) } {
+            Ok(found) => Ok(*found),
+            Err(error) => Err(OpenError {
+                what: format!("{symbol} of {}", self.name),
+                why: error.to_string(),
+            }),
+        }
+    }
+
+    /// The symbol, or `None` where this version of the library lacks it.
+    ///
+    /// # Safety
+    /// As for [`Library::get`].
+    pub unsafe fn get_optional<T: Copy>(&self, symbol: &str) -> Option<T> {
+        // SAFETY: as the caller states.
+        unsafe { self.get(symbol) }.ok()
+    }
+}
