@@ -96,6 +96,9 @@ class Perftest:
         if row is None:
             raise ValueError(f"ib_write_bw printed no figure: {_last(output)}")
         megabytes, millions = (float(word) for word in row[1].split()[1:])
+        if not megabytes:
+            # It takes its clock from the CPU's cycles, and at times finds no frequency in a guest.
+            raise ValueError("ib_write_bw measured 0 MB/s, which can't be")
         # Its MB are MiB.
         return Figure(bytes_per_second=megabytes * MIB, messages_per_second=millions * 1e6)
 
@@ -106,17 +109,29 @@ def contenders() -> list[Contender]:
 
 
 class Row(msgspec.Struct, frozen=True):
+    """A case by one contender: a figure of each turn, or none where it was lost."""
+
     case: str
     contender: str
-    figures: list[Figure]
+    figures: list[Figure | None]
+
+    @property
+    def found(self) -> list[Figure]:
+        return [figure for figure in self.figures if figure is not None]
 
     @property
     def bytes_per_second(self) -> float:
-        return statistics.median(figure.bytes_per_second for figure in self.figures)
+        return statistics.median(figure.bytes_per_second for figure in self.found)
 
     @property
     def messages_per_second(self) -> float:
-        return statistics.median(figure.messages_per_second for figure in self.figures)
+        return statistics.median(figure.messages_per_second for figure in self.found)
+
+    def ratio(self, other: Row) -> float:
+        """How many times as fast as another: the median over the turns that both have."""
+        turns = zip(self.figures, other.figures, strict=True)
+        pairs = [(a.bytes_per_second, b.bytes_per_second) for a, b in turns if a and b]
+        return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
 def measure(
@@ -125,7 +140,7 @@ def measure(
     """All contenders on all cases, turn by turn, in one boot.
 
     Raises:
-        ValueError: if a contender failed, with the end of its output.
+        ValueError: if a contender failed, or printed no figure in half of its turns.
     """
     rivals = contenders() if rivals is None else rivals
     plan = [(case, rival, turn) for case in cases for turn in range(turns) for rival in rivals]
@@ -141,10 +156,19 @@ def measure(
             packages=sorted({package for rival in rivals for package in rival.packages}),
             timeout=_BOOT_SECONDS + _TURN_SECONDS * len(plan),
         )
-        figures: dict[tuple[str, str], list[Figure]] = {}
+        figures: dict[tuple[str, str], list[Figure | None]] = {}
+        lost: dict[tuple[str, str], ValueError] = {}
         for index, (case, rival, _) in enumerate(plan):
             output = _output(folder / str(index), rival, case, outcome)
-            figures.setdefault((case.key, rival.name), []).append(rival.figure(output, case))
+            at = (case.key, rival.name)
+            try:
+                figures.setdefault(at, []).append(rival.figure(output, case))
+            except ValueError as error:
+                figures[at].append(None)
+                lost[at] = error
+    for at, error in lost.items():
+        if 2 * figures[at].count(None) >= turns:
+            raise error
     return [Row(case, contender, found) for (case, contender), found in figures.items()]
 
 
@@ -170,17 +194,17 @@ def _last(output: str) -> str:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """A line for each case and contender, with its part of what the first one reached."""
-    table = Table("case", "contender", "MB/s", "messages/s", "of the first", title="soft-RoCE")
+    """A line for each case and contender, and how it compares with the case's first."""
+    table = Table("case", "contender", "MB/s", "messages/s", "beside the first", title="soft-RoCE")
     first: dict[str, Row] = {}
     for row in rows:
-        best = first.setdefault(row.case, row)
+        reference = first.setdefault(row.case, row)
         table.add_row(
             row.case,
             row.contender,
             f"{row.bytes_per_second / 1e6:.1f}",
             f"{row.messages_per_second:.0f}",
-            f"{row.bytes_per_second / best.bytes_per_second:.3f}",
+            f"{row.ratio(reference):.3f}",
         )
     console.print(table)
 

@@ -28,6 +28,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "survey",
     "topology",
 ]
 
@@ -629,7 +630,7 @@ class Engine:
     def watch(self, callback: Callable[[int, int], object]) -> Watcher:
         """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has
         changed."""
-    def _explain(self, peer: Peer) -> tuple[str, str | None, list[tuple[str, bool, str]]]: ...
+    def _explain(self, peer: Peer) -> tuple[str, str | None, list[tuple[str, str, bool, str]]]: ...
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
         earlier use, not counted), ``regions`` registered now, and those ``retiring``."""
@@ -688,6 +689,11 @@ class PlanCore:
     def for_target(self, rank: int) -> _PlanColumns: ...
     def explain(self, name: str | None = None, rank: int | None = None) -> str: ...
     def equals(self, other: PlanCore) -> bool: ...
+
+# doctor
+
+def survey(names: Sequence[str], provider: str | None = None) -> dict[str, Any]:
+    """What `fabric_ray.doctor.devices.survey` gives types to."""
 
 # topology
 

@@ -35,7 +35,7 @@ class Node(msgspec.Struct, frozen=True):
 
     id: int
     cpus: tuple[int, ...]
-    """None where the node is memory alone, as a GPU's may be."""
+    """Empty where the node is memory alone, as a GPU's may be."""
 
 
 class Place(msgspec.Struct, frozen=True):

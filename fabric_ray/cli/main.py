@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from fabric_ray import __version__
-from fabric_ray.cli import demo, topo
+from fabric_ray.cli import demo, doctor, topo
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(demo.app, name="demo")
+app.command(name="doctor")(doctor.doctor)
 app.command(name="topo")(topo.topo)
 
 

@@ -324,4 +324,4 @@ def test_the_transport_is_visible_everywhere(open_engine: Callable[..., Transfer
         assert explanation.transport == transport
         assert {v.transport: v.chosen for v in explanation.verdicts}[transport]
         assert all(v.reason for v in explanation.verdicts)
-    assert "does not offer shm" in str(a.explain(a.peer(c.address)))
+    assert "not shm" in str(a.explain(a.peer(c.address)))

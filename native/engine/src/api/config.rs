@@ -38,6 +38,10 @@ pub struct EngineConfig {
     pub copy_threads: usize,
     /// A submit call copies at most this many bytes itself before it returns.
     pub inline_bytes: u64,
+    /// Memory that the engine didn't allocate is reached through windows that its owner copies from,
+    /// not by the kernel (process_vm_writev): for processes that may not trace each other, such as
+    /// those of two containers.
+    pub stage_foreign: bool,
     /// A silent tcp peer is lost after this long.
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
@@ -101,6 +105,7 @@ impl Default for EngineConfig {
             spin: Spin::For(Duration::from_micros(50)),
             copy_threads: cores.clamp(1, 4),
             inline_bytes: 1 << 20,
+            stage_foreign: false,
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
             nics: NicConfig::default(),

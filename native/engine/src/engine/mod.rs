@@ -26,7 +26,10 @@ use crate::{
     },
     driver::Worker,
     group::{PeerKey, Submitted, Verdict},
-    memory::{Allocation, Backing, Keep, RegionMemory},
+    memory::{
+        device::{self, DeviceWord, Location, Nature},
+        Allocation, Backing, Keep, RegionMemory,
+    },
     time::Time,
     EngineError, Result,
 };
@@ -47,6 +50,7 @@ pub use watcher::Watcher;
 /// end with [`EngineError::Closed`], peers see the engine as lost.
 pub struct TransferEngine {
     shared: Arc<Shared>,
+    stage_foreign: bool,
     worker: Mutex<Option<Worker>>,
 }
 
@@ -219,9 +223,14 @@ impl TransferEngine {
             cause: e.to_string(),
             hint: "the system's random source must be readable".into(),
         })?;
-        let key =
-            RegionKey { index: self.shared.take_region_index(), rkey: u64::from_le_bytes(rkey) };
-        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep));
+        let location = match &backing {
+            Backing::Owned { .. } => Location::Host,
+            Backing::Foreign => device::locate(base, len)?,
+        };
+        let nature = Nature::of(&location, &backing, self.stage_foreign);
+        let rkey = nature.mark(u64::from_le_bytes(rkey));
+        let key = RegionKey { index: self.shared.take_region_index(), rkey };
+        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep).at(location));
         let mut core = self.shared.cell.lock(&self.shared);
         if core.closed {
             return Err(EngineError::Closed);
@@ -335,7 +344,18 @@ impl TransferEngine {
 
     /// A word that others write and this engine watches; see [`Watcher`].
     pub fn watch(&self, on_change: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<Watcher> {
-        self.shared.watchers.add(Box::new(on_change))
+        self.shared.watchers.add(Box::new(on_change), None)
+    }
+
+    /// As [`TransferEngine::watch`], for a word that kernels on a GPU write and read as well; see
+    /// [`DeviceWord`].
+    pub fn watch_device(
+        &self,
+        device: i32,
+        on_change: impl Fn(u64, u64) + Send + Sync + 'static,
+    ) -> Result<Watcher> {
+        self.shared.check_process()?;
+        self.shared.watchers.add(Box::new(on_change), Some(DeviceWord::new(device)?))
     }
 
     /// Which transport leads to a peer, and why not the others.

@@ -73,7 +73,8 @@ impl TransferEngine {
         let limits = (config.op_timeout, max_message);
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
         let worker = Worker::start(&shared, always, cpus)?;
-        Ok(Self { shared, worker: Mutex::new(Some(worker)) })
+        let stage_foreign = config.stage_foreign;
+        Ok(Self { shared, stage_foreign, worker: Mutex::new(Some(worker)) })
     }
 
     /// An engine without threads, over domains made by hand; [`TransferEngine::drive`] moves it.
@@ -85,7 +86,7 @@ impl TransferEngine {
         let limits = (config.op_timeout, max_message);
         let waker = transport::Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
-        Ok(Self { shared, worker: Mutex::new(None) })
+        Ok(Self { shared, stage_foreign: false, worker: Mutex::new(None) })
     }
 }
 

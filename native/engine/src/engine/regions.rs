@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::{handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
     api::{RailKeys, RegionDescriptor, RegionKey},
-    memory::{Backing, RegionMemory},
+    memory::{device::Location, Backing, RegionMemory},
     EngineError, Result,
 };
 
@@ -138,6 +138,7 @@ impl Region {
     pub fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         crate::api::check_range("region", offset, bytes.len() as u64, self.len)?;
         self.check_open()?;
+        self.check_host()?;
         // SAFETY: in bounds of memory that this region keeps alive.
         unsafe {
             let to = (self.addr() + offset as usize) as *mut u8;
@@ -156,9 +157,26 @@ impl Region {
     pub fn with_bytes<T>(&self, offset: u64, len: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T> {
         crate::api::check_range("region", offset, len, self.len)?;
         self.check_open()?;
+        self.check_host()?;
         let from = (self.addr() + offset as usize) as *const u8;
         // SAFETY: in bounds of memory that this region keeps alive.
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
+    }
+
+    /// Where the memory lies.
+    pub fn location(&self) -> &Location {
+        &self.inner.memory.location
+    }
+
+    fn check_host(&self) -> Result<()> {
+        match self.location().cuda() {
+            None => Ok(()),
+            Some(range) => Err(EngineError::Invalid(format!(
+                "the region lies in memory of cuda:{}, which this process can't read itself; copy \
+                 it to the host first",
+                range.device
+            ))),
+        }
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {

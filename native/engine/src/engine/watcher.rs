@@ -16,7 +16,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::{EngineError, Result};
+use crate::{memory::device::DeviceWord, EngineError, Result};
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
@@ -26,7 +26,39 @@ const LONGEST_NAP: Duration = Duration::from_millis(2);
 
 /// On a line of its own, so that the writer's stores disturb nobody else.
 #[repr(align(64))]
-struct Word(AtomicU64);
+struct Own(AtomicU64);
+
+/// What is watched.
+enum Word {
+    Own(Own),
+    Device(DeviceWord),
+}
+
+impl Word {
+    fn load(&self) -> u64 {
+        match self {
+            Self::Own(word) => word.0.load(Acquire),
+            Self::Device(word) => word.load(),
+        }
+    }
+
+    fn store(&self, value: u64) {
+        match self {
+            Self::Own(word) => word.0.store(value, Release),
+            Self::Device(word) => word.store(value),
+        }
+    }
+
+    fn add(&self, n: u64) {
+        match self {
+            Self::Own(word) => {
+                word.0.fetch_add(n, SeqCst);
+            }
+            // Processors have no atomic addition across the bus.
+            Self::Device(word) => word.store(word.load().wrapping_add(n)),
+        }
+    }
+}
 
 struct Watch {
     word: Word,
@@ -70,11 +102,22 @@ impl std::fmt::Debug for Watcher {
 impl Watcher {
     /// Where the word lies, for whoever stores to it: 8 bytes, aligned.
     pub fn addr(&self) -> usize {
-        self.watch.word.0.as_ptr() as usize
+        match &self.watch.word {
+            Word::Own(word) => word.0.as_ptr() as usize,
+            Word::Device(word) => word.host_addr(),
+        }
+    }
+
+    /// The word as kernels see it, if it is one that they may use.
+    pub fn device_word(&self) -> Option<&DeviceWord> {
+        match &self.watch.word {
+            Word::Own(_) => None,
+            Word::Device(word) => Some(word),
+        }
     }
 
     pub fn load(&self) -> u64 {
-        self.watch.word.0.load(Acquire)
+        self.watch.word.load()
     }
 
     /// Changes the word and wakes the watching thread if it naps. A store through [`addr`] is seen
@@ -82,13 +125,13 @@ impl Watcher {
     ///
     /// [`addr`]: Self::addr
     pub fn store(&self, value: u64) {
-        self.watch.word.0.store(value, Release);
+        self.watch.word.store(value);
         self.watchers.poke();
     }
 
-    /// Adds to the word; see [`Self::store`].
+    /// Adds to the word; see [`Self::store`]. A word that kernels use must have one writer at a time.
     pub fn add(&self, n: u64) {
-        self.watch.word.0.fetch_add(n, SeqCst);
+        self.watch.word.add(n);
         self.watchers.poke();
     }
 }
@@ -101,9 +144,9 @@ impl Drop for Watcher {
 }
 
 impl Watchers {
-    pub fn add(&self, on_change: OnChange) -> Result<Watcher> {
+    pub fn add(&self, on_change: OnChange, device: Option<DeviceWord>) -> Result<Watcher> {
         let watch = Arc::new(Watch {
-            word: Word(AtomicU64::new(0)),
+            word: device.map_or_else(|| Word::Own(Own(AtomicU64::new(0))), Word::Device),
             on_change,
             seen: AtomicU64::new(0),
             dropped: AtomicBool::new(false),
@@ -186,7 +229,7 @@ impl Watchers {
 
 impl Watch {
     fn look(&self) -> bool {
-        let new = self.word.0.load(Acquire);
+        let new = self.word.load();
         let old = self.seen.load(Acquire);
         if new == old || self.dropped.load(SeqCst) {
             return false;

@@ -148,7 +148,7 @@ impl Route {
                 true => "; the two don't speak to each other: give both sides the same one",
                 false => "",
             };
-            return Some(format!("the peer has {}{mismatch}", offers.join(", ")));
+            return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
         }
         if kind == TransportKind::Tcp && !policy.tcp_was_asked_for {
             // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.

@@ -36,7 +36,7 @@ pub struct Topology {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub id: u32,
-    /// None where the node is memory alone, as a GPU's may be.
+    /// Empty where the node is memory alone, as a GPU's may be.
     pub cpus: Vec<usize>,
     /// To each node, in the firmware's measure (10 is local).
     pub distances: Vec<(u32, u32)>,

@@ -1,5 +1,7 @@
 //! Which rails each GPU and each NUMA node should use, and why.
 
+use std::cmp::Reverse;
+
 use super::{
     cpus,
     rules::Assignment,
@@ -76,7 +78,7 @@ pub fn pairing_for(
     let pairing = pair_among(topology, &nics, &rules.limited_to(max))?;
     let all = || pairing.hosts.iter().chain(&pairing.gpus);
     let choice = match location {
-        Location::Host => home(topology, &pairing.hosts),
+        Location::Host => home(topology, &pairing.hosts, &cpus::allowed()),
         known => all().find(|c| c.location == known),
     };
     let choice = choice.ok_or_else(|| {
@@ -106,10 +108,18 @@ fn candidate(topology: &Topology, name: &str) -> Nic {
     }
     let interface = topology.interfaces.iter().find(|i| i.name == name);
     Nic {
-        name: name.to_owned(),
         place: interface.and_then(|i| i.place.clone()),
-        software: false,
         numa: interface.and_then(|i| i.numa),
+        ..placeless(name)
+    }
+}
+
+fn placeless(name: &str) -> Nic {
+    Nic {
+        name: name.to_owned(),
+        place: None,
+        software: false,
+        numa: None,
         cpus: Vec::new(),
         port: Port { number: 1, link: Link::Other, state: "ACTIVE".into(), gbps: 0.0 },
         interfaces: Vec::new(),
@@ -118,8 +128,7 @@ fn candidate(topology: &Topology, name: &str) -> Nic {
 }
 
 /// The node that this process is confined to, or the one whose rails are nearest and most.
-fn home<'a>(topology: &Topology, hosts: &'a [Choice]) -> Option<&'a Choice> {
-    let allowed = cpus::allowed();
+fn home<'a>(topology: &Topology, hosts: &'a [Choice], allowed: &[usize]) -> Option<&'a Choice> {
     let on = |choice: &&Choice| {
         let node = topology.nodes.iter().find(|n| choice.location == Location::Node(n.id));
         node.is_some_and(|n| n.cpus.iter().any(|cpu| allowed.contains(cpu)))
@@ -130,7 +139,7 @@ fn home<'a>(topology: &Topology, hosts: &'a [Choice]) -> Option<&'a Choice> {
     }
     hosts.iter().min_by_key(|choice| {
         let nearest = choice.rails.iter().map(|r| r.distance.rank()).min();
-        (nearest.is_none(), nearest, usize::MAX - choice.rails.len())
+        (nearest, Reverse(choice.rails.len()))
     })
 }
 
@@ -305,7 +314,30 @@ fn found_reason(taken: usize, of: usize, distance: Distance) -> String {
     match (taken, of) {
         (0, _) => "no usable RDMA device".to_owned(),
         (1, 1) => format!("the only NIC {place}"),
+        (2, 2) => format!("both NICs {place}"),
         (n, of) if n == of => format!("all {n} NICs {place}"),
         (n, of) => format!("{n} of the {of} NICs {place}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Node, *};
+
+    #[test]
+    fn host_memory_is_where_the_process_is_confined_or_where_rails_are_near() {
+        let place = Place::of(std::path::Path::new("pci0000:10/0000:10:00.0"));
+        let nic = |name: &str, numa| Nic { place: place.clone(), numa, ..placeless(name) };
+        let nics = vec![nic("a", Some(0)), nic("b", Some(1)), nic("c", Some(1))];
+        let node = |id| Node { id, cpus: vec![id as usize], distances: Vec::new() };
+        let topology = Topology { nodes: (0..3).map(node).collect(), nics, ..Default::default() };
+        let pairing = pair(&topology, &Rules::default()).expect("no rules");
+        let home = |cpus: &[usize]| home(&topology, &pairing.hosts, cpus).map(|c| c.name.as_str());
+        assert_eq!(home(&[2]), Some("host2"), "confined to a node without rails of its own");
+        assert_eq!(home(&[0, 1, 2]), Some("host1"), "near, and the most");
+        assert_eq!(home(&[]), Some("host1"));
+        let bare = pair(&Topology { nics: Vec::new(), ..topology.clone() }, &Rules::default());
+        let bare = bare.expect("no rules").hosts;
+        assert_eq!(super::home(&topology, &bare, &[]).map(|c| c.rails.len()), Some(0));
     }
 }

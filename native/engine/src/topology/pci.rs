@@ -70,10 +70,8 @@ impl Place {
                 chain.clear();
             } else if root.is_some() {
                 // Only full addresses: `18:00.0` might be anything's name.
-                match parse(part).filter(|_| part.len() >= "0000:00:00.0".len()) {
-                    Some(address) => chain.push(address),
-                    None => break,
-                }
+                let full = part.len() >= "0000:00:00.0".len();
+                chain.extend(parse(part).filter(|_| full));
             }
         }
         let address = chain.pop()?;
@@ -125,7 +123,8 @@ mod tests {
         assert_eq!(nic.address.to_string(), "0000:18:00.0");
         let vmd =
             at("/sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:01.0/10000:e1:00.0");
-        assert_eq!(vmd.expect("a PCI device").root, "pci10000:e0");
+        let vmd = vmd.expect("a PCI device");
+        assert_eq!((vmd.root.as_str(), vmd.bridges.len()), ("pci10000:e0", 1));
         let guid = at("/sys/devices/LNXSYSTM:00/VMBUS:00/47505500-0001/pci0001:00/0001:00:00.0");
         assert_eq!(guid.expect("a PCI device").bridges, []);
         assert_eq!(at("/sys/devices/virtual/infiniband/rxe0"), None);

@@ -196,6 +196,15 @@ fn the_distances_have_the_names_that_nvidia_smi_prints() {
 }
 
 #[test]
+fn interfaces_are_as_near_as_their_cards() {
+    let dgx = machine("dgx-h100");
+    let interfaces = ["ibp64s0".to_owned(), "ibp24s0".to_owned()];
+    let gpu = Location::Gpu(dgx.gpus[0].place.address);
+    let found = pairing_for(&dgx, gpu, &interfaces, 4, &Rules::default());
+    assert_eq!(found, Ok(vec!["ibp24s0".to_owned()]));
+}
+
+#[test]
 fn rails_of_two_nodes_are_driven_from_the_first_ones() {
     let dgx = machine("dgx-h100");
     let all: Vec<usize> = (0..224).collect();

@@ -27,13 +27,20 @@ fn rules_override_what_the_machine_suggests() {
 fn places_go_by_name_pattern_or_address() {
     let gb200 = machine("gb200-nvl72");
     let by = |rule: &str| shown(&paired(&gb200, rule).gpus)[1].clone();
-    for rule in ["gpu1=mlx5_5", "gpu?=mlx5_5", "*=mlx5_5", "0009:01:00.0=mlx5_5", "0009:*=mlx5_5"] {
-        assert_eq!(by(rule), "gpu1: mlx5_5 (SYS)", "{rule}");
+    for place in ["gpu1", "gpu?", "*", "0009:01:00.0", "00000009:01:00.0", "0009:*"] {
+        assert_eq!(by(&format!("{place}=mlx5_5")), "gpu1: mlx5_5 (SYS)", "{place}");
     }
     let hosts = shown(&paired(&gb200, "host=mlx5_4").hosts);
     assert_eq!(hosts, ["host0: mlx5_4 (SYS)", "host1: mlx5_4 (NODE)"]);
     let last = by("gpu1=mlx5_5; gpu*=mlx5_0");
     assert_eq!(last, "gpu1: mlx5_0 (NODE)", "of several rules the last counts");
+}
+
+#[test]
+fn what_a_rule_gives_to_one_gpu_others_take_last() {
+    let gpus = shown(&paired(&machine("passthrough-vm"), "gpu7=mlx5_0").gpus);
+    let others: Vec<_> = (0..7).map(|i| format!("gpu{i}: mlx5_{} (PHB)", i + 1)).collect();
+    assert_eq!(gpus[..7], others);
 }
 
 #[test]
@@ -106,7 +113,7 @@ fn the_engine_asks_for_one_place_among_what_it_can_open() {
     assert_eq!(ask(gpu("00000000:64:00.0"), 2), Ok(two.to_vec()));
     assert_eq!(ask(gpu("64:00.0"), 9).map(|r| r.len()), Ok(4), "four rails are the most");
     assert_eq!(ask(gpu("64:00.0"), 0).map(|r| r.len()), Ok(1), "one rail is the least");
-    let borrowed = ["rdmap96s0", "rdmap99s0", "rdmap115s0", "rdmap132s0"].map(str::to_owned);
+    let borrowed = ["rdmap96s0", "rdmap99s0", "rdmap115s0", "rdmap131s0"].map(str::to_owned);
     assert_eq!(ask(gpu("53:00.0"), 4), Ok(borrowed.to_vec()), "its own four can't be opened");
     assert_eq!(ask(Location::Node(1), 1), Ok(vec!["rdmap147s0".to_owned()]));
     assert_eq!(ask(Location::Host, 4).map(|r| r.len()), Ok(4));

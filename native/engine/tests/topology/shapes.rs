@@ -52,6 +52,7 @@ fn pci(path: &str, files: &str) -> String {
 
 const IB: &str = r#"state="4: ACTIVE" rate="400 Gb/sec (4X NDR)" link_layer=InfiniBand"#;
 const SLOW: &str = r#"state="4: ACTIVE" rate="100 Gb/sec (4X EDR)" link_layer=InfiniBand"#;
+const HALF: &str = r#"state="4: ACTIVE" rate="200 Gb/sec (4X HDR)" link_layer=InfiniBand"#;
 const ROCE: &str = r#"state="4: ACTIVE" rate="400 Gb/sec (4X NDR)" link_layer=Ethernet"#;
 
 #[test]
@@ -140,6 +141,7 @@ fn slow_and_soft_devices_stand_back() {
     let topology = Machine::default()
         .nic("pci0000:10/0000:10:01.0/0000:11:00.0", 0, "fast", IB)
         .nic("pci0000:10/0000:10:02.0/0000:12:00.0", 0, "slow", SLOW)
+        .nic("pci0000:10/0000:10:03.0/0000:13:00.0", 0, "half", HALF)
         .line("devices/pci0000:10/0000:10:01.0/0000:11:00.0/net/ib0 | operstate=up")
         .line(
             "devices/pci0000:10/0000:10:01.0/0000:11:00.0/net/ib0/device -> ../../../0000:11:00.0",
@@ -154,7 +156,7 @@ fn slow_and_soft_devices_stand_back() {
     let place = soft.place.as_ref().expect("the place of the card it is made over");
     assert_eq!(place.address.to_string(), "0000:11:00.0");
     let pairing = paired(&topology, "");
-    assert_eq!(shown(&pairing.hosts), ["host0: fast (NODE)"]);
+    assert_eq!(shown(&pairing.hosts), ["host0: fast half (NODE)"]);
     let reason = "100 Gb/s, less than half of the fastest (400 Gb/s)";
     assert_eq!(reason_for(&pairing, "slow"), reason);
     assert!(reason_for(&pairing, "rxe0").starts_with("made by software"));

@@ -1,16 +1,26 @@
 //! Unpacks recorded machines into folders that look like `/sys`.
 
 use std::{
+    collections::BTreeMap,
     fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        atomic::{AtomicU32, Ordering},
+        Mutex, PoisonError,
+    },
 };
 
 use fabric_engine::topology::Topology;
 
-/// A recorded machine, by the name of its file.
+/// A recorded machine, by the name of its file. Each is unpacked once: it makes a thousand files.
 pub fn machine(name: &str) -> Topology {
+    static READ: Mutex<BTreeMap<String, Topology>> = Mutex::new(BTreeMap::new());
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    read.entry(name.to_owned()).or_insert_with(|| unpacked(name)).clone()
+}
+
+fn unpacked(name: &str) -> Topology {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/topology/trees").join(name);
     let text = fs::read_to_string(file.with_file_name(format!("{name}.tree")));
     tree(&text.unwrap_or_else(|e| panic!("{name}.tree: {e}")))

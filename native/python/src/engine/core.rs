@@ -223,6 +223,7 @@ impl Engine {
             peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
             nics: nics.into(),
+            stage_foreign: defaults.stage_foreign,
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
         Ok(Self { engine, op_timeout })

@@ -1,0 +1,151 @@
+"""Limits, memory and kernel modules that transports depend on."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fabric_ray.doctor.findings import Finding, Status
+
+_GIB = 1 << 30
+# The engine's descriptors: one for a region, a few for each peer.
+_FEW_FILES = 4096
+# Pinned memory that a small model's weights need.
+_LITTLE_LOCKED = 8 * _GIB
+_LITTLE_SHM = _GIB
+
+
+def system(has_nics: bool, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yields what the system allows; ``has_nics`` says whether locked memory matters."""
+    yield memlock(*resource.getrlimit(resource.RLIMIT_MEMLOCK), has_nics=has_nics)
+    yield _open_files()
+    yield _shared_memory(root)
+    yield hugepages(root)
+    yield ptrace(root)
+    yield from _gpu_modules(root)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= _GIB:
+        return f"{nbytes / _GIB:.0f} GiB"
+    return f"{nbytes // 1024} KiB"
+
+
+def memlock(soft: int, hard: int, *, has_nics: bool) -> Finding:
+    """The limit of locked memory, which every NIC registration counts against."""
+    if soft == resource.RLIM_INFINITY or soft >= _LITTLE_LOCKED:
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
+        return Finding("memlock", "locked memory", "ok", limit)
+    detail = f"this process may lock {_size(soft)}; NICs can't register more than that"
+    if hard == resource.RLIM_INFINITY or hard >= _LITTLE_LOCKED:
+        remedy = "ulimit -l unlimited before the start"
+    else:
+        remedy = (
+            "raise the hard limit: memlock in /etc/security/limits.conf, LimitMEMLOCK= of the "
+            "service, or --ulimit memlock=-1 of the container"
+        )
+    return Finding("memlock", "locked memory", "fail" if has_nics else "absent", detail, remedy)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _FEW_FILES:
+        return Finding("open-files", "open files", "ok", f"{soft} a process")
+    return Finding(
+        "open-files",
+        "open files",
+        "warn",
+        f"this process may open {soft}: every peer takes a few",
+        f"ulimit -n {min(hard, 65536)} before the start",
+    )
+
+
+def _shared_memory(root: Path) -> Finding:
+    # memfd, which the shm transport maps, is counted against memory, not against /dev/shm; Ray's
+    # object store is in /dev/shm.
+    try:
+        free = shutil.disk_usage(root / "dev/shm").free
+    except OSError as error:
+        return Finding("dev-shm", "/dev/shm", "warn", str(error), "mount a tmpfs there, for Ray")
+    status: Status = "ok" if free >= _LITTLE_SHM else "warn"
+    remedy = "" if status == "ok" else "start the container with --shm-size=8g or more, for Ray"
+    return Finding("dev-shm", "/dev/shm", status, f"{_size(free)} free", remedy)
+
+
+def hugepages(root: Path) -> Finding:
+    """Reserved huge pages."""
+    pools = []
+    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*")):
+        total, free = (_number(pool / f"{n}_hugepages") for n in ("nr", "free"))
+        if total:
+            pools.append(f"{pool.name.removeprefix('hugepages-')}: {free} of {total} free")
+    if pools:
+        return Finding("hugepages", "huge pages", "ok", "; ".join(pools))
+    enabled = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    mode = enabled.partition("[")[2].partition("]")[0]
+    detail = f"none reserved; transparent ones: {mode or 'not known'}"
+    return Finding("hugepages", "huge pages", "absent", detail, "sysctl vm.nr_hugepages=1024")
+
+
+def ptrace(root: Path) -> Finding:
+    """Whether one process may write to ordinary memory of another one of its user."""
+    scope = _text(root / "proc/sys/kernel/yama/ptrace_scope").strip()
+    if scope in ("", "0", "1"):
+        # With 1 the engine names its peers as those that may (PR_SET_PTRACER).
+        return Finding("ptrace", "process_vm_writev", "ok", f"yama scope {scope or 'not set'}")
+    return Finding(
+        "ptrace",
+        "process_vm_writev",
+        "warn",
+        f"yama scope {scope}: shm reaches only memory that the engine allocated",
+        "use TransferEngine.alloc, or sysctl kernel.yama.ptrace_scope=1",
+    )
+
+
+def _gpu_modules(root: Path) -> Iterator[Finding]:
+    nvidia = (root / "proc/driver/nvidia/version").exists()
+    if not nvidia:
+        yield Finding("gpu", "NVIDIA driver", "absent", "not loaded: no GPU memory here")
+        return
+    version = _text(root / "proc/driver/nvidia/version").splitlines()[0]
+    yield Finding("gpu", "NVIDIA driver", "ok", version)
+    release = os.uname().release
+    # Kernels from 5.12 have dma-buf registration; the open driver exports it.
+    new = tuple(int(n) for n in release.split("-")[0].split(".")[:2]) >= (5, 12)
+    open_driver = "Open Kernel Module" in version
+    if new and open_driver:
+        yield Finding("dmabuf", "GPU memory by dma-buf", "ok", f"Linux {release}, open driver")
+    peermem = any((root / f"sys/module/{m}").exists() for m in ("nvidia_peermem", "nv_peer_mem"))
+    if peermem:
+        yield Finding("peermem", "GPU memory by peermem", "ok", "nvidia-peermem is loaded")
+    elif not (new and open_driver):
+        yield Finding(
+            "peermem",
+            "GPU memory on NICs",
+            "fail",
+            f"neither dma-buf (Linux {release}) nor nvidia-peermem",
+            "modprobe nvidia-peermem, or use the open kernel driver on Linux 5.12 or later",
+        )
+    device, library = (root / "dev/gdrdrv").exists(), ctypes.util.find_library("gdrapi")
+    if device and library:
+        yield Finding("gdrcopy", "gdrcopy", "ok", f"/dev/gdrdrv, {library}")
+    else:
+        lacks = "the driver (/dev/gdrdrv)" if library else "libgdrapi.so.2"
+        detail = f"{lacks} is missing: flags and words live in mapped host memory"
+        yield Finding("gdrcopy", "gdrcopy", "warn", detail, "install gdrcopy and its driver")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,140 @@
+"""What the doctor says about this machine, and about seeded faults."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric_ray.doctor import Finding, examine
+from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices
+from fabric_ray.doctor.examine import links
+from fabric_ray.doctor.system import hugepages, memlock, ptrace, system
+from fabric_ray.doctor.writes import Link, writes
+
+FOREVER = resource.RLIM_INFINITY
+HERE = Library(found=True, what="libibverbs.so.1")
+MISSING = Library(found=False, what="libibverbs.so.1 can't be used: no such file")
+GOOD = Gid(3, "10.0.0.1", "RoCE v2", "eth2", chosen=True, why="RoCE v2 over IPv4")
+BAD = Gid(0, "fe80::1", "RoCE v1", "eth2", chosen=False, why="RoCE v1 is not routed")
+
+
+def port(state: str = "ACTIVE", *, chosen: bool = True, gids: tuple[Gid, ...] = (GOOD,)) -> Port:
+    return Port("mlx5_0", 1, state, "Ethernet", chosen=chosen, why="because", gids=gids)
+
+
+def found(*ports: Port, verbs: Library = HERE, offers: tuple[Offer, ...] = ()) -> Survey:
+    return Survey(verbs, ports, MISSING, offers)
+
+
+def named(survey: Survey, code: str) -> Finding:
+    return next(f for f in devices(survey) if f.code == code)
+
+
+def test_bytes_go_over_every_transport_of_this_machine() -> None:
+    report = examine(budget=20)
+    assert report.healthy, report
+    sent = {f.subject: f for f in report.findings if f.code == "write"}
+    for transport in ("shm", "tcp"):
+        assert sent[transport].status == "ok"
+        assert "every byte compared" in sent[transport].detail
+
+
+def test_a_link_that_can_not_be_opened_is_named() -> None:
+    (finding,) = writes([Link("verbs", "no_such_device")], 5)
+    assert (finding.code, finding.status, finding.subject) == (
+        "open",
+        "fail",
+        "verbs no_such_device",
+    )
+    assert "verbs" in finding.detail
+
+
+def test_time_that_is_over_is_no_success() -> None:
+    findings = list(writes([Link("shm")], 1e-9))
+    assert [f.status for f in findings if f.code == "write"] == ["warn"]
+
+
+@pytest.mark.parametrize(
+    ("survey", "code", "status", "words"),
+    [
+        (found(port(), verbs=MISSING), "libibverbs", "fail", "ibverbs-providers"),
+        (found(verbs=MISSING), "libibverbs", "absent", ""),
+        (found(port("DOWN", chosen=False)), "port-down", "fail", "ip link set eth2 up"),
+        (found(port(chosen=False, gids=(BAD,))), "no-gid", "fail", "gid_index"),
+        (found(port(chosen=False)), "port", "absent", ""),
+        (found(port()), "port", "ok", ""),
+        (found(), "devices", "absent", ""),
+    ],
+)
+def test_faults_of_nics_are_named(survey: Survey, code: str, status: str, words: str) -> None:
+    finding = named(survey, code)
+    assert finding.status == status
+    assert words in finding.remedy
+
+
+def test_only_what_would_be_used_is_tried() -> None:
+    offers = tuple(
+        Offer("efa", "efa", name, None, rdma=True, chosen=name == "a", why="") for name in "ab"
+    )
+    survey = found(port(), port(chosen=False), offers=offers)
+    assert [e.label for e in links(survey)] == ["shm", "tcp", "verbs mlx5_0", "libfabric a"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "has_nics", "status", "words"),
+    [
+        (FOREVER, FOREVER, True, "ok", ""),
+        (8 << 20, FOREVER, True, "fail", "ulimit -l"),
+        (8 << 20, 8 << 20, True, "fail", "limits.conf"),
+        (8 << 20, 8 << 20, False, "absent", ""),
+    ],
+)
+def test_locked_memory(soft: int, hard: int, has_nics: bool, status: str, words: str) -> None:
+    finding = memlock(soft, hard, has_nics=has_nics)
+    assert finding.status == status
+    assert words in finding.remedy
+
+
+def test_huge_pages_and_ptrace_are_read_from_the_kernel(tmp_path: Path) -> None:
+    assert hugepages(tmp_path).status == "absent"
+    pool = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    pool.mkdir(parents=True)
+    (pool / "nr_hugepages").write_text("64\n")
+    (pool / "free_hugepages").write_text("60\n")
+    assert hugepages(tmp_path).detail == "2048kB: 60 of 64 free"
+    scope = tmp_path / "proc/sys/kernel/yama/ptrace_scope"
+    scope.parent.mkdir(parents=True)
+    for value, status in (("0", "ok"), ("1", "ok"), ("2", "warn"), ("3", "warn")):
+        scope.write_text(value + "\n")
+        assert ptrace(tmp_path).status == status
+
+
+def test_gpu_memory_that_no_nic_can_reach_is_a_failure(tmp_path: Path) -> None:
+    driver = tmp_path / "proc/driver/nvidia/version"
+    driver.parent.mkdir(parents=True)
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104\n")
+    codes = {f.code: f.status for f in system(has_nics=True, root=tmp_path)}
+    assert codes["peermem"] == "fail"
+    assert codes["gdrcopy"] == "warn"
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    codes = {f.code: f.status for f in system(has_nics=True, root=tmp_path)}
+    assert codes["peermem"] == "ok"
+
+
+def test_the_command_prints_json_and_an_exit_code() -> None:
+    command = [
+        str(Path(sys.executable).with_name("fabric-ray")),
+        "doctor",
+        "--json",
+        "--budget",
+        "15",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == (0 if report["healthy"] else 1)
+    assert {f["code"] for f in report["findings"]} >= {"memlock", "write", "libibverbs"}
