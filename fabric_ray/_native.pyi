@@ -144,7 +144,12 @@ class Region:
     def mappable(self) -> bool:
         """Whether peers on this host can map it: memory that the engine allocated."""
     @property
+    def cuda_device(self) -> int | None:
+        """The GPU that the memory is part of, as this process numbers it; ``None`` on the host."""
+    @property
     def __array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def slice(self, offset: int, nbytes: int) -> Region:
         """A part of it: ``nbytes`` bytes from ``offset``. Same registration, own bounds.
 
@@ -292,8 +297,15 @@ class Transfer:
     def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
         """Calls ``callback(self)`` on the engine's callback thread when it is over, at once if it
         is."""
-    def flag(self) -> Flag:
-        """A flag that is set when it is over, for loops that poll."""
+    def flag(self, device: int | None = None) -> Flag:
+        """For loops that poll: true once the transfer is over.
+
+        Args:
+            device: a GPU whose kernels wait for it as well.
+
+        Raises:
+            ResourceError: there is no such GPU here.
+        """
     def _spin(self, microseconds: int) -> bool: ...
     def _notify(self, queue: CompletionQueue, key: int) -> None: ...
     def __await__(self) -> Generator[Any]: ...
@@ -303,6 +315,8 @@ class Flag:
     """True once a transfer is over, whatever the result."""
 
     def __bool__(self, /) -> bool: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 @final
 class Counter:
@@ -369,7 +383,12 @@ class Watcher:
     def value(self) -> int:
         """What the word holds now."""
     @property
+    def home(self) -> str:
+        """Where the word lies: ``host memory``, ``pinned host memory``, or GPU memory."""
+    @property
     def __array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def store(self, value: int) -> None:
         """Changes the word and wakes the watching thread."""
     def add(self, n: int = 1) -> None:
@@ -464,6 +483,7 @@ class Engine:
         spin_us: int | None,
         copy_threads: int | None,
         inline_bytes: int,
+        stage_foreign: bool,
         peer_timeout: float,
         op_timeout: float,
         nics: Mapping[str, object],
@@ -627,9 +647,18 @@ class Engine:
                 dropped.
             max_nbytes: bytes of the longest message.
         """
-    def watch(self, callback: Callable[[int, int], object]) -> Watcher:
-        """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has
-        changed."""
+    def watch(
+        self, callback: Callable[[int, int], object], device: int | None = None
+    ) -> Watcher:
+        """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has changed.
+
+        Args:
+            device: a GPU whose kernels write and read it as well: in its memory where GDRCopy is
+                installed, else in pinned host memory.
+
+        Raises:
+            ResourceError: there is no such GPU here.
+        """
     def _explain(self, peer: Peer) -> tuple[str, str | None, list[tuple[str, str, bool, str]]]: ...
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.contenders import perf
-from benchmarks.harness.cases import MIB, Case
+from benchmarks.harness.cases import MIB, WINDOW, Case
 from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
 from benchmarks.harness.pair import PairContender
 
@@ -68,8 +68,17 @@ class FabricRust:
         way = "process_vm_writev" if case.memory == "ordinary" else "mapped memory"
         return f"{way}, {self.threads} copying thread{'s'[: self.threads - 1]}"
 
+    def transport(self, case: Case) -> str:
+        """The engine's."""
+        return case.link
+
+    def options(self, case: Case) -> list[str]:
+        """Further options of `fabric-perf engine serve`."""
+        del case
+        return []
+
     def start(self, case: Case) -> None:
-        arguments = ["engine", "serve", "--transport", case.link]
+        arguments = ["engine", "serve", "--transport", self.transport(case), *self.options(case)]
         arguments += ["--copy-threads", str(self.threads), "--region", str(case.region)]
         if case.memory == "ordinary":
             arguments.append("--foreign")
@@ -104,8 +113,9 @@ class FabricRust:
         reply = self._service.ask(
             {**self._request(case), **msgspec.structs.asdict(effort), **extra}
         )
-        if reply["transport"] != case.link:
-            raise ContenderError(f"it went over {reply['transport']}, not over {case.link}")
+        if reply["transport"] != self.transport(case):
+            went, wanted = reply["transport"], self.transport(case)
+            raise ContenderError(f"it went over {went}, not over {wanted}")
         seconds: list[float] = reply["seconds"]
         return seconds
 
@@ -118,6 +128,8 @@ class FabricRust:
                 return {**request, "kind": "rate"}
             case "pages":
                 return {**request, "kind": "pages", "pages": case.pages}
+            case "window":
+                return {**request, "kind": "window", "pages": WINDOW}
             case "latency" if case.waiter == "spin-native":
                 return {**request, "kind": "echo"}
             case "latency":

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.contenders.programs import ProgramContender, column, table
-from benchmarks.harness.cases import Case
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.contenders.programs import ProgramContender, column, free_port, table
+from benchmarks.harness.cases import WINDOW, Case
 
 
 class PingPong(ProgramContender):
@@ -38,18 +44,30 @@ class FabTests(ProgramContender):
 
     name = "libfabric rma"
     program = "fi_rma_bw"
-    obtain = "build fabtests of https://github.com/ofiwg/libfabric and put them on PATH"
+    obtain = (
+        "build fabtests of https://github.com/ofiwg/libfabric and put them on PATH, "
+        "or name their folder by FABTESTS"
+    )
+
+    def available(self) -> str | None:
+        return None if _fabtest(self.program) else f"{self.program} is not installed"
 
     def supports(self, case: Case) -> bool:
         if case.operation == "latency":
-            return case.waiter == "spin-native"
+            return case.waiter == "spin-native" and _fabtest("fi_rma_pingpong") is not None
         if case.operation == "rate":
             return case.language == "native"
+        if case.operation == "window":
+            program = _fabtest(self.program)
+            walks = "cold" if program is not None and _walks(program) else "hot"
+            return case.temperature == walks
         return case.operation == "write" and case.temperature == "hot"
 
     def describe(self, case: Case) -> str:
         if case.operation == "latency":
             return "own program, write with data, half a round trip"
+        if case.operation == "window":
+            return f"own program, {WINDOW} writes with data, then an answer, then the next {WINDOW}"
         return "own program, write with data, several in flight, until the sender's completion"
 
     def server(self, case: Case, port: int, iterations: int) -> list[str]:
@@ -58,10 +76,33 @@ class FabTests(ProgramContender):
     def client(self, case: Case, port: int, iterations: int) -> list[str]:
         return [*self._common(case, port, iterations), "127.0.0.1"]
 
+    def environment(self, case: Case) -> dict[str, str]:
+        """The library that we use, too."""
+        named = os.environ.get("FABRIC_RAY_LIBFABRIC")
+        return {"LD_LIBRARY_PATH": str(Path(named).parent)} if named else {}
+
     def _common(self, case: Case, port: int, iterations: int) -> list[str]:
         program = "fi_rma_pingpong" if case.operation == "latency" else self.program
-        command = [program, "-p", case.link, "-e", "rdm", "-o", "writedata"]
-        return [*command, f"-b={port}", "-I", str(iterations), "-S", str(case.bytes)]
+        command = [_fabtest(program) or program, "-p", case.link, "-e", "rdm", "-o", "writedata"]
+        if case.operation == "window":
+            command += ["-W", str(WINDOW)]
+        # Before 1.18 both sides would take one default port for their endpoint.
+        command += [f"-b={port}", "-B", str(free_port())]
+        return [*command, "-I", str(iterations), "-S", str(case.bytes)]
 
     def seconds(self, output: str, case: Case) -> float:
         return float(column(table(output), "usec/xfer")) / 1e6
+
+
+def _fabtest(name: str) -> str | None:
+    """Below `$FABTESTS`, or on PATH."""
+    folder = os.environ.get("FABTESTS")
+    return shutil.which(name, path=folder) if folder else shutil.which(name)
+
+
+@lru_cache
+def _walks(program: str) -> bool:
+    """Whether a window's writes go to places of their own; before 1.19 all went to the first. The
+    option -O came with it."""
+    done = subprocess.run([program, "-h"], capture_output=True, text=True, timeout=10, check=False)
+    return "-O <" in done.stdout + done.stderr

@@ -58,7 +58,7 @@ class ProgramContender:
     def measure(self, case: Case, effort: Effort) -> Measurement:
         """The program averages over its whole run, so a turn is one sample."""
         iterations = max(10, effort.operations * effort.samples)
-        port = _free_port()
+        port = free_port()
         env = self.environment(case)
         server = spawn(self.server(case, port, iterations), env=env, stderr=subprocess.STDOUT)
         client = None
@@ -106,7 +106,7 @@ def column(rows: Sequence[Sequence[str]], heading: str) -> str:
     return filled[-1][list(rows[at]).index(heading)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     # Free on all addresses: other contenders listen on those of other interfaces.
     with socket.socket() as probe:
         probe.bind(("", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.contenders.fabric import FabricPython, FabricRust
+from benchmarks.contenders.fabric_nics import FabricLibfabric
 from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
@@ -54,6 +55,7 @@ def _ours() -> list[Contender]:
         FabricPython("fabric-python"),
         FabricPython("fabric-python batch", batch=True),
         WeightPush(),
+        FabricLibfabric(),
     ]
 
 

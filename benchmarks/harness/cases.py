@@ -8,9 +8,12 @@ import msgspec
 
 KIB = 1 << 10
 MIB = 1 << 20
+GIB = 1 << 30
 REGION = 256 * MIB
+WINDOW = 64
+"""Writes in flight of the cases that say how many."""
 
-Operation = Literal["write", "pages", "latency", "rate", "push"]
+Operation = Literal["write", "pages", "latency", "rate", "window", "push"]
 Link = Literal["shm", "tcp"]
 Temperature = Literal["cold", "hot"]
 Memory = Literal["library", "ordinary"]
@@ -23,6 +26,7 @@ Unit = Literal["GB/s", "us", "op/s"]
 _UNITS: dict[Operation, Unit] = {
     "write": "GB/s",
     "pages": "GB/s",
+    "window": "GB/s",
     "push": "GB/s",
     "latency": "us",
     "rate": "op/s",
@@ -34,8 +38,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     write: `bytes` contiguous bytes and a notification. pages: `pages` pages of `bytes` bytes each
     in one call, from successive places to shuffled ones. latency: `bytes` bytes and a
-    notification into a `waiter`. rate: one of many small writes from one thread. push: `bytes`
-    bytes of weights to all receivers.
+    notification into a `waiter`. rate: one of many small writes from one thread. window: one of
+    many writes of `bytes` bytes and a notification each, 64 in flight; every contender makes
+    equally many. push: `bytes` bytes of weights to all receivers.
     """
 
     suite: str
@@ -56,7 +61,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         parts: list[str] = [self.suite, self.link]
         if self.memory == "ordinary":
             parts.append("ordinary")
-        if self.operation == "write":
+        if self.operation in ("write", "window"):
             parts += [self.temperature, size(self.bytes)]
         elif self.operation == "pages":
             parts.append(f"{self.pages}x{size(self.bytes)}")
@@ -75,6 +80,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Operations in one sample: enough for a clock to see, few enough to stay a sample."""
         if self.operation == "write":
             return max(1, min(256, MIB // self.bytes))
+        if self.operation == "window":
+            return max(4, min(128, GIB // self.bytes // WINDOW)) * WINDOW
         if self.operation == "latency":
             return 100 if self.waiter in ("spin-native", "poll-python") else 1
         return 4096 if self.operation == "rate" else 1

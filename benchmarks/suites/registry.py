@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.harness.cases import Case
-from benchmarks.suites import latency, pages, rate, weights, write
+from benchmarks.suites import latency, nics, pages, rate, weights, write
 
 Suite = Callable[[bool], list[Case]]
 """Cases of a suite; True asks for the few that `--quick` runs."""
@@ -15,5 +15,6 @@ SUITES: dict[str, Suite] = {
     "pages": pages.cases,
     "latency": latency.cases,
     "rate": rate.cases,
+    "nics": nics.cases,
     "weights": weights.cases,
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from fabric_ray.doctor.findings import Finding, Status
 
 _GIB = 1 << 30
+_CAP_IPC_LOCK = 14
 # The engine's descriptors: one for a region, a few for each peer.
 _FEW_FILES = 4096
 # Pinned memory that a small model's weights need.
@@ -21,7 +22,8 @@ _LITTLE_SHM = _GIB
 
 def system(has_nics: bool, root: Path = Path("/")) -> Iterator[Finding]:
     """Yields what the system allows; ``has_nics`` says whether locked memory matters."""
-    yield memlock(*resource.getrlimit(resource.RLIMIT_MEMLOCK), has_nics=has_nics)
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield memlock(soft, hard, has_nics=has_nics, exempt=_may_lock_all())
     yield _open_files()
     yield _shared_memory(root)
     yield hugepages(root)
@@ -35,8 +37,18 @@ def _size(nbytes: int) -> str:
     return f"{nbytes // 1024} KiB"
 
 
-def memlock(soft: int, hard: int, *, has_nics: bool) -> Finding:
+def _may_lock_all(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether this process has CAP_IPC_LOCK, to which no limit applies."""
+    for line in _text(status).splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
+def memlock(soft: int, hard: int, *, has_nics: bool, exempt: bool) -> Finding:
     """The limit of locked memory, which every NIC registration counts against."""
+    if exempt:
+        return Finding("memlock", "locked memory", "ok", "unlimited (CAP_IPC_LOCK)")
     if soft == resource.RLIM_INFINITY or soft >= _LITTLE_LOCKED:
         limit = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
         return Finding("memlock", "locked memory", "ok", limit)

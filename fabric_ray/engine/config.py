@@ -65,6 +65,11 @@ class EngineConfig(BaseModel):
     inline_bytes: int = Field(default=1 << 20, ge=0)
     """A submit call copies at most this many bytes before it returns."""
 
+    stage_foreign: bool = False
+    """Memory that the engine didn't allocate is reached through windows that its owner copies
+    from, not by the kernel (process_vm_writev): for processes that may not trace each other, such
+    as those of two containers."""
+
     peer_timeout: float = Field(default=2.0, gt=0)
     """Seconds of silence after which a tcp peer is lost."""
 

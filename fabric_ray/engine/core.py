@@ -86,6 +86,7 @@ class TransferEngine(_native.Engine):
             spin_us=None if c.spin == "always" else int(float(c.spin)),
             copy_threads=c.copy_threads,
             inline_bytes=c.inline_bytes,
+            stage_foreign=c.stage_foreign,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
             nics=c.nic_options,
@@ -99,10 +100,12 @@ class TransferEngine(_native.Engine):
         """Registers the memory behind a tensor, an array or any writable buffer.
 
         The region keeps the memory alive. Memory inside an allocation of this engine stays
-        mappable for peers on this host.
+        mappable for peers on this host. CUDA tensors register like any other; what a kernel has
+        written must be waited for before it is sent.
 
         Raises:
-            InvalidArgument: not contiguous, read-only, empty, or not host memory.
+            InvalidArgument: not contiguous, read-only, empty, or on a device that is neither the
+                host nor a CUDA GPU.
         """
         addr, nbytes, keep = memory_of(obj)
         return self._register(addr, nbytes, keep)

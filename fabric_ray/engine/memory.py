@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,22 @@ from fabric_ray.errors import InvalidArgument
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+_DLPACK_CUDA = 2
+
 
 def memory_of(obj: Any) -> tuple[int, int, Any]:
     """Address, bytes and owner of the memory behind ``obj``.
 
     Takes torch tensors, numpy arrays, and whatever offers DLPack or the buffer protocol. It must be
-    contiguous, writable (peers will write to it) and on the host.
+    contiguous, writable (peers will write to it), and on the host or a CUDA GPU.
     """
     if hasattr(obj, "untyped_storage"):
         return _of_tensor(obj)
+    if _is_on_gpu(obj):
+        from torch.utils.dlpack import from_dlpack
+
+        addr, nbytes, keep = _of_tensor(from_dlpack(obj))
+        return addr, nbytes, (obj, keep)
     array = obj if isinstance(obj, np.ndarray) else _as_array(obj)
     if not array.flags.c_contiguous:
         raise InvalidArgument(
@@ -42,6 +50,14 @@ def memory_of(obj: Any) -> tuple[int, int, Any]:
     return array.ctypes.data, array.nbytes, (obj, array)
 
 
+def _is_on_gpu(obj: Any) -> bool:
+    if not hasattr(obj, "__dlpack_device__"):
+        return False
+    with contextlib.suppress(BufferError, RuntimeError, TypeError, ValueError):
+        return bool(obj.__dlpack_device__()[0] == _DLPACK_CUDA)
+    return False  # why, is found out when its memory is asked for
+
+
 def _as_array(obj: Any) -> np.ndarray[Any, Any]:
     try:
         if hasattr(obj, "__dlpack__"):
@@ -57,10 +73,10 @@ def _as_array(obj: Any) -> np.ndarray[Any, Any]:
 def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     import torch
 
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
-            f"a tensor on {tensor.device} can't be registered by this build, which has no GPU "
-            "transport; copy it to the host first"
+            f"a tensor on {tensor.device} can't be registered, only those in host memory or on a "
+            "CUDA GPU; copy it to the host first"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(
@@ -78,6 +94,10 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     # The storage, not the tensor: rebinding the tensor must not free what peers reach. Nor must
     # resizing: torch refuses that for a storage that numpy has seen.
     storage = tensor.untyped_storage()
+    if tensor.is_cuda:
+        # A GPU storage can't be kept from being resized; torch's allocator at least keeps the
+        # segment mapped.
+        return tensor.data_ptr(), nbytes, storage
     seen = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     return tensor.data_ptr(), nbytes, (storage, seen)
 

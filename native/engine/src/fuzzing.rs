@@ -6,7 +6,9 @@ use crate::{
     transport::handshake::{Acceptor, Credentials, Initiator},
 };
 
-pub use crate::transport::{shm::fuzz::peer_does as shm, tcp::fuzz::peer_says as tcp};
+pub use crate::transport::{
+    shm::fuzz::peer_does as shm, tcp::fuzz::peer_says as tcp, verbs::fuzz::peer_says as verbs,
+};
 
 /// An intact envelope around any body: the checksum would turn away nearly everything.
 pub(crate) fn sealed(magic: &[u8; 4], body: &[u8]) -> Vec<u8> {
@@ -84,8 +86,13 @@ mod tests {
     /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
     #[test]
     fn the_seeds_are_what_peers_say_today() {
-        let targets: [(&str, Target); 4] =
-            [("values", values), ("handshake", handshake), ("tcp", tcp), ("shm", shm)];
+        let targets: [(&str, Target); 5] = [
+            ("values", values),
+            ("handshake", handshake),
+            ("tcp", tcp),
+            ("verbs", verbs),
+            ("shm", shm),
+        ];
         for (target, run) in targets {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
             for (name, seed) in seeds::of(target) {
@@ -107,7 +114,7 @@ mod tests {
         use super::super::*;
         use crate::{
             api::{Endpoint, Imm, RailKey, RegionKey, TransportKind},
-            transport::{shm, tcp},
+            transport::{shm, tcp, verbs},
         };
 
         type Seeds = Vec<(&'static str, Vec<u8>)>;
@@ -117,6 +124,7 @@ mod tests {
                 "values" => values(),
                 "handshake" => handshake(),
                 "tcp" => tcp::fuzz::seeds(),
+                "verbs" => verbs::fuzz::seeds(),
                 _ => shm::fuzz::seeds(),
             }
         }

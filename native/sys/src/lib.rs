@@ -4,6 +4,8 @@
 //! words what is missing. Types are laid out as the library's C headers lay them out (asserted by
 //! tests); meaning, ownership and safe use belong to the transports.
 
+pub mod cuda;
+pub mod gdrapi;
 pub mod ibverbs;
 pub mod libfabric;
 mod open;

@@ -41,6 +41,17 @@ impl Library {
         Err(OpenError { what: names.join(" or "), why })
     }
 
+    /// The first of `names` that this process has loaded already; nothing is loaded for the asking.
+    #[must_use]
+    pub fn loaded(names: &[&'static str]) -> Option<Self> {
+        use libloading::os::unix::{Library as Unix, RTLD_LAZY};
+        names.iter().find_map(|&name| {
+            // SAFETY: without loading, no initialiser runs.
+            let found = unsafe { Unix::open(Some(name), RTLD_LAZY | libc::RTLD_NOLOAD) }.ok()?;
+            Some(Self { name, inner: Box::leak(Box::new(found.into())) })
+        })
+    }
+
     /// The name under which it was found.
     #[must_use]
     pub fn name(&self) -> &'static str {

@@ -135,8 +135,13 @@ fn check_required(
 }
 
 /// What an engine tries when its user names nothing: same host first, then NICs, then sockets.
-const EVERYTHING: [TransportKind; 4] =
-    [TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric, TransportKind::Tcp];
+const EVERYTHING: [TransportKind; 5] = [
+    TransportKind::CudaIpc,
+    TransportKind::Shm,
+    TransportKind::Verbs,
+    TransportKind::Libfabric,
+    TransportKind::Tcp,
+];
 
 fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
     let mut kinds = config.transports.clone();

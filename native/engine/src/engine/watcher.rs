@@ -77,6 +77,13 @@ struct State {
     poked: bool,
 }
 
+/// A transfer that is over stores its key: a flag that kernels wait on.
+impl super::Notify for DeviceWord {
+    fn notify(&self, key: u64) {
+        self.store(key);
+    }
+}
+
 /// The watchers of one engine and their thread, which starts with the first.
 #[derive(Clone, Default)]
 pub(crate) struct Watchers {

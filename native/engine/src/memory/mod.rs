@@ -2,6 +2,7 @@
 
 mod alloc;
 mod copy;
+pub mod device;
 mod headroom;
 mod heat;
 mod region;
@@ -10,5 +11,5 @@ mod routine;
 pub(crate) use alloc::populate;
 pub use alloc::Allocation;
 pub use copy::Copier;
-pub(crate) use region::RegionBook;
+pub(crate) use region::{RegionBook, HIDDEN};
 pub use region::{Backing, Keep, RegionMemory};

@@ -3,7 +3,7 @@ use std::{
     sync::{atomic::AtomicU32, Arc, OnceLock},
 };
 
-use super::Allocation;
+use super::{device::Location, Allocation};
 use crate::{
     api::{RailKeys, RegionKey},
     domain::DomainError,
@@ -28,6 +28,8 @@ pub struct RegionMemory {
     /// Bytes.
     pub len: u64,
     pub backing: Backing,
+    /// Whether processors reach it, or only a GPU.
+    pub location: Location,
     pub keep: Keep,
     /// What peers must show to NICs; set when all domains have registered it.
     pub rail_keys: OnceLock<RailKeys>,
@@ -38,7 +40,12 @@ pub struct RegionMemory {
 impl RegionMemory {
     pub fn new(key: RegionKey, base: usize, len: u64, backing: Backing, keep: Keep) -> Self {
         let (rail_keys, users) = (OnceLock::new(), AtomicU32::new(0));
-        Self { key, base, len, backing, keep, rail_keys, users }
+        Self { key, base, len, backing, location: Location::Host, keep, rail_keys, users }
+    }
+
+    /// The same, elsewhere than on the host.
+    pub fn at(self, location: Location) -> Self {
+        Self { location, ..self }
     }
 }
 
@@ -48,29 +55,47 @@ impl std::fmt::Debug for RegionMemory {
     }
 }
 
+/// Indices from here on are transports' own regions, which users never see.
+pub(crate) const HIDDEN: u32 = 1 << 31;
+
 /// The regions that one domain exposes: the receiver's half of MR-3.
 #[derive(Debug, Default)]
 pub(crate) struct RegionBook {
     slots: Vec<Option<Arc<RegionMemory>>>,
+    hidden: Vec<Option<Arc<RegionMemory>>>,
 }
 
 impl RegionBook {
     pub fn insert(&mut self, region: &Arc<RegionMemory>) {
-        let i = region.key.index as usize;
-        if self.slots.len() <= i {
-            self.slots.resize(i + 1, None);
+        let index = region.key.index;
+        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
+        let i = (index & !HIDDEN) as usize;
+        if slots.len() <= i {
+            slots.resize(i + 1, None);
         }
-        self.slots[i] = Some(Arc::clone(region));
+        slots[i] = Some(Arc::clone(region));
     }
 
     pub fn remove(&mut self, index: u32) -> Option<Arc<RegionMemory>> {
-        self.slots.get_mut(index as usize)?.take()
+        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
+        slots.get_mut((index & !HIDDEN) as usize)?.take()
+    }
+
+    #[inline]
+    pub fn get(&self, index: u32) -> Option<&Arc<RegionMemory>> {
+        let slots = if index & HIDDEN == 0 { &self.slots } else { &self.hidden };
+        slots.get((index & !HIDDEN) as usize)?.as_ref()
+    }
+
+    /// Whether nothing was ever registered.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
     }
 
     /// The region behind a key that a peer has shown, or why not.
     pub fn lookup(&self, key: RegionKey) -> Result<&Arc<RegionMemory>, DomainError> {
-        match self.slots.get(key.index as usize) {
-            Some(Some(r)) if r.key.rkey == key.rkey => Ok(r),
+        match self.get(key.index) {
+            Some(r) if r.key.rkey == key.rkey => Ok(r),
             _ => Err(DomainError::Stale(format!(
                 "region {} is not registered under this key any more",
                 key.index

@@ -1,5 +1,6 @@
 //! The domains: one folder per kind of link.
 
+mod cuda_ipc;
 pub mod libfabric;
 pub mod null;
 pub mod shm;
@@ -10,9 +11,12 @@ pub mod verbs;
 pub(crate) mod handshake;
 mod listener;
 pub(crate) mod nic;
+pub(crate) mod staged;
 pub(crate) mod nics;
 
 use std::sync::{Arc, OnceLock, Weak};
+
+use staged::Staged;
 
 use crate::{
     api::{EngineConfig, EngineId, TransportKind},
@@ -44,12 +48,12 @@ pub(crate) fn open(
     waker: &Waker,
 ) -> Result<Vec<Box<dyn Domain>>, DomainError> {
     let one: Box<dyn Domain> = match kind {
-        TransportKind::Shm => Box::new(shm::ShmDomain::open(id, config, waker)?),
-        TransportKind::Tcp => Box::new(tcp::TcpDomain::open(id, config)?),
+        TransportKind::Shm => Box::new(Staged::new(shm::ShmDomain::open(kind, id, config, waker)?)),
+        TransportKind::Tcp => Box::new(Staged::new(tcp::TcpDomain::open(id, config)?)),
         TransportKind::Null => Box::new(null::NullDomain::default()),
         TransportKind::Verbs => return verbs::open(id, config),
         TransportKind::Libfabric => return libfabric::open(id, config),
-        TransportKind::CudaIpc => return Err(DomainError::Unavailable("no GPU here".into())),
+        TransportKind::CudaIpc => Box::new(Staged::new(cuda_ipc::open(id, config, waker)?)),
         TransportKind::Sim => {
             let why = "simulated links exist only inside a simulation";
             return Err(DomainError::Unavailable(why.into()));

@@ -25,6 +25,11 @@ pub trait World {
         handle.poll().expect("done")
     }
 
+    /// Writes that are many here.
+    fn many(&self) -> u64 {
+        50_000
+    }
+
     /// Whether large writes are cut on this transport.
     fn cuts(&self) -> bool {
         false
@@ -32,7 +37,7 @@ pub trait World {
 }
 
 fn config(name: &str) -> EngineConfig {
-    EngineConfig { name: name.into(), op_timeout: Duration::from_secs(20), ..Default::default() }
+    EngineConfig { name: name.into(), op_timeout: Duration::from_secs(60), ..Default::default() }
 }
 
 pub struct Threads {
@@ -76,6 +81,14 @@ impl World for Threads {
 
     fn idle(&mut self) {
         std::thread::sleep(Duration::from_millis(20));
+    }
+
+    fn many(&self) -> u64 {
+        if self.transport.has_nics() {
+            5_000
+        } else {
+            50_000
+        }
     }
 
     fn wait(&mut self, handle: &Handle) -> Result<()> {
@@ -126,6 +139,10 @@ impl World for Sim {
     fn idle(&mut self) {
         let limit = Time(self.net.now().0 + 1_000_000);
         while self.net.step_until(limit) {}
+    }
+
+    fn many(&self) -> u64 {
+        1000
     }
 
     fn cuts(&self) -> bool {

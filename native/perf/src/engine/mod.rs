@@ -74,6 +74,8 @@ pub enum Kind {
     Rate,
     /// The same, `pages` of them in a submit
     Batch,
+    /// Counted writes with at most `pages` of them in flight
+    Window,
 }
 
 /// How the receiver notices.

@@ -1,6 +1,7 @@
 //! The writing process: starts the target, writes to it, and puts both sides' times together.
 
 use std::{
+    collections::VecDeque,
     io::BufReader,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     time::Duration,
@@ -218,6 +219,16 @@ impl Writer {
                     last = Some(self.submit(&ops)?);
                 }
                 last.as_ref().map_or(Ok(()), finish)
+            }
+            Kind::Window => {
+                let mut flying = VecDeque::with_capacity(request.pages as usize);
+                for step in first..end {
+                    if flying.len() == request.pages as usize {
+                        flying.pop_front().as_ref().map_or(Ok(()), finish)?;
+                    }
+                    flying.push_back(self.submit(&[self.write(walk, step)])?);
+                }
+                flying.iter().try_for_each(finish)
             }
             Kind::Write | Kind::Echo => {
                 (first..end).try_for_each(|step| finish(&self.submit(&[self.write(walk, step)])?))

@@ -176,7 +176,7 @@ impl Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, peer_timeout, op_timeout, nics))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -188,6 +188,7 @@ impl Engine {
         spin_us: Option<u64>,
         copy_threads: Option<usize>,
         inline_bytes: u64,
+        stage_foreign: bool,
         peer_timeout: f64,
         op_timeout: f64,
         nics: Nics,
@@ -220,10 +221,10 @@ impl Engine {
             spin: spin_us.map_or(Spin::Always, |us| Spin::For(Duration::from_micros(us))),
             copy_threads: copy_threads.unwrap_or(defaults.copy_threads),
             inline_bytes,
+            stage_foreign,
             peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
             nics: nics.into(),
-            stage_foreign: defaults.stage_foreign,
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
         Ok(Self { engine, op_timeout })
@@ -502,9 +503,16 @@ impl Engine {
         self.engine.receive(max_nbytes, count, deliver).or_raise(py)
     }
 
-    /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed.
-    fn watch(&self, py: Python<'_>, callback: Py<PyAny>) -> PyResult<Watcher> {
-        self.engine.watch(on_change(callback)).map(Watcher).or_raise(py)
+    /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
+    /// `device`, kernels on that GPU write and read it as well.
+    #[pyo3(signature = (callback, device=None))]
+    fn watch(&self, py: Python<'_>, callback: Py<PyAny>, device: Option<i32>) -> PyResult<Watcher> {
+        let on_change = on_change(callback);
+        let watcher = match device {
+            None => self.engine.watch(on_change),
+            Some(device) => py.detach(|| self.engine.watch_device(device, on_change)),
+        };
+        watcher.map(Watcher).or_raise(py)
     }
 
     /// `(peer, transport or None, [(transport, device, chosen, reason), ...])`

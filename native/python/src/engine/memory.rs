@@ -3,13 +3,13 @@ use std::time::Duration;
 use fabric_engine as fe;
 use fe::api::PageIndices;
 use pyo3::{
-    exceptions::PyValueError,
+    exceptions::{PyAttributeError, PyValueError},
     prelude::*,
     types::{PyBytes, PyDict, PySlice},
 };
 
-use super::{core::Peer, values::RegionDescriptor};
-use crate::errors::OrRaise;
+use super::{core::Peer, values::RegionDescriptor, watcher::gpu_array};
+use crate::errors::{raise, OrRaise};
 
 /// A registered memory region of this engine, or a part of one. Keeps the memory alive; when the
 /// last view is gone, the registration ends.
@@ -64,8 +64,18 @@ impl Region {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
 
+    /// The GPU that the memory is part of, as this process numbers it; `None` on the host.
+    #[getter]
+    fn cuda_device(&self) -> Option<i32> {
+        self.0.location().cuda().map(|range| range.device)
+    }
+
     /// The memory as a numpy array of bytes; it keeps the region.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(device) = slf.get().cuda_device() {
+            let text = format!("the region lies in memory of cuda:{device}; use tensor()");
+            return Err(raise(slf.py(), &fe::EngineError::Invalid(text)));
+        }
         PyModule::import(slf.py(), "numpy")?.call_method1("asarray", (slf,))
     }
 
@@ -78,7 +88,14 @@ impl Region {
         shape: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let torch = PyModule::import(slf.py(), "torch")?;
-        let mut tensor = torch.call_method1("from_numpy", (Self::numpy(slf)?,))?;
+        let mut tensor = match slf.get().cuda_device() {
+            None => torch.call_method1("from_numpy", (Self::numpy(slf)?,))?,
+            Some(device) => {
+                let options = PyDict::new(slf.py());
+                options.set_item("device", format!("cuda:{device}"))?;
+                torch.call_method("as_tensor", (slf,), Some(&options))?
+            }
+        };
         if let Some(dtype) = dtype {
             tensor = tensor.call_method1("view", (dtype,))?;
         }
@@ -93,6 +110,9 @@ impl Region {
     fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         let py = slf.py();
         let this = slf.get();
+        if this.cuda_device().is_some() {
+            return Err(PyAttributeError::new_err("GPU memory is no array of the host"));
+        }
         let d = PyDict::new(py);
         d.set_item("version", 3)?;
         d.set_item("shape", (this.0.len(),))?;
@@ -101,8 +121,22 @@ impl Region {
         Ok(d)
     }
 
+    /// For torch and cupy: a GPU array of bytes that shares this memory and keeps the region.
+    #[getter]
+    fn __cuda_array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let this = slf.get();
+        if this.cuda_device().is_none() {
+            return Err(PyAttributeError::new_err("host memory is no array of a GPU"));
+        }
+        gpu_array(slf.py(), this.0.addr() as u64, this.0.len(), "|u1")
+    }
+
     fn __repr__(&self) -> String {
-        let kind = if self.0.is_mappable() { "engine memory" } else { "registered memory" };
+        let kind = match self.cuda_device() {
+            _ if self.0.is_mappable() => "engine memory".to_owned(),
+            None => "registered memory".to_owned(),
+            Some(device) => format!("memory of cuda:{device}"),
+        };
         format!("Region({} bytes of {kind} at {:#x})", self.0.len(), self.0.addr())
     }
 }

@@ -6,14 +6,15 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{api::TransportKind, Handle, Way};
+use fabric_engine::{self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Way};
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTimeoutError},
+    exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},
     prelude::*,
     sync::PyOnceLock,
+    types::PyDict,
 };
 
-use super::{queue::CompletionQueue, seconds};
+use super::{queue::CompletionQueue, seconds, watcher::gpu_array};
 use crate::errors::{raise, OrRaise};
 
 /// Signals (Ctrl-C) are looked at this often during a blocking wait.
@@ -109,11 +110,20 @@ impl Transfer {
         });
     }
 
-    /// A flag that is set when it is over, for loops that poll.
-    fn flag(&self) -> Flag {
+    /// A flag that is set when it is over, for loops that poll; with `device`, for kernels on that
+    /// GPU that wait until the word is 1.
+    #[pyo3(signature = (device=None))]
+    fn flag(&self, py: Python<'_>, device: Option<i32>) -> PyResult<Flag> {
         let flag = Arc::new(AtomicBool::new(false));
+        let word = match device {
+            None => None,
+            Some(device) => Some(Arc::new(py.detach(|| DeviceWord::new(device)).or_raise(py)?)),
+        };
         self.handle.on_done_flag(Arc::clone(&flag));
-        Flag { flag }
+        if let Some(word) = &word {
+            self.handle.on_done_notify(Arc::clone(word) as Arc<dyn fe::Notify>, 1);
+        }
+        Ok(Flag { flag, word })
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -167,12 +177,22 @@ impl Transfer {
 #[pyclass(frozen, module = "fabric_ray._native")]
 pub(crate) struct Flag {
     flag: Arc<AtomicBool>,
+    word: Option<Arc<DeviceWord>>,
 }
 
 #[pymethods]
 impl Flag {
     fn __bool__(&self) -> bool {
         self.flag.load(Acquire)
+    }
+
+    /// For torch and cupy: the flag as a GPU array of one int64, 0 until the transfer is over.
+    #[getter]
+    fn __cuda_array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let Some(word) = &slf.get().word else {
+            return Err(PyAttributeError::new_err("kernels can't use it: name a device"));
+        };
+        gpu_array(slf.py(), word.device_addr(), 1, "<i8")
     }
 
     fn __repr__(&self) -> String {

@@ -1,5 +1,5 @@
 use fabric_engine as fe;
-use pyo3::{prelude::*, types::PyDict};
+use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -40,6 +40,21 @@ impl Watcher {
         Ok(d)
     }
 
+    /// Where the word lies: `host memory`, `pinned host memory`, or GPU memory.
+    #[getter]
+    fn home(&self) -> &'static str {
+        self.0.device_word().map_or("host memory", fe::memory::device::DeviceWord::home)
+    }
+
+    /// For torch and cupy: the word as a GPU array of one int64 that shares its memory.
+    #[getter]
+    fn __cuda_array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let Some(word) = slf.get().0.device_word() else {
+            return Err(PyAttributeError::new_err("kernels can't use it: watch with a device"));
+        };
+        gpu_array(slf.py(), word.device_addr(), 1, "<i8")
+    }
+
     fn __repr__(&self) -> String {
         format!("Watcher({} at {:#x})", self.0.load(), self.0.addr())
     }
@@ -54,4 +69,22 @@ pub fn on_change(callback: Py<PyAny>) -> impl Fn(u64, u64) + Send + Sync + 'stat
             }
         });
     }
+}
+
+/// A flat array in GPU memory, as other libraries take it.
+pub fn gpu_array<'py>(
+    py: Python<'py>,
+    addr: u64,
+    n: u64,
+    typestr: &str,
+) -> PyResult<Bound<'py, PyDict>> {
+    let d = PyDict::new(py);
+    d.set_item("version", 3)?;
+    d.set_item("shape", (n,))?;
+    d.set_item("typestr", typestr)?;
+    d.set_item("data", (addr, false))?;
+    d.set_item("strides", py.None())?;
+    // Nobody's work has to be waited for.
+    d.set_item("stream", py.None())?;
+    Ok(d)
 }

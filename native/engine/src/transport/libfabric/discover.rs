@@ -70,16 +70,16 @@ pub(super) fn choose(
     let reasons: Vec<String> = all
         .iter()
         .zip(&verdicts)
-        .filter_map(|(i, v)| Some(format!("{} ({}): {}", i.offer.domain, i.offer.provider, v.as_ref().err()?)))
+        .filter_map(|(i, v)| {
+            Some(format!("{} ({}): {}", i.offer.domain, i.offer.provider, v.as_ref().err()?))
+        })
         .collect();
     let mut chosen: Vec<OwnedInfo> =
         all.into_iter().zip(verdicts).filter(|(_, v)| v.is_ok()).map(|(i, _)| i).collect();
     if chosen.is_empty() {
         let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
-        let mut why = format!(
-            "libfabric {} has no usable NIC for provider {provider}",
-            dotted(api.found)
-        );
+        let mut why =
+            format!("libfabric {} has no usable NIC for provider {provider}", dotted(api.found));
         if reasons.is_empty() {
             why.push_str(": it offers none (fi_info lists what it has)");
         }
@@ -171,10 +171,7 @@ fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
         return Some(format!("not among the NICs named: {}", nics.names.join(", ")));
     }
     if o.cq_data_bytes < 4 {
-        return Some(format!(
-            "its immediates have {} bytes, counters need 4",
-            o.cq_data_bytes
-        ));
+        return Some(format!("its immediates have {} bytes, counters need 4", o.cq_data_bytes));
     }
     if o.mr_mode & mr_mode::RAW != 0 {
         return Some("its memory keys are of the raw kind, which is not supported".into());

@@ -46,6 +46,12 @@ impl Offer {
         self.provider.split(';').next() == Some("efa")
     }
 
+    /// Whether a refused access is never answered: the shm provider of some versions leaves the
+    /// operation hanging. There, peers are asked before an access, not after it.
+    pub fn hides_refusals(&self) -> bool {
+        self.provider.split(';').any(|p| p == "shm")
+    }
+
     /// Whether only this host can be reached from there.
     pub fn is_local(&self) -> bool {
         match self.ip() {

@@ -32,6 +32,8 @@ pub(super) struct InFlight {
     pub region: u32,
     /// The place of the peer's address.
     pub address: usize,
+    /// Of a frame.
+    pub len: u32,
 }
 
 /// An operation: done when all its pieces are.
@@ -62,7 +64,7 @@ pub(super) struct Table {
     pub ops: Slab<Op>,
 }
 
-const IDLE: InFlight = InFlight { what: Use::Free, region: NO_REGION, address: usize::MAX };
+const IDLE: InFlight = InFlight { what: Use::Free, region: NO_REGION, address: usize::MAX, len: 0 };
 
 impl Table {
     pub fn new(receives: u32, slots: u32, pieces: u32) -> Self {
@@ -115,6 +117,20 @@ impl Table {
             self.give_back(context);
         }
         flight
+    }
+
+    /// A context is ours again and kept: its frame is to be sent once more.
+    pub fn keep(&mut self, context: u32) -> InFlight {
+        std::mem::replace(&mut self.flights[context as usize], IDLE)
+    }
+
+    pub fn what(&self, context: u32) -> Use {
+        self.flights[context as usize].what
+    }
+
+    /// Whether pieces of operations whose link is gone are still under way to an address.
+    pub fn has_orphans(&self, address: usize) -> bool {
+        self.flights.iter().any(|f| f.what == Use::Orphan && f.address == address)
     }
 
     /// A context that was taken and not used.

@@ -2,6 +2,7 @@
 //! and compared with what this side speaks before anything is sent there.
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::info::{ip_of, Offer};
 use crate::{
@@ -9,8 +10,15 @@ use crate::{
     domain::DomainError,
 };
 
-const ENVELOPE: Envelope =
-    Envelope { magic: *b"FRlf", what: "a libfabric endpoint", limit: 1024 };
+const ENVELOPE: Envelope = Envelope { magic: *b"FRlf", what: "a libfabric endpoint", limit: 1024 };
+
+/// Tells hosts apart; a host may boot anew and be another.
+pub(super) fn host() -> [u8; 16] {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let mut id = [0; 16];
+    id.copy_from_slice(&Sha256::digest(boot.trim())[..16]);
+    id
+}
 
 /// Where a NIC's endpoint is, and what it speaks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

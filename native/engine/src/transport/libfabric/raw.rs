@@ -20,6 +20,9 @@ pub(super) const EAGAIN: i64 = -(libc::EAGAIN as i64);
 /// `FI_EAVAIL`: an error is to be read.
 const EAVAIL: i64 = -259;
 
+/// `FI_OPT_EFA_EMULATED_WRITE`: unknown to versions that can't tell.
+const EFA_EMULATED_WRITE: c_int = -(0xefa << 16) + 2;
+
 /// Any object: closed when dropped.
 struct Object {
     fid: *mut fi::Fid,
@@ -77,7 +80,6 @@ pub(super) struct Nic {
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     pub context: *mut c_void,
-    pub flags: u64,
     pub words: String,
 }
 
@@ -180,6 +182,26 @@ impl Nic {
         Ok(name)
     }
 
+    /// Whether peers in this process use the endpoint's memory directly.
+    pub fn shares_queues(&self) -> bool {
+        self.info.offer.provider.split(';').any(|p| p == "shm")
+    }
+
+    /// Whether `efa` moves written bytes by software, for want of a device that can: then the end of
+    /// a registration doesn't end what is under way.
+    pub fn emulates_writes(&self) -> bool {
+        if !self.info.offer.is_efa() {
+            return false;
+        }
+        let (mut value, mut len) = (true, size_of::<bool>());
+        // SAFETY: the option is a `bool`; `len` is the room for it.
+        let code = unsafe {
+            let ops = (*self.ep()).ops;
+            ((*ops).getopt)(self.ep.fid, 0, EFA_EMULATED_WRITE, (&raw mut value).cast(), &mut len)
+        };
+        code != 0 || value
+    }
+
     /// Makes a peer's address known. What it says has been bounded, not believed: the library takes
     /// it for an address of its own format.
     pub fn insert(&self, address: &[u8]) -> Result<FiAddr, DomainError> {
@@ -242,8 +264,11 @@ impl Nic {
             if per_endpoint {
                 let ops = (*object.fid).ops;
                 let code = ((*ops).bind)(object.fid, self.ep.fid, 0);
-                let code =
-                    if code == 0 { ((*ops).control)(object.fid, fi::ENABLE, null_mut()) } else { code };
+                let code = if code == 0 {
+                    ((*ops).control)(object.fid, fi::ENABLE, null_mut())
+                } else {
+                    code
+                };
                 if code != 0 {
                     return Err(self.api.fail("fi_mr_enable", code.into()));
                 }
@@ -296,8 +321,7 @@ impl Nic {
         flags: u64,
         write: bool,
     ) -> Result<bool, DomainError> {
-        let iov =
-            libc::iovec { iov_base: span.local as *mut c_void, iov_len: span.len as usize };
+        let iov = libc::iovec { iov_base: span.local as *mut c_void, iov_len: span.len as usize };
         let remote = fi::RmaIov { addr: span.remote, len: span.len as usize, key: span.key };
         let mut desc = span.desc;
         let msg = fi::MsgRma {
@@ -336,9 +360,10 @@ impl Nic {
         let iov = libc::iovec { iov_base: bytes as *mut c_void, iov_len: len };
         let mut desc = desc;
         let msg = fi::Msg { iov: &iov, desc: &mut desc, iov_count: 1, addr: to, context, data: 0 };
+        // Providers that reconnect by themselves lose what was only sent: it is to be delivered.
+        let flags = flag::COMPLETION | flag::DELIVERY_COMPLETE;
         // SAFETY: as for `rma`.
-        let code =
-            unsafe { ((*(*self.ep()).msg).sendmsg)(self.ep(), &msg, flag::COMPLETION) };
+        let code = unsafe { ((*(*self.ep()).msg).sendmsg)(self.ep(), &msg, flags) };
         self.posted("fi_sendmsg", code as i64)
     }
 
@@ -358,8 +383,7 @@ impl Nic {
         let addr = fi::ADDR_UNSPEC;
         let msg = fi::Msg { iov: &iov, desc: &mut desc, iov_count: 1, addr, context, data: 0 };
         // SAFETY: as for `rma`.
-        let code =
-            unsafe { ((*(*self.ep()).msg).recvmsg)(self.ep(), &msg, flag::COMPLETION) };
+        let code = unsafe { ((*(*self.ep()).msg).recvmsg)(self.ep(), &msg, flag::COMPLETION) };
         self.posted("fi_recvmsg", code as i64)
     }
 
@@ -410,7 +434,7 @@ impl Nic {
                 let more = std::ffi::CStr::from_ptr(more).to_string_lossy();
                 words = format!("{words} (provider: {more}, code {})", e.prov_errno);
             }
-            Ok(Polled::Failed(Failure { context: e.op_context, flags: e.flags, words }))
+            Ok(Polled::Failed(Failure { context: e.op_context, words }))
         }
     }
 

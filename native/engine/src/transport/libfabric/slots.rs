@@ -21,6 +21,9 @@ unsafe impl Send for Slots {}
 impl Drop for Slots {
     fn drop(&mut self) {
         self.mr = None;
+        if self.n == 0 {
+            return;
+        }
         // SAFETY: allocated with this layout in `new`.
         unsafe { alloc::dealloc(self.base, Self::layout(self.n)) };
     }
@@ -46,10 +49,6 @@ impl Slots {
         Ok(slots)
     }
 
-    pub fn len(&self) -> usize {
-        self.n
-    }
-
     pub fn addr(&self, i: usize) -> usize {
         debug_assert!(i < self.n);
         self.base as usize + i * SLOT
@@ -61,6 +60,11 @@ impl Slots {
 
     pub fn key(&self) -> u64 {
         self.mr.as_ref().map_or(0, |mr| mr.key)
+    }
+
+    /// Takes all slots away.
+    pub fn take(&mut self) -> Self {
+        std::mem::replace(self, Self { base: null_mut(), n: 0, mr: None })
     }
 
     /// Ends the registration; the memory stays.

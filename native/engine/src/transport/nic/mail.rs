@@ -206,6 +206,12 @@ impl Mail {
         self.counted = self.counted.wrapping_add(n);
     }
 
+    /// Immediates that may be on their way at most.
+    #[inline]
+    pub fn imm_places(&self) -> u32 {
+        self.peer.imms
+    }
+
     /// Immediates that may be sent now.
     #[inline]
     pub fn imm_room(&self) -> u32 {
@@ -338,7 +344,7 @@ impl Mail {
         let in_order = total <= MAX_MESSAGE
             && place < WINDOW
             && offset.is_multiple_of(payload)
-            && (offset < total || total == 0)
+            && (offset < total || (total == 0 && offset == 0))
             && bytes.len() == expected;
         if !in_order {
             return Err(broken("a fragment of an impossible message"));

@@ -216,9 +216,9 @@ proptest! {
             sent[*from].push(message);
         }
         p.settle(&OPEN);
-        for from in 0..2 {
-            prop_assert!(p.got[1 - from].iter().map(|m| m.to_vec()).eq(sent[from].iter().cloned()));
-            prop_assert_eq!(p.done[from].len(), sent[from].len());
+        for (from, sent) in sent.iter().enumerate() {
+            prop_assert!(p.got[1 - from].iter().map(|m| m.to_vec()).eq(sent.iter().cloned()));
+            prop_assert_eq!(p.done[from].len(), sent.len());
         }
     }
 }

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use crate::{
-    api::{Envelope, RegionKey},
+    api::{Envelope, RegionKey, TransportKind},
     domain::DomainError,
     transport::handshake::MAX_MESSAGE,
 };
@@ -62,6 +62,16 @@ pub(super) enum Frame {
         key: RegionKey,
         reason: String,
     },
+    /// You may: CUDA maps its allocation by this handle, the region begins `offset` bytes into it.
+    Device {
+        key: RegionKey,
+        len: u64,
+        handle: Vec<u8>,
+        uuid: [u8; 16],
+        offset: u64,
+        /// Where the allocation lies in my process.
+        base: u64,
+    },
     /// Let go of this region.
     Revoke {
         index: u32,
@@ -73,6 +83,8 @@ pub(super) enum Frame {
     Bye {
         reason: String,
     },
+    /// Something for the layer above this transport.
+    Whisper(Vec<u8>),
 }
 
 impl Frame {
@@ -88,9 +100,12 @@ impl Frame {
 pub(super) type Fds = SmallVec<[OwnedFd; MAX_FDS]>;
 
 /// Where an engine listens: a name without a file, seen only within its network namespace.
-pub(super) fn socket_name(id: &crate::api::EngineId) -> String {
+pub(super) fn socket_name(kind: TransportKind, id: &crate::api::EngineId) -> String {
     let hex: String = id.0.iter().map(|b| format!("{b:02x}")).collect();
-    format!("fabric-ray/{hex}")
+    match kind {
+        TransportKind::Shm => format!("fabric-ray/{hex}"),
+        kind => format!("fabric-ray/{kind}/{hex}"),
+    }
 }
 
 fn new_socket() -> Result<OwnedFd, DomainError> {

@@ -13,7 +13,7 @@ use super::{
     ShmDomain,
 };
 use crate::{
-    api::{EngineAddress, EngineConfig, EngineId, RegionKey},
+    api::{EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
         Admit, Completion, Count, Data, Domain, LocalAddr, MessageRoom, Seq, Token, WorkRequest,
     },
@@ -39,7 +39,9 @@ impl MessageRoom for Room {
 
 fn open() -> Option<ShmDomain> {
     let id = EngineId::random().ok()?;
-    let mut domain = ShmDomain::open(id, &EngineConfig::default(), &Waker::default()).ok()?;
+    let mut domain =
+        ShmDomain::open(TransportKind::Shm, id, &EngineConfig::default(), &Waker::default())
+            .ok()?;
     let endpoints = vec![domain.endpoint()];
     domain.announce(&EngineAddress { id, name: "e".into(), endpoints });
     Some(domain)

@@ -10,7 +10,11 @@ use std::{
 };
 
 use super::raw::Map;
-use crate::{api::RegionKey, domain::DomainError, memory};
+use crate::{
+    api::RegionKey,
+    domain::DomainError,
+    memory::{self, device::Driver},
+};
 
 /// Page tables are filled in steps of this many bytes, just before the first large copy there.
 const STEP: usize = 2 << 20;
@@ -53,6 +57,24 @@ pub(super) enum Reach {
     Mapped(Arc<Mapping>),
     /// By the kernel, in this process.
     Process(i32),
+    /// By the copy engine of this device.
+    Device(i32, #[allow(dead_code)] Option<Arc<DeviceMapping>>),
+}
+
+/// A peer's GPU allocation, mapped here.
+#[derive(Debug)]
+pub(super) struct DeviceMapping {
+    driver: &'static Driver,
+    device: i32,
+    base: u64,
+}
+
+impl Drop for DeviceMapping {
+    fn drop(&mut self) {
+        if let Err(error) = self.driver.forget(self.device, self.base) {
+            tracing::warn!(%error, "a peer's GPU memory stays mapped");
+        }
+    }
 }
 
 /// A peer's region, resolved. Copy jobs hold it by reference count: while one does, it is in use.
@@ -70,6 +92,7 @@ pub(super) struct Import {
 pub(super) struct Imports {
     regions: HashMap<u32, Arc<Import>>,
     mappings: HashMap<u64, Weak<Mapping>>,
+    device_mappings: HashMap<[u8; 64], Weak<DeviceMapping>>,
     /// The last one looked up: most writes go where the last one went.
     last: Option<Arc<Import>>,
     /// Revoked by the owner, still used by a copy under way.
@@ -111,6 +134,49 @@ impl Imports {
         self.add(Import { key, len, base, reach: Reach::Process(pid) });
     }
 
+    /// `here` if the peer is this very process, whose own handles CUDA doesn't map.
+    pub fn add_device(
+        &mut self,
+        key: RegionKey,
+        len: u64,
+        handle: &[u8],
+        (uuid, offset, base): ([u8; 16], u64, u64),
+        here: bool,
+    ) -> Result<(), DomainError> {
+        let driver = Driver::open()?;
+        // From CUDA 10.1 on, devices that this process doesn't see can be mapped as well.
+        let device = driver.ordinal_of(&uuid).unwrap_or(0);
+        if here {
+            let base = (base + offset) as usize;
+            self.add(Import { key, len, base, reach: Reach::Device(device, None) });
+            return Ok(());
+        }
+        let handle: [u8; 64] = handle
+            .try_into()
+            .map_err(|_| DomainError::Handshake("a GPU handle of a wrong length".into()))?;
+        let known = self.device_mappings.get(&handle).and_then(Weak::upgrade);
+        let mapping = match known {
+            Some(mapping) => mapping,
+            None => {
+                let base = driver.import(device, handle).map_err(|e| {
+                    DomainError::Unavailable(format!(
+                        "its GPU memory can't be mapped here: {e}; leave cuda_ipc out of the \
+                         transports, and shm stages through host memory"
+                    ))
+                })?;
+                Arc::new(DeviceMapping { driver, device, base })
+            }
+        };
+        let (_, size) = driver.allocation(mapping.base)?;
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(DomainError::Handshake("a region outside its own allocation".into()));
+        }
+        self.device_mappings.insert(handle, Arc::downgrade(&mapping));
+        let base = (mapping.base + offset) as usize;
+        self.add(Import { key, len, base, reach: Reach::Device(device, Some(mapping)) });
+        Ok(())
+    }
+
     fn add(&mut self, import: Import) {
         self.regions.insert(import.key.index, Arc::new(import));
     }
@@ -120,6 +186,7 @@ impl Imports {
         self.last = None;
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
+        self.device_mappings.retain(|_, m| m.strong_count() > 0);
         if Arc::strong_count(&import) == 1 {
             return true;
         }

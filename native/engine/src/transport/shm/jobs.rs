@@ -13,11 +13,10 @@ use std::{
 
 use crossbeam_queue::SegQueue;
 use parking_lot::{Condvar, Mutex};
-use rustix::io::Errno;
 
 use super::{
-    imports::{Import, Reach},
-    raw::{across, piece, Direction, Piece},
+    copies::{Copy, Motion},
+    imports::Import,
 };
 use crate::{
     domain::{Assist, Count, Data, DomainError, LinkId, Token},
@@ -25,121 +24,13 @@ use crate::{
     transport::Waker,
 };
 
-/// What one thread copies before it looks around: some hundred microseconds of work.
-const CHUNK: u64 = 1 << 20;
-/// Pieces in one kernel call; IOV_MAX is 1024.
-const PIECES: u32 = 512;
-
-/// What is done with the bytes of a work request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Motion {
-    Copy(Direction),
-    /// Page tables are filled, so that a later copy meets no page fault.
-    Touch,
-}
-
-/// A copy between local memory and an imported region.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Copy<'a> {
-    pub data: &'a Data,
-    pub import: &'a Import,
-    pub motion: Motion,
-}
-
-impl Copy<'_> {
-    /// How many chunks it is cut into, pages per chunk and bytes per chunk of a page.
-    fn cut(&self) -> (u32, u32, u64) {
-        let Data { page_len, pages, .. } = *self.data;
-        if page_len > CHUNK {
-            return ((page_len.div_ceil(CHUNK) as u32).saturating_mul(pages), 1, CHUNK);
-        }
-        let per_chunk = ((CHUNK / page_len.max(1)) as u32).clamp(1, PIECES);
-        (pages.div_ceil(per_chunk), per_chunk, page_len)
-    }
-
-    /// All of it, on this thread.
-    #[inline]
-    pub fn run(&self, copier: &Copier) -> Result<(), DomainError> {
-        if self.data.pages == 1 && self.data.page_len <= CHUNK {
-            return self.pieces(0..1, 0, self.data.page_len, copier);
-        }
-        let (chunks, ..) = self.cut();
-        (0..chunks).try_for_each(|c| self.run_chunk(c, copier))
-    }
-
-    fn run_chunk(&self, chunk: u32, copier: &Copier) -> Result<(), DomainError> {
-        let Data { page_len, pages, .. } = *self.data;
-        let (_, per_chunk, bytes) = self.cut();
-        if page_len > CHUNK {
-            let per_page = page_len.div_ceil(CHUNK) as u32;
-            let (page, part) = (chunk / per_page, u64::from(chunk % per_page));
-            let from = part * bytes;
-            return self.pieces(page..page + 1, from, bytes.min(page_len - from), copier);
-        }
-        let first = chunk * per_chunk;
-        self.pieces(first..(first + per_chunk).min(pages), 0, page_len, copier)
-    }
-
-    /// Copies `len` bytes from byte `from` of each of some pages.
-    #[inline]
-    fn pieces(
-        &self,
-        pages: std::ops::Range<u32>,
-        from: u64,
-        len: u64,
-        copier: &Copier,
-    ) -> Result<(), DomainError> {
-        let Data { local, local_seq, remote_seq, .. } = self.data;
-        let local_at = |i: u32| local.0 + (local_seq.nth(i) + from) as usize;
-        let remote_at = |i: u32| self.import.base + (remote_seq.nth(i) + from) as usize;
-        let (pid, direction) = match (&self.import.reach, self.motion) {
-            (Reach::Mapped(mapping), Motion::Touch) => {
-                pages.for_each(|i| mapping.populate(remote_at(i), len as usize));
-                return Ok(());
-            }
-            (Reach::Process(_), Motion::Touch) => return Ok(()),
-            (Reach::Mapped(mapping), Motion::Copy(direction)) => {
-                let at = |i: u32| {
-                    let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
-                    if len >= 512 {
-                        mapping.populate(r, len as usize);
-                    }
-                    match direction {
-                        Direction::Out => (r, l),
-                        Direction::In => (l, r),
-                    }
-                };
-                // SAFETY: the remote ranges were checked against the import's length when this copy
-                // was made, and the import keeps its mapping; the local ranges lie in a region that
-                // the request keeps registered; they are different mappings.
-                unsafe { copier.copy_pages(pages.len() as u32, len as usize, at) };
-                return Ok(());
-            }
-            (Reach::Process(pid), Motion::Copy(direction)) => (*pid, direction),
-        };
-        let cut = |at: &dyn Fn(u32) -> usize| -> Vec<Piece> {
-            pages.clone().map(|i| piece(at(i), len as usize)).collect()
-        };
-        let (mut l, mut r) = (cut(&local_at), cut(&remote_at));
-        // SAFETY: the local ranges lie in a region that the request keeps registered.
-        unsafe { across(pid, direction, &mut l, &mut r) }.map_err(|e| match e {
-            Errno::SRCH => DomainError::LinkDown("its process has ended".into()),
-            Errno::FAULT => DomainError::Refused(
-                "the memory behind the region is not there any more; its owner must deregister \
-                 before it frees"
-                    .into(),
-            ),
-            errno => DomainError::Io { call: "process_vm_writev", errno },
-        })
-    }
-}
-
 /// A copy on its way through the pool.
 #[derive(Debug)]
 pub(super) struct Job {
     data: Data,
     import: Arc<Import>,
     motion: Motion,
+    device: Option<i32>,
     pub link: LinkId,
     pub token: Token,
     pub count: Option<Count>,
@@ -154,14 +45,15 @@ impl Job {
     pub fn new(
         data: Data,
         import: Arc<Import>,
-        motion: Motion,
+        (motion, device): (Motion, Option<i32>),
         (link, token, count): (LinkId, Token, Option<Count>),
     ) -> Arc<Self> {
-        let (chunks, ..) = Copy { data: &data, import: &import, motion }.cut();
+        let (chunks, ..) = Copy { data: &data, import: &import, motion, device }.cut();
         Arc::new(Self {
             data,
             import,
             motion,
+            device,
             link,
             token,
             count,
@@ -185,7 +77,8 @@ impl Job {
             return None;
         }
         if !self.cancelled.load(Acquire) {
-            let copy = Copy { data: &self.data, import: &self.import, motion: self.motion };
+            let Self { data, import, motion, device, .. } = self;
+            let copy = Copy { data, import, motion: *motion, device: *device };
             if let Err(e) = copy.run_chunk(chunk, copier) {
                 self.failure.lock().get_or_insert(e);
                 self.cancelled.store(true, SeqCst);

@@ -6,6 +6,7 @@
 
 mod bell;
 mod control;
+mod copies;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod imports;
@@ -18,7 +19,7 @@ mod ring;
 mod serve;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
     time::Duration,
@@ -34,14 +35,15 @@ use crate::{
         Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
         Quiet, Seq, Token, WakeFds, WorkRequest,
     },
-    memory::{RegionBook, RegionMemory},
+    memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, listener::Listener, Waker},
+    transport::{handshake::Credentials, listener::Listener, staged::Whispers, Waker},
 };
 use bell::OwnBell;
 use control::Frame;
+use copies::{Copy, Motion};
 use imports::Import;
-use jobs::{Copy, Job, Motion, Pool};
+use jobs::{Job, Pool};
 use link::{Link, Stage};
 use raw::Direction;
 
@@ -55,6 +57,8 @@ const BELL: u64 = u64::MAX - 1;
 
 /// See the module.
 pub struct ShmDomain {
+    /// Shm, or CudaIpc: the same links, over which GPU memory is mapped as well.
+    kind: TransportKind,
     credentials: Credentials,
     /// None once the engine is closed: who tries then is turned away at once.
     listener: Option<Listener>,
@@ -71,6 +75,8 @@ pub struct ShmDomain {
     inline_left: u64,
     /// Something to be reported at the next poll.
     news: Vec<Completion>,
+    /// Whispers that nobody has taken yet.
+    whispers: VecDeque<(LinkId, Vec<u8>)>,
     look_at: Time,
     /// Read by peers to find out whether they can reach this process's memory.
     probe: Box<[u8; 16]>,
@@ -86,22 +92,26 @@ impl std::fmt::Debug for ShmDomain {
 
 impl ShmDomain {
     pub(crate) fn open(
+        kind: TransportKind,
         id: EngineId,
         config: &EngineConfig,
         waker: &Waker,
     ) -> Result<Self, DomainError> {
-        let listener = control::listen(&control::socket_name(&id))?;
+        let listener = control::listen(&control::socket_name(kind, &id))?;
         let bell = OwnBell::new()?;
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
         let listener = Listener::new(listener, LISTENER, &epoll)?;
         epoll::add(&epoll, &bell.event, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)
             .map_err(DomainError::io("epoll_ctl"))?;
-        raw::admit_peers();
+        if !config.stage_foreign {
+            raw::admit_peers();
+        }
         let mut probe = Box::new([0; 16]);
         getrandom::fill(&mut *probe)
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
         Ok(Self {
+            kind,
             credentials: Credentials {
                 own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
                 token: config.token.clone().unwrap_or_default(),
@@ -117,6 +127,7 @@ impl ShmDomain {
             inline_bytes: config.inline_bytes,
             inline_left: config.inline_bytes,
             news: Vec::new(),
+            whispers: VecDeque::new(),
             look_at: Time(0),
             probe,
             room_for: 0,
@@ -162,7 +173,12 @@ impl ShmDomain {
             WorkRequest::Prepare { data } => (data, None, Motion::Touch),
             WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
         };
-        let inline = data.bytes() <= self.inline_left;
+        // Processors can't copy GPU memory, and whoever waits for a copy engine had better be a thread
+        // of the pool.
+        let device = self.book.get(data.local_region).and_then(|r| r.location.cuda());
+        let device = device.map(|range| range.device);
+        let by_engine = device.is_some() || data.remote.nature().is_device();
+        let inline = !by_engine && data.bytes() <= self.inline_left;
         let (pool, links) = (&self.pool, &mut self.links);
         let link = &mut links[Self::slot(id)];
         if link.imports.get(data.remote).is_none() {
@@ -182,7 +198,7 @@ impl ShmDomain {
         };
         Self::check(data, import)?;
         if inline {
-            Copy { data, import, motion }.run(&pool.copier)?;
+            Copy { data, import, motion, device }.run(&pool.copier)?;
             self.inline_left -= data.bytes();
             if let Some(count) = count {
                 link.push_count(count);
@@ -190,7 +206,7 @@ impl ShmDomain {
             return Ok(Post::Done);
         }
         let import = Arc::clone(import);
-        let job = Job::new(data.clone(), import, motion, (id, token, count));
+        let job = Job::new(data.clone(), import, (motion, device), (id, token, count));
         link.jobs.push(Arc::clone(&job));
         pool.submit(job);
         Ok(Post::Queued)
@@ -234,7 +250,7 @@ impl ShmDomain {
 
 impl Domain for ShmDomain {
     fn kind(&self) -> TransportKind {
-        TransportKind::Shm
+        self.kind
     }
 
     fn caps(&self) -> Caps {
@@ -246,7 +262,7 @@ impl Domain for ShmDomain {
     }
 
     fn endpoint(&self) -> Endpoint {
-        Endpoint { transport: TransportKind::Shm, data: Vec::new() }
+        Endpoint { transport: self.kind, data: Vec::new() }
     }
 
     fn announce(&mut self, own: &EngineAddress) {
@@ -276,9 +292,9 @@ impl Domain for ShmDomain {
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
-        match peer.endpoint(TransportKind::Shm) {
+        match peer.endpoint(self.kind) {
             Some(_) => None,
-            None => Some("the peer does not offer shm".into()),
+            None => Some(format!("the peer does not offer {}", self.kind)),
         }
     }
 
@@ -356,7 +372,7 @@ impl Domain for ShmDomain {
     fn arm(&mut self) -> bool {
         self.bell.arm();
         let room_for = self.room_for;
-        let busy = !self.pool.done.is_empty() || !self.news.is_empty();
+        let busy = !self.pool.done.is_empty() || !self.news.is_empty() || !self.whispers.is_empty();
         !busy && !self.links.iter_mut().any(|(_, l)| l.has_work(&|_| room_for > 0))
     }
 
@@ -380,7 +396,7 @@ impl Domain for ShmDomain {
 
     fn describe(&self, id: LinkId) -> String {
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
-        match link.map(|l| &l.stage) {
+        let said = match link.map(|l| &l.stage) {
             Some(Stage::Up(lines)) => match &lines.process {
                 Ok(pid) => format!(
                     "memory of the engine is mapped, other memory goes by process_vm_writev to \
@@ -390,7 +406,11 @@ impl Domain for ShmDomain {
                     format!("memory of the engine is mapped, other memory can't be reached: {why}")
                 }
             },
-            _ => "connecting".into(),
+            _ => return "connecting".into(),
+        };
+        match self.kind {
+            TransportKind::CudaIpc => format!("GPU memory goes by the copy engine, {said}"),
+            _ => said,
         }
     }
 
@@ -398,6 +418,25 @@ impl Domain for ShmDomain {
         self.listener = None;
         self.pool.close();
         self.say_goodbye();
+    }
+}
+
+impl Whispers for ShmDomain {
+    fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
+        if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
+            // If the other end is gone, the socket says so soon.
+            let _ = link.send(&Frame::Whisper(frame), smallvec![]);
+            self.watch(id);
+        }
+    }
+
+    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {
+        self.whispers.pop_front()
+    }
+
+    fn reaches(&self, nature: Nature) -> bool {
+        let exported = self.kind == TransportKind::CudaIpc && nature == Nature::Exported;
+        nature == Nature::Plain || exported
     }
 }
 

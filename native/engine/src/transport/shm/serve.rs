@@ -15,19 +15,21 @@ use super::{
     ShmDomain, BELL, LISTENER, PATIENCE,
 };
 use crate::{
-    api::{EngineAddress, RegionKey, TransportKind},
+    api::{EngineAddress, RegionKey},
     domain::{Completion, DomainError, LinkId},
-    memory::Backing,
+    memory::{device::Driver, Backing},
     time::Time,
     transport::handshake::{self, Acceptor, Failure, Initiator},
 };
 
+/// Whispers that nobody has taken yet: far more than one poll of honest peers brings.
+const MAX_WHISPERS: usize = 1 << 16;
 /// How long `close` waits for peers to let go of memory that isn't the engine's own.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 impl ShmDomain {
     pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
-        let control = Control::connect(&socket_name(&peer.id))?;
+        let control = Control::connect(&socket_name(self.kind, &peer.id))?;
         let (init, hello) = Initiator::start(&self.credentials, peer.id, Vec::new())?;
         let id = self.add(now, control, Stage::AwaitWelcome(init))?;
         let link = &mut self.links[Self::slot(id)];
@@ -174,7 +176,7 @@ impl ShmDomain {
                 Frame::Setup(setup) => {
                     link.bring_up(&setup, fds).map_err(silent)?;
                     let note = "the shared-memory handshake worked".to_owned();
-                    let endpoint = peer.address.first_of(TransportKind::Shm);
+                    let endpoint = peer.address.first_of(self.kind);
                     out.push(Completion::LinkUp { link: id, peer, endpoint, note });
                     Ok(())
                 }
@@ -245,6 +247,12 @@ impl ShmDomain {
                 };
                 self.resolved(id, key, added, out);
             }
+            Frame::Device { key, len, handle, uuid, offset, base } => {
+                let here = link.control.peer_pid() == Some(std::process::id() as i32);
+                let at = (uuid, offset, base);
+                let added = link.imports.add_device(key, len, &handle, at, here);
+                self.resolved(id, key, added, out);
+            }
             Frame::Unknown { key, reason } => {
                 self.resolved(id, key, Err(DomainError::Stale(reason)), out);
             }
@@ -255,6 +263,12 @@ impl ShmDomain {
                 }
             }
             Frame::Revoked { index } => self.let_go(id, index, out),
+            Frame::Whisper(frame) => {
+                if self.whispers.len() >= MAX_WHISPERS {
+                    return Err(DomainError::Handshake("more whispers than agreed".into()));
+                }
+                self.whispers.push_back((id, frame));
+            }
             Frame::Bye { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 return Err(DomainError::LinkDown(format!("it closed the connection: {reason}")));
@@ -270,6 +284,21 @@ impl ShmDomain {
             Ok(r) => r,
             Err(e) => return unknown(e.to_string()),
         };
+        if let Some(range) = region.location.cuda() {
+            let export = || {
+                let driver = Driver::open()?;
+                let handle = driver.export(range.base)?.to_vec();
+                let uuid = driver.device(range.device)?.uuid;
+                let (len, base) = (region.len, range.base);
+                let offset = region.base as u64 - base;
+                Ok(Frame::Device { key, len, handle, uuid, offset, base })
+            };
+            return match export() {
+                Ok(frame) => (frame, smallvec![]),
+                Err(e @ DomainError::Unavailable(_)) => unknown(e.to_string()),
+                Err(e) => unknown(format!("its GPU memory could not be shared: {e}")),
+            };
+        }
         match &region.backing {
             Backing::Foreign => {
                 (Frame::Foreign { key, len: region.len, addr: region.base as u64 }, smallvec![])

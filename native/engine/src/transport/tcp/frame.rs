@@ -12,6 +12,7 @@ pub(super) const HEADER: usize = 64;
 pub(super) const MAX_PAGES: u32 = 16 << 10;
 pub(super) const MAX_MESSAGE: usize = 64 << 10;
 const MAX_REASON: usize = 512;
+pub(super) const MAX_WHISPER: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -36,12 +37,14 @@ pub(super) enum Kind {
     Ping = 9,
     /// I close; the reason follows.
     Bye = 10,
+    /// Something for the layer above this transport; its bytes follow.
+    Whisper = 11,
 }
 
 impl Kind {
     fn from_byte(b: u8) -> Option<Self> {
         use Kind::*;
-        [Write, Read, ReadData, Count, Message, Ack, Nak, Taken, Ping, Bye]
+        [Write, Read, ReadData, Count, Message, Ack, Nak, Taken, Ping, Bye, Whisper]
             .into_iter()
             .find(|k| *k as u8 == b)
     }
@@ -150,6 +153,7 @@ impl Header {
         match self.kind {
             Kind::Message if self.len > MAX_MESSAGE as u64 => bad("too long a message"),
             Kind::Nak | Kind::Bye if self.len > MAX_REASON as u64 => bad("too long a reason"),
+            Kind::Whisper if self.len > MAX_WHISPER as u64 => bad("too long a whisper"),
             Kind::Write if self.parts == 0 => bad("no parts"),
             _ => Ok(()),
         }
@@ -159,7 +163,7 @@ impl Header {
     pub fn body(&self) -> u64 {
         match self.kind {
             Kind::Write => u64::from(self.pages) * self.len,
-            Kind::ReadData | Kind::Message | Kind::Nak | Kind::Bye => self.len,
+            Kind::ReadData | Kind::Message | Kind::Nak | Kind::Bye | Kind::Whisper => self.len,
             Kind::Read | Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => 0,
         }
     }
@@ -187,7 +191,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_decodes_encodes_to_the_same_and_nothing_panics(b in any::<[u8; HEADER]>(), kind in 0u8..12) {
+        fn what_decodes_encodes_to_the_same_and_nothing_panics(b in any::<[u8; HEADER]>(), kind in 0u8..13) {
             let mut b = b;
             b[0] = kind;
             if let Ok(h) = Header::decode(&b) {

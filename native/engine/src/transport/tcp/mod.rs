@@ -13,6 +13,7 @@ mod setup;
 mod stream;
 
 use std::{
+    collections::VecDeque,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
     time::Duration,
@@ -30,8 +31,9 @@ use crate::{
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, listener::Listener},
+    transport::{handshake::Credentials, listener::Listener, staged::Whispers},
 };
+use frame::{Header, Kind};
 use link::{Link, StreamKey, MESSAGE_WINDOW};
 use net::Where;
 use setup::Half;
@@ -73,6 +75,8 @@ pub struct TcpDomain {
     streams: usize,
     peer_timeout: Duration,
     news: Vec<Completion>,
+    /// Whispers that nobody has taken yet.
+    whispers: VecDeque<(LinkId, Vec<u8>)>,
     look_at: Time,
     /// The time of the last poll, for those who post between polls.
     now: Time,
@@ -110,6 +114,7 @@ impl TcpDomain {
             streams: 1 + config.tcp_streams.clamp(1, 15),
             peer_timeout: config.peer_timeout,
             news: Vec::new(),
+            whispers: VecDeque::new(),
             look_at: Time(0),
             now: Time(0),
             bulk_from: 16 << 10,
@@ -338,7 +343,8 @@ impl Domain for TcpDomain {
         let busy = |s: &Socket| {
             (s.stream.unsent > 0 && !s.stream.blocked) || s.stream.done != s.stream.done_told
         };
-        self.news.is_empty() && !self.sockets.iter().any(|(_, s)| busy(s))
+        let news = !self.news.is_empty() || !self.whispers.is_empty();
+        !news && !self.sockets.iter().any(|(_, s)| busy(s))
     }
 
     fn disarm(&mut self) {
@@ -373,5 +379,21 @@ impl Domain for TcpDomain {
             self.take_down(id, DomainError::LinkDown("its engine was closed".into()), true);
         }
         self.sockets.clear();
+    }
+}
+
+impl Whispers for TcpDomain {
+    fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
+        let Some(key) = self.link(id).filter(|l| l.is_complete()).and_then(|l| l.quick()) else {
+            return;
+        };
+        let header = Header { len: frame.len() as u64, ..Header::new(Kind::Whisper) };
+        let stream = &mut self.sockets[key].stream;
+        stream.say(&header.encode());
+        stream.say(&frame);
+    }
+
+    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {
+        self.whispers.pop_front()
     }
 }

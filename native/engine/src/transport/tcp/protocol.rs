@@ -239,7 +239,7 @@ impl TcpDomain {
                     }
                 }
             }
-            Kind::Message | Kind::Nak | Kind::Bye => {
+            Kind::Message | Kind::Nak | Kind::Bye | Kind::Whisper => {
                 Some(Body::Collect(Vec::with_capacity(n as usize)))
             }
             Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => None,
@@ -333,6 +333,14 @@ impl TcpDomain {
                     link.refuse(header.op, DomainError::Refused(why));
                 }
                 self.part_done(id, header.op, out);
+            }
+            Kind::Whisper => {
+                if self.whispers.len() > MAX_OPS {
+                    return Err(DomainError::Handshake("more whispers than agreed".into()));
+                }
+                if let Some(Body::Collect(bytes)) = body {
+                    self.whispers.push_back((id, bytes));
+                }
             }
             Kind::Ping => {}
             Kind::Bye => {

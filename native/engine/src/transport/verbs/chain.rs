@@ -82,8 +82,7 @@ impl Chain {
         unsafe {
             for i in 0..n {
                 (*wrs.add(i)).sg_list = sges.add(i);
-                (*wrs.add(i)).next =
-                    if i + 1 < n { wrs.add(i + 1) } else { std::ptr::null_mut() };
+                (*wrs.add(i)).next = if i + 1 < n { wrs.add(i + 1) } else { std::ptr::null_mut() };
             }
             post_send(qp, wrs)
         }
@@ -128,7 +127,8 @@ pub(super) fn datagram(
 
 /// Waits for one frame in a slot.
 pub(super) fn receive(qp: &Qp, id: u64, mut local: sys::Sge) -> Result<(), DomainError> {
-    let mut wr = sys::RecvWr { wr_id: id, next: std::ptr::null_mut(), sg_list: &mut local, num_sge: 1 };
+    let mut wr =
+        sys::RecvWr { wr_id: id, next: std::ptr::null_mut(), sg_list: &mut local, num_sge: 1 };
     // SAFETY: one request; its slot is kept until the pair has been destroyed.
     unsafe { post_receive(qp, &mut wr) }
 }

@@ -183,9 +183,7 @@ impl Slots {
     pub fn fill(&mut self, i: usize) -> &mut [u8] {
         assert!(i < self.n);
         // SAFETY: inside the allocation, as asserted, and borrowed from `self`.
-        unsafe {
-            std::slice::from_raw_parts_mut(self.base.as_ptr().add(i * self.each), self.each)
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(i * self.each), self.each) }
     }
 }
 

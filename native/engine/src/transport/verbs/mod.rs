@@ -1,12 +1,381 @@
-use crate::{
-    api::{EngineConfig, EngineId},
-    domain::{Domain, DomainError},
+//! Links between RDMA NICs, through libibverbs: any NIC with reliable connections.
+//!
+//! One domain drives one port of one NIC. A link is two queue pairs, one for messages and credits,
+//! one for writes and reads; nothing that peers send is ever refused for want of a place, because
+//! places are counted. Handshakes go by datagram, or by TCP where datagrams don't get through.
+
+mod chain;
+mod datagrams;
+mod device;
+mod discover;
+mod events;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
+mod helper;
+mod link;
+mod memory;
+mod open;
+mod place;
+mod post;
+mod progress;
+mod raw;
+mod regions;
+mod shake;
+mod shelves;
+mod side;
+mod visit;
+mod words;
+
+use std::{
+    collections::HashMap,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
 };
 
-/// The domains of this kind, one for each NIC.
-pub(crate) fn open(
-    _id: EngineId,
-    _config: &EngineConfig,
-) -> Result<Vec<Box<dyn Domain>>, DomainError> {
-    Err(DomainError::Unavailable("not yet".into()))
+pub use discover::{discover, DeviceReport, GidReport};
+pub(crate) use open::open;
+use slab::Slab;
+use smallvec::smallvec;
+
+use self::{
+    datagrams::Datagrams,
+    device::Device,
+    helper::Helper,
+    link::Link,
+    place::Place,
+    progress::Farewell,
+    regions::Regions,
+    shake::{Attempt, Outcome},
+    shelves::Shelves,
+    side::Side,
+    visit::Visit,
+};
+use crate::{
+    api::{Endpoint, EngineAddress, TransportKind},
+    domain::{
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post, Quiet, Token,
+        WakeFds, WorkRequest,
+    },
+    memory::RegionMemory,
+    time::Time,
+    transport::{
+        handshake::Credentials,
+        nic::{frame::Exchange, mail::MAX_MESSAGE},
+    },
+};
+
+/// Pages of one work request.
+const MAX_PAGES: u32 = 32;
+
+/// Whose completion it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// A write or a read.
+    Data,
+    /// A peer's immediate.
+    Imm,
+    /// A frame of ours.
+    Mail,
+    /// A peer's frame.
+    Frame,
+}
+
+const SEQ_MASK: u32 = (1 << 30) - 1;
+
+/// What comes back with a completion: kind, number, link.
+#[inline]
+fn work_id(kind: Kind, number: u32, link: LinkId) -> u64 {
+    (kind as u64) << 62 | u64::from(number & SEQ_MASK) << 32 | u64::from(link)
+}
+
+#[inline]
+fn read_work_id(id: u64) -> (Kind, u32, LinkId) {
+    let kind = [Kind::Data, Kind::Imm, Kind::Mail, Kind::Frame][(id >> 62) as usize];
+    (kind, (id >> 32) as u32 & SEQ_MASK, id as u32)
+}
+
+/// A link's place in the table, for as long as it has any state.
+struct Slot {
+    id: LinkId,
+    state: State,
+}
+
+enum State {
+    Opening(Box<Attempt>),
+    Accepting(Exchange),
+    Up(Box<Link>),
+}
+
+/// See the module.
+pub struct VerbsDomain {
+    credentials: Credentials,
+    own_endpoint: u8,
+    place: Place,
+    /// GIDs of this machine: peers behind them are on this host.
+    own_gids: Vec<[u8; 16]>,
+    peer_timeout: Duration,
+    slots: Slab<Slot>,
+    lives: u32,
+    attempts: HashMap<Exchange, LinkId>,
+    visits: HashMap<Exchange, Visit>,
+    farewells: Vec<Farewell>,
+    failing: Vec<(LinkId, DomainError)>,
+    /// Links with something to do in the next poll.
+    dirty: Vec<LinkId>,
+    /// Links whose messages wait for room.
+    holding: Vec<LinkId>,
+    news: Vec<Completion>,
+    helper: Helper<Outcome>,
+    side: Side,
+    epoll: OwnedFd,
+    // What others are made of comes last: it goes last.
+    regions: Regions,
+    shelves: Shelves,
+    datagrams: Datagrams,
+    device: Arc<Device>,
+    /// Why the device is of no use any more.
+    dead: Option<DomainError>,
+    look_at: Time,
+    tick_at: Time,
+    /// The time of the last poll, for those who post between polls.
+    now: Time,
+}
+
+impl std::fmt::Debug for VerbsDomain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "VerbsDomain({}, {} links)", self.device.words(), self.slots.len())
+    }
+}
+
+const BELL: u64 = 1 << 60;
+const EVENTS: u64 = BELL + 1;
+const COMPLETIONS: u64 = BELL + 2;
+const LISTENER: u64 = 1 << 61;
+
+impl VerbsDomain {
+    fn index(id: LinkId) -> usize {
+        (id & 0xFFFF) as usize
+    }
+
+    fn slot(&mut self, id: LinkId) -> Option<&mut Slot> {
+        self.slots.get_mut(Self::index(id)).filter(|s| s.id == id)
+    }
+
+    #[inline]
+    fn link(&mut self, id: LinkId) -> Option<&mut Link> {
+        match self.slots.get_mut(Self::index(id)) {
+            Some(Slot { id: known, state: State::Up(link) }) if *known == id => Some(link),
+            _ => None,
+        }
+    }
+
+    fn add_slot(&mut self, state: State) -> Result<LinkId, DomainError> {
+        let entry = self.slots.vacant_entry();
+        let index = entry.key() as u32;
+        if index > 0xFFFF {
+            return Err(DomainError::Unavailable("65536 links are open already".into()));
+        }
+        self.lives = (self.lives + 1) & 0xFFFF;
+        let id = self.lives << 16 | index;
+        entry.insert(Slot { id, state });
+        Ok(id)
+    }
+
+    /// The queue pairs are there.
+    fn set_up(&mut self, id: LinkId, link: Link) {
+        if let Some(slot) = self.slot(id) {
+            slot.state = State::Up(Box::new(link));
+            self.touch(id);
+        }
+    }
+
+    /// Has the next poll see to a link.
+    #[inline]
+    fn touch(&mut self, id: LinkId) {
+        if let Some(link) = self.link(id) {
+            if !std::mem::replace(&mut link.dirty, true) {
+                self.dirty.push(id);
+            }
+        }
+    }
+
+    /// Why that place can't be reached, or must not be.
+    fn unfit_place(&self, there: &Place) -> Option<String> {
+        if self.credentials.token.is_empty() && !self.own_gids.contains(&there.gid) {
+            return Some(
+                "without a token only peers on this host may connect; give all engines the same \
+                 token"
+                    .into(),
+            );
+        }
+        self.place.unfit(there)
+    }
+
+    /// What the group asks for, on a link that is up.
+    #[inline]
+    fn hand_over(
+        &mut self,
+        id: LinkId,
+        token: Token,
+        wr: &WorkRequest,
+    ) -> Result<Post, DomainError> {
+        let longest = self.device.limits.max_message;
+        let (now, regions) = (self.now, &self.regions);
+        let link = match self.slots.get_mut(Self::index(id)) {
+            Some(Slot { id: known, state: State::Up(link) }) if *known == id => link,
+            _ => return Err(DomainError::LinkDown("the link is down".into())),
+        };
+        if link.broken.is_some() {
+            return Ok(Post::Full);
+        }
+        match wr {
+            WorkRequest::Write { data, count } => {
+                link.write(token, data, *count, (regions, longest))
+            }
+            WorkRequest::Read { data } => link.read(token, data, (regions, longest)),
+            WorkRequest::Prepare { .. } => Ok(Post::Done),
+            WorkRequest::Count(count) => link.count(token, *count),
+            WorkRequest::Send(message) if message.len() > MAX_MESSAGE => {
+                Err(DomainError::Refused(format!("a message is {MAX_MESSAGE} bytes at most")))
+            }
+            WorkRequest::Send(message) => match link.mail.submit(token, message) {
+                true => link.pump(now).map(|_| Post::Queued),
+                false => Ok(Post::Full),
+            },
+        }
+    }
+}
+
+impl Domain for VerbsDomain {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn device(&self) -> &str {
+        &self.device.chosen.device
+    }
+
+    fn caps(&self) -> Caps {
+        let limits = &self.device.limits;
+        let max_bytes = limits.max_message.min(limits.max_mr);
+        Caps { max_bytes, max_pages: MAX_PAGES, max_message: MAX_MESSAGE }
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint { transport: TransportKind::Verbs, data: self.place.encode() }
+    }
+
+    fn announce(&mut self, own: &EngineAddress) {
+        let mine = self.place.encode();
+        let at = own.endpoints_of(TransportKind::Verbs).find(|i| own.endpoints[*i].data == mine);
+        self.own_endpoint = at.unwrap_or_default() as u8;
+        self.credentials.own = own.clone();
+    }
+
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+        self.regions.add(&self.device, region)
+    }
+
+    fn deregister(&mut self, index: u32) -> Quiet {
+        self.regions.remove(index)
+    }
+
+    fn unfit(&self, peer: &EngineAddress) -> Option<String> {
+        if let Some(cause) = &self.dead {
+            return Some(cause.to_string());
+        }
+        let mut why = None;
+        for endpoint in peer.endpoints_of(TransportKind::Verbs) {
+            let unfit = match Place::of(peer, endpoint) {
+                Ok(there) => self.unfit_place(&there),
+                Err(e) => Some(e.to_string()),
+            };
+            match unfit {
+                None => return None,
+                Some(reason) => why = Some(reason),
+            }
+        }
+        Some(why.unwrap_or_else(|| "the peer does not offer verbs".into()))
+    }
+
+    fn connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
+        if let Some(cause) = &self.dead {
+            return Err(cause.clone());
+        }
+        self.now = now;
+        self.tick_at = Time(0);
+        self.begin(now, peer, endpoint)
+    }
+
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        self.failing.push((link, DomainError::LinkDown(cause.to_owned())));
+    }
+
+    #[inline]
+    fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        let posted = self.hand_over(id, token, wr);
+        if matches!(posted, Err(DomainError::Io { .. } | DomainError::LinkDown(_))) {
+            if let Err(e) = &posted {
+                self.failing.push((id, e.clone()));
+            }
+        }
+        // An uncounted write's read is posted by `flush`, or by the next poll.
+        if matches!(wr, WorkRequest::Write { count: None, .. }) {
+            self.touch(id);
+        }
+        posted
+    }
+
+    fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        self.progress(now, room, out)
+    }
+
+    fn flush(&mut self) {
+        for i in 0..self.dirty.len() {
+            let id = self.dirty[i];
+            if let Some(Err(e)) = self.link(id).map(Link::settle_writes) {
+                self.failing.push((id, e));
+            }
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.get_ready_to_sleep()
+    }
+
+    fn disarm(&mut self) {
+        self.look_at = Time(0);
+    }
+
+    fn wake_fds(&self) -> WakeFds {
+        smallvec![self.epoll.as_raw_fd()]
+    }
+
+    fn next_timer(&self) -> Time {
+        self.earliest()
+    }
+
+    fn describe(&self, id: LinkId) -> String {
+        let here = self.place.words();
+        let gid = self.device.chosen.gid_index;
+        match self.slots.get(Self::index(id)).filter(|s| s.id == id).map(|s| &s.state) {
+            Some(State::Up(l)) => format!(
+                "{here}, gid {gid}, to {}; mtu {}, retries end within {:?}",
+                l.there.words(),
+                place::mtu_bytes(l.mtu),
+                self.peer_timeout
+            ),
+            _ => format!("{here}: connecting"),
+        }
+    }
+
+    fn close(&mut self) {
+        self.shut();
+    }
 }

@@ -118,10 +118,8 @@ impl Context {
 
     /// The next event, if there is one. The descriptor must not block.
     pub fn next_event(&self) -> Option<Event> {
-        let mut e = sys::AsyncEvent {
-            element: sys::EventElement { port_num: 0 },
-            event_type: u32::MAX,
-        };
+        let mut e =
+            sys::AsyncEvent { element: sys::EventElement { port_num: 0 }, event_type: u32::MAX };
         // SAFETY: the context is open; `e` outlives the call.
         if unsafe { (self.lib.get_async_event)(self.ptr(), &mut e) } != 0 {
             return None;
@@ -158,6 +156,15 @@ pub(super) fn unblock(fd: RawFd) -> Result<(), DomainError> {
     let flags = rustix::fs::fcntl_getfl(fd).map_err(DomainError::io("fcntl"))?;
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)
         .map_err(DomainError::io("fcntl"))
+}
+
+/// Has `epoll` watch a descriptor of the library's, which its object closes.
+pub(super) fn watch(epoll: &std::os::fd::OwnedFd, fd: RawFd, tag: u64) -> Result<(), DomainError> {
+    use rustix::event::epoll;
+    // SAFETY: the descriptor belongs to an object that is open now; epoll forgets it with its end.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    epoll::add(epoll, fd, epoll::EventData::new_u64(tag), epoll::EventFlags::IN)
+        .map_err(DomainError::io("epoll_ctl"))
 }
 
 /// An object of the library, and how it ends.
@@ -282,9 +289,7 @@ impl Cq {
     pub fn poll(&self, into: &mut [sys::Wc]) -> usize {
         let cq = self.raw.as_ptr();
         // SAFETY: the queue and its context exist; `into` has room for what is asked for.
-        let n = unsafe {
-            ((*(*cq).context).ops.poll_cq)(cq, into.len() as i32, into.as_mut_ptr())
-        };
+        let n = unsafe { ((*(*cq).context).ops.poll_cq)(cq, into.len() as i32, into.as_mut_ptr()) };
         n.max(0) as usize
     }
 
@@ -298,7 +303,7 @@ impl Cq {
 
 owned! {
     /// A queue pair. When it has been dropped, the NIC touches nothing on its behalf (MR-1).
-    Qp(sys::Qp) { pd: Arc<Pd>, cq: Arc<Cq> } by destroy_qp
+    Qp(sys::Qp) { pd: Arc<Pd>, _cq: Arc<Cq> } by destroy_qp
 }
 
 impl Qp {
@@ -322,7 +327,7 @@ impl Qp {
         let raw = unsafe { (pd.lib().create_qp)(pd.ptr(), &mut attr) };
         let raw = made("ibv_create_qp", raw)?;
         cap = attr.cap;
-        Ok((Self { raw, pd: Arc::clone(pd), cq: Arc::clone(cq) }, cap))
+        Ok((Self { raw, pd: Arc::clone(pd), _cq: Arc::clone(cq) }, cap))
     }
 
     fn lib(&self) -> &'static Ibverbs {

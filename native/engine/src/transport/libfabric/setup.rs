@@ -1,0 +1,489 @@
+//! Handshakes over messages: each step is a letter in pieces, repeated until the next step answers
+//! it. Before the token is proven nothing is kept but a bounded number of these, and no key is told.
+//!
+//! ```text
+//! 1 initiator -> where to answer, hello      2 acceptor -> welcome
+//! 3 initiator -> terms, proof                4 acceptor -> terms, accepted
+//! ```
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    link::{self, Link, Seen},
+    place::Place,
+    LibfabricDomain, Slot,
+};
+use crate::{
+    api::{EngineAddress, Envelope},
+    domain::{Completion, DomainError, LinkId, PeerIdentity},
+    time::Time,
+    transport::{
+        handshake::{self, Acceptor, Failure, Initiator},
+        nic::{
+            frame::{self, Exchange, Piece},
+            mail::{Mail, Places},
+            pieces::{Letter, Pieces},
+        },
+    },
+};
+
+/// Strangers' handshakes at a time; further ones are not answered.
+const STRANGERS: usize = 64;
+/// Pieces that wait for the provider; beyond, they are lost and repeated later.
+const OUTBOX: usize = 256;
+/// A letter without an answer is repeated after so long, and then ever more rarely.
+const REPEAT: Duration = Duration::from_millis(100);
+
+const ENVELOPE: Envelope = Envelope { magic: *b"FRlt", what: "a link's terms", limit: 256 };
+
+/// What each side tells the other once it has been proven to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Terms {
+    /// From which endpoint of its engine it speaks.
+    pub endpoint: u8,
+    /// What it calls the link, and the number that frames to it must bear.
+    pub link: LinkId,
+    pub seal: u64,
+    pub places: Places,
+    /// Where writes go that only count: a valid key is needed even for no bytes.
+    pub scratch: u64,
+    pub scratch_key: u64,
+}
+
+impl Terms {
+    fn encode(&self) -> Vec<u8> {
+        ENVELOPE.encode(self)
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+        let terms: Self =
+            ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
+        terms.places.check()?;
+        Ok(terms)
+    }
+}
+
+pub(super) enum Role {
+    Initiator(Initiator),
+    Acceptor(Box<Acceptor>),
+}
+
+pub(super) struct Setup {
+    role: Role,
+    /// The link that a connect of ours is to become.
+    link: LinkId,
+    /// Which endpoint of the peer's we want; the acceptor learns it with the terms.
+    endpoint: usize,
+    place: Place,
+    address: usize,
+    pieces: Pieces,
+    /// What was said last, by which it is known what is to come.
+    letter: Letter,
+    /// Whom the welcome came from.
+    peer: Option<PeerIdentity>,
+    seal: u64,
+    repeat_at: Time,
+    gap: Duration,
+    pub deadline: Time,
+    /// What the provider said of a letter that it could not deliver.
+    tried: Option<String>,
+}
+
+impl Setup {
+    pub fn next_timer(&self) -> Time {
+        self.repeat_at.min(self.deadline)
+    }
+}
+
+/// Two parts of a letter.
+fn pack(first: &[u8], second: &[u8]) -> Vec<u8> {
+    let mut out = (first.len() as u16).to_le_bytes().to_vec();
+    out.extend_from_slice(first);
+    out.extend_from_slice(second);
+    out
+}
+
+fn unpack(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
+    let cut = || DomainError::Handshake("a letter that is cut off".into());
+    let (n, rest) = bytes.split_first_chunk::<2>().ok_or_else(cut)?;
+    rest.split_at_checked(u16::from_le_bytes(*n).into()).ok_or_else(cut)
+}
+
+impl LibfabricDomain {
+    pub(super) fn begin(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
+        let place = Place::of(peer, endpoint)?;
+        let nic = self.nic.as_ref().ok_or_else(super::closed)?;
+        let address = self.addresses.hold(nic, &place.address)?;
+        let started = frame::new_exchange().and_then(|exchange| {
+            let (initiator, hello) = Initiator::start(&self.credentials, peer.id, Vec::new())?;
+            Ok((exchange, initiator, hello, self.reserve()?))
+        });
+        let (exchange, initiator, hello, link) = started.inspect_err(|_| {
+            self.addresses.release(address);
+        })?;
+        let bytes = pack(&self.place.encode(), &hello);
+        let letter = Letter { exchange, to_initiator: false, step: 1, bytes };
+        let role = Role::Initiator(initiator);
+        let setup = self.setup(now, role, link, (endpoint, place, address), letter);
+        self.setups.insert((exchange, true), setup);
+        self.repeat((exchange, true));
+        Ok(link)
+    }
+
+    fn setup(
+        &self,
+        now: Time,
+        role: Role,
+        link: LinkId,
+        (endpoint, place, address): (usize, Place, usize),
+        letter: Letter,
+    ) -> Setup {
+        Setup {
+            role,
+            link,
+            endpoint,
+            place,
+            address,
+            pieces: Pieces::default(),
+            letter,
+            peer: None,
+            seal: super::random(),
+            repeat_at: now.after(REPEAT),
+            gap: REPEAT,
+            deadline: now.after(self.peer_timeout),
+            tried: None,
+        }
+    }
+
+    /// Sends a handshake's current letter, for the first time or again.
+    fn repeat(&mut self, key: (Exchange, bool)) {
+        let Some(setup) = self.setups.get(&key) else { return };
+        let (address, letter) = (setup.address, setup.letter.clone());
+        self.mail_letter(address, &letter);
+    }
+
+    fn mail_letter(&mut self, address: usize, letter: &Letter) {
+        for piece in letter.frames(super::slots::SLOT - link::SEAL) {
+            if self.outbox.len() >= OUTBOX {
+                return;
+            }
+            self.addresses.hold_again(address);
+            self.outbox.push_back((address, piece));
+        }
+        self.send_letters();
+    }
+
+    /// A piece of somebody's letter. Strangers get no further than their manners allow.
+    pub(super) fn hear_piece(&mut self, piece: &Piece<'_>) {
+        let key = (piece.exchange, piece.to_initiator);
+        if !self.setups.contains_key(&key) {
+            if self.repeat_acceptance(piece) || piece.to_initiator || piece.step != 1 {
+                return;
+            }
+            let strangers = self.setups.keys().filter(|(_, initiator)| !initiator).count();
+            if strangers >= STRANGERS {
+                return;
+            }
+            self.strangers.retain(|(_, _, deadline)| *deadline > self.now);
+            if !self.strangers.iter().any(|(e, _, _)| *e == piece.exchange) {
+                if self.strangers.len() >= STRANGERS {
+                    return;
+                }
+                let deadline = self.now.after(self.peer_timeout);
+                self.strangers.push((piece.exchange, Pieces::default(), deadline));
+            }
+            let Some((_, pieces, _)) =
+                self.strangers.iter_mut().find(|(e, _, _)| *e == piece.exchange)
+            else {
+                return;
+            };
+            match pieces.take(piece) {
+                Ok(None) => return,
+                Ok(Some(hello)) => self.welcome(piece.exchange, &hello),
+                Err(e) => handshake::mourn("a stranger", &e),
+            }
+            self.strangers.retain(|(e, _, _)| *e != piece.exchange);
+            return;
+        }
+        let Some(setup) = self.setups.get_mut(&key) else { return };
+        if piece.step <= setup.letter.step {
+            // Our answer to that was lost, or is on its way.
+            if let Ok(Some(_)) = setup.pieces.take(piece) {
+                self.repeat(key);
+            }
+            return;
+        }
+        let heard = match setup.pieces.take(piece) {
+            Ok(None) => return,
+            Ok(Some(letter)) => self.answer(key, piece.step, &letter),
+            Err(e) => Err(Failure { reply: None, error: e }),
+        };
+        if let Err(failure) = heard {
+            self.setup_failed(key, failure);
+        }
+    }
+
+    /// An initiator that has not heard our last word says its own again.
+    fn repeat_acceptance(&mut self, piece: &Piece<'_>) -> bool {
+        if piece.to_initiator {
+            return false;
+        }
+        let known = self.links.iter().find_map(|(_, slot)| match slot {
+            Slot::Up(l) if l.exchange == piece.exchange => {
+                Some((l.address, l.accepted.clone().filter(|_| !l.confirmed)))
+            }
+            _ => None,
+        });
+        let Some((address, letter)) = known else { return false };
+        // Once for each repetition: with its last piece.
+        let last = piece.offset as usize + piece.bytes.len() == piece.total as usize;
+        if let Some(letter) = letter.filter(|_| last) {
+            self.mail_letter(address, &letter);
+        }
+        true
+    }
+
+    /// A stranger's hello is whole.
+    fn welcome(&mut self, exchange: Exchange, letter: &[u8]) {
+        let opened = unpack(letter).and_then(|(place, hello)| {
+            let place = Place::decode(place)?;
+            if let Some(why) = place.unfit(&self.offer, &self.place.host) {
+                return Err(DomainError::Handshake(why));
+            }
+            let nic = self.nic.as_ref().ok_or_else(super::closed)?;
+            let address = self.addresses.hold(nic, &place.address)?;
+            Ok((place, hello, address))
+        });
+        let (place, hello, address) = match opened {
+            Ok(opened) => opened,
+            Err(e) => return handshake::mourn("a stranger", &e),
+        };
+        let reply = |bytes: &[u8]| Letter {
+            exchange,
+            to_initiator: true,
+            step: 2,
+            bytes: pack(&[], bytes),
+        };
+        match Acceptor::on_hello(&self.credentials, hello) {
+            Ok((acceptor, welcome)) => {
+                let role = Role::Acceptor(Box::new(acceptor));
+                let whom = (usize::MAX, place, address);
+                let setup = self.setup(self.now, role, 0, whom, reply(&welcome));
+                self.setups.insert((exchange, false), setup);
+                self.repeat((exchange, false));
+            }
+            Err(failure) => {
+                handshake::mourn(&place.label(), &failure.error);
+                if let Some(refusal) = failure.reply {
+                    self.mail_letter(address, &reply(&refusal));
+                }
+                self.addresses.release(address);
+            }
+        }
+    }
+
+    fn answer(&mut self, key: (Exchange, bool), step: u8, letter: &[u8]) -> Result<(), Failure> {
+        let silent = |error| Failure { reply: None, error };
+        let (first, second) = unpack(letter).map_err(silent)?;
+        let Some(setup) = self.setups.get(&key) else { return Ok(()) };
+        let (exchange, own_seal, link) = (key.0, setup.seal, setup.link);
+        match (&setup.role, step) {
+            (Role::Initiator(initiator), 2) => {
+                let welcomed = initiator.on_welcome(second)?;
+                let bytes = pack(&self.terms(link, own_seal).encode(), &welcomed.proof);
+                let letter = Letter { exchange, to_initiator: false, step: 3, bytes };
+                let (now, Some(setup)) = (self.now, self.setups.get_mut(&key)) else {
+                    return Ok(());
+                };
+                (setup.letter, setup.peer) = (letter, Some(welcomed.peer));
+                (setup.gap, setup.repeat_at) = (REPEAT, now.after(REPEAT));
+                self.repeat(key);
+                Ok(())
+            }
+            (Role::Initiator(initiator), 4) => {
+                let Some(peer) = setup.peer.clone() else { return Ok(()) };
+                initiator.on_accepted(second)?;
+                let terms = Terms::decode(first).map_err(silent)?;
+                let Some(setup) = self.setups.remove(&key) else { return Ok(()) };
+                if usize::from(terms.endpoint) != setup.endpoint {
+                    self.abandon(setup, DomainError::Handshake("another NIC answered".into()));
+                    return Ok(());
+                }
+                self.come_up(exchange, setup, peer, terms, None);
+                Ok(())
+            }
+            (Role::Acceptor(acceptor), 3) => {
+                let accepted = acceptor.on_proof(second)?;
+                let terms = Terms::decode(first).map_err(silent)?;
+                let peer = acceptor.peer.clone();
+                let there = Place::of(&peer.address, terms.endpoint.into()).map_err(silent)?;
+                let Some(setup) = self.setups.get(&key) else { return Ok(()) };
+                if there != setup.place {
+                    let why = "it speaks from elsewhere than its address says";
+                    return Err(silent(DomainError::Handshake(why.into())));
+                }
+                let link = self.reserve().map_err(silent)?;
+                let bytes = pack(&self.terms(link, own_seal).encode(), &accepted);
+                let letter = Letter { exchange, to_initiator: true, step: 4, bytes };
+                let Some(setup) = self.setups.remove(&key) else { return Ok(()) };
+                let setup = Setup { link, endpoint: terms.endpoint.into(), ..setup };
+                self.mail_letter(setup.address, &letter);
+                self.come_up(exchange, setup, peer, terms, Some(letter));
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn terms(&self, link: LinkId, seal: u64) -> Terms {
+        Terms {
+            endpoint: self.own_endpoint as u8,
+            link,
+            seal,
+            places: link::places(),
+            scratch: if self.virtual_addresses() { self.scratch.addr(0) as u64 } else { 0 },
+            scratch_key: self.scratch.key(),
+        }
+    }
+
+    /// Both sides are proven. The acceptor's link is up with the initiator's first frame: until
+    /// then the other side may not know it yet.
+    fn come_up(
+        &mut self,
+        exchange: Exchange,
+        setup: Setup,
+        peer: PeerIdentity,
+        terms: Terms,
+        accepted: Option<Letter>,
+    ) {
+        let slot = Self::slot(setup.link);
+        let addr = self.addresses.addr(setup.address);
+        let confirmed = accepted.is_none();
+        let mut mail = Mail::new(link::places(), terms.places, terms.link);
+        if confirmed {
+            mail.beat();
+        }
+        let link = Link {
+            id: setup.link,
+            peer,
+            endpoint: setup.endpoint,
+            place: setup.place,
+            address: setup.address,
+            addr,
+            exchange,
+            accepted,
+            confirmed,
+            seal_in: setup.seal,
+            terms,
+            mail,
+            pending: Default::default(),
+            failed: Vec::new(),
+            trouble: None,
+            next_frame: 0,
+            seen: Seen::new(),
+            heard_at: self.now,
+            spoke_at: self.now,
+            bytes: 0,
+            imms: 0,
+            asking: Default::default(),
+            fences: Default::default(),
+        };
+        self.links[slot] = Slot::Up(Box::new(link));
+        self.fence_newcomer(setup.link);
+        if confirmed {
+            self.report_up(setup.link);
+            self.pump(setup.link);
+        }
+    }
+
+    pub(super) fn report_up(&mut self, id: LinkId) {
+        let nic = format!("{} ({})", self.offer.domain, self.offer.provider);
+        let Some(l) = self.link(id) else { return };
+        let (peer, endpoint) = (l.peer.clone(), l.endpoint);
+        let note = format!("the handshake from {nic} with {} worked", l.place.label());
+        self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
+    }
+
+    fn setup_failed(&mut self, key: (Exchange, bool), failure: Failure) {
+        let Some(setup) = self.setups.remove(&key) else { return };
+        if let Some(refusal) = failure.reply {
+            let letter = Letter {
+                exchange: key.0,
+                to_initiator: !key.1,
+                step: setup.letter.step + 2,
+                bytes: pack(&[], &refusal),
+            };
+            self.mail_letter(setup.address, &letter);
+        }
+        self.abandon(setup, failure.error);
+    }
+
+    /// A handshake has come to nothing.
+    fn abandon(&mut self, setup: Setup, cause: DomainError) {
+        self.addresses.release(setup.address);
+        match setup.role {
+            Role::Acceptor(_) => handshake::mourn(&setup.place.label(), &cause),
+            _ => {
+                self.links.try_remove(Self::slot(setup.link));
+                self.news.push(Completion::LinkDown { link: setup.link, cause });
+            }
+        }
+    }
+
+    /// Drops a connect of ours that has not come to a link yet.
+    pub(super) fn give_up(&mut self, id: LinkId, cause: DomainError) {
+        let key = self.setups.iter().find(|((_, ours), s)| *ours && s.link == id).map(|(k, _)| *k);
+        if let Some(setup) = key.and_then(|key| self.setups.remove(&key)) {
+            self.abandon(setup, cause);
+        }
+    }
+
+    /// Whether a handshake with that address is under way.
+    pub(super) fn has_setup(&self, address: usize) -> bool {
+        self.setups.values().any(|s| s.address == address)
+    }
+
+    /// The provider could not deliver a letter to an address: said if nothing better comes.
+    pub(super) fn undelivered(&mut self, address: usize, words: &str) {
+        for setup in self.setups.values_mut().filter(|s| s.address == address) {
+            setup.tried = Some(words.to_owned());
+        }
+    }
+
+    /// Repeats what was not answered, and gives up on what won't be.
+    pub(super) fn tick_setups(&mut self, now: Time) -> bool {
+        let due: Vec<_> = self
+            .setups
+            .iter()
+            .filter(|(_, s)| s.next_timer() <= now)
+            .map(|(key, s)| (*key, s.deadline <= now))
+            .collect();
+        for (key, over) in &due {
+            if *over {
+                let Some(setup) = self.setups.remove(key) else { continue };
+                let mut why = "no answer in time".to_owned();
+                if let Some(tried) = &setup.tried {
+                    why = format!("{why}: {tried}");
+                }
+                self.abandon(setup, DomainError::LinkDown(why));
+                continue;
+            }
+            if let Some(setup) = self.setups.get_mut(key) {
+                setup.gap *= 2;
+                setup.repeat_at = now.after(setup.gap);
+            }
+            // An acceptor answers repetitions; it does not repeat by itself.
+            if key.1 {
+                self.repeat(*key);
+            }
+        }
+        !due.is_empty()
+    }
+}

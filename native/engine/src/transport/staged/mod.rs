@@ -1,0 +1,375 @@
+//! Memory that a transport can't reach, moved through memory that it can: GPU memory over sockets
+//! and shared memory, and memory of processes that the kernel keeps apart.
+//!
+//! Whoever owns such memory gives each peer a window: slots in pinned host memory that the transport
+//! reaches. A write is cut into chunks. Each is copied out of local GPU memory into a slot of our
+//! own, written into a slot of the peer's window, copied from there by its owner, and only then
+//! acknowledged or counted (IC-2); reads go the other way. Chunks are in different stages at the same
+//! time, so that copy engines and wire overlap. Everything else goes to the transport untouched.
+
+mod far;
+mod job;
+mod near;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+use std::{collections::HashMap, sync::Arc};
+
+use slab::Slab;
+
+use crate::{
+    api::{Endpoint, EngineAddress, TransportKind},
+    domain::{
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
+        Quiet, Token, WakeFds, WorkRequest,
+    },
+    memory::{
+        device::{Lanes, Nature},
+        RegionBook, RegionMemory, HIDDEN,
+    },
+    time::Time,
+};
+use job::{Chunk, Far, Job, Own};
+use near::{Landing, Window};
+use wire::Frame;
+
+/// Slots of a window, and of our own staging memory.
+const SLOTS: u8 = 8;
+/// Long enough to keep a copy engine busy while it is asked for the next.
+const SLOT_BYTES: u64 = 1 << 20;
+/// Jobs of one link; further ones wait in the group.
+const MAX_JOBS: usize = 1 << 12;
+
+/// A transport that carries small frames beside its own traffic, in order.
+pub(crate) trait Whispers: Domain {
+    /// Sends a frame of at most 3584 bytes; forgotten if the link is going down.
+    fn whisper(&mut self, link: LinkId, frame: Vec<u8>);
+
+    /// Takes what peers have whispered, in order for each link.
+    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)>;
+
+    /// Whether it moves bytes of this nature by itself.
+    fn reaches(&self, nature: Nature) -> bool {
+        nature == Nature::Plain
+    }
+}
+
+/// One link.
+#[derive(Debug, Default)]
+struct Side {
+    far: Far,
+    /// What the peer was given.
+    window: Option<Window>,
+    /// Jobs that are not cut up yet, in order.
+    queue: std::collections::VecDeque<usize>,
+    jobs: usize,
+    /// On its way down: told when the last copy has ended.
+    closing: Option<DomainError>,
+    /// What has been staged, for `describe`.
+    device: bool,
+    host: bool,
+}
+
+/// See the module.
+pub(crate) struct Staged<D> {
+    inner: D,
+    /// Our regions that only we can reach.
+    book: RegionBook,
+    lanes: Lanes,
+    own: Option<Own>,
+    sides: HashMap<LinkId, Side>,
+    jobs: Slab<Job>,
+    chunks: Slab<Chunk>,
+    landings: Vec<Landing>,
+    /// Regions that are withdrawn when their last copy has ended.
+    retiring: Vec<u32>,
+    /// Windows of links that are down, not yet let go of.
+    shut: Vec<Window>,
+    /// Windows made so far.
+    windows: u32,
+    serial: u32,
+    /// A device of this process that has memory registered: staging memory is pinned for it.
+    device: Option<i32>,
+    news: Vec<Completion>,
+    /// Stages everything, so that tests drive each stage on a machine without a GPU.
+    #[cfg(test)]
+    pub everything: bool,
+}
+
+impl<D> std::fmt::Debug for Staged<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Staged({} jobs, {} landings)", self.jobs.len(), self.landings.len())
+    }
+}
+
+impl<D: Whispers> Staged<D> {
+    pub fn new(inner: D) -> Self {
+        Self {
+            inner,
+            book: RegionBook::default(),
+            lanes: Lanes::default(),
+            own: None,
+            sides: HashMap::new(),
+            jobs: Slab::new(),
+            chunks: Slab::new(),
+            landings: Vec::new(),
+            retiring: Vec::new(),
+            shut: Vec::new(),
+            windows: 0,
+            serial: 0,
+            device: None,
+            news: Vec::new(),
+            #[cfg(test)]
+            everything: false,
+        }
+    }
+
+    #[cfg(test)]
+    fn is_forced(&self) -> bool {
+        self.everything
+    }
+
+    #[cfg(not(test))]
+    fn is_forced(&self) -> bool {
+        false
+    }
+
+    /// Whether a region of ours is reached by staging only.
+    fn keeps(&self, region: &RegionMemory) -> bool {
+        !self.inner.reaches(region.key.nature()) || self.is_forced()
+    }
+
+    /// The region that local work begins or ends in, if the transport can't reach it.
+    fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
+        let region = self.book.get(data.local_region)?;
+        let staged = region.location.cuda().is_some_and(|_| {
+            let nature = region.key.nature();
+            !self.inner.reaches(nature)
+        });
+        (staged || self.is_forced()).then(|| Arc::clone(region))
+    }
+
+    fn is_remote_staged(&self, data: &Data) -> bool {
+        !self.inner.reaches(data.remote.nature()) || self.is_forced()
+    }
+
+    fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.landings.is_empty() && self.sides.is_empty()
+    }
+
+    /// Takes what the transport reports of our own doing out of what is the group's.
+    fn sort(&mut self, from: usize, out: &mut Vec<Completion>) {
+        let mut i = from;
+        while i < out.len() {
+            match &out[i] {
+                Completion::Done { token, .. } if token.part == job::OWN => {
+                    if let Completion::Done { token, result, .. } = out.remove(i) {
+                        self.wired(token, result);
+                    }
+                }
+                Completion::RegionQuiet { index } if index & HIDDEN != 0 => {
+                    let index = *index;
+                    self.shut.retain(|w| w.key.index != index);
+                    out.remove(i);
+                }
+                Completion::LinkDown { link, cause } if self.sides.contains_key(link) => {
+                    let (link, cause) = (*link, cause.clone());
+                    out.remove(i);
+                    self.link_lost(link, &cause);
+                }
+                _ => i += 1,
+            }
+        }
+    }
+
+    fn hear(&mut self) -> bool {
+        let mut heard = false;
+        while let Some((link, bytes)) = self.inner.heard() {
+            heard = true;
+            if let Err(e) = self.understand(link, &bytes) {
+                self.inner.disconnect(link, &e.to_string());
+            }
+        }
+        heard
+    }
+
+    fn understand(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
+        let frame = Frame::decode(bytes)?;
+        let side = self.sides.entry(link).or_default();
+        if side.closing.is_some() {
+            return Ok(());
+        }
+        match frame {
+            Frame::Open => self.open_window(link),
+            Frame::Window { key } => self.window_opened(link, key),
+            Frame::Move { slot, chunk, pages, inward, count } => {
+                self.land(link, (slot, chunk, inward), &pages, count)
+            }
+            Frame::Moved { chunk, result } => self.moved(link, chunk, result),
+        }
+    }
+}
+
+impl<D: Whispers> Domain for Staged<D> {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+
+    fn device(&self) -> &str {
+        self.inner.device()
+    }
+
+    fn is_rdma(&self) -> bool {
+        self.inner.is_rdma()
+    }
+
+    fn caps(&self) -> Caps {
+        self.inner.caps()
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        self.inner.endpoint()
+    }
+
+    fn announce(&mut self, own: &EngineAddress) {
+        self.inner.announce(own);
+    }
+
+    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+        if let Some(range) = region.location.cuda() {
+            self.device = Some(range.device);
+        }
+        if !self.keeps(region) {
+            return self.inner.register(region);
+        }
+        self.book.insert(region);
+        Ok(NicKeys::new())
+    }
+
+    fn deregister(&mut self, index: u32) -> Quiet {
+        match self.withdraw(index) {
+            Some(quiet) => quiet,
+            None => self.inner.deregister(index),
+        }
+    }
+
+    fn unfit(&self, peer: &EngineAddress) -> Option<String> {
+        self.inner.unfit(peer)
+    }
+
+    fn connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
+        self.inner.connect(now, peer, endpoint)
+    }
+
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        self.inner.disconnect(link, cause);
+    }
+
+    fn begin_request(&mut self) {
+        self.inner.begin_request();
+    }
+
+    #[inline]
+    fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        let (data, count, write) = match wr {
+            WorkRequest::Write { data, count } => (data, *count, true),
+            WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None, false),
+            WorkRequest::Count(_) | WorkRequest::Send(_) => {
+                return self.inner.post(link, token, wr);
+            }
+        };
+        let remote = self.is_remote_staged(data);
+        let local = match self.book.is_empty() {
+            true => None,
+            false => self.local(data),
+        };
+        if !remote && local.is_none() {
+            return self.inner.post(link, token, wr);
+        }
+        if matches!(wr, WorkRequest::Prepare { .. }) {
+            if remote {
+                self.ask_for_window(link);
+            }
+            return Ok(Post::Done);
+        }
+        self.begin(
+            link,
+            token,
+            Job::new((link, token), (data.clone(), count, write), local, remote),
+        )
+    }
+
+    fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let from = out.len();
+        let mut moved = self.inner.poll(now, room, out);
+        moved |= self.hear();
+        if self.is_idle() {
+            return moved;
+        }
+        self.sort(from, out);
+        moved |= self.settle(out);
+        moved |= self.step_chunks();
+        moved |= self.pump_all();
+        self.bury();
+        moved |= !self.news.is_empty();
+        out.append(&mut self.news);
+        moved
+    }
+
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn arm(&mut self) -> bool {
+        // Copy engines ring no bell: while copies run, somebody looks.
+        let copying = !self.landings.is_empty() || self.chunks.iter().any(|(_, c)| c.is_copying());
+        let armed = self.inner.arm();
+        armed && !copying && self.news.is_empty()
+    }
+
+    fn disarm(&mut self) {
+        self.inner.disarm();
+    }
+
+    fn wake_fds(&self) -> WakeFds {
+        self.inner.wake_fds()
+    }
+
+    fn next_timer(&self) -> Time {
+        self.inner.next_timer()
+    }
+
+    fn assistant(&self) -> Option<Arc<dyn Assist>> {
+        self.inner.assistant()
+    }
+
+    fn describe(&self, link: LinkId) -> String {
+        let mut said = self.inner.describe(link);
+        let side = self.sides.get(&link);
+        let here = |nature: Nature| !self.inner.reaches(nature);
+        if self.device.is_some() && here(Nature::Device) || side.is_some_and(|s| s.device) {
+            said += "; GPU memory is staged through pinned host memory";
+        }
+        if side.is_some_and(|s| s.host) {
+            said += "; memory that the engine did not allocate is staged through a window";
+        }
+        said
+    }
+
+    fn close(&mut self) {
+        self.inner.close();
+        // Waits for the copies under way: after this nothing lands (MR-1).
+        self.lanes = Lanes::default();
+        self.landings.clear();
+        self.chunks.clear();
+        self.jobs.clear();
+        self.sides.clear();
+        self.news.clear();
+    }
+}

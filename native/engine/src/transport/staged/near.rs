@@ -1,0 +1,160 @@
+//! The owner's half: a window of slots for each peer, and the copies between it and our regions.
+
+use std::sync::Arc;
+
+use super::{
+    wire::{counted, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
+    Staged, Whispers, SLOTS,
+};
+use crate::{
+    api::RegionKey,
+    domain::{Completion, Count, DomainError, LinkId, Quiet},
+    memory::{
+        device::{Pinned, Ticket},
+        Backing, RegionMemory, HIDDEN,
+    },
+};
+
+/// A window that a peer writes to and reads from.
+#[derive(Debug)]
+pub(super) struct Window {
+    pub key: RegionKey,
+    pub memory: Pinned,
+    /// Slots whose copy is under way: one bit each.
+    busy: u32,
+}
+
+/// A copy of ours that a peer asked for.
+#[derive(Debug)]
+pub(super) struct Landing {
+    pub link: LinkId,
+    slot: u8,
+    chunk: u64,
+    ticket: Ticket,
+    /// Kept while the copy runs (MR-1).
+    pub region: Arc<RegionMemory>,
+    count: Option<Count>,
+}
+
+impl<D: Whispers> Staged<D> {
+    /// Gives a peer its window.
+    pub(super) fn open_window(&mut self, link: LinkId) -> Result<(), DomainError> {
+        let Some(side) = self.sides.get(&link) else { return Ok(()) };
+        let key = match &side.window {
+            Some(window) => window.key,
+            None => {
+                let mut rkey = [0; 8];
+                getrandom::fill(&mut rkey)
+                    .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
+                self.windows = (self.windows + 1) & (HIDDEN - 1);
+                let key =
+                    RegionKey { index: HIDDEN | self.windows, rkey: u64::from_le_bytes(rkey) };
+                let memory = Pinned::new(WINDOW_BYTES, self.device)?;
+                let backing =
+                    Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };
+                let region = RegionMemory::new(key, memory.base(), WINDOW_BYTES, backing, None);
+                self.inner.register(&Arc::new(region))?;
+                if let Some(side) = self.sides.get_mut(&link) {
+                    side.window = Some(Window { key, memory, busy: 0 });
+                }
+                key
+            }
+        };
+        self.inner.whisper(link, Frame::Window { key }.encode());
+        Ok(())
+    }
+
+    /// Begins a copy that a peer asked for. An error means that the peer is broken.
+    pub(super) fn land(
+        &mut self,
+        link: LinkId,
+        (slot, chunk, inward): (u8, u64, bool),
+        pages: &Pages,
+        count: Option<(u32, u32)>,
+    ) -> Result<(), DomainError> {
+        let window = self.sides.get_mut(&link).and_then(|s| s.window.as_mut());
+        let bit = 1u32.checked_shl(u32::from(slot)).unwrap_or(0);
+        let Some(window) = window.filter(|w| slot < SLOTS && w.busy & bit == 0) else {
+            return Err(DomainError::Handshake("it uses a slot that isn't its own".into()));
+        };
+        let at = window.memory.base() + slot_offset(slot) as usize;
+        let begun = self.book.lookup(pages.key).and_then(|region| {
+            let pieces = pages.pieces(region, at, inward)?;
+            // SAFETY: the pieces lie in the region, which the landing keeps registered, and in the
+            // slot, whose window is kept while the bit is set; a peer that writes to the slot
+            // meanwhile spoils its own bytes.
+            let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
+                .map_err(|e| DomainError::Refused(e.to_string()))?;
+            Ok((ticket, Arc::clone(region)))
+        });
+        match begun {
+            Ok((ticket, region)) => {
+                window.busy |= bit;
+                let count = count.map(counted).filter(|_| inward);
+                self.landings.push(Landing { link, slot, chunk, ticket, region, count });
+            }
+            Err(e) => {
+                let result = Err(Refusal::of(&e));
+                self.inner.whisper(link, Frame::Moved { chunk, result }.encode());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports copies that have ended: their count comes now and not earlier (IC-2).
+    pub(super) fn settle(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut moved = false;
+        let mut i = 0;
+        while i < self.landings.len() {
+            let Some(result) = self.lanes.poll(&self.landings[i].ticket) else {
+                i += 1;
+                continue;
+            };
+            moved = true;
+            // In order: counts of one peer keep theirs.
+            let landing = self.landings.remove(i);
+            if let Some(side) = self.sides.get_mut(&landing.link) {
+                if let Some(window) = &mut side.window {
+                    window.busy &= !(1 << landing.slot);
+                }
+            }
+            if result.is_ok() {
+                out.extend(landing.count.map(Completion::Count));
+            }
+            let result = result.map_err(|e| Refusal::of(&e));
+            let frame = Frame::Moved { chunk: landing.chunk, result };
+            self.inner.whisper(landing.link, frame.encode());
+            let index = landing.region.key.index;
+            drop(landing);
+            if self.retiring.contains(&index) && !self.is_landing(index) {
+                self.retiring.retain(|r| *r != index);
+                out.push(Completion::RegionQuiet { index });
+            }
+        }
+        moved
+    }
+
+    /// Whether a copy into or out of a region of ours is under way.
+    pub(super) fn is_landing(&self, index: u32) -> bool {
+        self.landings.iter().any(|l| l.region.key.index == index)
+    }
+
+    /// Withdraws a region that peers reach by staging only; `None` if it isn't one.
+    pub(super) fn withdraw(&mut self, index: u32) -> Option<Quiet> {
+        self.book.remove(index)?;
+        if !self.is_landing(index) {
+            return Some(Quiet::Now);
+        }
+        self.retiring.push(index);
+        Some(Quiet::Later)
+    }
+
+    /// Takes a window back, when no copy uses it any more.
+    pub(super) fn shut_window(&mut self, window: Window) {
+        match self.inner.deregister(window.key.index) {
+            Quiet::Now => drop(window),
+            // Until the transport says that the peer has let go.
+            Quiet::Later => self.shut.push(window),
+        }
+    }
+}

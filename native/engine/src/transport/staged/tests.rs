@@ -1,0 +1,327 @@
+//! Two ends over real sockets and real shared memory, every byte staged at both.
+
+use std::{collections::HashMap, sync::Arc};
+
+use super::{
+    wire::{Frame, Pages},
+    Staged, Whispers, SLOTS, SLOT_BYTES,
+};
+use crate::{
+    api::{EngineAddress, EngineConfig, EngineId, PageIndices, RailKeys, RegionKey, TransportKind},
+    domain::{
+        Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
+        Quiet, Seq, Token, WorkRequest,
+    },
+    memory::{Backing, RegionMemory, HIDDEN},
+    time::Time,
+    transport::{shm::ShmDomain, tcp::TcpDomain, Waker},
+};
+
+struct Room;
+
+impl MessageRoom for Room {
+    fn admit(&self, _: usize) -> Admit {
+        Admit::Take
+    }
+}
+
+struct End<D> {
+    domain: Staged<D>,
+    address: EngineAddress,
+    link: Option<LinkId>,
+    done: HashMap<u32, Result<(), DomainError>>,
+    counts: HashMap<u32, u32>,
+    down: bool,
+}
+
+impl<D: Whispers> End<D> {
+    fn new(id: EngineId, inner: D) -> Self {
+        let mut domain = Staged::new(inner);
+        domain.everything = true;
+        let endpoints = vec![domain.endpoint()];
+        let address = EngineAddress { id, name: "end".into(), endpoints };
+        domain.announce(&address);
+        let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), false);
+        Self { domain, address, link, done, counts, down }
+    }
+
+    /// One poll; `at_count` is called at the moment a count is reported.
+    fn poll(&mut self, at_count: &mut dyn FnMut(Count)) {
+        let mut out = Vec::new();
+        self.domain.poll(Time::now(), &Room, &mut out);
+        for c in out {
+            match c {
+                Completion::Done { token, result, .. } => {
+                    assert!(!self.down, "a completion after the link is down");
+                    assert!(self.done.insert(token.slot, result).is_none(), "completed twice");
+                }
+                Completion::Count(count) => {
+                    *self.counts.entry(count.imm).or_default() += count.n;
+                    at_count(count);
+                }
+                Completion::LinkUp { link, .. } => self.link = Some(link),
+                Completion::LinkDown { .. } => self.down = true,
+                _ => {}
+            }
+        }
+    }
+
+    fn post(&mut self, slot: u32, wr: &WorkRequest) {
+        let token = Token { slot, ..Token::default() };
+        match self.domain.post(self.link.unwrap(), token, wr) {
+            Ok(Post::Done) => drop(self.done.insert(slot, Ok(()))),
+            Ok(Post::Queued) => {}
+            Ok(Post::Full) => panic!("full"),
+            Err(e) => drop(self.done.insert(slot, Err(e))),
+        }
+    }
+
+    fn register(&mut self, index: u32, memory: &[u8]) -> RegionKey {
+        let key = RegionKey { index, rkey: 0x1000 + u64::from(index) };
+        let (base, len) = (memory.as_ptr() as usize, memory.len() as u64);
+        let region = RegionMemory::new(key, base, len, Backing::Foreign, None);
+        self.domain.register(&Arc::new(region)).unwrap();
+        key
+    }
+}
+
+fn tcp(n: u8) -> End<TcpDomain> {
+    let id = EngineId([n; 16]);
+    End::new(id, TcpDomain::open(id, &EngineConfig::default()).unwrap())
+}
+
+fn shm(_: u8) -> End<ShmDomain> {
+    let id = EngineId::random().unwrap();
+    let config = EngineConfig::default();
+    End::new(id, ShmDomain::open(TransportKind::Shm, id, &config, &Waker::default()).unwrap())
+}
+
+/// Two ends with a link between them.
+fn pair<D: Whispers>(end: impl Fn(u8) -> End<D>) -> (End<D>, End<D>) {
+    let (mut a, mut b) = (end(1), end(2));
+    let peer = b.address.clone();
+    a.domain.connect(Time::now(), &peer, 0).unwrap();
+    drive(&mut a, &mut b, "a link", |a, b| a.link.is_some() && b.link.is_some());
+    (a, b)
+}
+
+fn drive<D: Whispers>(
+    a: &mut End<D>,
+    b: &mut End<D>,
+    what: &str,
+    over: impl Fn(&End<D>, &End<D>) -> bool,
+) {
+    let start = std::time::Instant::now();
+    while !over(a, b) {
+        assert!(start.elapsed().as_secs() < 20, "{what} does not come");
+        a.poll(&mut |_| {});
+        b.poll(&mut |_| {});
+    }
+}
+
+fn data(
+    (mine, at): (&[u8], Seq),
+    (theirs, there): (RegionKey, Seq),
+    page_len: u64,
+    n: u32,
+) -> Data {
+    Data {
+        local: LocalAddr(mine.as_ptr() as usize),
+        local_region: 0,
+        local_seq: at,
+        remote: theirs,
+        remote_keys: RailKeys::default(),
+        remote_seq: there,
+        page_len,
+        pages: n,
+    }
+}
+
+fn noise(rng: &mut fastrand::Rng, n: usize) -> Vec<u8> {
+    let mut bytes = vec![0; n];
+    rng.fill(&mut bytes);
+    bytes
+}
+
+/// Pages in some order, in a range of their own of the region.
+fn places(rng: &mut fastrand::Rng, from: u64, stride: u64, pages: u32) -> Seq {
+    if rng.bool() {
+        return Seq::Strided { offset: from, stride };
+    }
+    let mut order: Vec<u32> = (0..pages).collect();
+    rng.shuffle(&mut order);
+    match PageIndices::list(order).unwrap() {
+        PageIndices::List(list) => Seq::Indexed { list, from: 0, offset: from, stride },
+        PageIndices::Range { .. } => unreachable!("a list was made"),
+    }
+}
+
+fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
+    const SPAN: usize = 7 << 19;
+    const JOBS: usize = 6;
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let (mut a, mut b) = pair(end);
+    let mine = noise(&mut rng, SPAN * JOBS);
+    let theirs = noise(&mut rng, SPAN * JOBS);
+    a.register(0, &mine);
+    let key = b.register(0, &theirs);
+    let before = [mine.clone(), theirs.clone()];
+
+    let mut jobs = Vec::new();
+    for slot in 0..JOBS {
+        let page_len = [7, 999, 4096, 70_000, SLOT_BYTES, SLOT_BYTES + 5][rng.usize(0..6)];
+        let stride = page_len + rng.u64(0..9);
+        let pages = rng.u32(1..=(SPAN as u64 / stride).min(1500) as u32);
+        let from = (SPAN * slot) as u64;
+        let here = places(&mut rng, from, stride, pages);
+        let there = places(&mut rng, from, stride, pages);
+        let work = data((&mine, here), (key, there), page_len, pages);
+        let write = rng.bool();
+        let count = rng.bool().then_some(Count { imm: 100 + slot as u32, n: pages });
+        let wr = match write {
+            true => WorkRequest::Write { data: work.clone(), count },
+            false => WorkRequest::Read { data: work.clone() },
+        };
+        a.post(slot as u32, &wr);
+        jobs.push((work, write, count.filter(|_| write)));
+    }
+
+    // What must have changed, and what not.
+    let mut after = before.clone();
+    for (work, write, _) in &jobs {
+        for i in 0..work.pages {
+            let (l, r) = (work.local_seq.nth(i) as usize, work.remote_seq.nth(i) as usize);
+            let n = work.page_len as usize;
+            match write {
+                true => after[1][r..r + n].copy_from_slice(&before[0][l..l + n]),
+                false => after[0][l..l + n].copy_from_slice(&before[1][r..r + n]),
+            }
+        }
+    }
+    let expected = after[1].clone();
+    let in_place = |count: Count| {
+        // IC-2: at the very moment of the count all bytes are there.
+        let (work, ..) = &jobs[count.imm as usize - 100];
+        for i in 0..work.pages {
+            let (r, n) = (work.remote_seq.nth(i) as usize, work.page_len as usize);
+            assert!(theirs[r..r + n] == expected[r..r + n], "counted before it was there");
+        }
+    };
+    let start = std::time::Instant::now();
+    let counted =
+        |b: &End<D>| jobs.iter().filter_map(|j| j.2).all(|c| b.counts.contains_key(&c.imm));
+    while a.done.len() < JOBS || !counted(&b) {
+        assert!(start.elapsed().as_secs() < 20, "seed {seed} does not end: {:?}", a.done);
+        a.poll(&mut |_| {});
+        b.poll(&mut { in_place });
+    }
+    assert!(a.done.values().all(Result::is_ok), "seed {seed}: {:?}", a.done);
+    assert!(mine == after[0] && theirs == after[1], "seed {seed}: bytes went astray");
+    for (_, _, count) in &jobs {
+        if let Some(c) = count {
+            assert_eq!(b.counts[&c.imm], c.n, "seed {seed}: IC-1");
+        }
+    }
+    assert_eq!(b.counts.len(), jobs.iter().filter(|j| j.2.is_some()).count());
+    assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty() && b.domain.landings.is_empty());
+}
+
+#[test]
+fn ic_2_staged_bytes_arrive_and_count_once_over_sockets() {
+    (0..8).for_each(|seed| moves_bytes(tcp, seed));
+}
+
+#[test]
+fn ic_2_staged_bytes_arrive_and_count_once_over_shared_memory() {
+    (0..8).for_each(|seed| moves_bytes(shm, seed));
+}
+
+#[test]
+fn mr_2_and_mr_3_hold_at_the_owner() {
+    let (mut a, mut b) = pair(tcp);
+    let (mine, theirs) = (vec![1u8; 4096], vec![0u8; 4096]);
+    a.register(0, &mine);
+    let key = b.register(0, &theirs);
+    let write = |key, offset| WorkRequest::Write {
+        data: data((&mine, Seq::at(0)), (key, Seq::at(offset)), 64, 1),
+        count: Some(Count { imm: 1, n: 1 }),
+    };
+    a.post(0, &write(key, 4096 - 63));
+    a.post(1, &write(key, u64::MAX - 10));
+    a.post(2, &write(RegionKey { rkey: key.rkey + 4, ..key }, 0));
+    drive(&mut a, &mut b, "refusals", |a, _| a.done.len() == 3);
+    assert!(matches!(&a.done[&0], Err(DomainError::Refused(_))), "{:?}", a.done);
+    assert!(matches!(&a.done[&1], Err(DomainError::Refused(_))), "{:?}", a.done);
+    assert!(matches!(&a.done[&2], Err(DomainError::Stale(_))), "{:?}", a.done);
+    assert_eq!(b.domain.deregister(0), Quiet::Now);
+    a.post(3, &write(key, 0));
+    drive(&mut a, &mut b, "a refusal", |a, _| a.done.len() == 4);
+    assert!(matches!(&a.done[&3], Err(DomainError::Stale(_))), "{:?}", a.done);
+    assert!(theirs == [0; 4096] && b.counts.is_empty());
+}
+
+#[test]
+fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
+    for polls in [0, 1, 3, 10, 100] {
+        let (mut a, mut b) = pair(shm);
+        let (mine, theirs) = (vec![1u8; 40 << 20], vec![0u8; 40 << 20]);
+        a.register(0, &mine);
+        let key = b.register(0, &theirs);
+        for slot in 0..20 {
+            let at = u64::from(slot) * (2 << 20);
+            let work = data((&mine, Seq::at(at)), (key, Seq::at(at)), 2 << 20, 1);
+            let count = Some(Count { imm: 1, n: 1 });
+            let wr = match slot % 2 {
+                0 => WorkRequest::Write { data: work, count },
+                _ => WorkRequest::Read { data: work },
+            };
+            a.post(slot, &wr);
+        }
+        for _ in 0..polls {
+            a.poll(&mut |_| {});
+            b.poll(&mut |_| {});
+        }
+        b.domain.close();
+        let start = std::time::Instant::now();
+        while !a.down {
+            assert!(start.elapsed().as_secs() < 5, "the loss is not noticed");
+            a.poll(&mut |_| {});
+        }
+        assert_eq!(a.done.len(), 20);
+        assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty());
+        assert!(a.domain.sides.is_empty());
+        assert_eq!(a.domain.own.as_ref().map(|o| o.idle()), Some(usize::from(SLOTS)));
+    }
+}
+
+#[test]
+fn a_peer_that_breaks_the_rules_loses_its_link() {
+    fn ask(slot: u8, key: RegionKey) -> Frame {
+        let pages = Pages { key, offset: 0, stride: 8, page_len: 8, n: 1, indices: Vec::new() };
+        Frame::Move { slot, chunk: 1, pages, inward: true, count: None }
+    }
+    type Say = Box<dyn Fn(RegionKey) -> Vec<Vec<u8>>>;
+    let bad: Vec<Say> = vec![
+        Box::new(|_| vec![b"nonsense".to_vec()]),
+        Box::new(|key| vec![ask(0, key).encode()]),
+        Box::new(|key| vec![Frame::Open.encode(), ask(SLOTS, key).encode()]),
+        Box::new(|_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()]),
+        Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()]),
+        Box::new(|key| {
+            let twice = ask(0, key).encode();
+            // The slot is taken, and the answer to the first was never waited for.
+            vec![Frame::Open.encode(), twice.clone(), twice]
+        }),
+    ];
+    for say in bad {
+        let (mut a, mut b) = pair(tcp);
+        let theirs = vec![0u8; 64];
+        let key = b.register(0, &theirs);
+        for frame in say(key) {
+            let link = a.link.unwrap();
+            a.domain.inner.whisper(link, frame);
+        }
+        drive(&mut a, &mut b, "the end of the link", |a, b| a.down && b.down);
+        assert!(b.domain.sides.is_empty() && b.domain.landings.is_empty());
+    }
+}

@@ -1,0 +1,112 @@
+//! Handshakes by datagram: nothing is set up before, and nothing is promised. Whoever sends sends
+//! again until there is an answer.
+
+use std::sync::Arc;
+
+use fabric_sys::ibverbs as sys;
+
+use super::{
+    chain,
+    device::Device,
+    memory::Slots,
+    place::mtu_bytes,
+    raw::{Ah, Cq, Qp},
+};
+use crate::domain::DomainError;
+
+const DEPTH: u32 = 64;
+/// A datagram begins with the global header, or room for it.
+const GRH: usize = 40;
+
+/// Where to answer.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub ah: Arc<Ah>,
+    pub qpn: u32,
+    pub qkey: u32,
+}
+
+pub(super) struct Datagrams {
+    // Before the slots, so that the NIC is done with them.
+    qp: Qp,
+    cq: Arc<Cq>,
+    slots: Slots,
+    mtu: usize,
+    pub qkey: u32,
+    free: Vec<u32>,
+    /// Address handles in use by what is under way.
+    held: Vec<Option<Arc<Ah>>>,
+}
+
+impl Datagrams {
+    pub fn open(device: &Device) -> Result<Self, DomainError> {
+        let mut random = [0; 4];
+        getrandom::fill(&mut random)
+            .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
+        // The highest bit would mean the queue pair's own.
+        let qkey = u32::from_le_bytes(random) & 0x7FFF_FFFF;
+        let cq = Cq::new(&device.channel, 2 * DEPTH)?;
+        let qp = device.datagram_pair(&cq, DEPTH, qkey)?;
+        let mtu = mtu_bytes(device.mtu);
+        let slots = Slots::new(&device.pd, 2 * DEPTH as usize, GRH + mtu)?;
+        for i in 0..DEPTH {
+            chain::receive(&qp, u64::from(i), slots.whole(i as usize))?;
+        }
+        let free = (DEPTH..2 * DEPTH).collect();
+        Ok(Self { qp, cq, slots, mtu, qkey, free, held: vec![None; 2 * DEPTH as usize] })
+    }
+
+    pub fn number(&self) -> u32 {
+        self.qp.number()
+    }
+
+    pub fn mtu(&self) -> usize {
+        self.mtu
+    }
+
+    /// Sends a frame if there is room; if not, it is as good as lost.
+    pub fn send(&mut self, to: &Target, frame: &[u8]) {
+        let Some(i) = self.free.pop() else { return };
+        let n = frame.len().min(self.mtu);
+        self.slots.fill(i as usize)[..n].copy_from_slice(&frame[..n]);
+        let sge = self.slots.sge(i as usize, n);
+        match chain::datagram(&self.qp, u64::from(i), sge, &to.ah, (to.qpn, to.qkey)) {
+            Ok(()) => self.held[i as usize] = Some(Arc::clone(&to.ah)),
+            Err(error) => {
+                tracing::warn!(%error, "a datagram could not be sent");
+                self.free.push(i);
+            }
+        }
+    }
+
+    /// Frames that have come, to `heard`.
+    pub fn poll(&mut self, mut heard: impl FnMut(&[u8])) -> bool {
+        let mut wcs = [sys::Wc::default(); 16];
+        let n = self.cq.poll(&mut wcs);
+        for wc in &wcs[..n] {
+            let i = wc.wr_id as u32;
+            if i >= DEPTH {
+                self.held[i as usize] = None;
+                self.free.push(i);
+                if wc.status != sys::WC_SUCCESS {
+                    // A datagram that could not leave may have stopped the queue; what comes is
+                    // not concerned. Whoever sent it sends again.
+                    let attr = sys::QpAttr { qp_state: sys::QPS_RTS, ..Default::default() };
+                    let _ = self.qp.modify(attr, sys::qp_mask::STATE);
+                }
+                continue;
+            }
+            if wc.status == sys::WC_SUCCESS && wc.byte_len as usize > GRH {
+                let n = (wc.byte_len as usize).min(GRH + self.mtu);
+                heard(&self.slots.read(i as usize, n)[GRH..]);
+            }
+            // On an error the queue pair is of no use any more; handshakes go by TCP then.
+            let _ = chain::receive(&self.qp, u64::from(i), self.slots.whole(i as usize));
+        }
+        n > 0
+    }
+
+    pub fn notify(&self) {
+        self.cq.notify();
+    }
+}

@@ -1,0 +1,309 @@
+//! One NIC as this engine drives it: its limits, its completion queues, its queue pairs.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_sys::ibverbs::{self as sys, qp_mask};
+
+use super::{
+    chain,
+    discover::Chosen,
+    memory::Slots,
+    place::{path, Place, Route, Setup},
+    raw::{Channel, Context, Cq, Pd, Qp},
+    work_id, Kind,
+};
+use crate::{
+    api::NicConfig,
+    domain::{DomainError, LinkId},
+    transport::nic::mail::{Places, SPARE},
+};
+
+/// Requests under way on one queue pair.
+const SEND_DEPTH: u32 = 256;
+/// Immediates that may come before credits are returned.
+const IMMS: u32 = 512;
+/// Receive slots for fragments, and bytes of each.
+const SLOTS: u32 = 24;
+const SLOT_BYTES: u32 = 4096;
+/// Frames under way to a peer.
+pub(super) const MAIL_DEPTH: u32 = 32;
+/// Small writes carry their bytes with the request.
+const INLINE: u32 = 220;
+/// Retries of a packet; the time between them follows from how soon a peer must be found dead.
+const RETRIES: u32 = 7;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub max_message: u64,
+    pub max_mr: u64,
+    pub send_depth: u32,
+    pub reads_in: u8,
+    pub reads_out: u8,
+    pub max_cqe: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    pub chosen: Chosen,
+    pub context: Arc<Context>,
+    pub pd: Arc<Pd>,
+    pub channel: Arc<Channel>,
+    pub limits: Limits,
+    pub own: Places,
+    pub route: Route,
+    pub mtu: u8,
+    pkey_index: u16,
+    timeout: u8,
+}
+
+/// A limit that tests lower, to reach code that large limits hide.
+fn lowered(name: &str, limit: u64) -> u64 {
+    let wanted = std::env::var(name).ok().and_then(|v| v.parse().ok());
+    wanted.map_or(limit, |w: u64| w.clamp(4096, limit))
+}
+
+impl Device {
+    pub fn open(
+        chosen: Chosen,
+        nics: &NicConfig,
+        peer_timeout: Duration,
+    ) -> Result<Self, DomainError> {
+        let context = Context::open(&chosen.device)?;
+        let attr = context.device_attr()?;
+        let port = context.port_attr(chosen.port)?;
+        if port.state != sys::PORT_ACTIVE {
+            let port = format!("{} port {}", chosen.device, chosen.port);
+            return Err(DomainError::Unavailable(format!("{port} is not active")));
+        }
+        let pkey = context.pkey(chosen.port, nics.pkey_index).unwrap_or(0);
+        if pkey & 0x7FFF == 0 {
+            return Err(DomainError::Unavailable(format!(
+                "{} has no partition key at index {}: see /sys/class/infiniband/{}/ports/{}/pkeys",
+                chosen.device, nics.pkey_index, chosen.device, chosen.port
+            )));
+        }
+        let positive = |n: i32| n.max(1) as u32;
+        let small = |n: i32| n.clamp(1, 16) as u8;
+        let max_wr = positive(attr.max_qp_wr);
+        let limits = Limits {
+            max_message: lowered("FABRIC_TEST_MAX_MSG", u64::from(port.max_msg_sz).min(1 << 30)),
+            max_mr: lowered("FABRIC_TEST_MAX_MR", attr.max_mr_size) & !4095,
+            send_depth: SEND_DEPTH.min(max_wr),
+            reads_in: small(attr.max_qp_rd_atom),
+            reads_out: small(attr.max_qp_init_rd_atom),
+            max_cqe: positive(attr.max_cqe),
+        };
+        let own = Places { slot_bytes: SLOT_BYTES, slots: SLOTS, imms: IMMS.min(max_wr) };
+        if max_wr < SLOTS + SPARE {
+            return Err(DomainError::Unavailable(format!(
+                "{} allows {max_wr} requests on a queue pair, {} are needed",
+                chosen.device,
+                SLOTS + SPARE
+            )));
+        }
+        let route = Route {
+            gid_index: chosen.gid_index,
+            service_level: nics.service_level,
+            traffic_class: nics.traffic_class,
+        };
+        Ok(Self {
+            pd: Pd::new(&context)?,
+            channel: Channel::new(&context)?,
+            context,
+            limits,
+            own,
+            route,
+            mtu: port.active_mtu.clamp(1, 5) as u8,
+            pkey_index: nics.pkey_index,
+            timeout: ack_timeout(peer_timeout),
+            chosen,
+        })
+    }
+
+    /// Completions that one link can have waiting.
+    pub fn completions_per_link(&self) -> u32 {
+        self.limits.send_depth + self.own.imms + MAIL_DEPTH + SLOTS + SPARE
+    }
+
+    pub fn words(&self) -> String {
+        format!("{} port {}", self.chosen.device, self.chosen.port)
+    }
+
+    fn init(&self, qp: &Qp, access: i32) -> Result<(), DomainError> {
+        let attr = sys::QpAttr {
+            qp_state: sys::QPS_INIT,
+            pkey_index: self.pkey_index,
+            port_num: self.chosen.port,
+            qp_access_flags: access as u32,
+            ..Default::default()
+        };
+        use qp_mask::{ACCESS_FLAGS, PKEY_INDEX, PORT, STATE};
+        qp.modify(attr, STATE | PKEY_INDEX | PORT | ACCESS_FLAGS)
+    }
+
+    /// The queue pair for datagrams, ready to send and receive.
+    pub fn datagram_pair(&self, cq: &Arc<Cq>, depth: u32, qkey: u32) -> Result<Qp, DomainError> {
+        use qp_mask::{PKEY_INDEX, PORT, QKEY, SQ_PSN, STATE};
+        let cap = sys::QpCap {
+            max_send_wr: depth,
+            max_recv_wr: depth,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: 0,
+        };
+        let (qp, _) = Qp::new(&self.pd, cq, sys::QPT_UD, cap)?;
+        let mut attr = sys::QpAttr {
+            qp_state: sys::QPS_INIT,
+            pkey_index: self.pkey_index,
+            port_num: self.chosen.port,
+            qkey,
+            ..Default::default()
+        };
+        qp.modify(attr, STATE | PKEY_INDEX | PORT | QKEY)?;
+        attr.qp_state = sys::QPS_RTR;
+        qp.modify(attr, STATE)?;
+        attr.qp_state = sys::QPS_RTS;
+        qp.modify(attr, STATE | SQ_PSN)?;
+        Ok(qp)
+    }
+}
+
+/// The exponent whose retries end within three fifths of `peer_timeout`: 4.096 us x 2^n each.
+pub(super) fn ack_timeout(peer_timeout: Duration) -> u8 {
+    let budget = peer_timeout.as_nanos() * 3 / 5;
+    let total = |n: u8| u128::from(RETRIES + 1) * (4096u128 << n);
+    (8..=20).rev().find(|n| total(*n) <= budget).unwrap_or(8)
+}
+
+/// The queue pairs of one link, and the buffers of its mail. Made by a thread that may wait.
+#[derive(Debug)]
+pub(super) struct Pair {
+    pub data: Qp,
+    pub mail: Qp,
+    /// First those that receive, then those that send.
+    pub slots: Slots,
+    pub inline: u32,
+    data_psn: u32,
+    mail_psn: u32,
+}
+
+impl Pair {
+    /// Two queue pairs that can't reach, or be reached by, anybody yet.
+    pub fn build(device: &Device, cq: &Arc<Cq>, link: LinkId) -> Result<Self, DomainError> {
+        let cap = |send, recv, inline| sys::QpCap {
+            max_send_wr: send,
+            max_recv_wr: recv,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: inline,
+        };
+        let recv = device.own.slots + SPARE;
+        // Some devices take no inline data, or less.
+        let made = [INLINE, 64, 0].into_iter().map(|inline| {
+            let cap = cap(device.limits.send_depth, device.own.imms, inline);
+            Qp::new(&device.pd, cq, sys::QPT_RC, cap)
+        });
+        let mut error = None;
+        let made = made.map(|r| r.map_err(|e| error = Some(e)).ok()).find_map(|r| r);
+        let Some((data, given)) = made else {
+            return Err(error.unwrap_or_else(|| DomainError::Unavailable("no queue pair".into())));
+        };
+        let (mail, _) = Qp::new(&device.pd, cq, sys::QPT_RC, cap(MAIL_DEPTH, recv, 0))?;
+        let slots =
+            Slots::new(&device.pd, (recv + MAIL_DEPTH) as usize, device.own.slot_bytes as usize)?;
+        device.init(&data, super::memory::PEERS)?;
+        device.init(&mail, sys::ACCESS_LOCAL_WRITE)?;
+        chain::receive_imms(&data, work_id(Kind::Imm, 0, link), device.own.imms)?;
+        for i in 0..recv {
+            let id = work_id(Kind::Frame, i, link);
+            chain::receive(&mail, id, slots.whole(i as usize))?;
+        }
+        let mut psns = [0; 8];
+        getrandom::fill(&mut psns)
+            .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
+        let psn = |i: usize| u32::from_le_bytes([psns[i], psns[i + 1], psns[i + 2], 0]);
+        let (data_psn, mail_psn) = (psn(0), psn(4));
+        Ok(Self { data, mail, slots, inline: given.max_inline_data, data_psn, mail_psn })
+    }
+
+    /// What the other side needs to know.
+    pub fn setup(&self, device: &Device) -> Setup {
+        Setup {
+            data_qpn: self.data.number(),
+            mail_qpn: self.mail.number(),
+            data_psn: self.data_psn,
+            mail_psn: self.mail_psn,
+            mtu: device.mtu,
+            reads: device.limits.reads_in,
+            places: device.own,
+        }
+    }
+
+    /// Connects them. Only after the peer has proven itself: from here on its keys work.
+    pub fn join(
+        &self,
+        device: &Device,
+        (here, there): (&Place, &Place),
+        theirs: &Setup,
+    ) -> Result<(), DomainError> {
+        use qp_mask::*;
+        let flow = theirs.data_qpn.rotate_left(8) ^ self.data.number().wrapping_mul(0x9E37_79B1);
+        let ends = [
+            (&self.data, theirs.data_qpn, theirs.data_psn, self.data_psn, flow),
+            (&self.mail, theirs.mail_qpn, theirs.mail_psn, self.mail_psn, flow ^ 1),
+        ];
+        for (qp, dest, rq_psn, sq_psn, flow) in ends {
+            let mut attr = sys::QpAttr {
+                qp_state: sys::QPS_RTR,
+                path_mtu: device.mtu.min(theirs.mtu).into(),
+                dest_qp_num: dest,
+                rq_psn,
+                max_dest_rd_atomic: device.limits.reads_in,
+                min_rnr_timer: 12,
+                ah_attr: path(here, there, &device.route, flow),
+                ..Default::default()
+            };
+            let rtr =
+                STATE | AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
+            qp.modify(attr, rtr).map_err(|e| unreachable_words(&e, here, there))?;
+            attr.qp_state = sys::QPS_RTS;
+            attr.sq_psn = sq_psn;
+            attr.timeout = device.timeout;
+            attr.retry_cnt = RETRIES as u8;
+            attr.rnr_retry = 6;
+            attr.max_rd_atomic = device.limits.reads_out.min(theirs.reads.max(1));
+            let rts = STATE | TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC;
+            qp.modify(attr, rts)?;
+        }
+        Ok(())
+    }
+}
+
+/// Why the kernel finds no way to a peer.
+pub(super) fn unreachable_words(e: &DomainError, here: &Place, there: &Place) -> DomainError {
+    use rustix::io::Errno;
+    let why = match e {
+        DomainError::Io {
+            errno: Errno::TIMEDOUT | Errno::HOSTUNREACH | Errno::NETUNREACH, ..
+        } => {
+            "its address does not answer from there: another subnet, or its link is down".to_owned()
+        }
+        e => e.to_string(),
+    };
+    DomainError::LinkDown(format!("from {} to {}: {why}", here.words(), there.words()))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rs_4_retries_end_before_the_peer_is_given_up() {
+        for millis in [200u64, 2_000, 10_000] {
+            let limit = Duration::from_millis(millis);
+            let one = Duration::from_nanos(4096 << ack_timeout(limit));
+            assert!(one * (RETRIES + 1) < limit, "{one:?} for {limit:?}");
+        }
+        assert_eq!(ack_timeout(Duration::from_secs(2)), 15);
+    }
+}

@@ -1,0 +1,222 @@
+//! Completions and events of the device, one by one.
+
+use fabric_sys::ibverbs as sys;
+
+use super::{
+    chain,
+    link::{Broken, Link},
+    raw, read_work_id, words, work_id, Kind, VerbsDomain,
+};
+use crate::{
+    api::Imm,
+    domain::{Completion, Count, DomainError, LinkId},
+    transport::nic::mail::Heard,
+};
+
+impl VerbsDomain {
+    #[inline]
+    pub(super) fn completed(&mut self, wc: &sys::Wc, out: &mut Vec<Completion>) {
+        let (kind, number, id) = read_work_id(wc.wr_id);
+        let now = self.now;
+        let Some(link) = self.link(id) else {
+            // Of a link that is down, and means nothing any more (IC-6); but a farewell may be over.
+            if kind == Kind::Mail {
+                self.farewell_sent(id);
+            }
+            return;
+        };
+        if wc.status != sys::WC_SUCCESS {
+            return self.failed(wc);
+        }
+        if kind.is_heard() {
+            link.heard_at = now;
+        }
+        match kind {
+            Kind::Data => {
+                let number = link.number(number);
+                link.retire(number, |token| {
+                    out.push(Completion::Done { link: id, token, result: Ok(()) });
+                });
+            }
+            Kind::Imm => {
+                let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
+                out.push(Completion::Count(Count { imm, n }));
+                link.imms_used += 1;
+                self.touch(id);
+                self.first_use(id);
+            }
+            Kind::Mail => {
+                link.slot_sent(number);
+                if link.mail.has_frame() {
+                    self.touch(id);
+                }
+            }
+            Kind::Frame => {
+                if let Err(e) = self.frame(id, number, wc.byte_len as usize) {
+                    self.failing.push((id, e));
+                }
+                self.touch(id);
+                self.first_use(id);
+            }
+        }
+    }
+
+    /// An accepted link is up when its initiator uses it.
+    fn first_use(&mut self, id: LinkId) {
+        let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
+        link.announced = true;
+        let (peer, endpoint) = (link.peer.clone(), link.endpoint);
+        let note = format!("{} connected", link.there.words());
+        self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
+    }
+
+    fn frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
+        let Some(link) = self.link(id) else { return Ok(()) };
+        let heard = link.mail.hear(link.slots.read(slot as usize, len))?;
+        chain::receive(
+            &link.mail_qp,
+            work_id(Kind::Frame, slot, id),
+            link.slots.whole(slot as usize),
+        )?;
+        link.mail.slot_freed();
+        match heard {
+            Heard::Nothing => Ok(()),
+            Heard::Ask { key, offset, len } => {
+                let why = match self.regions.book.resolve(key, offset, len) {
+                    Err(why) => why,
+                    Ok(_) => DomainError::Refused(
+                        "the peer's NIC refused the access, though the region is registered and \
+                         the range is inside it"
+                            .into(),
+                    ),
+                };
+                if let Some(link) = self.link(id) {
+                    link.mail.answer(&why);
+                }
+                Ok(())
+            }
+            Heard::Verdict(why) => {
+                if let Some(b) = self.link(id).and_then(|l| l.broken.as_mut()) {
+                    let cause = b.cause.clone();
+                    if let Some((_, verdict)) = &mut b.refused {
+                        *verdict = Some(why);
+                    }
+                    self.failing.push((id, cause));
+                }
+                Ok(())
+            }
+            Heard::Bye(reason) => {
+                Err(DomainError::LinkDown(format!("the peer dropped the link: {reason}")))
+            }
+            // Reliable connections keep order: nobody has a reason to ask.
+            Heard::Fence(_) | Heard::Fenced(_) => {
+                Err(DomainError::LinkDown("the peer asks for a fence, which verbs has not".into()))
+            }
+        }
+    }
+
+    /// A request came to nothing; the first one of a queue pair says why.
+    fn failed(&mut self, wc: &sys::Wc) {
+        let (kind, number, id) = read_work_id(wc.wr_id);
+        let flushed = wc.status == sys::WC_WR_FLUSH_ERR;
+        let Some(link) = self.link(id) else { return };
+        match kind {
+            Kind::Mail | Kind::Frame => {
+                if kind == Kind::Mail {
+                    link.slot_sent(number);
+                }
+                self.fail(id, &words::status(wc));
+            }
+            Kind::Imm => self.broke(id, words::event(sys::EVENT_QP_ACCESS_ERR), None),
+            Kind::Data => {
+                let number = link.number(number);
+                let asked = matches!(wc.status, sys::WC_REM_ACCESS_ERR | sys::WC_REM_INV_REQ_ERR);
+                match asked {
+                    _ if link.broken.is_some() => {}
+                    true => self.broke(id, &words::status(wc), Some(number)),
+                    // Our own end failed because the peer's access was refused: it will tell.
+                    false if flushed => {
+                        self.broke(id, words::event(sys::EVENT_QP_ACCESS_ERR), None);
+                    }
+                    false => self.fail(id, &words::status(wc)),
+                }
+            }
+        }
+    }
+
+    /// The data queue pair has failed over an access that a NIC refused. The one who made the
+    /// request asks the other why, by the mail's queue pair, which is in order.
+    fn broke(&mut self, id: LinkId, why: &str, request: Option<u32>) {
+        let (here, until) = (self.device.words(), self.now.after(self.peer_timeout / 4));
+        let Some(link) = self.link(id) else { return };
+        if link.broken.is_some() {
+            return;
+        }
+        let cause = DomainError::LinkDown(format!("from {here} to {}: {why}", link.there.words()));
+        let blamed = request.and_then(|number| link.blamed(number));
+        if let Some(e) = blamed {
+            link.mail.ask(e.region, e.from, e.to.saturating_sub(e.from));
+        }
+        let refused = blamed.map(|e| (e.token, None));
+        link.broken = Some(Broken { cause, refused, until });
+        // From here on the NIC touches nothing on its behalf (MR-1).
+        link.data = None;
+        link.unflushed = None;
+        self.touch(id);
+        self.tick_at = self.tick_at.min(until);
+    }
+
+    pub(super) fn device_events(&mut self) {
+        while let Some(event) = self.device.context.next_event() {
+            match event {
+                raw::Event::Queue { number, kind } => self.queue_event(number, kind),
+                raw::Event::Port { port, kind } if port == u32::from(self.place.port) => {
+                    self.everything_failed(words::event(kind));
+                }
+                raw::Event::Device(kind @ (sys::EVENT_DEVICE_FATAL | sys::EVENT_CQ_ERR)) => {
+                    let why = format!("{}: {}", self.device.words(), words::event(kind));
+                    self.dead = Some(DomainError::Unavailable(why));
+                    self.everything_failed(words::event(kind));
+                }
+                raw::Event::Port { .. } | raw::Event::Device(_) => {}
+            }
+        }
+    }
+
+    fn queue_event(&mut self, number: u32, kind: u32) {
+        let is = |l: &Link| l.data.as_ref().is_some_and(|q| q.number() == number);
+        let links = self.slots.iter().filter_map(|(_, s)| match &s.state {
+            super::State::Up(l) => Some(l),
+            _ => None,
+        });
+        let found: Option<(LinkId, bool)> = links
+            .map(|l| (l.id, is(l), l.mail_qp.number() == number))
+            .find_map(|(id, data, mail)| (data || mail).then_some((id, data)));
+        match found {
+            Some((id, true)) if kind == sys::EVENT_QP_ACCESS_ERR => {
+                self.broke(id, words::event(kind), None);
+            }
+            Some((id, _)) => self.fail(id, words::event(kind)),
+            None => {}
+        }
+    }
+
+    fn everything_failed(&mut self, why: &str) {
+        tracing::warn!(nic = %self.device.words(), why, "its links go down");
+        let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
+        ids.into_iter().for_each(|id| self.fail(id, why));
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_completion_names_its_link_and_its_request() {
+        for kind in [Kind::Data, Kind::Imm, Kind::Mail, Kind::Frame] {
+            let id = work_id(kind, super::super::SEQ_MASK, 0xFFFF_0001);
+            assert_eq!(read_work_id(id), (kind, super::super::SEQ_MASK, 0xFFFF_0001));
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Whatever strangers and peers say to this transport before it becomes a write.
+
+use super::place::{Intro, Place, Setup};
+use crate::{
+    fuzzing::{pieces, sealed},
+    transport::nic::{
+        frame::{self, Body},
+        mail::{Mail, Places, WINDOW},
+        pieces::{Pieces, LIMIT},
+    },
+};
+
+struct Room;
+
+impl crate::domain::MessageRoom for Room {
+    fn admit(&self, len: usize) -> crate::domain::Admit {
+        match len {
+            0..100 => crate::domain::Admit::Take,
+            100..200 => crate::domain::Admit::Wait,
+            _ => crate::domain::Admit::TooLong { limit: 99 },
+        }
+    }
+}
+
+/// Frames of a peer that has proven itself, pieces of strangers' handshakes, endpoints and queue
+/// pairs. Holds that what decodes is bounded, and encodes to the same.
+pub fn peer_says(bytes: &[u8]) {
+    let Some((kind, said)) = bytes.split_first() else { return };
+    match kind % 5 {
+        0 => place(&sealed(b"FRve", said)),
+        1 => {
+            let Ok(s) = Setup::decode(&sealed(b"FRvs", said)) else { return };
+            assert_eq!(Setup::decode(&s.encode()), Ok(s));
+        }
+        2 => {
+            let Ok(i) = Intro::decode(&sealed(b"FRvi", said)) else { return };
+            assert_eq!(Intro::decode(&i.encode()), Ok(i));
+        }
+        3 => handshake(said),
+        _ => mail(said),
+    }
+}
+
+fn place(bytes: &[u8]) {
+    let Ok(p) = Place::decode(bytes) else { return };
+    assert!(p.side_candidates(true).len() <= 4 && !p.words().is_empty());
+    assert_eq!(Place::decode(&p.encode()), Ok(p));
+}
+
+fn handshake(said: &[u8]) {
+    let mut message = Pieces::default();
+    for f in pieces(said) {
+        let Ok((_, Body::Piece(p))) = frame::decode(f) else { continue };
+        if let Ok(Some(whole)) = message.take(&p) {
+            assert!(whole.len() <= LIMIT);
+        }
+    }
+}
+
+fn mail(said: &[u8]) {
+    let places = Places { slot_bytes: 300, slots: 4, imms: 8 };
+    let mut end = Mail::new(places, places, 0);
+    for slot in 0..4u32 {
+        let token = crate::domain::Token { slot, ..Default::default() };
+        end.submit(token, &std::sync::Arc::from(vec![1; 400 * slot as usize]));
+    }
+    end.imms_sent(3);
+    let (mut ended, mut sent) = (Vec::new(), [0; 300]);
+    for f in pieces(said) {
+        while end.next_frame(&mut sent).is_some() {}
+        let heard = end.hear(f);
+        end.slot_freed();
+        let mut taken = 0;
+        while let Some(m) = end.take_message(&Room) {
+            assert!(m.len() < 100);
+            taken += 1;
+        }
+        assert!(taken <= WINDOW && end.imm_room() <= 8);
+        ended.extend(end.finished().map(|(t, _)| t.slot));
+        if heard.is_err() {
+            break;
+        }
+    }
+    ended.extend(end.abandon().iter().map(|t| t.slot));
+    ended.sort_unstable();
+    assert_eq!(ended, [0, 1, 2, 3], "a message ended twice, or never");
+}
+
+#[cfg(all(test, not(loom)))]
+pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    use super::place::tests::a_place;
+    use crate::transport::nic::{
+        frame::{taken_entry, Header},
+        pieces::Letter,
+    };
+    let places = Places { slot_bytes: 4096, slots: 24, imms: 512 };
+    let setup =
+        Setup { data_qpn: 18, mail_qpn: 19, data_psn: 1, mail_psn: 2, mtu: 3, reads: 16, places };
+    let intro = Intro { exchange: [7; 16], from_endpoint: 1 };
+    let body = |kind: u8, sealed: Vec<u8>| [&[kind], &sealed[10..]].concat();
+    let piece = |f: &[u8]| [&[f.len() as u8], f].concat();
+    let frame = |header: Header, body: Body<'_>| {
+        let mut out = [0; 300];
+        let n = frame::encode(&header, &body, &mut out);
+        piece(&out[..n])
+    };
+    let letter = Letter { exchange: [7; 16], to_initiator: false, step: 1, bytes: vec![5; 300] };
+    let letters: Vec<u8> = letter.frames(200).flat_map(|f| piece(&f)).collect();
+    let plain = Header::default();
+    let credits = Header { heard: 2, counted: 3, ..plain };
+    let fragment = |message, total: u32, offset: u32, bytes| {
+        frame(plain, Body::Fragment { message, total, offset, bytes })
+    };
+    let mails = [
+        frame(credits, Body::Alive),
+        fragment(0, 5, 0, b"hello"),
+        fragment(1, 150, 0, &[1; 150]),
+        frame(plain, Body::Taken(&[taken_entry(0, None), taken_entry(1, Some(9))].concat())),
+        frame(plain, Body::Bye(b"gone")),
+    ];
+    vec![
+        ("place", body(0, a_place("::ffff:10.0.0.1").encode())),
+        ("setup", body(1, setup.encode())),
+        ("intro", body(2, intro.encode())),
+        ("pieces", [&[3][..], &letters].concat()),
+        ("mail", [&[4][..], &mails.concat()].concat()),
+    ]
+}

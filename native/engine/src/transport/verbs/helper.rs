@@ -1,0 +1,116 @@
+//! Calls that may block for a second (address resolution, connection set-up) are made by threads
+//! that come and go, so that the one that moves the group on never waits.
+
+use std::{
+    collections::VecDeque,
+    os::fd::OwnedFd,
+    sync::{mpsc, Arc},
+};
+
+use crate::domain::DomainError;
+
+/// Threads at a time for one's own links, and for those of strangers: however many addresses
+/// strangers make up, one's own are not kept waiting.
+const MOST: [usize; 2] = [12, 4];
+
+/// For whom a job is done.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Whose {
+    Own,
+    Stranger,
+}
+
+type Job<T> = Box<dyn FnOnce() -> T + Send>;
+
+pub(super) struct Helper<T> {
+    waiting: [VecDeque<Job<T>>; 2],
+    running: [usize; 2],
+    done: mpsc::Receiver<(Whose, T)>,
+    report: mpsc::Sender<(Whose, T)>,
+    /// Readable when something is done.
+    pub bell: Arc<OwnedFd>,
+}
+
+impl<T: Send + 'static> Helper<T> {
+    pub fn new() -> Result<Self, DomainError> {
+        use rustix::event::{eventfd, EventfdFlags};
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(DomainError::io("eventfd"))?;
+        let (report, done) = mpsc::channel();
+        let waiting = [VecDeque::new(), VecDeque::new()];
+        Ok(Self { waiting, running: [0; 2], done, report, bell: Arc::new(bell) })
+    }
+
+    /// Has `job` done some time; its outcome comes out of [`Helper::next`].
+    pub fn run(&mut self, whose: Whose, job: impl FnOnce() -> T + Send + 'static) {
+        self.waiting[whose as usize].push_back(Box::new(job));
+        self.start(whose);
+    }
+
+    fn start(&mut self, whose: Whose) {
+        let i = whose as usize;
+        while self.running[i] < MOST[i] {
+            let Some(job) = self.waiting[i].pop_front() else { return };
+            let (report, bell) = (self.report.clone(), Arc::clone(&self.bell));
+            let work = move || {
+                let _ = report.send((whose, job()));
+                let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes());
+            };
+            match std::thread::Builder::new().name("fabric-verbs".into()).spawn(work) {
+                Ok(_) => self.running[i] += 1,
+                // The job is lost, and whoever waits for it has a deadline.
+                Err(error) => tracing::warn!(%error, "no thread for a connection's set-up"),
+            }
+        }
+    }
+
+    /// Makes the bell ring anew for what is done from now on. Call before [`Helper::next`].
+    pub fn quiet(&self) {
+        let _ = rustix::io::read(&*self.bell, &mut [0u8; 8]);
+    }
+
+    /// The next outcome, if one is there.
+    pub fn next(&mut self) -> Option<T> {
+        let (whose, outcome) = self.done.try_recv().ok()?;
+        self.running[whose as usize] -= 1;
+        self.start(whose);
+        Some(outcome)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn strangers_that_block_keep_nobody_waiting() {
+        let mut helper = Helper::new().unwrap();
+        let (open, shut) = mpsc::channel::<()>();
+        let shut = Arc::new(parking_lot::Mutex::new(shut));
+        for _ in 0..50 {
+            let shut = Arc::clone(&shut);
+            helper.run(Whose::Stranger, move || {
+                let _ = shut.lock().recv();
+                0
+            });
+        }
+        helper.run(Whose::Own, || 7);
+        let wait = |helper: &mut Helper<i32>| {
+            let start = Instant::now();
+            while start.elapsed() < Duration::from_secs(5) {
+                helper.quiet();
+                if let Some(n) = helper.next() {
+                    return Some(n);
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            None
+        };
+        assert_eq!(wait(&mut helper), Some(7));
+        drop(open);
+        assert_eq!((0..50).map_while(|_| wait(&mut helper)).sum::<i32>(), 0);
+        assert_eq!(helper.running, [0, 0]);
+    }
+}

@@ -1,0 +1,132 @@
+//! From a configuration to the domains of the chosen NICs.
+
+use std::{collections::HashMap, sync::Arc};
+
+use rustix::event::epoll;
+use slab::Slab;
+
+use super::{
+    datagrams::Datagrams,
+    device::Device,
+    discover::{idle_patterns, machine, summary, Chosen},
+    helper::Helper,
+    place::Place,
+    raw,
+    regions::Regions,
+    shelves::Shelves,
+    side::Side,
+    VerbsDomain, BELL, COMPLETIONS, EVENTS, LISTENER,
+};
+use crate::{
+    api::{EngineAddress, EngineConfig, EngineId},
+    domain::{Domain, DomainError},
+    time::Time,
+    transport::handshake::Credentials,
+};
+
+/// The domains of this kind, one for each NIC.
+pub(crate) fn open(
+    id: EngineId,
+    config: &EngineConfig,
+) -> Result<Vec<Box<dyn Domain>>, DomainError> {
+    let (reports, chosen) = machine(&config.nics);
+    if let Some(name) = idle_patterns(&reports, &config.nics.names).next() {
+        let there: Vec<&str> = reports.iter().map(|r| r.device.as_str()).collect();
+        return Err(DomainError::Unavailable(format!(
+            "no RDMA device matches {name:?}; there are: {}",
+            if there.is_empty() { "none".to_owned() } else { there.join(", ") }
+        )));
+    }
+    if chosen.is_empty() {
+        return Err(DomainError::Unavailable(summary(&reports)));
+    }
+    let own_gids: Vec<[u8; 16]> = reports
+        .iter()
+        .flat_map(|r| &r.gids)
+        .filter_map(|g| g.address.parse().ok())
+        .map(|ip: std::net::IpAddr| match ip {
+            std::net::IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+            std::net::IpAddr::V6(v6) => v6.octets(),
+        })
+        .collect();
+    let mut rails: Vec<Box<dyn Domain>> = Vec::new();
+    let mut refused = Vec::new();
+    for port in chosen {
+        let name = port.device.clone();
+        match VerbsDomain::open(id, config, port, own_gids.clone()) {
+            Ok(domain) => rails.push(Box::new(domain)),
+            // A NIC that was asked for by name must work; of the others some may not.
+            Err(e) if !config.nics.names.is_empty() => return Err(e),
+            Err(e) => refused.push(format!("{name}: {e}")),
+        }
+    }
+    match rails.is_empty() {
+        true => Err(DomainError::Unavailable(refused.join("; "))),
+        false => Ok(rails),
+    }
+}
+
+impl VerbsDomain {
+    fn open(
+        id: EngineId,
+        config: &EngineConfig,
+        chosen: Chosen,
+        own_gids: Vec<[u8; 16]>,
+    ) -> Result<Self, DomainError> {
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
+        let device = Device::open(chosen, &config.nics, config.peer_timeout)?;
+        let side = Side::open(config, &device.chosen.gid, (&epoll, LISTENER))?;
+        let datagrams = Datagrams::open(&device)?;
+        let helper = Helper::new()?;
+        raw::unblock(device.context.async_fd())?;
+        let watched = [(device.context.async_fd(), EVENTS), (device.channel.fd(), COMPLETIONS)];
+        for (fd, tag) in watched {
+            raw::watch(&epoll, fd, tag)?;
+        }
+        let (data, flags) = (epoll::EventData::new_u64(BELL), epoll::EventFlags::IN);
+        epoll::add(&epoll, &*helper.bell, data, flags).map_err(DomainError::io("epoll_ctl"))?;
+        let place = Place {
+            device: device.chosen.device.clone(),
+            port: device.chosen.port,
+            fabric: device.chosen.fabric,
+            gid: device.chosen.gid,
+            lid: device.chosen.lid,
+            mtu: device.mtu,
+            qpn: datagrams.number(),
+            qkey: datagrams.qkey,
+            side: side.addrs.clone(),
+            loopback: side.loopback,
+        };
+        Ok(Self {
+            credentials: Credentials {
+                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                token: config.token.clone().unwrap_or_default(),
+            },
+            own_endpoint: 0,
+            place,
+            own_gids,
+            peer_timeout: config.peer_timeout,
+            slots: Slab::new(),
+            lives: 0,
+            attempts: HashMap::new(),
+            visits: HashMap::new(),
+            farewells: Vec::new(),
+            failing: Vec::new(),
+            dirty: Vec::new(),
+            holding: Vec::new(),
+            news: Vec::new(),
+            helper,
+            side,
+            epoll,
+            regions: Regions::default(),
+            shelves: Shelves::default(),
+            datagrams,
+            device: Arc::new(device),
+            dead: None,
+            look_at: Time(0),
+            tick_at: Time(0),
+            now: Time(0),
+        })
+    }
+}

@@ -1,0 +1,278 @@
+//! What the two ends tell each other: where a NIC is reached, and which queue pairs make a link.
+
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+use fabric_sys::ibverbs as sys;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    api::{EngineAddress, Envelope, TransportKind},
+    domain::DomainError,
+    transport::nic::{frame::Exchange, mail::Places},
+};
+
+const PLACE: Envelope = Envelope { magic: *b"FRve", what: "a verbs endpoint", limit: 1024 };
+const INTRO: Envelope = Envelope { magic: *b"FRvi", what: "a link's introduction", limit: 128 };
+const SETUP: Envelope = Envelope { magic: *b"FRvs", what: "a link's queue pairs", limit: 256 };
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Fabric {
+    Infiniband,
+    /// RDMA over Converged Ethernet, version 2.
+    Roce,
+    /// Version 1: not routed, and only used when its GID was asked for by number.
+    RoceV1,
+}
+
+impl Fabric {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Infiniband => "InfiniBand",
+            Self::Roce => "RoCE v2",
+            Self::RoceV1 => "RoCE v1",
+        }
+    }
+}
+
+/// Where a NIC is reached; part of the engine's address.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Place {
+    pub device: String,
+    pub port: u8,
+    pub fabric: Fabric,
+    pub gid: [u8; 16],
+    pub lid: u16,
+    /// As the library numbers them: 256 << (n - 1) bytes.
+    pub mtu: u8,
+    /// The queue pair for datagrams.
+    pub qpn: u32,
+    pub qkey: u32,
+    /// Where its TCP side channel listens.
+    pub side: Vec<SocketAddr>,
+    /// The same on loopback, for those on the same host.
+    pub loopback: Option<u16>,
+}
+
+pub(super) fn mtu_bytes(mtu: u8) -> usize {
+    256 << usize::from(mtu.clamp(1, 5) - 1)
+}
+
+impl Place {
+    pub fn encode(&self) -> Vec<u8> {
+        PLACE.encode(self)
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+        let wrong = |what: &str| DomainError::Handshake(format!("a verbs endpoint with {what}"));
+        let p: Self = PLACE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
+        match () {
+            () if !(1..=5).contains(&p.mtu) => Err(wrong("an impossible MTU")),
+            () if p.qpn == 0 || p.qpn >= 1 << 24 => Err(wrong("an impossible queue pair")),
+            () if p.device.len() > 64 || p.side.len() > 8 => Err(wrong("too many addresses")),
+            () => Ok(p),
+        }
+    }
+
+    /// The endpoint of a peer's address.
+    pub fn of(peer: &EngineAddress, endpoint: usize) -> Result<Self, DomainError> {
+        let e = peer.endpoints.get(endpoint).filter(|e| e.transport == TransportKind::Verbs);
+        let e = e.ok_or_else(|| DomainError::Handshake("that endpoint is not of verbs".into()))?;
+        Self::decode(&e.data)
+    }
+
+    /// The address to people.
+    pub fn words(&self) -> String {
+        let at = match self.fabric {
+            Fabric::Infiniband => format!("LID {}", self.lid),
+            _ => gid_words(&self.gid),
+        };
+        format!("{} port {} ({}, {at})", self.device, self.port, self.fabric.name())
+    }
+
+    /// Addresses of the side channel to try, best first. What a peer says is not to be trusted to
+    /// be remote.
+    pub fn side_candidates(&self, same_host: bool) -> Vec<SocketAddr> {
+        let loopback = self.loopback.filter(|_| same_host);
+        let loopback = loopback.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        let others = self.side.iter().copied().filter(|a| !a.ip().is_loopback());
+        loopback.into_iter().chain(others).take(4).collect()
+    }
+
+    /// Why datagrams and packets from `self` can't reach `there`, as far as the addresses show.
+    pub fn unfit(&self, there: &Self) -> Option<String> {
+        if self.fabric != there.fabric {
+            let (here, there) = (self.fabric.name(), there.fabric.name());
+            return Some(format!("{here} here and {there} there don't mix"));
+        }
+        if self.fabric != Fabric::Infiniband && is_ipv4(&self.gid) != is_ipv4(&there.gid) {
+            return Some(format!(
+                "{} here and {} there are of different IP versions; name a GID index of one \
+                 version on both sides",
+                gid_words(&self.gid),
+                gid_words(&there.gid)
+            ));
+        }
+        None
+    }
+
+    /// Whether packets need the global header to get there.
+    pub fn is_global(&self, there: &Self) -> bool {
+        self.fabric != Fabric::Infiniband || self.gid[..8] != there.gid[..8]
+    }
+}
+
+pub(super) fn is_ipv4(gid: &[u8; 16]) -> bool {
+    Ipv6Addr::from(*gid).to_ipv4_mapped().is_some()
+}
+
+pub(super) fn gid_ip(gid: &[u8; 16]) -> IpAddr {
+    Ipv6Addr::from(*gid).to_canonical()
+}
+
+pub(super) fn gid_words(gid: &[u8; 16]) -> String {
+    gid_ip(gid).to_string()
+}
+
+/// Which ends the initiator wants to join; goes with its hello.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Intro {
+    pub exchange: Exchange,
+    pub from_endpoint: u8,
+}
+
+impl Intro {
+    pub fn encode(&self) -> Vec<u8> {
+        INTRO.encode(self)
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+        INTRO.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
+    }
+}
+
+/// One side's queue pairs of a link, sealed by the handshake's session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Setup {
+    pub data_qpn: u32,
+    pub mail_qpn: u32,
+    pub data_psn: u32,
+    pub mail_psn: u32,
+    pub mtu: u8,
+    /// Reads that it serves at once.
+    pub reads: u8,
+    pub places: Places,
+}
+
+impl Setup {
+    pub fn encode(&self) -> Vec<u8> {
+        SETUP.encode(self)
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+        let s: Self = SETUP.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
+        s.places.check()?;
+        let small = |n: u32| n < 1 << 24;
+        let sane = [s.data_qpn, s.mail_qpn, s.data_psn, s.mail_psn].into_iter().all(small);
+        match sane && (1..=5).contains(&s.mtu) {
+            true => Ok(s),
+            false => Err(DomainError::Handshake("impossible queue pairs".into())),
+        }
+    }
+}
+
+/// How packets leave here.
+#[derive(Clone, Debug)]
+pub(super) struct Route {
+    pub gid_index: u8,
+    pub service_level: u8,
+    pub traffic_class: u8,
+}
+
+/// The way from `here` to `there`. On RoCE v2 the flow label becomes the UDP source port, by which
+/// switches spread links over equal paths: `flow` differs from link to link.
+pub(super) fn path(here: &Place, there: &Place, route: &Route, flow: u32) -> sys::AhAttr {
+    let mut attr = sys::AhAttr {
+        dlid: there.lid,
+        sl: route.service_level,
+        port_num: here.port,
+        ..Default::default()
+    };
+    if here.is_global(there) {
+        attr.is_global = 1;
+        attr.grh = sys::GlobalRoute {
+            dgid: there.gid,
+            flow_label: flow & 0xF_FFFF,
+            sgid_index: route.gid_index,
+            hop_limit: 64,
+            traffic_class: route.traffic_class,
+        };
+    }
+    attr
+}
+
+#[cfg(all(test, not(loom)))]
+pub(super) mod tests {
+    use super::*;
+
+    pub fn a_place(gid: &str) -> Place {
+        Place {
+            device: "mlx5_0".into(),
+            port: 1,
+            fabric: Fabric::Roce,
+            gid: gid.parse::<Ipv6Addr>().unwrap().octets(),
+            lid: 0,
+            mtu: 3,
+            qpn: 17,
+            qkey: 99,
+            side: vec!["10.0.0.1:7000".parse().unwrap(), "127.0.0.1:7000".parse().unwrap()],
+            loopback: Some(7001),
+        }
+    }
+
+    #[test]
+    fn a_place_survives_and_an_impossible_one_is_refused() {
+        let p = a_place("::ffff:10.0.0.1");
+        assert_eq!(Place::decode(&p.encode()), Ok(p.clone()));
+        assert_eq!(p.words(), "mlx5_0 port 1 (RoCE v2, 10.0.0.1)");
+        for bad in [
+            Place { mtu: 6, ..p.clone() },
+            Place { qpn: 0, ..p.clone() },
+            Place { qpn: 1 << 24, ..p.clone() },
+            Place { device: "x".repeat(65), ..p.clone() },
+        ] {
+            assert!(Place::decode(&bad.encode()).is_err(), "{bad:?}");
+        }
+        let shown = |near| p.side_candidates(near).iter().map(|a| a.port()).collect::<Vec<_>>();
+        assert_eq!((shown(true), shown(false)), (vec![7001, 7000], vec![7000]));
+    }
+
+    #[test]
+    fn what_does_not_mix_is_said() {
+        let (a, b) = (a_place("::ffff:10.0.0.1"), a_place("::ffff:10.0.0.2"));
+        assert_eq!(a.unfit(&b), None);
+        assert!(a.is_global(&b));
+        let ib = Place { fabric: Fabric::Infiniband, lid: 5, ..a.clone() };
+        assert!(a.unfit(&ib).unwrap().contains("InfiniBand"));
+        assert!(a.unfit(&a_place("fd00::1")).unwrap().contains("IP versions"));
+        assert!(!ib.is_global(&ib));
+        let route = Route { gid_index: 3, service_level: 2, traffic_class: 104 };
+        let (far, near) = (path(&a, &b, &route, u32::MAX), path(&ib, &ib, &route, 1));
+        assert_eq!((far.is_global, far.grh.sgid_index, far.grh.flow_label), (1, 3, 0xF_FFFF));
+        assert_eq!((near.is_global, near.dlid, near.sl), (0, 5, 2));
+    }
+
+    #[test]
+    fn impossible_queue_pairs_are_refused() {
+        let places = Places { slot_bytes: 4096, slots: 24, imms: 128 };
+        let s =
+            Setup { data_qpn: 1, mail_qpn: 2, data_psn: 3, mail_psn: 4, mtu: 3, reads: 16, places };
+        assert_eq!(Setup::decode(&s.encode()), Ok(s.clone()));
+        for bad in [
+            Setup { data_psn: 1 << 24, ..s.clone() },
+            Setup { mtu: 0, ..s.clone() },
+            Setup { places: Places { slot_bytes: 10, ..places }, ..s },
+        ] {
+            assert!(Setup::decode(&bad.encode()).is_err());
+        }
+    }
+}

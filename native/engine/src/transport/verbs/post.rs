@@ -1,0 +1,218 @@
+//! From the group's work to the NIC's requests.
+
+use fabric_sys::ibverbs as sys;
+
+use super::{
+    chain::Wr,
+    link::{Entry, Link, Unflushed},
+    regions::Regions,
+};
+use crate::{
+    api::{Imm, RegionKey},
+    domain::{Count, Data, DomainError, Post, Token},
+};
+
+/// What the NIC is shown instead of a region's random key alone: its own key, masked with that one.
+/// Whoever has one of the two has nothing (MR-2).
+#[inline]
+pub(super) fn mask(region: RegionKey) -> u32 {
+    (region.rkey as u32) ^ (region.rkey >> 32) as u32
+}
+
+/// One contiguous piece for the NIC.
+#[derive(Clone, Copy)]
+struct Piece {
+    local: sys::Sge,
+    remote: u64,
+    rkey: u32,
+}
+
+/// Cuts the pages of `data` where a registration of either side, or a message's longest, ends.
+fn cut(
+    data: &Data,
+    rail: u8,
+    regions: &Regions,
+    longest: u64,
+    mut each: impl FnMut(Piece) -> Result<(), DomainError>,
+) -> Result<(), DomainError> {
+    let unmask = mask(data.remote);
+    for page in 0..data.pages {
+        let mut local = data.local.0 as u64 + data.local_seq.nth(page);
+        let mut offset = data.remote_seq.nth(page);
+        let mut left = data.page_len;
+        while left > 0 {
+            let Some((key, next)) = data.remote_keys.find(rail, offset) else {
+                return Err(DomainError::Refused(format!(
+                    "the region's descriptor has no key for the peer's NIC {rail}: it was made \
+                     before that NIC was opened, or for another engine"
+                )));
+            };
+            let (lkey, here) = regions.local(data.local_region, local)?;
+            let n = left.min(next - offset).min(here).min(longest);
+            each(Piece {
+                local: sys::Sge { addr: local, length: n as u32, lkey },
+                remote: key.base.wrapping_add(offset - key.offset),
+                rkey: key.key as u32 ^ unmask,
+            })?;
+            (local, offset, left) = (local + n, offset + n, left - n);
+        }
+    }
+    Ok(())
+}
+
+impl Link {
+    /// How many requests `data` takes, or `most` if it is more.
+    fn requests(
+        data: &Data,
+        rail: u8,
+        (regions, longest): (&Regions, u64),
+        most: u32,
+    ) -> Result<u32, DomainError> {
+        let mut n = 0;
+        let counted = cut(data, rail, regions, longest, |_| {
+            n += 1;
+            if n <= most {
+                return Ok(());
+            }
+            Err(DomainError::Refused(format!(
+                "the write is in more than {most} pieces: the peer's descriptor cuts it too finely"
+            )))
+        });
+        counted.map(|()| n)
+    }
+
+    fn entry(&self, token: Token, data: &Data, first: u32, last: u32) -> Entry {
+        let offsets = (0..data.pages).map(|i| data.remote_seq.nth(i));
+        let ends = |(from, to): (u64, u64), o: u64| (from.min(o), to.max(o + data.page_len));
+        let (from, to) = offsets.fold((u64::MAX, 0), ends);
+        Entry { token, first, last, region: data.remote, from, to }
+    }
+
+    /// Pages first, then their count: the peer's NIC takes them in this order, and an immediate is
+    /// delivered after the bytes before it (IC-2). A write without a count waits for a read, see
+    /// [`Unflushed`].
+    pub fn write(
+        &mut self,
+        token: Token,
+        data: &Data,
+        count: Option<Count>,
+        (regions, longest): (&Regions, u64),
+    ) -> Result<Post, DomainError> {
+        let rail = self.endpoint as u8;
+        let imms = count.map_or(0, |c| Imm::weighted(c.imm, c.n).count() as u32);
+        let writes = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
+        if imms > self.mail.imm_places() {
+            return Err(DomainError::Refused("the peer takes too few immediates".into()));
+        }
+        // A read settles the writes to one region only: others may lie on another device.
+        if self.unflushed.is_some_and(|(_, u)| count.is_some() || u.region != data.remote) {
+            self.settle_writes()?;
+        }
+        if self.room() < writes + imms || self.mail.imm_room() < imms {
+            self.settle_writes()?;
+            return Ok(Post::Full);
+        }
+        let inline = match regions.is_readable(data.local_region) {
+            true => u64::from(self.inline),
+            false => 0,
+        };
+        let mut wire = count.map(|c| Imm::weighted(c.imm, c.n));
+        let first = self.posted;
+        let mut done = 0;
+        let mut end = Unflushed { region: data.remote, addr: 0, rkey: 0 };
+        cut(data, rail, regions, longest, |p| {
+            done += 1;
+            (end.addr, end.rkey) = (p.remote + u64::from(p.local.length) - 1, p.rkey);
+            let mut wr = Wr {
+                opcode: sys::WR_RDMA_WRITE,
+                local: p.local,
+                remote: p.remote,
+                rkey: p.rkey,
+                ..Wr::default()
+            };
+            if u64::from(p.local.length) <= inline {
+                wr.flags |= sys::SEND_INLINE;
+            }
+            if done == writes {
+                if let Some(imm) = wire.as_mut().and_then(Iterator::next) {
+                    wr.opcode = sys::WR_RDMA_WRITE_WITH_IMM;
+                    wr.imm = imm;
+                }
+                if imms == 1 {
+                    wr.flags |= sys::SEND_SIGNALED;
+                }
+            }
+            self.push(wr).map(drop)
+        })?;
+        if imms > 1 {
+            self.push_imms(wire.into_iter().flatten(), imms - 1)?;
+        }
+        self.mail.imms_sent(imms);
+        self.ring()?;
+        let last = self.posted.wrapping_sub(1);
+        let entry = self.entry(token, data, first, last);
+        self.entries.push_back(entry);
+        if count.is_none() {
+            let n = self.unflushed.map_or(0, |(n, _)| n);
+            self.unflushed = Some((n + 1, end));
+        }
+        Ok(Post::Queued)
+    }
+
+    /// Immediates without bytes; the last is signalled.
+    fn push_imms(&mut self, imms: impl Iterator<Item = u32>, n: u32) -> Result<(), DomainError> {
+        for (i, imm) in (1..).zip(imms) {
+            let flags = if i == n { sys::SEND_SIGNALED } else { 0 };
+            let opcode = sys::WR_RDMA_WRITE_WITH_IMM;
+            self.push(Wr { opcode, flags, imm, ..Wr::default() })?;
+        }
+        Ok(())
+    }
+
+    pub fn count(&mut self, token: Token, count: Count) -> Result<Post, DomainError> {
+        let n = Imm::weighted(count.imm, count.n).count() as u32;
+        if n == 0 {
+            return Ok(Post::Done);
+        }
+        self.settle_writes()?;
+        if self.room() < n || self.mail.imm_room() < n {
+            return Ok(Post::Full);
+        }
+        let first = self.posted;
+        self.push_imms(Imm::weighted(count.imm, count.n), n)?;
+        self.mail.imms_sent(n);
+        self.ring()?;
+        let last = self.posted.wrapping_sub(1);
+        let region = RegionKey::default();
+        self.entries.push_back(Entry { token, first, last, region, from: 0, to: 0 });
+        Ok(Post::Queued)
+    }
+
+    pub fn read(
+        &mut self,
+        token: Token,
+        data: &Data,
+        (regions, longest): (&Regions, u64),
+    ) -> Result<Post, DomainError> {
+        let rail = self.endpoint as u8;
+        let reads = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
+        self.settle_writes()?;
+        if self.room() < reads {
+            return Ok(Post::Full);
+        }
+        let first = self.posted;
+        let mut done = 0;
+        cut(data, rail, regions, longest, |p| {
+            done += 1;
+            let flags = if done == reads { sys::SEND_SIGNALED } else { 0 };
+            let (opcode, local) = (sys::WR_RDMA_READ, p.local);
+            let wr = Wr { opcode, flags, local, remote: p.remote, rkey: p.rkey, ..Wr::default() };
+            self.push(wr).map(drop)
+        })?;
+        self.ring()?;
+        let last = self.posted.wrapping_sub(1);
+        let entry = self.entry(token, data, first, last);
+        self.entries.push_back(entry);
+        Ok(Post::Queued)
+    }
+}

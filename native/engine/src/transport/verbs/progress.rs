@@ -1,0 +1,351 @@
+//! What a poll does: completions, frames, events of the device, timers, the end of links.
+
+use std::time::Duration;
+
+use fabric_sys::ibverbs as sys;
+use rustix::event::{epoll, Timespec};
+
+use super::{
+    link::Link, memory::Slots, raw::Qp, shake::Outcome, shake::Who, shelves::Seat, Kind, State,
+    VerbsDomain, BELL, COMPLETIONS, EVENTS, LISTENER,
+};
+use crate::{
+    domain::{Completion, DomainError, LinkId, MessageRoom},
+    time::Time,
+    transport::nic::frame::{self, Body},
+};
+
+/// How often a polling thread asks the kernel about sockets and events.
+const LOOK_EVERY: Duration = Duration::from_micros(100);
+/// How long a farewell may take.
+const FAREWELL: Duration = Duration::from_millis(200);
+/// Completions of one queue in one poll, so that a flood on it doesn't starve the rest.
+const BATCH: usize = 32;
+const BATCHES: usize = 16;
+
+/// The mail of a link that is down, for as long as its farewell is under way.
+pub(super) struct Farewell {
+    id: LinkId,
+    frames: usize,
+    until: Time,
+    seat: Seat,
+    // The queue pair goes before the memory.
+    _mail: Qp,
+    _slots: Slots,
+}
+
+impl VerbsDomain {
+    pub(super) fn progress(
+        &mut self,
+        now: Time,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> bool {
+        self.now = now;
+        out.append(&mut self.news);
+        let before = out.len();
+        let mut moved = before > 0;
+        moved |= self.drain(out);
+        moved |= self.hear_datagrams();
+        if now >= self.look_at {
+            self.look_at = now.after(LOOK_EVERY);
+            moved |= self.look();
+        }
+        if now >= self.tick_at {
+            self.tick(now);
+        }
+        for id in std::mem::take(&mut self.holding) {
+            self.touch(id);
+        }
+        let dirty = std::mem::take(&mut self.dirty);
+        for id in &dirty {
+            moved |= self.serve(*id, room, out);
+        }
+        if self.dirty.is_empty() {
+            self.dirty = dirty;
+            self.dirty.clear();
+        }
+        if !self.failing.is_empty() {
+            // What arrived before a link failed still counts (IC-4).
+            while self.drain(out) {}
+            for (id, cause) in std::mem::take(&mut self.failing) {
+                self.take_down(id, cause, true);
+            }
+            moved = true;
+        }
+        out.append(&mut self.news);
+        moved || out.len() > before
+    }
+
+    /// Takes completions of all queues.
+    fn drain(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut moved = false;
+        let mut wcs = [sys::Wc::default(); BATCH];
+        for shelf in 0..self.shelves.len() {
+            for _ in 0..BATCHES {
+                let n = self.shelves.poll(shelf, &mut wcs);
+                for wc in &wcs[..n] {
+                    self.completed(wc, out);
+                }
+                moved |= n > 0;
+                if n < BATCH {
+                    break;
+                }
+            }
+        }
+        moved
+    }
+
+    fn hear_datagrams(&mut self) -> bool {
+        let mut frames: Vec<Vec<u8>> = Vec::new();
+        let moved = self.datagrams.poll(|f| frames.push(f.to_vec()));
+        for f in frames {
+            self.hear_handshake(None, &f);
+        }
+        moved
+    }
+
+    fn hear_handshake(&mut self, side: Option<usize>, frame: &[u8]) {
+        let Ok((_, Body::Piece(piece))) = frame::decode(frame) else { return };
+        match piece.to_initiator {
+            true => {
+                if let Some(id) = self.attempts.get(&piece.exchange).copied() {
+                    self.answered(id, &piece);
+                }
+            }
+            false => self.visited(side, &piece),
+        }
+        self.tick_at = Time(0);
+    }
+
+    /// Asks the kernel what is ready, without waiting.
+    fn look(&mut self) -> bool {
+        let blank =
+            epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+        let mut events = [blank; 32];
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let n = epoll::wait(&self.epoll, &mut events[..], Some(&zero)).unwrap_or(0);
+        let mut moved = false;
+        for event in &events[..n] {
+            match event.data.u64() {
+                // Completions are polled for anyway; the descriptor is drained before a sleep.
+                COMPLETIONS => continue,
+                EVENTS => self.device_events(),
+                BELL => self.outcomes(),
+                tag if tag & LISTENER != 0 => {
+                    self.side.accept(self.now, (tag & !LISTENER) as usize, &self.epoll);
+                }
+                key => {
+                    for f in self.side.ready(key as usize, &self.epoll) {
+                        self.hear_handshake(Some(key as usize), &f);
+                    }
+                }
+            }
+            moved = true;
+        }
+        moved
+    }
+
+    fn outcomes(&mut self) {
+        self.helper.quiet();
+        while let Some(outcome) = self.helper.next() {
+            match outcome {
+                Outcome::Reached(Who::Initiator(id), target) => self.reached(id, target),
+                Outcome::Reached(Who::Acceptor(exchange), target) => {
+                    self.way_back(exchange, target);
+                }
+                Outcome::Built(id, seat, pair) => self.built(id, seat, pair),
+                Outcome::Joined(id, seat, made) => {
+                    let accepting = self.slot(id).and_then(|s| match s.state {
+                        State::Accepting(exchange) => Some(exchange),
+                        _ => None,
+                    });
+                    match accepting {
+                        Some(exchange) => self.joined_visit(id, exchange, seat, made),
+                        None => self.joined(id, seat, made),
+                    }
+                }
+                Outcome::Side(id, stream) => self.side_connected(id, stream),
+            }
+        }
+        self.tick_at = Time(0);
+    }
+
+    /// Does what a link has waiting.
+    fn serve(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let now = self.now;
+        let Some(link) = self.link(id) else { return false };
+        link.dirty = false;
+        let before = out.len();
+        // One in each poll: the room that the next one finds is known only when it has been taken.
+        if !out.iter().any(|c| matches!(c, Completion::Message { .. })) {
+            let message = link.mail.take_message(room);
+            out.extend(message.map(|message| Completion::Message { link: id, message }));
+        }
+        let done = link.mail.finished();
+        out.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
+        let served =
+            link.settle_writes().and_then(|()| link.replace_imms()).and_then(|()| link.pump(now));
+        let holds = link.mail.holds_messages();
+        if holds {
+            self.holding.push(id);
+        }
+        match served {
+            Ok(moved) => moved || out.len() > before,
+            Err(e) => {
+                self.failing.push((id, e));
+                true
+            }
+        }
+    }
+
+    /// Heartbeats, silence, handshakes, farewells: whatever is due.
+    fn tick(&mut self, now: Time) {
+        self.tick_attempts(now);
+        self.tick_visits(now);
+        self.side.tick(now, &self.epoll);
+        let timeout = self.peer_timeout;
+        let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
+        for id in ids {
+            let Some(link) = self.link(id) else { continue };
+            if link.next_timer(timeout) > now {
+                continue;
+            }
+            if let Some(b) = link.broken.as_ref().filter(|b| b.until <= now) {
+                let cause = b.cause.clone();
+                self.failing.push((id, cause));
+            } else if now >= link.heard_at.after(timeout) {
+                let silence = format!("nothing heard for {timeout:?}");
+                self.fail(id, &silence);
+            } else if now >= link.spoke_at.after(timeout / 4) {
+                link.mail.beat();
+                self.touch(id);
+            }
+        }
+        let over = |f: &Farewell| f.frames == 0 || f.until <= now;
+        for i in (0..self.farewells.len()).rev() {
+            if over(&self.farewells[i]) {
+                let gone = self.farewells.swap_remove(i);
+                self.shelves.leave(gone.seat);
+            }
+        }
+        self.tick_at = self.timers().max(now.after(Duration::from_millis(1)));
+    }
+
+    fn timers(&self) -> Time {
+        let slots = self.slots.iter().map(|(_, s)| match &s.state {
+            State::Up(link) => link.next_timer(self.peer_timeout),
+            State::Opening(attempt) => attempt.next_timer(),
+            State::Accepting(_) => Time::NEVER,
+        });
+        let visits = self.visits.values().map(|v| v.deadline);
+        let farewells = self.farewells.iter().map(|f| f.until);
+        let all = slots.chain(visits).chain(farewells).chain([self.side.next_timer()]);
+        all.fold(Time::NEVER, Time::min)
+    }
+
+    pub(super) fn earliest(&self) -> Time {
+        self.tick_at.max(self.now)
+    }
+
+    /// From now on descriptors tell of everything; false if there is something to do first.
+    pub(super) fn get_ready_to_sleep(&mut self) -> bool {
+        self.look_at = Time(0);
+        if !(self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()) {
+            return false;
+        }
+        self.device.channel.drain();
+        self.shelves.notify();
+        self.datagrams.notify();
+        // What came between the last poll and now has no event.
+        let mut out = Vec::new();
+        let missed = self.drain(&mut out) | self.hear_datagrams();
+        self.news.append(&mut out);
+        !missed && self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()
+    }
+
+    /// A farewell's frame has been sent.
+    pub(super) fn farewell_sent(&mut self, id: LinkId) {
+        if let Some(f) = self.farewells.iter_mut().find(|f| f.id == id) {
+            f.frames = f.frames.saturating_sub(1);
+            if f.frames == 0 {
+                self.tick_at = Time(0);
+            }
+        }
+    }
+
+    /// Ends a link: nothing can touch memory on its behalf any more, all its work is completed with
+    /// an error (RS-4), and the peer is told.
+    pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+        if self.slot(id).is_some_and(|s| matches!(s.state, State::Opening(_))) {
+            return self.give_up(id, cause);
+        }
+        if self.link(id).is_none() {
+            return;
+        }
+        let State::Up(link) = self.slots.remove(Self::index(id)).state else { return };
+        let mut link: Link = *link;
+        // The NIC is done with the data queue pair when it has been destroyed (MR-1).
+        link.data = None;
+        let refused = link.broken.take().and_then(|b| b.refused);
+        for token in link.abandon() {
+            let why = match &refused {
+                Some((t, why)) if *t == token => why.clone().unwrap_or_else(|| {
+                    DomainError::Stale(format!(
+                        "{cause}; the peer did not say why: the region may be deregistered, or its \
+                         descriptor forged"
+                    ))
+                }),
+                _ => cause.clone(),
+            };
+            self.news.push(Completion::Done { link: id, token, result: Err(why) });
+        }
+        let announced = link.announced;
+        if announced {
+            self.news.push(Completion::LinkDown { link: id, cause: cause.clone() });
+        } else {
+            crate::transport::handshake::mourn(&link.peer.address.label(), &cause);
+        }
+        if tell {
+            link.mail.bye(&cause.to_string());
+            let _ = link.pump(self.now);
+        }
+        let frames = link.frames_under_way();
+        let Link { mail_qp, slots, seat, .. } = link;
+        let until = self.now.after(FAREWELL);
+        let farewell = Farewell { id, frames, until, seat, _mail: mail_qp, _slots: slots };
+        self.farewells.push(farewell);
+        self.tick_at = Time(0);
+    }
+
+    /// A link is of no use any more; the peer, the port and the cause are named.
+    pub(super) fn fail(&mut self, id: LinkId, why: &str) {
+        let here = self.device.words();
+        let Some(link) = self.link(id) else { return };
+        let cause = format!("from {here} to {}: {why}", link.there.words());
+        self.failing.push((id, DomainError::LinkDown(cause)));
+    }
+
+    /// Ends everything in good order, with a moment for the farewells.
+    pub(super) fn shut(&mut self) {
+        self.side.close();
+        let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
+        for id in ids {
+            self.take_down(id, DomainError::LinkDown("its engine was closed".into()), true);
+        }
+        let start = Time::now();
+        while self.farewells.iter().any(|f| f.frames > 0) && Time::now().since(start) < FAREWELL {
+            self.drain(&mut Vec::new());
+            std::thread::yield_now();
+        }
+        self.farewells.clear();
+        self.visits.clear();
+    }
+}
+
+impl Kind {
+    /// Whether the completion shows that the peer, or its NIC, is alive.
+    pub(super) fn is_heard(self) -> bool {
+        !matches!(self, Self::Mail)
+    }
+}

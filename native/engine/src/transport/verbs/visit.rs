@@ -1,0 +1,277 @@
+//! From an address to a link: who is asked. See [`super::shake`] for the messages.
+
+use std::sync::Arc;
+
+use super::{
+    datagrams::Target,
+    device::Pair,
+    helper::Whose,
+    link::{Link, Origin},
+    place::{Intro, Place, Setup},
+    shake::{pair_up, reach, take_apart, Outcome, Who},
+    shelves::Seat,
+    Slot, State, VerbsDomain,
+};
+use crate::{
+    domain::{DomainError, LinkId, PeerIdentity},
+    time::Time,
+    transport::{
+        handshake::{self, Acceptor, Failure, Session},
+        nic::{
+            frame::{Exchange, Piece},
+            pieces::{Letter, Pieces},
+        },
+    },
+};
+
+/// Exchanges that others began, at a time.
+const MOST: usize = 128;
+
+enum Stage {
+    /// The way back is being found.
+    Reaching(Vec<u8>),
+    AwaitProof(Acceptor, Intro),
+    /// Proven; its queue pairs are being made.
+    Joining(Box<Proven>),
+    /// All has been said: whatever comes again gets the same answer.
+    Over,
+}
+
+struct Proven {
+    accepted: Vec<u8>,
+    session: Session,
+    peer: PeerIdentity,
+    endpoint: usize,
+    there: Place,
+}
+
+/// An exchange that somebody else began.
+pub(super) struct Visit {
+    there: Place,
+    stage: Stage,
+    pieces: Pieces,
+    target: Option<Target>,
+    side: Option<usize>,
+    answer: Option<Letter>,
+    link: Option<LinkId>,
+    pub deadline: Time,
+}
+
+impl Visit {
+    fn is_proven(&self) -> bool {
+        self.link.is_some()
+    }
+}
+
+impl VerbsDomain {
+    /// A piece of an initiator's message.
+    pub(super) fn visited(&mut self, side: Option<usize>, piece: &Piece<'_>) {
+        let exchange = piece.exchange;
+        if !self.visits.contains_key(&exchange) {
+            if piece.step != 1 || !self.make_room() {
+                return;
+            }
+            let visit = Visit {
+                there: self.place.clone(),
+                stage: Stage::Reaching(Vec::new()),
+                pieces: Pieces::default(),
+                target: None,
+                side,
+                answer: None,
+                link: None,
+                deadline: self.now.after(self.peer_timeout * 3 / 2),
+            };
+            self.visits.insert(exchange, visit);
+        }
+        let Some(v) = self.visits.get_mut(&exchange) else { return };
+        if side.is_some() {
+            v.side = side;
+        }
+        let Ok(Some(bytes)) = v.pieces.take(piece) else { return };
+        let result = match (&v.stage, piece.step) {
+            (Stage::Reaching(hello), 1) if hello.is_empty() => self.hello(exchange, &bytes),
+            (Stage::AwaitProof(..), 3) => self.proof(exchange, &bytes),
+            // The answer is on its way, or was lost.
+            (Stage::Over, _) | (Stage::AwaitProof(..), 1) => {
+                self.answer(exchange);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        if let Err(Failure { reply, error }) = result {
+            self.refuse(exchange, piece.step + 1, reply, &error);
+        }
+    }
+
+    /// Makes room for a stranger at the cost of the oldest one; false if all have proven themselves.
+    fn make_room(&mut self) -> bool {
+        if self.visits.len() < MOST {
+            return true;
+        }
+        let strangers = self.visits.iter().filter(|(_, v)| !v.is_proven());
+        let oldest = strangers.min_by_key(|(_, v)| v.deadline).map(|(e, _)| *e);
+        oldest.is_some_and(|e| self.visits.remove(&e).is_some())
+    }
+
+    fn refuse(
+        &mut self,
+        exchange: Exchange,
+        step: u8,
+        reply: Option<Vec<u8>>,
+        error: &DomainError,
+    ) {
+        let Some(v) = self.visits.get_mut(&exchange) else { return };
+        handshake::mourn(&v.there.words(), error);
+        v.stage = Stage::Over;
+        v.answer = reply.map(|r| {
+            let bytes = if step == 4 { pair_up(&r, &[]) } else { r };
+            Letter { exchange, to_initiator: true, step, bytes }
+        });
+        self.answer(exchange);
+    }
+
+    fn hello(&mut self, exchange: Exchange, bytes: &[u8]) -> Result<(), Failure> {
+        let silent = |error| Failure { reply: None, error };
+        let (place, hello) = take_apart(bytes).map_err(silent)?;
+        let there = Place::decode(place).map_err(silent)?;
+        if let Some(why) = self.unfit_place(&there) {
+            return Err(silent(DomainError::Handshake(why)));
+        }
+        let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
+        v.there = there.clone();
+        v.stage = Stage::Reaching(hello.to_vec());
+        if v.side.is_some() {
+            return self.greet(exchange);
+        }
+        let (device, here) = (Arc::clone(&self.device), self.place.clone());
+        self.helper.run(Whose::Stranger, move || {
+            Outcome::Reached(Who::Acceptor(exchange), reach(&device, &here, &there))
+        });
+        Ok(())
+    }
+
+    pub(super) fn way_back(&mut self, exchange: Exchange, target: Result<Target, DomainError>) {
+        let Some(v) = self.visits.get_mut(&exchange) else { return };
+        match target {
+            Ok(target) => {
+                v.target = Some(target);
+                if let Err(Failure { reply, error }) = self.greet(exchange) {
+                    self.refuse(exchange, 2, reply, &error);
+                }
+            }
+            Err(e) => self.refuse(exchange, 2, None, &e),
+        }
+    }
+
+    fn greet(&mut self, exchange: Exchange) -> Result<(), Failure> {
+        let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
+        let Stage::Reaching(hello) = &v.stage else { return Ok(()) };
+        let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, hello)?;
+        let intro =
+            Intro::decode(&acceptor.extra).map_err(|error| Failure { reply: None, error })?;
+        v.stage = Stage::AwaitProof(acceptor, intro);
+        v.answer = Some(Letter { exchange, to_initiator: true, step: 2, bytes: welcome });
+        self.answer(exchange);
+        Ok(())
+    }
+
+    fn proof(&mut self, exchange: Exchange, bytes: &[u8]) -> Result<(), Failure> {
+        let silent = |error| Failure { reply: None, error };
+        let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
+        let Stage::AwaitProof(acceptor, intro) = &v.stage else { return Ok(()) };
+        let (proof, sealed) = take_apart(bytes).map_err(silent)?;
+        let accepted = acceptor.on_proof(proof)?;
+        let session = acceptor.session();
+        let theirs = session.unseal(b"initiator", sealed).and_then(Setup::decode);
+        let theirs = theirs.map_err(silent)?;
+        if intro.exchange != exchange {
+            return Err(silent(DomainError::Handshake("the hello of another exchange".into())));
+        }
+        let (peer, endpoint) = (acceptor.peer.clone(), usize::from(intro.from_endpoint));
+        // Queue pairs go by the proven address, not by the one that asked for an answer.
+        let there = Place::of(&peer.address, endpoint).map_err(silent)?;
+        let (seat, cq) = self.shelves.seat(&self.device).map_err(silent)?;
+        let id = match self.add_slot(State::Accepting(exchange)) {
+            Ok(id) => id,
+            Err(e) => {
+                self.shelves.leave(seat);
+                return Err(silent(e));
+            }
+        };
+        let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
+        v.link = Some(id);
+        v.answer = None;
+        let proven = Proven { accepted, session, peer, endpoint, there: there.clone() };
+        v.stage = Stage::Joining(Box::new(proven));
+        let (device, here) = (Arc::clone(&self.device), self.place.clone());
+        self.helper.run(Whose::Own, move || {
+            let made = Pair::build(&device, &cq, id).and_then(|pair| {
+                pair.join(&device, (&here, &there), &theirs)?;
+                Ok(Box::new((pair, theirs)))
+            });
+            Outcome::Joined(id, seat, made)
+        });
+        Ok(())
+    }
+
+    /// The acceptor's queue pairs are joined to the initiator's, which may use them once it knows.
+    pub(super) fn joined_visit(
+        &mut self,
+        id: LinkId,
+        exchange: Exchange,
+        seat: Seat,
+        made: Result<Box<(Pair, Setup)>, DomainError>,
+    ) {
+        let now = self.now;
+        let Some(v) = self.visits.get_mut(&exchange) else { return self.forget_slot(id, seat) };
+        let Stage::Joining(proven) = std::mem::replace(&mut v.stage, Stage::Over) else {
+            return self.forget_slot(id, seat);
+        };
+        let (pair, theirs) = match made {
+            Ok(made) => *made,
+            Err(e) => {
+                self.forget_slot(id, seat);
+                return self.refuse(exchange, 4, None, &e);
+            }
+        };
+        let setup = proven.session.seal(b"acceptor", &pair.setup(&self.device).encode());
+        let bytes = pair_up(&proven.accepted, &setup);
+        v.answer = Some(Letter { exchange, to_initiator: true, step: 4, bytes });
+        // For as long as the initiator may ask again.
+        v.deadline = now.after(self.peer_timeout * 3 / 2);
+        let Proven { peer, endpoint, there, .. } = *proven;
+        let origin = Origin { id, peer, endpoint, there, seat };
+        let link = Link::new(&self.device, origin, pair, &theirs, now);
+        self.set_up(id, link);
+        self.answer(exchange);
+    }
+
+    fn forget_slot(&mut self, id: LinkId, seat: Seat) {
+        if self.slot(id).is_some_and(|s: &mut Slot| matches!(s.state, State::Accepting(_))) {
+            self.slots.remove(Self::index(id));
+        }
+        self.shelves.leave(seat);
+    }
+
+    /// Says what was said last.
+    fn answer(&mut self, exchange: Exchange) {
+        let mtu = self.datagrams.mtu();
+        let Some(v) = self.visits.get(&exchange) else { return };
+        let Some(letter) = &v.answer else { return };
+        match (v.side, &v.target) {
+            (Some(key), _) => {
+                let frames = letter.frames(usize::MAX);
+                frames.for_each(|f| self.side.say(key, &f, &self.epoll));
+            }
+            (None, Some(target)) => {
+                letter.frames(mtu).for_each(|f| self.datagrams.send(target, &f));
+            }
+            (None, None) => {}
+        }
+    }
+
+    pub(super) fn tick_visits(&mut self, now: Time) {
+        // One whose queue pairs are being made is needed until they are.
+        self.visits.retain(|_, v| v.deadline > now || matches!(v.stage, Stage::Joining(_)));
+    }
+}

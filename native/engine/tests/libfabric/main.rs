@@ -1,0 +1,147 @@
+//! Two processes over libfabric's own providers: what a killed one leaves behind. The conformance
+//! suite covers the rest, within one process.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{
+    api::{EngineConfig, Imm, Local, NicConfig, Op, RegionDescriptor, Remote, TransportKind},
+    EngineError, Submit, TransferEngine,
+};
+
+const PROVIDER: &str = "FABRIC_TEST_CHILD_PROVIDER";
+const BYTES: u64 = 1 << 20;
+const SOON: Duration = Duration::from_secs(20);
+
+fn engine(provider: &str) -> Result<Arc<TransferEngine>, EngineError> {
+    let nics = NicConfig { provider: Some(provider.into()), ..Default::default() };
+    TransferEngine::open(EngineConfig {
+        name: format!("of {provider}"),
+        transports: vec![TransportKind::Libfabric],
+        token: Some(b"t".to_vec()),
+        nics,
+        ..Default::default()
+    })
+    .map(Arc::new)
+}
+
+/// The other process: offers a region, then does nothing until it is told to leave, or killed.
+#[test]
+fn child() {
+    let Ok(provider) = std::env::var(PROVIDER) else { return };
+    let engine = engine(&provider).unwrap();
+    let region = engine.alloc(BYTES).unwrap();
+    let hex: String = region.descriptor().to_bytes().iter().map(|b| format!("{b:02x}")).collect();
+    println!("\ndescriptor {hex}");
+    let counter = engine.plain_counter(Imm::plain(1).unwrap());
+    counter.expect(1, &[], SOON).unwrap().wait(SOON).unwrap().unwrap();
+    println!("\ncounted {}", region.get(BYTES - 1, 1).unwrap()[0]);
+    let _ = std::io::stdin().read(&mut [0]);
+    engine.close();
+}
+
+struct Peer {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Peer {
+    fn start(provider: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["child", "--exact", "--nocapture"])
+            .env(PROVIDER, provider)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, lines }
+    }
+
+    /// What follows `word` in its next line that begins with it.
+    fn says(&mut self, word: &str) -> String {
+        let line = self.lines.by_ref().map(Result::unwrap).find(|l| l.starts_with(word));
+        line.unwrap_or_else(|| panic!("it ended without {word}"))[word.len()..].trim().to_owned()
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn descriptor(hex: &str) -> RegionDescriptor {
+    let byte = |i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap();
+    let bytes: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+    RegionDescriptor::from_bytes(&bytes).unwrap()
+}
+
+/// Kills a peer in the middle of things, or has it leave in good order.
+fn a_peer_goes(provider: &str, kill: bool) {
+    let a = match engine(provider) {
+        Ok(engine) => engine,
+        Err(e) if std::env::var_os("FABRIC_TEST_REQUIRE").is_some() => panic!("{e}"),
+        Err(e) => return eprintln!("skipped: {e}"),
+    };
+    let mut peer = Peer::start(provider);
+    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let src = a.alloc(BYTES).unwrap();
+    src.put(0, &vec![7; BYTES as usize]).unwrap();
+    let write = |imm| {
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+        a.submit(&[Op::Write { src, dst, len: BYTES, imm }], Submit::default()).unwrap()
+    };
+    let counted = write(Some(Imm::plain(1).unwrap()));
+    assert_eq!(counted.wait(SOON), Some(Ok(())));
+    assert_eq!(peer.says("counted"), "7");
+    // Only waits, and would learn nothing from operations of its own.
+    let waiting = a.plain_counter(Imm::plain(2).unwrap());
+    let waiting = waiting.expect(1, std::slice::from_ref(there.peer()), SOON).unwrap();
+    let unheard =
+        a.submit(&[Op::Send { peer: there.peer(), message: b"?" }], Submit::default()).unwrap();
+    let writes: Vec<_> = if kill { (0..100).map(|_| write(None)).collect() } else { Vec::new() };
+    let start = Instant::now();
+    if kill {
+        peer.child.kill().unwrap();
+    } else {
+        peer.child.stdin.take().unwrap().write_all(b".").unwrap();
+    }
+    for handle in [&waiting, &unheard] {
+        let end = handle.wait(SOON);
+        assert!(matches!(end, Some(Err(EngineError::PeerLost { .. }))), "{end:?}");
+    }
+    for handle in &writes {
+        assert!(handle.wait(SOON).is_some(), "every operation ends");
+    }
+    let took = start.elapsed();
+    // The time after which a silent peer is lost, and as long again for another try to reach it.
+    assert!(took < Duration::from_millis(4500), "{took:?}");
+    let late = write(None).wait(SOON);
+    assert!(matches!(late, Some(Err(_))), "{late:?}");
+}
+
+#[test]
+fn rs_4_a_killed_peer_ends_everything_over_tcp() {
+    a_peer_goes("tcp", true);
+}
+
+#[test]
+fn rs_4_a_killed_peer_ends_everything_over_shm() {
+    a_peer_goes("shm", true);
+}
+
+#[test]
+fn a_peer_that_leaves_is_missed_at_once_over_tcp() {
+    a_peer_goes("tcp", false);
+}
+
+#[test]
+fn a_peer_that_leaves_is_missed_at_once_over_shm() {
+    a_peer_goes("shm", false);
+}

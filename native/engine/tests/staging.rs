@@ -1,0 +1,138 @@
+//! Engines that keep the kernel out of memory which they didn't allocate: peers reach it through
+//! windows, and the promises hold as they do everywhere.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, TransportKind},
+    EngineError, Region, Submit, TransferEngine,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn engine(transport: TransportKind) -> Arc<TransferEngine> {
+    let config = EngineConfig {
+        transports: vec![transport],
+        token: Some(b"t".to_vec()),
+        stage_foreign: true,
+        ..Default::default()
+    };
+    Arc::new(TransferEngine::open(config).unwrap())
+}
+
+/// Memory of the user's own, registered; the region keeps it.
+fn foreign(engine: &TransferEngine, bytes: Vec<u8>) -> Region {
+    let (addr, len) = (bytes.as_ptr() as usize, bytes.len() as u64);
+    // SAFETY: the vector's buffer stays where it is for as long as the region keeps it.
+    unsafe { engine.register(addr, len, Some(Box::new(bytes))) }.unwrap()
+}
+
+fn on_both(test: impl Fn(TransportKind)) {
+    test(TransportKind::Shm);
+    test(TransportKind::Tcp);
+}
+
+#[test]
+fn writes_pages_and_reads_arrive_and_count() {
+    on_both(|transport| {
+        let (a, b) = (engine(transport), engine(transport));
+        let n = 5 << 20;
+        let bytes: Vec<u8> = (0..n).map(|i| (i % 251) as u8).collect();
+        let src = foreign(&a, bytes.clone());
+        let dst = foreign(&b, vec![0; n]);
+        let counter = b.counter().unwrap();
+        let peer = b.peer(a.address()).unwrap();
+        let remote = a.import(&dst.descriptor()).unwrap();
+        let expected = counter.expect(1, &[peer], PATIENCE).unwrap();
+
+        let write = Op::Write {
+            src: Local { region: &src, offset: 3 },
+            dst: Remote { region: &remote, offset: 1000 },
+            len: 4 << 20,
+            imm: Some(counter.imm()),
+        };
+        a.submit(&[write], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
+        expected.wait(PATIENCE).unwrap().unwrap();
+        assert!(dst.get(1000, 4 << 20).unwrap() == bytes[3..3 + (4 << 20)]);
+        assert_eq!(counter.arrived(), 1);
+        let said = a.explain(remote.peer()).unwrap();
+        let chosen = said.verdicts.iter().find(|v| v.chosen).unwrap();
+        assert!(chosen.reason.contains("staged through a window"), "{}", chosen.reason);
+
+        let order: Vec<u32> = (0..1200).rev().collect();
+        let theirs = Pages::new(PageIndices::list(order).unwrap(), 100, 0);
+        let ours = Pages::new(PageIndices::range(0, 1200).unwrap(), 100, 0);
+        let pages = Op::WritePages {
+            page_len: 100,
+            src: &src,
+            src_pages: &ours,
+            dst: &remote,
+            dst_pages: &theirs,
+            imm: Some(counter.imm()),
+        };
+        a.submit(&[pages], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
+        let all = counter.expect(1200, &[], PATIENCE).unwrap();
+        all.wait(PATIENCE).unwrap().unwrap();
+        for i in [0usize, 1, 700, 1199] {
+            let at = (1199 - i) * 100;
+            assert_eq!(dst.get(at as u64, 100).unwrap(), bytes[i * 100..i * 100 + 100]);
+        }
+
+        let back = foreign(&a, vec![0; n]);
+        let read = Op::Read {
+            src: Remote { region: &remote, offset: 0 },
+            dst: Local { region: &back, offset: 0 },
+            len: n as u64,
+        };
+        a.submit(&[read], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
+        assert!(back.get(0, n as u64).unwrap() == dst.get(0, n as u64).unwrap());
+    });
+}
+
+#[test]
+fn mr_2_a_deregistered_region_is_stale() {
+    on_both(|transport| {
+        let (a, b) = (engine(transport), engine(transport));
+        let (src, dst) = (foreign(&a, vec![1; 64]), foreign(&b, vec![0; 64]));
+        let remote = a.import(&dst.descriptor()).unwrap();
+        let write = || {
+            let (src, dst) =
+                (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 0 });
+            let op = Op::Write { src, dst, len: 64, imm: None };
+            a.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap()
+        };
+        write().unwrap();
+        dst.deregister(PATIENCE).unwrap();
+        let e = write().unwrap_err();
+        assert!(matches!(e, EngineError::Stale { .. }), "{e}");
+    });
+}
+
+#[test]
+fn rs_4_a_closed_peer_ends_what_is_staged() {
+    on_both(|transport| {
+        let (a, b) = (engine(transport), engine(transport));
+        let (src, dst) = (foreign(&a, vec![1; 64 << 20]), foreign(&b, vec![0; 64 << 20]));
+        let remote = a.import(&dst.descriptor()).unwrap();
+        let op = || Op::Write {
+            src: Local { region: &src, offset: 0 },
+            dst: Remote { region: &remote, offset: 0 },
+            len: 64 << 20,
+            imm: None,
+        };
+        let handles: Vec<_> =
+            (0..8).map(|_| a.submit(&[op()], Submit::default()).unwrap()).collect();
+        b.close();
+        for handle in handles {
+            let end = handle.wait(PATIENCE).expect("it ends");
+            assert!(
+                matches!(
+                    end,
+                    Ok(()) | Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. })
+                ),
+                "{end:?}"
+            );
+        }
+        src.deregister(PATIENCE).unwrap();
+    });
+}

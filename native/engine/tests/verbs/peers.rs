@@ -1,0 +1,111 @@
+use std::{
+    io::{BufRead, BufReader, Write},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use fabric_engine::EngineError;
+
+use crate::world::{ends, engine, filled, import, nic, wait, write, Side};
+
+/// What the default promises, and a bit for emulated processors.
+const SOON: Duration = Duration::from_secs(4);
+const BYTES: usize = 32 << 20;
+
+/// A process with an engine on the other device and a region in it.
+struct Peer {
+    child: Child,
+    descriptor: Vec<u8>,
+}
+
+impl Peer {
+    fn start() -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "--nocapture", "peers::is_a_peer"])
+            .env("FABRIC_TEST_CHILD", "peer")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let descriptor = lines
+            .filter_map(|l| l.split_once("descriptor ").map(|(_, hex)| hex.trim().to_owned()))
+            .next()
+            .expect("the peer tells its region");
+        let byte = |i: usize| u8::from_str_radix(&descriptor[i..i + 2], 16).unwrap();
+        let descriptor = (0..descriptor.len()).step_by(2).map(byte).collect();
+        Self { child, descriptor }
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test of its own: what the others start in another process.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn is_a_peer() {
+    if std::env::var("FABRIC_TEST_CHILD").is_ok_and(|t| t == "peer") {
+        let b = engine(Side::B);
+        let region = b.alloc(BYTES as u64).unwrap();
+        let bytes = region.descriptor().to_bytes();
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        println!("\ndescriptor {hex}");
+        std::io::stdout().flush().unwrap();
+        // Until the parent is gone.
+        let _ = std::io::stdin().lines().next();
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_a_peer_killed_mid_transfer_ends_everything_in_time() {
+    let mut peer = Peer::start();
+    let a = engine(Side::A);
+    let src = filled(&a, BYTES, 1);
+    let there = import(&a, &peer.descriptor);
+    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let counter = a.counter().unwrap();
+    let awaited =
+        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    let handles: Vec<_> = (0..4).map(|_| write(&a, &src, &there, BYTES as u64, None)).collect();
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!handles[3].is_done(), "it is under way");
+    peer.kill();
+    for h in handles.iter().chain([&awaited]) {
+        let (error, after) = ends(h);
+        assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
+        assert!(after < SOON, "{error} after {after:?}");
+        let told = error.to_string();
+        assert!(told.contains("b#") && told.contains(&nic(Side::A)), "{told}");
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_one_that_only_waits_learns_that_its_peer_was_killed() {
+    let mut peer = Peer::start();
+    let a = engine(Side::A);
+    let src = filled(&a, 64, 1);
+    let there = import(&a, &peer.descriptor);
+    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let counter = a.counter().unwrap();
+    let awaited =
+        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    // Longer than a silent peer is given: heartbeats keep the link alive.
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(!awaited.is_done(), "{:?}", awaited.poll());
+    peer.kill();
+    let (error, after) = ends(&awaited);
+    assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
+    assert!(after < SOON, "{error} after {after:?}");
+}
