@@ -39,9 +39,10 @@ class EngineConfig(BaseModel):
     transport: Literal["auto"] | tuple[TransportName, ...] = "auto"
     """Allowed transports, the preferred first (one name, or several with commas between).
 
-    ``auto`` takes shared memory where a handshake proves that both are on one host, else RDMA NICs
-    (verbs, then libfabric), and tcp where one side has none. Two sides whose NICs can't speak to
-    each other are an error unless ``tcp`` is named here.
+    ``auto`` takes shared memory where a handshake proves that both are on one host (``cuda_ipc``
+    where both processes use CUDA before the engine opens, else ``shm``), else RDMA NICs (verbs,
+    then libfabric), and tcp where one side has none. Two sides whose NICs can't speak to each
+    other are an error unless ``tcp`` is named here.
     """
 
     require: TransportName | Literal["rdma"] | None = None

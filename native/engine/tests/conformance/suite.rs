@@ -90,8 +90,10 @@ pub fn ic_1_counts_are_logical(w: &mut dyn World) {
     ];
     let handle = a.submit(&ops, Submit::default()).unwrap();
     assert_eq!(w.wait(&handle), Ok(()));
+    let counts = || (single.poll(), paged.arrived(), scatter.arrived());
+    w.until("counts", &mut || counts() == (1, 37, 5));
     w.idle();
-    assert_eq!((single.poll(), paged.arrived(), scatter.arrived()), (1, 37, 5));
+    assert_eq!(counts(), (1, 37, 5));
 }
 
 pub fn ic_1_a_cut_write_counts_once(w: &mut dyn World) {
@@ -164,9 +166,13 @@ pub fn ic_6_a_released_counter_sees_no_ghosts(w: &mut dyn World) {
     let before = b.stats().ghosts;
     let h = submit(&a, write(&src, &there, 0, 64, Some(old))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
-    w.idle();
     let fresh: Vec<_> = (0..3).map(|_| b.counter().unwrap()).collect();
-    b.plain_counter(Imm::plain(0).unwrap()).poll();
+    let other = b.plain_counter(Imm::plain(0).unwrap());
+    w.until("a ghost", &mut || {
+        other.poll();
+        b.stats().ghosts > before
+    });
+    w.idle();
     assert_eq!(b.stats().ghosts, before + 1);
     assert!(fresh.iter().all(|c| c.arrived() == 0));
 }

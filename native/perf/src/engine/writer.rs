@@ -226,7 +226,10 @@ impl Writer {
                     if flying.len() == request.pages as usize {
                         flying.pop_front().as_ref().map_or(Ok(()), finish)?;
                     }
-                    flying.push_back(self.submit(&[self.write(walk, step)])?);
+                    let handle = self.submit(&[self.write(walk, step)])?;
+                    // Who polls keeps the worker asleep, which would take a core from the target.
+                    handle.drive();
+                    flying.push_back(handle);
                 }
                 flying.iter().try_for_each(finish)
             }

@@ -24,6 +24,8 @@ pub(crate) struct Driver {
     pub(super) devices: Vec<Device>,
     /// Primary contexts, retained for the life of the process: one for each device, once used.
     contexts: Mutex<Vec<Option<usize>>>,
+    /// Where it was started. In a child by fork nothing of it works.
+    process: u32,
 }
 
 /// A GPU that this process sees.
@@ -44,7 +46,7 @@ impl Driver {
     /// The driver, if this process has started CUDA already.
     pub fn in_use() -> Option<&'static Self> {
         if let Some(driver) = DRIVER.get() {
-            return Some(driver);
+            return (driver.process == std::process::id()).then_some(driver);
         }
         let table = Cuda::load(&Library::loaded(sys::NAMES)?).ok()?;
         let mut count = 0;
@@ -58,7 +60,11 @@ impl Driver {
     /// The driver, started if need be.
     pub fn open() -> Result<&'static Self, DomainError> {
         if let Some(driver) = DRIVER.get() {
-            return Ok(driver);
+            if driver.process == std::process::id() {
+                return Ok(driver);
+            }
+            let why = "CUDA can't be used after a fork: start processes by spawn";
+            return Err(DomainError::Unavailable(why.into()));
         }
         let unavailable = |e: fabric_sys::OpenError| {
             DomainError::Unavailable(format!("{e}; it comes with NVIDIA's driver"))
@@ -84,7 +90,8 @@ impl Driver {
         }
         let devices = (0..count).map(|i| Device::of(&table, i)).collect::<Result<Vec<_>, _>>()?;
         let contexts = Mutex::new(vec![None; devices.len()]);
-        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts }))
+        let process = std::process::id();
+        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts, process }))
     }
 
     pub fn device(&self, ordinal: i32) -> Result<&Device, DomainError> {
@@ -145,7 +152,8 @@ impl Driver {
 
     /// Has synchronous CUDA calls on this allocation wait until they are done, as memory that NICs
     /// read and write needs.
-    pub fn sync_memops(&self, addr: u64) -> Result<(), DomainError> {
+    pub fn sync_memops(&'static self, ordinal: i32, addr: u64) -> Result<(), DomainError> {
+        let _current = self.enter(ordinal)?;
         let on: u32 = 1;
         // SAFETY: the attribute takes a 32-bit flag.
         let rc = unsafe {
@@ -168,7 +176,13 @@ impl Driver {
     }
 
     /// A dma-buf of device memory; both ends on page boundaries.
-    pub fn dmabuf(&self, addr: u64, len: u64) -> Result<OwnedFd, DomainError> {
+    pub fn dmabuf(
+        &'static self,
+        ordinal: i32,
+        addr: u64,
+        len: u64,
+    ) -> Result<OwnedFd, DomainError> {
+        let _current = self.enter(ordinal)?;
         let Some(get) = self.table.handle_for_range else {
             let why = "this CUDA driver is older than 11.7 and exports no dma-buf; update it, or \
                        load the nvidia-peermem module";
@@ -191,7 +205,8 @@ impl Driver {
     }
 
     /// A name for the allocation at `base`, good in other processes of this host.
-    pub fn export(&self, base: u64) -> Result<[u8; 64], DomainError> {
+    pub fn export(&'static self, ordinal: i32, base: u64) -> Result<[u8; 64], DomainError> {
+        let _current = self.enter(ordinal)?;
         let mut handle = IpcMemHandle([0; 64]);
         // SAFETY: writes the handle.
         self.check("cuIpcGetMemHandle", unsafe { (self.table.ipc_get)(&mut handle, base) })?;
@@ -217,7 +232,8 @@ impl Driver {
     }
 
     /// Where the allocation around an address begins, and its bytes.
-    pub fn allocation(&self, addr: u64) -> Result<(u64, u64), DomainError> {
+    pub fn allocation(&'static self, ordinal: i32, addr: u64) -> Result<(u64, u64), DomainError> {
+        let _current = self.enter(ordinal)?;
         let (mut base, mut size) = (0, 0);
         // SAFETY: writes both; the address is looked up, not followed.
         let rc = unsafe { (self.table.address_range)(&mut base, &mut size, addr) };

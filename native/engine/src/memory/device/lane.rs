@@ -74,6 +74,10 @@ impl Lane {
     }
 
     fn poll(&mut self, event: usize) -> Option<Result<(), DomainError>> {
+        let _current = match self.driver.enter(self.device) {
+            Ok(current) => current,
+            Err(e) => return Some(Err(e)),
+        };
         // SAFETY: an event of this lane.
         match unsafe { (self.driver.table.event_query)(event as *mut _) } {
             sys::ERROR_NOT_READY => None,
@@ -85,6 +89,7 @@ impl Lane {
     }
 
     fn wait(&mut self, event: usize) -> Result<(), DomainError> {
+        let _current = self.driver.enter(self.device)?;
         // SAFETY: an event of this lane.
         let rc = unsafe { (self.driver.table.event_synchronize)(event as *mut _) };
         self.idle.push(event);

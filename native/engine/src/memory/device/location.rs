@@ -144,9 +144,9 @@ impl CudaRange {
         }
         let (base, len) = self.segment();
         if self.kind == CudaKind::Malloc {
-            driver.sync_memops(self.base)?;
+            driver.sync_memops(self.device, self.base)?;
         }
-        let fd = driver.dmabuf(base, len).map_err(|e| self.explained(&e))?;
+        let fd = driver.dmabuf(self.device, base, len).map_err(|e| self.explained(&e))?;
         Ok(Dmabuf { fd, offset: addr - base })
     }
 

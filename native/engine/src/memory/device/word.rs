@@ -102,7 +102,7 @@ impl DeviceWord {
             unsafe { (driver.table.mem_free)(buffer) };
             close(e)
         };
-        driver.sync_memops(buffer).map_err(free)?;
+        driver.sync_memops(device, buffer).map_err(free)?;
         let page = buffer.next_multiple_of(PAGE as u64);
         let mut handle = gdrapi::Handle::default();
         // SAFETY: the page lies in the buffer.

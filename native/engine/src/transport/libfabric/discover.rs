@@ -7,6 +7,8 @@ use super::{
 use crate::{
     api::{EngineConfig, NicConfig, MAX_RAILS},
     domain::DomainError,
+    topology::matches_glob,
+    transport::nics::choose as choose_nics,
 };
 
 /// What is driven if nobody says otherwise: the others are no better than the engine's own tcp and
@@ -66,6 +68,14 @@ pub(super) fn choose(
     secret: bool,
 ) -> Result<Vec<OwnedInfo>, DomainError> {
     let all = offers(api, nics);
+    let near;
+    let nics = match by_topology(&all, nics, secret)? {
+        Some(names) => {
+            near = NicConfig { names, ..nics.clone() };
+            &near
+        }
+        None => nics,
+    };
     let verdicts = judge(&all, nics, secret);
     let reasons: Vec<String> = all
         .iter()
@@ -90,6 +100,34 @@ pub(super) fn choose(
     }
     chosen.sort_by_key(|i| place_of(&i.offer, &nics.names));
     Ok(chosen)
+}
+
+/// The NICs nearest to what the engine serves, if it is for us to choose among hardware.
+fn by_topology(
+    all: &[OwnedInfo],
+    nics: &NicConfig,
+    secret: bool,
+) -> Result<Option<Vec<String>>, DomainError> {
+    let usable = |i: &&OwnedInfo| i.offer.is_rdma() && unusable(&i.offer, nics, secret).is_none();
+    let mut domains: Vec<&str> =
+        all.iter().filter(usable).map(|i| i.offer.domain.as_str()).collect();
+    domains.dedup();
+    if !nics.names.is_empty() || domains.is_empty() {
+        return Ok(None);
+    }
+    let devices: Vec<String> = domains.iter().map(|d| device_of(d).to_owned()).collect();
+    let chosen = choose_nics(&devices, nics)?;
+    let of = |device: &String| domains.iter().find(|d| device_of(d) == device);
+    Ok(Some(chosen.iter().filter_map(of).map(|d| (*d).to_owned()).collect()))
+}
+
+/// The RDMA device behind a domain: efa's are called `rdmap0s6-rdm`.
+fn device_of(domain: &str) -> &str {
+    let (device, kind) = domain.rsplit_once('-').unwrap_or((domain, ""));
+    match kind {
+        "rdm" | "dgrm" => device,
+        _ => domain,
+    }
 }
 
 /// What the configured provider offers, best first; without one, what all offer.
@@ -157,7 +195,7 @@ fn verdicts(offers: &[&Offer], nics: &NicConfig, secret: bool) -> Vec<Result<Str
 
 /// Where its name stands in the configuration.
 fn place_of(o: &Offer, names: &[String]) -> usize {
-    names.iter().position(|n| matches(n, &o.domain)).unwrap_or(names.len())
+    names.iter().position(|n| matches_glob(n, &o.domain)).unwrap_or(names.len())
 }
 
 fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
@@ -167,7 +205,7 @@ fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
     if !layered(&o.provider) {
         return Some(format!("provider {provider} is wanted; set nics.provider to use this one"));
     }
-    if !nics.names.is_empty() && !nics.names.iter().any(|n| matches(n, &o.domain)) {
+    if !nics.names.is_empty() && !nics.names.iter().any(|n| matches_glob(n, &o.domain)) {
         return Some(format!("not among the NICs named: {}", nics.names.join(", ")));
     }
     if o.cq_data_bytes < 4 {
@@ -193,27 +231,6 @@ fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
     None
 }
 
-/// Whether a name fits a pattern with `*` and `?`.
-fn matches(pattern: &str, name: &str) -> bool {
-    let (p, n): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
-    let (mut i, mut j) = (0, 0);
-    let mut star: Option<(usize, usize)> = None;
-    while j < n.len() {
-        if i < p.len() && p[i] == '*' {
-            star = Some((i, j));
-            i += 1;
-        } else if i < p.len() && (p[i] == '?' || p[i] == n[j]) {
-            (i, j) = (i + 1, j + 1);
-        } else if let Some((at, from)) = star {
-            star = Some((at, from + 1));
-            (i, j) = (at + 1, from + 1);
-        } else {
-            return false;
-        }
-    }
-    p[i..].iter().all(|c| *c == '*')
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -225,20 +242,6 @@ mod tests {
             domain: domain.into(),
             cq_data_bytes: 4,
             ..Default::default()
-        }
-    }
-
-    #[test]
-    fn globs_match() {
-        for (pattern, name, fits) in [
-            ("rdmap*", "rdmap0s6-rdm", true),
-            ("*-rdm", "rdmap0s6-rdm", true),
-            ("eth?", "eth10", false),
-            ("*a*b", "xaxxb", true),
-            ("", "x", false),
-            ("eth0", "eth0", true),
-        ] {
-            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
         }
     }
 

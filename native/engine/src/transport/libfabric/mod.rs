@@ -7,6 +7,9 @@
 
 mod addresses;
 mod discover;
+mod doubt;
+mod ending;
+mod frames;
 mod grave;
 mod info;
 mod library;
@@ -106,6 +109,8 @@ pub struct LibfabricDomain {
     /// Work requests about which the peer is asked first.
     parked: HashMap<u32, Stalled>,
     asks_first: bool,
+    /// No handshakes any more.
+    closing: bool,
     /// Receive slots that the provider had no room for.
     unposted: Vec<u32>,
     events: Vec<Event>,
@@ -210,6 +215,7 @@ impl LibfabricDomain {
             stalled: VecDeque::new(),
             parked: HashMap::new(),
             asks_first,
+            closing: false,
             unposted: (0..receives as u32).collect(),
             events: Vec::new(),
             frame: Vec::new(),

@@ -3,6 +3,8 @@
 //! An object keeps its parents by reference count, so it is always closed before them. One thread
 //! at a time calls (`FI_THREAD_DOMAIN`): the group's lock sees to it.
 
+mod queue;
+
 use std::{
     ffi::{c_int, c_void},
     os::fd::RawFd,
@@ -10,15 +12,15 @@ use std::{
     sync::Arc,
 };
 
-use fabric_sys::libfabric::{self as fi, flag, CqDataEntry, CqErrEntry, FiAddr};
+use fabric_sys::libfabric::{self as fi, flag, FiAddr};
+
+pub(super) use queue::{Failure, Polled};
 
 use super::{info::OwnedInfo, library::Api};
 use crate::domain::DomainError;
 
 /// The library's way of saying "not now".
 pub(super) const EAGAIN: i64 = -(libc::EAGAIN as i64);
-/// `FI_EAVAIL`: an error is to be read.
-const EAVAIL: i64 = -259;
 
 /// `FI_OPT_EFA_EMULATED_WRITE`: unknown to versions that can't tell.
 const EFA_EMULATED_WRITE: c_int = -(0xefa << 16) + 2;
@@ -76,20 +78,6 @@ pub(super) struct Nic {
     pub wait_fd: Option<RawFd>,
 }
 
-/// An operation that failed, in numbers and in words.
-#[derive(Debug, Clone)]
-pub(super) struct Failure {
-    pub context: *mut c_void,
-    pub words: String,
-}
-
-/// What the completion queue had.
-pub(super) enum Polled {
-    Entries(usize),
-    Failed(Failure),
-    Nothing,
-}
-
 /// Where bytes lie here, and where at the peer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
@@ -133,7 +121,7 @@ impl Nic {
                 ((*(*domain).ops).av_open)(domain, &mut attr, out, null_mut())
             })?;
             let av_object = object(av.cast(), &[&domain_object]);
-            let (cq, waits) = open_cq(&api, domain, cq_entries)?;
+            let (cq, waits) = queue::open_cq(&api, domain, cq_entries)?;
             let cq_object = object(cq.cast(), &[&domain_object]);
             let ep = opened(&api, "fi_endpoint", |out| {
                 ((*(*domain).ops).endpoint)(domain, raw, out, null_mut())
@@ -148,7 +136,7 @@ impl Nic {
             let both = flag::SEND | flag::RECV;
             check("fi_ep_bind", ((*ops).bind)(ep_object.fid, cq_object.fid, both))?;
             check("fi_enable", ((*ops).control)(ep_object.fid, fi::ENABLE, null_mut()))?;
-            let wait_fd = waits.then(|| wait_fd(cq_object.fid)).flatten();
+            let wait_fd = waits.then(|| queue::wait_fd(cq_object.fid)).flatten();
             Ok(Self {
                 api,
                 ep: ep_object,
@@ -394,91 +382,6 @@ impl Nic {
             code => Err(self.api.fail(call, code)),
         }
     }
-
-    /// Reads completions, which is also what moves many providers on.
-    pub fn poll(&self, into: &mut [CqDataEntry]) -> Result<Polled, DomainError> {
-        let cq = self.cq.fid.cast::<fi::FidCq>();
-        // SAFETY: there is room for as many entries as are asked for.
-        let n = unsafe { ((*(*cq).ops).read)(cq, into.as_mut_ptr().cast(), into.len()) } as i64;
-        match n {
-            EAGAIN | 0 => Ok(Polled::Nothing),
-            EAVAIL => self.failure(),
-            n if n < 0 => Err(self.api.fail("fi_cq_read", n)),
-            n => Ok(Polled::Entries(n as usize)),
-        }
-    }
-
-    fn failure(&self) -> Result<Polled, DomainError> {
-        let cq = self.cq.fid.cast::<fi::FidCq>();
-        // SAFETY: zeros are valid; the library writes one entry, for which there is room even in
-        // versions whose entry is longer. Provider data is read before the next call.
-        unsafe {
-            let mut e: CqErrEntry = std::mem::zeroed();
-            let n = ((*(*cq).ops).readerr)(cq, &mut e, 0) as i64;
-            if n == EAGAIN {
-                return Ok(Polled::Nothing);
-            }
-            if n < 0 {
-                return Err(self.api.fail("fi_cq_readerr", n));
-            }
-            let mut words = self.api.strerror(e.err.into());
-            let mut text = [0; 128];
-            let more = ((*(*cq).ops).strerror)(
-                cq,
-                e.prov_errno,
-                e.err_data,
-                text.as_mut_ptr(),
-                text.len(),
-            );
-            if !more.is_null() && e.prov_errno != 0 {
-                let more = std::ffi::CStr::from_ptr(more).to_string_lossy();
-                words = format!("{words} (provider: {more}, code {})", e.prov_errno);
-            }
-            Ok(Polled::Failed(Failure { context: e.op_context, words }))
-        }
-    }
-
-    /// Whether a thread may sleep on `wait_fd` now.
-    pub fn may_sleep(&self) -> bool {
-        let fabric = self.fabric.fid.cast::<fi::FidFabric>();
-        let mut fids = [self.cq.fid];
-        // SAFETY: one object is named, which belongs to this fabric.
-        unsafe { ((*(*fabric).ops).trywait)(fabric, fids.as_mut_ptr(), 1) == 0 }
-    }
-}
-
-/// A queue that can be slept on if the provider has such; else one that is polled.
-unsafe fn open_cq(
-    api: &Api,
-    domain: *mut fi::FidDomain,
-    entries: usize,
-) -> Result<(*mut fi::FidCq, bool), DomainError> {
-    let open = |size, wait_obj| {
-        // SAFETY: zeros are valid for plain numbers and null pointers; the domain is open.
-        unsafe {
-            let mut attr: fi::CqAttr = std::mem::zeroed();
-            attr.size = size;
-            attr.format = fi::CQ_FORMAT_DATA;
-            attr.wait_obj = wait_obj;
-            opened(api, "fi_cq_open", |out| {
-                ((*(*domain).ops).cq_open)(domain, &mut attr, out, null_mut())
-            })
-        }
-    };
-    if let Ok(cq) = open(entries, fi::WAIT_FD) {
-        return Ok((cq, true));
-    }
-    // The size is a wish: a provider that can't have so many entries has its own default.
-    let cq = open(entries, fi::WAIT_NONE).or_else(|_| open(0, fi::WAIT_NONE))?;
-    Ok((cq, false))
-}
-
-/// The descriptor behind a completion queue.
-unsafe fn wait_fd(cq: *mut fi::Fid) -> Option<RawFd> {
-    let mut fd: c_int = -1;
-    // SAFETY: for queues opened with FI_WAIT_FD the answer is one descriptor.
-    let code = unsafe { ((*(*cq).ops).control)(cq, fi::GETWAIT, (&raw mut fd).cast()) };
-    (code == 0 && fd >= 0).then_some(fd)
 }
 
 /// Scratch space for operations, one for each that may be under way; its place is its name.

@@ -6,6 +6,8 @@
 //! 3 initiator -> terms, proof                4 acceptor -> terms, accepted
 //! ```
 
+mod letters;
+
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -22,17 +24,13 @@ use crate::{
     transport::{
         handshake::{self, Acceptor, Failure, Initiator},
         nic::{
-            frame::{self, Exchange, Piece},
+            frame::{self, Exchange},
             mail::{Mail, Places},
             pieces::{Letter, Pieces},
         },
     },
 };
 
-/// Strangers' handshakes at a time; further ones are not answered.
-const STRANGERS: usize = 64;
-/// Pieces that wait for the provider; beyond, they are lost and repeated later.
-const OUTBOX: usize = 256;
 /// A letter without an answer is repeated after so long, and then ever more rarely.
 const REPEAT: Duration = Duration::from_millis(100);
 
@@ -167,126 +165,6 @@ impl LibfabricDomain {
         let Some(setup) = self.setups.get(&key) else { return };
         let (address, letter) = (setup.address, setup.letter.clone());
         self.mail_letter(address, &letter);
-    }
-
-    fn mail_letter(&mut self, address: usize, letter: &Letter) {
-        for piece in letter.frames(super::slots::SLOT - link::SEAL) {
-            if self.outbox.len() >= OUTBOX {
-                return;
-            }
-            self.addresses.hold_again(address);
-            self.outbox.push_back((address, piece));
-        }
-        self.send_letters();
-    }
-
-    /// A piece of somebody's letter. Strangers get no further than their manners allow.
-    pub(super) fn hear_piece(&mut self, piece: &Piece<'_>) {
-        let key = (piece.exchange, piece.to_initiator);
-        if !self.setups.contains_key(&key) {
-            if self.repeat_acceptance(piece) || piece.to_initiator || piece.step != 1 {
-                return;
-            }
-            let strangers = self.setups.keys().filter(|(_, initiator)| !initiator).count();
-            if strangers >= STRANGERS {
-                return;
-            }
-            self.strangers.retain(|(_, _, deadline)| *deadline > self.now);
-            if !self.strangers.iter().any(|(e, _, _)| *e == piece.exchange) {
-                if self.strangers.len() >= STRANGERS {
-                    return;
-                }
-                let deadline = self.now.after(self.peer_timeout);
-                self.strangers.push((piece.exchange, Pieces::default(), deadline));
-            }
-            let Some((_, pieces, _)) =
-                self.strangers.iter_mut().find(|(e, _, _)| *e == piece.exchange)
-            else {
-                return;
-            };
-            match pieces.take(piece) {
-                Ok(None) => return,
-                Ok(Some(hello)) => self.welcome(piece.exchange, &hello),
-                Err(e) => handshake::mourn("a stranger", &e),
-            }
-            self.strangers.retain(|(e, _, _)| *e != piece.exchange);
-            return;
-        }
-        let Some(setup) = self.setups.get_mut(&key) else { return };
-        if piece.step <= setup.letter.step {
-            // Our answer to that was lost, or is on its way.
-            if let Ok(Some(_)) = setup.pieces.take(piece) {
-                self.repeat(key);
-            }
-            return;
-        }
-        let heard = match setup.pieces.take(piece) {
-            Ok(None) => return,
-            Ok(Some(letter)) => self.answer(key, piece.step, &letter),
-            Err(e) => Err(Failure { reply: None, error: e }),
-        };
-        if let Err(failure) = heard {
-            self.setup_failed(key, failure);
-        }
-    }
-
-    /// An initiator that has not heard our last word says its own again.
-    fn repeat_acceptance(&mut self, piece: &Piece<'_>) -> bool {
-        if piece.to_initiator {
-            return false;
-        }
-        let known = self.links.iter().find_map(|(_, slot)| match slot {
-            Slot::Up(l) if l.exchange == piece.exchange => {
-                Some((l.address, l.accepted.clone().filter(|_| !l.confirmed)))
-            }
-            _ => None,
-        });
-        let Some((address, letter)) = known else { return false };
-        // Once for each repetition: with its last piece.
-        let last = piece.offset as usize + piece.bytes.len() == piece.total as usize;
-        if let Some(letter) = letter.filter(|_| last) {
-            self.mail_letter(address, &letter);
-        }
-        true
-    }
-
-    /// A stranger's hello is whole.
-    fn welcome(&mut self, exchange: Exchange, letter: &[u8]) {
-        let opened = unpack(letter).and_then(|(place, hello)| {
-            let place = Place::decode(place)?;
-            if let Some(why) = place.unfit(&self.offer, &self.place.host) {
-                return Err(DomainError::Handshake(why));
-            }
-            let nic = self.nic.as_ref().ok_or_else(super::closed)?;
-            let address = self.addresses.hold(nic, &place.address)?;
-            Ok((place, hello, address))
-        });
-        let (place, hello, address) = match opened {
-            Ok(opened) => opened,
-            Err(e) => return handshake::mourn("a stranger", &e),
-        };
-        let reply = |bytes: &[u8]| Letter {
-            exchange,
-            to_initiator: true,
-            step: 2,
-            bytes: pack(&[], bytes),
-        };
-        match Acceptor::on_hello(&self.credentials, hello) {
-            Ok((acceptor, welcome)) => {
-                let role = Role::Acceptor(Box::new(acceptor));
-                let whom = (usize::MAX, place, address);
-                let setup = self.setup(self.now, role, 0, whom, reply(&welcome));
-                self.setups.insert((exchange, false), setup);
-                self.repeat((exchange, false));
-            }
-            Err(failure) => {
-                handshake::mourn(&place.label(), &failure.error);
-                if let Some(refusal) = failure.reply {
-                    self.mail_letter(address, &reply(&refusal));
-                }
-                self.addresses.release(address);
-            }
-        }
     }
 
     fn answer(&mut self, key: (Exchange, bool), step: u8, letter: &[u8]) -> Result<(), Failure> {
@@ -485,5 +363,56 @@ impl LibfabricDomain {
             }
         }
         !due.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn terms() -> Terms {
+        Terms {
+            endpoint: 3,
+            link: 1 << 16,
+            seal: u64::MAX,
+            places: link::places(),
+            scratch: 1 << 47,
+            scratch_key: 9,
+        }
+    }
+
+    #[test]
+    fn terms_survive_and_impossible_ones_are_refused() {
+        assert_eq!(Terms::decode(&terms().encode()), Ok(terms()));
+        let places = Places { slot_bytes: 8, ..link::places() };
+        assert!(Terms::decode(&Terms { places, ..terms() }.encode()).is_err());
+        let cut = terms().encode();
+        assert!(Terms::decode(&cut[..cut.len() - 1]).is_err());
+    }
+
+    #[test]
+    fn the_parts_of_a_letter_come_apart() {
+        let (first, second) = (b"where".as_slice(), b"hello".as_slice());
+        assert_eq!(unpack(&pack(first, second)), Ok((first, second)));
+        assert_eq!(unpack(&pack(&[], second)), Ok((&[][..], second)));
+        for cut in [&[][..], &[1], &[1, 0], &[255, 255, 7]] {
+            assert!(unpack(cut).is_err());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_strangers_send_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            let _ = unpack(&bytes);
+            for magic in [b"FRlt", b"FRlf"] {
+                let sealed = crate::fuzzing::sealed(magic, &bytes);
+                let _ = Terms::decode(&sealed);
+                if let Ok(place) = Place::decode(&sealed) {
+                    prop_assert!(place.address.len() <= 512 && place.label().len() < 400);
+                }
+            }
+        }
     }
 }

@@ -167,7 +167,7 @@ impl Imports {
                 Arc::new(DeviceMapping { driver, device, base })
             }
         };
-        let (_, size) = driver.allocation(mapping.base)?;
+        let (_, size) = driver.allocation(device, mapping.base)?;
         if offset.checked_add(len).is_none_or(|end| end > size) {
             return Err(DomainError::Handshake("a region outside its own allocation".into()));
         }

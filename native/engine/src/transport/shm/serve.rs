@@ -287,7 +287,7 @@ impl ShmDomain {
         if let Some(range) = region.location.cuda() {
             let export = || {
                 let driver = Driver::open()?;
-                let handle = driver.export(range.base)?.to_vec();
+                let handle = driver.export(range.device, range.base)?.to_vec();
                 let uuid = driver.device(range.device)?.uuid;
                 let (len, base) = (region.len, range.base);
                 let offset = region.base as u64 - base;

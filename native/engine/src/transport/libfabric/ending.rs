@@ -1,0 +1,147 @@
+//! Ends: of links that are lost or dropped, and of the domain.
+
+use std::time::{Duration, Instant};
+
+use super::{grave, ops::Use, LibfabricDomain, Slot};
+use crate::{
+    domain::{Completion, DomainError, LinkId},
+    time::Time,
+};
+
+/// How long an engine that closes waits for what is under way, and for its farewells to go out.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+/// How long nothing may happen before an endpoint is closed.
+const SETTLED: Duration = Duration::from_millis(3);
+/// How a farewell begins when nothing of its sender's is under way any more.
+pub(super) const CLEAN: &str = "nothing is under way: ";
+
+impl LibfabricDomain {
+    /// Shows life on quiet links, and gives up on those that show none (RS-4).
+    pub(super) fn tick(&mut self, now: Time) -> bool {
+        let mut moved = self.tick_setups(now);
+        for id in self.link_ids() {
+            let timeout = self.peer_timeout;
+            let Some(link) = self.link(id) else { continue };
+            let again = std::mem::take(&mut link.failed);
+            link.pending.extend(again);
+            if now >= link.heard_at.after(timeout) {
+                let cause = link.silence(timeout);
+                self.take_down(id, cause, false);
+                moved = true;
+                continue;
+            }
+            if link.fences.due.is_some() {
+                self.answer_fence(id);
+            }
+            let Some(link) = self.link(id) else { continue };
+            if now >= link.spoke_at.after(timeout / 4) {
+                link.mail.beat();
+                link.spoke_at = now;
+                moved |= self.pump(id);
+            }
+        }
+        if let Some(nic) = &self.nic {
+            self.addresses.sweep(nic, &self.table);
+        }
+        moved
+    }
+
+    pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+        if self.link(id).is_none() {
+            return;
+        }
+        if tell {
+            let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
+            let clean = if busy { "" } else { CLEAN };
+            if let Some(link) = self.link(id) {
+                link.mail.bye(&format!("{clean}{cause}"));
+            }
+            self.pump(id);
+        }
+        self.remove_link(id, cause, false);
+    }
+
+    /// A link is over. `clean`: nothing of the peer's is under way any more.
+    pub(super) fn remove_link(&mut self, id: LinkId, cause: DomainError, clean: bool) {
+        let slot = Self::slot(id);
+        if self.link(id).is_none() {
+            return;
+        }
+        let Slot::Up(mut link) = self.links.remove(slot) else { return };
+        for (context, _) in link.pending.drain(..).chain(link.failed.drain(..)) {
+            self.table.give_back(context);
+        }
+        if !clean {
+            self.regions.lost_peer(link.peer.id());
+        }
+        // Before the operations are gone: what the library still holds of them is nobody's now, but
+        // it keeps its memory (MR-1).
+        let ops = &self.table.ops;
+        let mine: Vec<u32> =
+            ops.iter().filter(|(_, o)| o.link == id).map(|(i, _)| i as u32).collect();
+        for flight in self.table.flights() {
+            match flight.what {
+                Use::Op(op) if mine.contains(&op) => flight.what = Use::Orphan,
+                Use::Frame(of) if of == id => flight.what = Use::Orphan,
+                _ => {}
+            }
+        }
+        self.drop_stalled(id);
+        for op in mine {
+            let Some(op) = self.table.ops.try_remove(op as usize) else { continue };
+            let result = Err(cause.clone());
+            self.news.push(Completion::Done { link: id, token: op.token, result });
+        }
+        for token in link.mail.abandon() {
+            let result = Err(cause.clone());
+            self.news.push(Completion::Done { link: id, token, result });
+        }
+        self.addresses.release(link.address);
+        self.news.push(Completion::LinkDown { link: id, cause });
+        self.fences_passed(id, u32::MAX);
+    }
+
+    /// Ends everything: the endpoint is closed, so that nothing touches memory any more (MR-1).
+    pub(super) fn shut_down(&mut self) {
+        if self.nic.is_none() {
+            return;
+        }
+        self.closing = true;
+        self.wait_for(|this| this.table.ops.is_empty());
+        // Farewells that came meanwhile need no answer.
+        self.poll_queue();
+        for id in self.link_ids() {
+            self.take_down(id, super::closed(), true);
+        }
+        self.wait_for(|this| !this.table.is_busy());
+        self.settle();
+        self.setups.clear();
+        let Some(nic) = self.nic.take() else { return };
+        let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
+        grave::bury(nic, slots);
+        for index in self.regions.clear() {
+            self.news.push(Completion::RegionQuiet { index });
+        }
+    }
+
+    /// Lets what peers have sent come in, and the provider's answers to it go out: some providers
+    /// don't survive being closed in the middle of that.
+    fn settle(&mut self) {
+        let mut quiet_since = Instant::now();
+        while quiet_since.elapsed() < SETTLED {
+            if self.poll_queue() | self.push_on() {
+                quiet_since = Instant::now();
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn wait_for(&mut self, done: impl Fn(&Self) -> bool) {
+        let start = Instant::now();
+        while !done(self) && start.elapsed() < LAST_WORDS {
+            self.poll_queue();
+            self.push_on();
+            std::thread::yield_now();
+        }
+    }
+}

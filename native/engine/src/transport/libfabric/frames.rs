@@ -1,0 +1,248 @@
+//! Frames and letters: what comes in receive slots, and what goes out from transmit slots.
+
+use super::{
+    doubt::BLAMELESS,
+    ending::CLEAN,
+    link::SEAL,
+    ops::{InFlight, Use, NO_REGION},
+    slots::SLOT,
+    LibfabricDomain, Slot,
+};
+use crate::{
+    domain::{Completion, DomainError, LinkId},
+    transport::nic::{
+        frame::{self, Body, Header},
+        mail::Heard,
+    },
+};
+
+impl LibfabricDomain {
+    /// A message in a receive slot: a frame of a link, or a piece of a stranger's letter.
+    pub(super) fn heard(&mut self, slot: u32, len: usize) {
+        let mut frame = std::mem::take(&mut self.frame);
+        frame.clear();
+        frame.extend_from_slice(self.rx.bytes(slot as usize, len));
+        if let Some((seal, bytes)) = frame.split_first_chunk::<SEAL>() {
+            match frame::decode(bytes) {
+                Ok((_, Body::Piece(piece))) => self.hear_piece(&piece),
+                Ok((header, _)) => self.hear_frame(*seal, &header, bytes),
+                // Whoever sent it, it was no peer: those are known by what their frames say.
+                Err(_) => {}
+            }
+        }
+        self.frame = frame;
+    }
+
+    fn hear_frame(&mut self, seal: [u8; SEAL], header: &Header, bytes: &[u8]) {
+        let (id, now) = (header.link, self.now);
+        let [s @ .., n0, n1, n2, n3] = seal;
+        let (seal, number) = (u64::from_le_bytes(s), u32::from_le_bytes([n0, n1, n2, n3]));
+        let Some(link) = self.link(id).filter(|l| l.seal_in == seal) else { return };
+        link.heard_at = now;
+        match link.seen.is_new(number) {
+            Some(true) => {}
+            Some(false) => return,
+            None => {
+                let why = "a frame that came too late to tell whether it is new";
+                return self.take_down(id, DomainError::LinkDown(why.into()), true);
+            }
+        }
+        link.mail.slot_freed();
+        let first = !std::mem::replace(&mut link.confirmed, true);
+        let heard = link.mail.hear(bytes);
+        if first {
+            self.report_up(id);
+        }
+        match heard {
+            Ok(Heard::Nothing) => {}
+            Ok(Heard::Ask { key, offset, len }) => {
+                let verdict = self.regions.verdict(key, offset, len);
+                let why = verdict.err().unwrap_or(DomainError::Refused(BLAMELESS.into()));
+                if let Some(link) = self.link(id) {
+                    link.mail.answer(&why);
+                }
+            }
+            Ok(Heard::Verdict(verdict)) => self.judged(id, verdict),
+            Ok(Heard::Fence(number)) => self.fence_asked(id, number),
+            Ok(Heard::Fenced(number)) => {
+                let Some(link) = self.link(id) else { return };
+                let fences = &mut link.fences;
+                if number != fences.sent || fences.done == number {
+                    return;
+                }
+                fences.done = number;
+                let (losses, peer) = (fences.losses, link.peer.id());
+                self.regions.vouched_for(peer, losses);
+                self.send_fence(id);
+                self.fences_passed(id, number);
+            }
+            Ok(Heard::Bye(reason)) => {
+                let (clean, reason) = match reason.strip_prefix(CLEAN) {
+                    Some(rest) => (true, rest.to_owned()),
+                    None => (false, reason),
+                };
+                self.remove_link(id, DomainError::LinkDown(reason), clean);
+            }
+            Err(e) => self.take_down(id, e, true),
+        }
+        self.report_messages(id);
+        self.pump(id);
+    }
+
+    /// What became of messages of ours.
+    fn report_messages(&mut self, id: LinkId) {
+        let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return };
+        let done = link.mail.finished();
+        self.news.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
+    }
+
+    /// Sends what waits: frames, letters, pieces, receive slots.
+    pub(super) fn push_on(&mut self) -> bool {
+        let mut moved = false;
+        if !self.unposted.is_empty() {
+            if let Err(e) = self.post_receives() {
+                tracing::error!(nic = %self.offer.domain, error = %e, "receive slots can't be posted");
+            }
+        }
+        for i in 0..self.links.capacity() {
+            let Some(Slot::Up(link)) = self.links.get(i) else { continue };
+            if !link.pending.is_empty() || link.mail.has_frame() {
+                let id = link.id;
+                moved |= self.pump(id);
+            }
+        }
+        if !self.outbox.is_empty() {
+            moved |= self.send_letters();
+        }
+        if !self.stalled.is_empty() {
+            moved |= self.push_stalled();
+        }
+        moved
+    }
+
+    /// Gives free receive slots to the library.
+    pub(super) fn post_receives(&mut self) -> Result<(), DomainError> {
+        let Some(nic) = &self.nic else { return Ok(()) };
+        while let Some(slot) = self.unposted.pop() {
+            let (addr, desc) = (self.rx.addr(slot as usize), self.rx.desc());
+            let context = self.table.contexts.at(slot);
+            // SAFETY: the slot is ours until it is posted, and nobody reads it until its completion.
+            let posted = unsafe { nic.receive(addr, SLOT, desc, context) };
+            if !matches!(posted, Ok(true)) {
+                self.unposted.push(slot);
+                return posted.map(drop);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a link's frames as far as slots and the provider allow.
+    pub(super) fn pump(&mut self, id: LinkId) -> bool {
+        let mut moved = false;
+        loop {
+            let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return moved };
+            if link.id != id || !link.confirmed {
+                return moved;
+            }
+            let (context, len) = match link.pending.pop_front() {
+                Some(frame) => frame,
+                None => {
+                    if !link.mail.has_frame() {
+                        return moved;
+                    }
+                    let Some(context) = self.table.take_slot() else { return moved };
+                    let slot = self.tx.fill(self.table.slot_of(context));
+                    slot[..8].copy_from_slice(&link.terms.seal.to_le_bytes());
+                    slot[8..SEAL].copy_from_slice(&link.next_frame.to_le_bytes());
+                    match link.mail.next_frame(&mut slot[SEAL..]) {
+                        Some(n) => {
+                            link.next_frame = link.next_frame.wrapping_add(1);
+                            (context, SEAL + n)
+                        }
+                        None => {
+                            self.table.give_back(context);
+                            return moved;
+                        }
+                    }
+                }
+            };
+            let address = link.address;
+            match self.send_slot(context, len, address, Use::Frame(id)) {
+                Ok(true) => moved = true,
+                Ok(false) => {
+                    if let Some(link) = self.link(id) {
+                        link.pending.push_front((context, len));
+                    }
+                    return moved;
+                }
+                Err(e) => {
+                    self.take_down(id, DomainError::LinkDown(e.to_string()), false);
+                    return true;
+                }
+            }
+            let now = self.now;
+            if let Some(link) = self.link(id) {
+                link.spoke_at = now;
+            }
+        }
+    }
+
+    /// Posts a filled transmit slot. Where that fails for good, the slot is free again.
+    fn send_slot(
+        &mut self,
+        context: u32,
+        len: usize,
+        address: usize,
+        what: Use,
+    ) -> Result<bool, DomainError> {
+        let nic = self.nic.as_ref().ok_or_else(super::closed)?;
+        let bytes = self.tx.addr(self.table.slot_of(context));
+        let (desc, scratch) = (self.tx.desc(), self.table.contexts.at(context));
+        // SAFETY: the slot is this context's until it lands.
+        let sent = unsafe { nic.send(self.addresses.addr(address), bytes, len, desc, scratch) };
+        match sent {
+            Ok(true) => {
+                let flight = InFlight { what, region: NO_REGION, address, len: len as u32 };
+                self.table.launch(context, flight);
+            }
+            Ok(false) => {}
+            Err(_) => self.table.give_back(context),
+        }
+        sent
+    }
+
+    /// Sends pieces of letters; the provider may still be connecting.
+    pub(super) fn send_letters(&mut self) -> bool {
+        let mut moved = false;
+        // Each once: one address that doesn't answer must not hold up the others.
+        for _ in 0..self.outbox.len() {
+            let Some((address, piece)) = self.outbox.pop_front() else { break };
+            let Some(context) = self.table.take_slot() else {
+                self.outbox.push_front((address, piece));
+                break;
+            };
+            let slot = self.tx.fill(self.table.slot_of(context));
+            slot[..SEAL].fill(0);
+            slot[SEAL..SEAL + piece.len()].copy_from_slice(&piece);
+            match self.send_slot(context, SEAL + piece.len(), address, Use::Letter) {
+                Ok(true) => {
+                    moved = true;
+                    self.addresses.release(address);
+                }
+                Ok(false) => {
+                    self.table.give_back(context);
+                    // If nobody waits for an answer any more, it is not worth sending.
+                    match self.has_setup(address) {
+                        true => self.outbox.push_back((address, piece)),
+                        false => self.addresses.release(address),
+                    }
+                }
+                Err(e) => {
+                    self.undelivered(address, &e.to_string());
+                    self.addresses.release(address);
+                }
+            }
+        }
+        moved
+    }
+}
