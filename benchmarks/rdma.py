@@ -129,7 +129,7 @@ class Engine:
             kind = {"kind": "pages", "pages": pages}
             warm, all_of_it, region = 1, 2, pages * case.bytes
         requests = [
-            # The receiver sleeps, as perftest's does: a spinning one would take a CPU from soft-RoCE.
+            # The receiver sleeps, as perftest's does: spinning would take a CPU from soft-RoCE.
             json.dumps({**kind, "bytes": case.bytes, "operations": operations, "notice": "wait"})
             for operations in (warm, all_of_it)
         ]

@@ -47,6 +47,8 @@ def _all(nics: Sequence[str], provider: str | None, budget: float) -> Iterator[F
 
 def links(found: Survey, provider: str | None = None) -> list[Link]:
     """The ends that an engine on this host could use."""
-    verbs = [Link("verbs", p.device) for p in found.ports if p.chosen and found.verbs.found]
+    # Also those that an engine would leave to others: they should work.
+    usable = [p for p in found.ports if p.state == "ACTIVE" and any(g.chosen for g in p.gids)]
+    verbs = [Link("verbs", p.device) for p in usable if found.verbs.found]
     fabric = [Link("libfabric", o.domain, provider) for o in found.offers if o.chosen]
     return [Link("shm"), Link("tcp"), *verbs, *fabric]

@@ -81,7 +81,7 @@ def test_only_what_would_be_used_is_tried() -> None:
     offers = tuple(
         Offer("efa", "efa", name, None, rdma=True, chosen=name == "a", why="") for name in "ab"
     )
-    survey = found(port(), port(chosen=False), offers=offers)
+    survey = found(port(), port(chosen=False, gids=(BAD,)), offers=offers)
     assert [e.label for e in links(survey)] == ["shm", "tcp", "verbs mlx5_0", "libfabric a"]
 
 

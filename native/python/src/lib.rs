@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod logging;
 mod plan;
+mod survey;
 mod topology;
 
 #[pymodule]
@@ -14,6 +15,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     logging::install();
     plan::register(m)?;
+    survey::register(m)?;
     topology::register(m)?;
     engine::register(m)
 }

@@ -11,5 +11,5 @@ mod routine;
 pub(crate) use alloc::populate;
 pub use alloc::Allocation;
 pub use copy::Copier;
-pub(crate) use region::{RegionBook, HIDDEN};
 pub use region::{Backing, Keep, RegionMemory};
+pub(crate) use region::{RegionBook, HIDDEN};

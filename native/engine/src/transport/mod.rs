@@ -11,8 +11,8 @@ pub mod verbs;
 pub(crate) mod handshake;
 mod listener;
 pub(crate) mod nic;
-pub(crate) mod staged;
 pub(crate) mod nics;
+pub(crate) mod staged;
 
 use std::sync::{Arc, OnceLock, Weak};
 

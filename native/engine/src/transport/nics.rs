@@ -7,43 +7,23 @@ use rustix::thread::{sched_getaffinity, sched_setaffinity, CpuSet};
 use crate::{
     api::{NicConfig, MAX_RAILS},
     domain::DomainError,
-    topology::{cpus_near, matches_glob, pairing_for, Location, PciAddress, Rules, Topology},
+    topology::{cpus_near, pairing_for, Location, PciAddress, Rules, Topology},
 };
 
 const SYSFS: &str = "/sys";
 
-/// The rails, in order, of the devices that a transport can open: those that the user named, or
-/// those nearest to the memory that the engine serves.
-pub(crate) fn choose(usable: &[String], config: &NicConfig) -> Result<Vec<String>, DomainError> {
+/// The rails, in order, of the devices that a transport can open: those nearest to the memory that
+/// the engine serves, for engines whose user has named none.
+pub(crate) fn nearest(usable: &[String], config: &NicConfig) -> Result<Vec<String>, DomainError> {
+    let topology = Topology::read(Path::new(SYSFS)).map_err(DomainError::Unavailable)?;
+    let location = match &config.gpu {
+        Some(gpu) => Location::Gpu(gpu_address(&topology, gpu)?),
+        None => Location::Host,
+    };
+    let rules = Rules::parse(config.rules.as_deref().unwrap_or_default())
+        .map_err(DomainError::Unavailable)?;
     let most = config.max_rails.clamp(1, MAX_RAILS);
-    if config.names.is_empty() {
-        let topology = Topology::read(Path::new(SYSFS)).map_err(DomainError::Unavailable)?;
-        let location = match &config.gpu {
-            Some(gpu) => Location::Gpu(gpu_address(&topology, gpu)?),
-            None => Location::Host,
-        };
-        let rules = Rules::parse(config.rules.as_deref().unwrap_or_default())
-            .map_err(DomainError::Unavailable)?;
-        let chosen = pairing_for(&topology, location, usable, most, &rules);
-        return chosen.map_err(DomainError::Unavailable);
-    }
-    let mut chosen: Vec<String> = Vec::new();
-    for name in &config.names {
-        let found: Vec<_> = usable.iter().filter(|d| matches_glob(name, d)).collect();
-        if found.is_empty() {
-            return Err(DomainError::Unavailable(format!(
-                "no usable device matches {name:?}; there are: {}",
-                if usable.is_empty() { "none".to_owned() } else { usable.join(", ") }
-            )));
-        }
-        for device in found {
-            if !chosen.contains(device) {
-                chosen.push(device.clone());
-            }
-        }
-    }
-    chosen.truncate(most);
-    Ok(chosen)
+    pairing_for(&topology, location, usable, most, &rules).map_err(DomainError::Unavailable)
 }
 
 fn gpu_address(topology: &Topology, gpu: &str) -> Result<PciAddress, DomainError> {
@@ -99,21 +79,12 @@ impl Drop for Near {
 mod tests {
     use super::*;
 
-    fn named(names: &[&str]) -> NicConfig {
-        NicConfig { names: names.iter().map(|n| n.to_string()).collect(), ..Default::default() }
-    }
-
     #[test]
-    fn names_keep_their_order_and_must_match() {
-        let there = ["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"].map(String::from);
-        assert_eq!(
-            choose(&there, &named(&["rxe0", "mlx5_1*"])).unwrap(),
-            ["rxe0", "mlx5_1", "mlx5_10"]
-        );
-        let two = NicConfig { max_rails: 2, ..named(&["*"]) };
-        assert_eq!(choose(&there, &two).unwrap(), ["mlx5_0", "mlx5_1"]);
-        let error = choose(&there, &named(&["bnxt*"])).unwrap_err().to_string();
-        assert!(error.contains("\"bnxt*\"") && error.contains("mlx5_0, mlx5_1"), "{error}");
+    fn a_gpu_that_is_not_there_is_named() {
+        let gpu = Some("0000:ff:1f.7".to_owned());
+        let config = NicConfig { gpu, ..Default::default() };
+        let error = nearest(&["mlx5_0".into()], &config).unwrap_err().to_string();
+        assert!(error.contains("there is no GPU \"0000:ff:1f.7\" here"), "{error}");
     }
 
     #[test]

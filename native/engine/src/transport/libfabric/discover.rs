@@ -8,7 +8,7 @@ use crate::{
     api::{EngineConfig, NicConfig, MAX_RAILS},
     domain::DomainError,
     topology::matches_glob,
-    transport::nics::choose as choose_nics,
+    transport::nics::nearest,
 };
 
 /// What is driven if nobody says otherwise: the others are no better than the engine's own tcp and
@@ -116,7 +116,7 @@ fn by_topology(
         return Ok(None);
     }
     let devices: Vec<String> = domains.iter().map(|d| device_of(d).to_owned()).collect();
-    let chosen = choose_nics(&devices, nics)?;
+    let chosen = nearest(&devices, nics)?;
     let of = |device: &String| domains.iter().find(|d| device_of(d) == device);
     Ok(Some(chosen.iter().filter_map(of).map(|d| (*d).to_owned()).collect()))
 }

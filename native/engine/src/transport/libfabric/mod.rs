@@ -46,6 +46,7 @@ use crate::{
     transport::{
         handshake::Credentials,
         nic::{frame::Exchange, mail, pieces::Pieces},
+        nics::Near,
     },
 };
 use addresses::Addresses;
@@ -144,6 +145,9 @@ pub(crate) fn open(
     let api = library::get()?;
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let chosen = discover::choose(&api, &config.nics, secret)?;
+    // Queues are allocated where they are used from.
+    let devices: Vec<String> = chosen.iter().map(|i| i.offer.domain.clone()).collect();
+    let _near = Near::devices(&devices);
     let mut domains: Vec<Box<dyn Domain>> = Vec::new();
     for (rail, info) in chosen.into_iter().enumerate() {
         let name = format!("{} ({})", info.offer.domain, info.offer.provider);

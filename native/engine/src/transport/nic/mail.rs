@@ -63,7 +63,11 @@ pub(crate) enum Heard {
     /// The mail has dealt with it.
     Nothing,
     /// Why did our NIC refuse this access? Answer with [`Mail::answer`].
-    Ask { key: RegionKey, offset: u64, len: u64 },
+    Ask {
+        key: RegionKey,
+        offset: u64,
+        len: u64,
+    },
     /// The peer's answer to [`Mail::ask`].
     Verdict(DomainError),
     /// The peer has dropped the link.

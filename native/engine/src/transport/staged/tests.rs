@@ -31,7 +31,7 @@ struct End<D> {
     link: Option<LinkId>,
     done: HashMap<u32, Result<(), DomainError>>,
     counts: HashMap<u32, u32>,
-    down: bool,
+    down: Option<DomainError>,
 }
 
 impl<D: Whispers> End<D> {
@@ -41,7 +41,7 @@ impl<D: Whispers> End<D> {
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };
         domain.announce(&address);
-        let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), false);
+        let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), None);
         Self { domain, address, link, done, counts, down }
     }
 
@@ -52,7 +52,7 @@ impl<D: Whispers> End<D> {
         for c in out {
             match c {
                 Completion::Done { token, result, .. } => {
-                    assert!(!self.down, "a completion after the link is down");
+                    assert!(self.down.is_none(), "a completion after the link is down");
                     assert!(self.done.insert(token.slot, result).is_none(), "completed twice");
                 }
                 Completion::Count(count) => {
@@ -60,7 +60,7 @@ impl<D: Whispers> End<D> {
                     at_count(count);
                 }
                 Completion::LinkUp { link, .. } => self.link = Some(link),
-                Completion::LinkDown { .. } => self.down = true,
+                Completion::LinkDown { cause, .. } => self.down = Some(cause),
                 _ => {}
             }
         }
@@ -283,7 +283,7 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
         }
         b.domain.close();
         let start = std::time::Instant::now();
-        while !a.down {
+        while a.down.is_none() {
             assert!(start.elapsed().as_secs() < 5, "the loss is not noticed");
             a.poll(&mut |_| {});
         }
@@ -301,19 +301,22 @@ fn a_peer_that_breaks_the_rules_loses_its_link() {
         Frame::Move { slot, chunk: 1, pages, inward: true, count: None }
     }
     type Say = Box<dyn Fn(RegionKey) -> Vec<Vec<u8>>>;
-    let bad: Vec<Say> = vec![
-        Box::new(|_| vec![b"nonsense".to_vec()]),
-        Box::new(|key| vec![ask(0, key).encode()]),
-        Box::new(|key| vec![Frame::Open.encode(), ask(SLOTS, key).encode()]),
-        Box::new(|_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()]),
-        Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()]),
-        Box::new(|key| {
-            let twice = ask(0, key).encode();
-            // The slot is taken, and the answer to the first was never waited for.
-            vec![Frame::Open.encode(), twice.clone(), twice]
-        }),
+    let bad: Vec<(&str, Say)> = vec![
+        ("decode", Box::new(|_| vec![b"nonsense".to_vec()])),
+        ("slot that isn't its own", Box::new(|key| vec![ask(0, key).encode()])),
+        (
+            "slot that isn't its own",
+            Box::new(|key| vec![Frame::Open.encode(), ask(SLOTS, key).encode()]),
+        ),
+        (
+            "nobody asked for",
+            Box::new(
+                |_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()],
+            ),
+        ),
+        ("never asked", Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()])),
     ];
-    for say in bad {
+    for (cause, say) in bad {
         let (mut a, mut b) = pair(tcp);
         let theirs = vec![0u8; 64];
         let key = b.register(0, &theirs);
@@ -321,7 +324,9 @@ fn a_peer_that_breaks_the_rules_loses_its_link() {
             let link = a.link.unwrap();
             a.domain.inner.whisper(link, frame);
         }
-        drive(&mut a, &mut b, "the end of the link", |a, b| a.down && b.down);
+        drive(&mut a, &mut b, "the end of the link", |a, b| a.down.is_some() && b.down.is_some());
+        let said = b.down.as_ref().unwrap().to_string();
+        assert!(said.contains(cause), "{said}");
         assert!(b.domain.sides.is_empty() && b.domain.landings.is_empty());
     }
 }

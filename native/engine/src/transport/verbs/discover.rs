@@ -9,7 +9,9 @@ use std::{
 };
 
 use super::place::{gid_words, is_ipv4, Fabric};
-use crate::{api::NicConfig, domain::DomainError, topology::matches_glob, transport::nics::choose};
+use crate::{
+    api::NicConfig, domain::DomainError, topology::matches_glob, transport::nics::nearest,
+};
 
 /// One entry of a port's GID table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +55,17 @@ pub(super) struct Chosen {
     pub netdev: Option<String>,
 }
 
+/// The library that was opened, or why none can be.
+pub fn version() -> Result<String, String> {
+    fabric_sys::ibverbs::Ibverbs::get().map_err(|e| e.to_string())?;
+    // It doesn't tell its version, but its file's name does.
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.split_ascii_whitespace().nth(5));
+    let file = paths.filter_map(|path| Path::new(path).file_name()?.to_str());
+    let name = file.into_iter().find(|name| name.starts_with("libibverbs.so"));
+    Ok(name.unwrap_or("libibverbs").to_owned())
+}
+
 /// Every device, port and GID of this machine, chosen or not, and why.
 pub fn discover(config: &NicConfig) -> Vec<DeviceReport> {
     machine(config).0
@@ -60,7 +73,7 @@ pub fn discover(config: &NicConfig) -> Vec<DeviceReport> {
 
 /// What [`discover`] reports, and the ports to be driven in the order of the rails.
 pub(super) fn machine(config: &NicConfig) -> (Vec<DeviceReport>, Vec<Chosen>) {
-    survey(Path::new("/sys/class/infiniband"), config, &|usable| choose(usable, config))
+    survey(Path::new("/sys/class/infiniband"), config, &|usable| nearest(usable, config))
 }
 
 /// Names in order of preference, where the user names none.

@@ -33,7 +33,7 @@ use std::{
     time::Duration,
 };
 
-pub use discover::{discover, DeviceReport, GidReport};
+pub use discover::{discover, version, DeviceReport, GidReport};
 pub(crate) use open::open;
 use slab::Slab;
 use smallvec::smallvec;

@@ -21,7 +21,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId},
     domain::{Domain, DomainError},
     time::Time,
-    transport::handshake::Credentials,
+    transport::{handshake::Credentials, nics::Near},
 };
 
 /// The domains of this kind, one for each NIC.
@@ -49,6 +49,9 @@ pub(crate) fn open(
             std::net::IpAddr::V6(v6) => v6.octets(),
         })
         .collect();
+    // Queues are allocated where they are used from.
+    let devices: Vec<String> = chosen.iter().map(|c| c.device.clone()).collect();
+    let _near = Near::devices(&devices);
     let mut rails: Vec<Box<dyn Domain>> = Vec::new();
     let mut refused = Vec::new();
     for port in chosen {
