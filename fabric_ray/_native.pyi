@@ -647,9 +647,7 @@ class Engine:
                 dropped.
             max_nbytes: bytes of the longest message.
         """
-    def watch(
-        self, callback: Callable[[int, int], object], device: int | None = None
-    ) -> Watcher:
+    def watch(self, callback: Callable[[int, int], object], device: int | None = None) -> Watcher:
         """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has changed.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated
 
 import msgspec
@@ -33,6 +34,8 @@ def doctor(
 
     Exits with 0 if everything that is there works, else with 1.
     """
+    # What went wrong is in the findings.
+    logging.getLogger("fabric_ray.native").setLevel(logging.ERROR)
     names = [n.strip() for n in nics.split(",") if n.strip()]
     console = Console(stderr=as_json)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()

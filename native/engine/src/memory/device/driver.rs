@@ -262,7 +262,6 @@ impl Driver {
 
     /// Waits until what NICs have written to a device is visible to it (IC-2 where writes from PCIe
     /// may linger).
-    #[allow(dead_code)] // For the NIC transports, where a NIC writes to GPU memory by itself.
     pub fn flush_rdma_writes(&'static self, ordinal: i32) -> Result<(), DomainError> {
         let Some(flush) = self.table.flush_rdma_writes else { return Ok(()) };
         let _current = self.enter(ordinal)?;

@@ -103,7 +103,11 @@ impl LibfabricDomain {
     fn check(&mut self, id: LinkId, work: &Work) -> Result<(), DomainError> {
         let (Work::Write { data, .. } | Work::Read { data }) = work else { return Ok(()) };
         if self.regions.desc(data.local_region).is_none() {
-            let why = format!("local region {} is not registered any more", data.local_region);
+            let why = format!(
+                "local region {} is not registered here any more, or lies on a GPU, whose memory \
+                 libfabric doesn't reach yet",
+                data.local_region
+            );
             return Err(DomainError::Stale(why));
         }
         let Some(link) = self.link(id) else { return Ok(()) };
@@ -118,8 +122,8 @@ impl LibfabricDomain {
                 None => {
                     let nic = link.place.label();
                     return Err(DomainError::Stale(format!(
-                        "its descriptor has no key for {nic}: it was registered before that NIC \
-                         was there, or on another engine"
+                        "its descriptor has no key for {nic}: it lies on a GPU, was registered \
+                         before that NIC was there, or on another engine"
                     )));
                 }
             }

@@ -134,6 +134,11 @@ impl LibfabricDomain {
         region: &Arc<RegionMemory>,
     ) -> Result<NicKeys, DomainError> {
         let nic = self.nic.as_ref().ok_or_else(super::closed)?;
+        if region.location.cuda().is_some() {
+            // Providers would take its address for the host's. Without a key nobody reaches it here,
+            // while other transports do.
+            return Ok(NicKeys::new());
+        }
         let mr = register(nic, &self.offer, region)?;
         let index = region.key.index as usize;
         let base = if self.virtual_addresses() { region.base as u64 } else { 0 };

@@ -201,7 +201,7 @@ impl VerbsDomain {
         }
     }
 
-    fn everything_failed(&mut self, why: &str) {
+    pub(super) fn everything_failed(&mut self, why: &str) {
         tracing::warn!(nic = %self.device.words(), why, "its links go down");
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         ids.into_iter().for_each(|id| self.fail(id, why));

@@ -80,6 +80,7 @@ impl VerbsDomain {
     /// Takes completions of all queues.
     fn drain(&mut self, out: &mut Vec<Completion>) -> bool {
         let mut moved = false;
+        let before = out.len();
         let mut wcs = [sys::Wc::default(); BATCH];
         for shelf in 0..self.shelves.len() {
             for _ in 0..BATCHES {
@@ -93,7 +94,26 @@ impl VerbsDomain {
                 }
             }
         }
+        if self.regions.has_gpus() {
+            self.flush_gpus(out, before);
+        }
         moved
+    }
+
+    /// IC-2 for GPU memory: the NIC's completion doesn't say that the GPU sees the bytes. What can't
+    /// be made visible is not counted, and the device is given up.
+    fn flush_gpus(&mut self, out: &mut Vec<Completion>, from: usize) {
+        let is_count = |c: &Completion| matches!(c, Completion::Count(_));
+        if !out[from..].iter().any(is_count) {
+            return;
+        }
+        if let Err(cause) = self.regions.flush_gpus() {
+            let keep = out.split_off(from);
+            out.extend(keep.into_iter().filter(|c| !is_count(c)));
+            let why = format!("GPU memory can't be flushed: {cause}");
+            self.dead = Some(DomainError::Unavailable(why.clone()));
+            self.everything_failed(&why);
+        }
     }
 
     fn hear_datagrams(&mut self) -> bool {

@@ -5,6 +5,8 @@ use std::{
     sync::Arc,
 };
 
+use smallvec::SmallVec;
+
 use super::{
     device::Device,
     memory::{Mr, PEERS},
@@ -14,7 +16,7 @@ use super::{
 use crate::{
     api::RailKey,
     domain::{DomainError, NicKeys, Quiet},
-    memory::{RegionBook, RegionMemory, HIDDEN},
+    memory::{device::Driver, RegionBook, RegionMemory, HIDDEN},
 };
 
 struct Registered {
@@ -29,6 +31,8 @@ pub(super) struct Regions {
     by_index: Vec<Option<Registered>>,
     /// Those of transports' own, whose indices begin elsewhere.
     hidden: Vec<Option<Registered>>,
+    /// GPUs that hold registered memory, and how many regions of it.
+    gpus: SmallVec<[(i32, usize); 1]>,
     /// The same, for the questions of peers whose access was refused.
     pub book: RegionBook,
 }
@@ -65,6 +69,12 @@ impl Regions {
             slots.resize_with(i + 1, || None);
         }
         slots[i] = Some(Registered { region: Arc::clone(region), parts, part });
+        if let Some(range) = region.location.cuda() {
+            match self.gpus.iter_mut().find(|(device, _)| *device == range.device) {
+                Some((_, regions)) => *regions += 1,
+                None => self.gpus.push((range.device, 1)),
+            }
+        }
         self.book.insert(region);
         Ok(keys)
     }
@@ -93,8 +103,26 @@ impl Regions {
                 return Quiet::Later;
             }
         }
+        let location = r.region.location.clone();
         *slot = None;
+        if let Some(range) = location.cuda() {
+            for (_, regions) in self.gpus.iter_mut().filter(|(device, _)| *device == range.device) {
+                *regions -= 1;
+            }
+            self.gpus.retain(|(_, regions)| *regions > 0);
+        }
         Quiet::Now
+    }
+
+    #[inline]
+    pub fn has_gpus(&self) -> bool {
+        !self.gpus.is_empty()
+    }
+
+    /// Waits until what NICs have written to GPU memory is visible to the GPUs.
+    pub fn flush_gpus(&self) -> Result<(), DomainError> {
+        let Some(driver) = Driver::in_use() else { return Ok(()) };
+        self.gpus.iter().try_for_each(|(device, _)| driver.flush_rdma_writes(*device))
     }
 
     /// The local key for `addr` in a registration, and how many bytes it is good for.
