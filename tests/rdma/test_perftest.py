@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rdma import CASES, KIB, Case, Figure, Perftest, Row, measure
+from benchmarks.rdma import CASES, KIB, Case, Engine, Figure, Perftest, Row, measure
 
 TABLE = """
  #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
@@ -26,6 +26,26 @@ def test_output_without_a_figure_is_shown() -> None:
 def test_a_figure_of_nothing_is_none() -> None:
     with pytest.raises(ValueError, match="0 MB/s"):
         Perftest().figure("1024 1000 0.00 0.00 0.000000\n", Case(KIB, 1000))
+
+
+REPLIES = """{"seconds":[0.5],"transport":"verbs"}
+{"seconds":[0.002],"transport":"verbs"}
+"""
+
+
+def test_ours_is_the_last_reply_the_first_only_warms_up() -> None:
+    large = Engine().figure(REPLIES, Case(64 * KIB, 1000))
+    assert large == Figure(bytes_per_second=64 * KIB / 0.002, messages_per_second=500.0)
+    pages = Engine().figure(REPLIES, Case(KIB, 1000))
+    assert pages == Figure(bytes_per_second=500 * KIB / 0.002, messages_per_second=250_000.0)
+
+
+@pytest.mark.parametrize(
+    "output", [REPLIES.replace("verbs", "tcp"), REPLIES.splitlines()[0], '{"error": "no NIC"}\n']
+)
+def test_ours_without_a_figure_over_verbs_is_shown(output: str) -> None:
+    with pytest.raises(ValueError, match="printed no figure"):
+        Engine().figure(output, Case(64 * KIB, 1000))
 
 
 def test_contenders_are_compared_turn_by_turn() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 
 from benchmarks.contenders import fabric_weights
 from benchmarks.contenders.fabric import FabricPython, FabricRust
+from benchmarks.contenders.fabric_nics import FabricLibfabric
 from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
 from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
 from benchmarks.contenders.ucx import UcxPut
 from benchmarks.harness import data, stats
 from benchmarks.harness.cases import KIB, MIB, Case, size
+from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.harness.table import floor, ours
 from benchmarks.suites.registry import SUITES
@@ -94,7 +98,7 @@ def test_figures_come_in_the_case_s_unit() -> None:
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_one_of_ours_is_in_every_case_and_every_case_has_a_name_of_its_own(quick: bool) -> None:
     cases = [case for suite in SUITES.values() for case in suite(quick)]
-    mine = (FabricRust("rust"), FabricPython("python"), WeightPush())
+    mine = (FabricRust("rust"), FabricPython("python"), WeightPush(), FabricLibfabric())
     assert [case.key for case in cases if not any(one.supports(case) for one in mine)] == []
     assert len({case.key for case in cases}) == len(cases)
 
@@ -144,3 +148,63 @@ def test_figures_of_programs_are_read_from_their_own_columns(
 def test_output_without_a_figure_is_refused(contender: ProgramContender, output: str) -> None:
     with pytest.raises((ValueError, IndexError)):
         contender.seconds(output, WRITE)
+
+
+WINDOW = Case(suite="nics", operation="window", link="tcp", bytes=MIB, region=64 * MIB)
+HELP = {"1.17": "-B <src_port>", "2.6": "-B <src_port>\n-O <addr>   use the provided addr"}
+
+
+class Counting(FabricRust):
+    """Remembers how much it was told to move."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(name)
+        self.seconds = seconds
+        self.efforts: set[int] = set()
+
+    def supports(self, case: Case) -> bool:
+        return True
+
+    def start(self, case: Case) -> None:
+        return
+
+    def verify(self, case: Case) -> bool:
+        return True
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        self.efforts.add(effort.operations * effort.samples)
+        return Measurement(seconds=[self.seconds])
+
+
+def test_slow_and_fast_contenders_make_equally_many_writes_of_a_window() -> None:
+    contenders = [Counting("slow", 1.0), Counting("fast", 1e-6)]
+    run_cases([WINDOW], contenders, Plan(turns=2, turn_seconds=0.1), lambda text: None)
+    assert [one.efforts for one in contenders] == [{WINDOW.operations}] * 2
+    assert WINDOW.operations % 64 == 0
+
+
+@pytest.mark.parametrize("version", HELP)
+def test_fabtests_stand_beside_writes_to_the_memory_that_they_use(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "fi_rma_bw"
+    program.write_text(f"#!/bin/sh\necho '{HELP[version]}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("FABTESTS", str(tmp_path))
+    hot = msgspec.structs.replace(WINDOW, temperature="hot")
+    peer = FabTests()
+    assert peer.available() is None
+    assert (peer.supports(hot), peer.supports(WINDOW)) == (version == "1.17", version == "2.6")
+    assert peer.client(WINDOW, 7, 640)[:3] == [str(program), "-p", "tcp"]
+
+
+def test_a_folder_without_fabtests_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FABTESTS", str(tmp_path))
+    assert FabTests().available() == "fi_rma_bw is not installed"
+
+
+def test_fabtests_use_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FABRIC_RAY_LIBFABRIC", "/opt/libfabric/lib/libfabric.so.1")
+    assert FabTests().environment(WINDOW) == {"LD_LIBRARY_PATH": "/opt/libfabric/lib"}
+    monkeypatch.delenv("FABRIC_RAY_LIBFABRIC")
+    assert FabTests().environment(WINDOW) == {}

@@ -404,6 +404,7 @@ impl Engine {
 
     /// Writes a part of `src` to each of several peers: parts are `(dst, dst_offset, src_offset,
     /// nbytes)`. With `imm`, each receiver's counter counts 1.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
     #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None, rail=None))]
     fn scatter(
         &self,
