@@ -65,7 +65,10 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class RailLost(PeerError, ConnectionError):
-    """One of several NICs failed while it carried the transfer; others still reach the peer."""
+    """One of several NICs failed while it carried the transfer; others still reach the peer.
+
+    Send again; if the transfer was counted, with a fresh counter: its count may have arrived.
+    """
 
     transport: str
 

@@ -21,7 +21,7 @@ pub enum EngineError {
 
     /// One NIC of several: the peer is still there.
     #[error(
-        "a rail of {transport} to peer {peer} was lost: {cause}; others still reach it, send again"
+        "a rail of {transport} to peer {peer} was lost: {cause}; others still reach it: send again, with a fresh counter if it was counted, for its count may have arrived"
     )]
     RailLost { peer: String, transport: String, cause: String },
 

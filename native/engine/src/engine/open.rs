@@ -51,6 +51,9 @@ impl TransferEngine {
             }
         }
         check_required(&config, &domains, &failures)?;
+        if config.require == Some(Requirement::Rdma) {
+            domains.retain(|d| d.is_rdma() || !d.kind().has_nics());
+        }
         for (kind, why) in &failures {
             match config.transports.contains(kind) {
                 true => tracing::warn!(transport = %kind, %why, "transport left out"),

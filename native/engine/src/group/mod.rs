@@ -14,7 +14,7 @@ use slab::Slab;
 
 use crate::{
     api::{EngineAddress, EngineId},
-    domain::{Completion, Count, Domain, DomainError, LinkId, Token, WorkRequest},
+    domain::{Completion, Count, Domain, DomainError, LinkId, Token},
     engine::HandleRef,
     time::Time,
     EngineError,
@@ -113,7 +113,7 @@ impl Group {
         if route.state == State::Up && route.backlog.is_empty() {
             match post_slices(key, transfer, &mut op, route, rails) {
                 Posted::All => return,
-                Posted::Failed(rail, e) => return self.fail(now, key, peer, (&*rails[rail], e)),
+                Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
                 Posted::Part => {}
             }
         }
@@ -129,6 +129,10 @@ impl Group {
     pub fn seal(&mut self, now: Time, key: TransferKey, timeout: std::time::Duration) -> Submitted {
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.sealed = true;
+        if transfer.error.is_some() && transfer.waiting > 0 {
+            self.purge(key);
+        }
+        let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
             let transfer = self.transfers.remove(key.slot as usize);
             return Submitted::Done(transfer.error.map_or(Ok(()), Err));
@@ -194,16 +198,20 @@ impl Group {
                 let peer = self.links.get(&(rail, link)).copied();
                 self.on_done(now, (rail, peer), token, result, rails, sink);
             }
-            Completion::Message { link, message } => {
-                if let Some(peer) = self.links.get(&(rail, link)) {
-                    sink.message(self.peers[*peer as usize].address.id, message);
-                }
-            }
+            Completion::Message { link, message } => match self.links.get(&(rail, link)) {
+                Some(peer) => sink.message(self.peers[*peer as usize].address.id, message),
+                None => tracing::error!(rail, link, "a message came by a link that is not up"),
+            },
             Completion::LinkUp { link, peer, endpoint, note } => {
                 let key = self.peer(&peer.address);
                 self.links.insert((rail, link), key);
                 let route = &mut self.peers[key as usize];
+                // What was told before may have been wrong; this is authentic.
+                route.address = peer.address;
                 route.up(Pair { rail, endpoint }, link, note, rails);
+                for pair in route.take_failed(rails) {
+                    self.returns.insert((route.miss(now, pair), key));
+                }
                 self.drain_backlog(now, key, rails, sink);
             }
             Completion::LinkDown { link, cause } => {
@@ -293,11 +301,10 @@ impl Group {
         transfer.outstanding -= 1;
         if let Err(e) = result {
             let peer = peer.unwrap_or(transfer.peer);
-            self.fail(now, key, peer, (&*rails[rail], e));
+            self.fail(now, key, peer, (rails, rail, e));
         }
         let transfer = &mut self.transfers[key.slot as usize];
-        if let Some((peer, count)) = transfer.confirmed(token.part) {
-            let op = BoundOp::new(peer, WorkRequest::Count(count));
+        if let Some(op) = transfer.confirmed(token.part) {
             self.push(now, key, op, rails, sink);
         }
         self.settle(key, sink);
@@ -310,10 +317,10 @@ impl Group {
         now: Time,
         key: TransferKey,
         peer: PeerKey,
-        (rail, e): (&dyn Domain, DomainError),
+        (rails, rail, e): (&Rails, usize, DomainError),
     ) {
         let transfer = &mut self.transfers[key.slot as usize];
-        let error = self.peers[peer as usize].blame(rail, transfer.name, e);
+        let error = self.peers[peer as usize].blame(rails, rail, transfer.name, e);
         if matches!(error, EngineError::RailLost { .. }) && transfer.error.is_none() {
             let at = now.after(self.policy.peer_timeout);
             transfer.undecided = Some((peer, at));
@@ -386,7 +393,7 @@ impl Group {
                     return moved;
                 }
                 Posted::All => {}
-                Posted::Failed(rail, e) => self.fail(now, key, peer, (&*rails[rail], e)),
+                Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
             }
             moved = true;
             self.transfers[key.slot as usize].waiting -= 1;
@@ -450,7 +457,7 @@ impl Group {
             }
             if route.active().is_empty() {
                 let cause = DomainError::LinkDown(cause.to_string());
-                let error = route.blame(&*rails[rail], "link", cause);
+                let error = route.blame(rails, rail, "link", cause);
                 self.lose(peer, error, sink);
             } else if ours && route.misses(pair, rails) {
                 let device = rails[rail].device();

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::{slices::BoundOp, transfer::TransferKey, Policy, Rails};
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{Domain, DomainError, LinkId},
+    domain::{DomainError, LinkId},
     time::Time,
     EngineError,
 };
@@ -79,6 +79,8 @@ pub(super) struct Route {
     trying: SmallVec<[(Pair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
     missing: SmallVec<[Missing; 1]>,
+    /// Pairs that failed before any other was up.
+    failed: SmallVec<[Pair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
     /// What says more than that nobody answered: somebody else did, or refused, or a limit of this
     /// process is in the way.
@@ -98,6 +100,7 @@ impl Route {
             trying: SmallVec::new(),
             untried: VecDeque::new(),
             missing: SmallVec::new(),
+            failed: SmallVec::new(),
             reasons: Vec::new(),
             telling: None,
             lost: None,
@@ -128,6 +131,7 @@ impl Route {
         self.reasons.clear();
         self.untried.clear();
         self.missing.clear();
+        self.failed.clear();
         self.telling = None;
         for kind in kinds(rails) {
             match self.unfit(kind, rails, policy) {
@@ -209,6 +213,9 @@ impl Route {
             self.reasons.remove(0);
         }
         self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
+        if self.state == State::Connecting {
+            self.failed.push(pair);
+        }
         let telling = match &cause {
             DomainError::Stale(_) | DomainError::Handshake(_) => true,
             DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
@@ -250,6 +257,13 @@ impl Route {
             && self.links.iter().all(|l| l.pair != pair)
     }
 
+    /// The pairs that failed before another of their transport was up: to be tried again.
+    pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[Pair; 1]> {
+        let mut failed = std::mem::take(&mut self.failed);
+        failed.retain(|p| self.misses(*p, rails));
+        failed
+    }
+
     /// Has a lost rail tried again after a rest that grows; returns when.
     pub fn miss(&mut self, now: Time, pair: Pair) -> Time {
         if let Some(m) = self.missing.iter_mut().find(|m| m.pair == pair) {
@@ -272,10 +286,17 @@ impl Route {
         pairs
     }
 
-    /// The engine's words for what a domain said about this peer.
-    pub fn blame(&self, rail: &dyn Domain, op: &'static str, e: DomainError) -> EngineError {
+    /// The engine's words for what a rail's domain said about this peer.
+    pub fn blame(
+        &self,
+        rails: &Rails,
+        rail: usize,
+        op: &'static str,
+        e: DomainError,
+    ) -> EngineError {
         let peer = self.address.label();
-        let last = self.active().len() < 2;
+        let last = self.active().iter().all(|l| l.pair.rail == rail);
+        let rail = &rails[rail];
         let lost = |cause: String| {
             let (transport, device) = (rail.kind().to_string(), rail.device());
             let cause = match device {

@@ -83,7 +83,17 @@ pub(super) fn post_slices(
         }
     };
     let cut = match op.cut {
-        Some(cut) => cut,
+        Some(cut) => {
+            // The links may be others by now.
+            let caps = lanes.caps();
+            if data.page_len > caps.max_bytes && data.page_len <= cut.bytes {
+                let rail = lanes.route.active()[0].pair.rail;
+                let why = "its transport changed for one that takes less at a time";
+                return Posted::Failed(rail, DomainError::LinkDown(why.into()));
+            }
+            let (bytes, pages) = (cut.bytes.min(caps.max_bytes), cut.pages.min(caps.max_pages));
+            *op.cut.insert(Cut { bytes, pages })
+        }
         None => {
             let cut = choose_cut(data, &lanes.caps(), lanes.len());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
@@ -94,7 +104,7 @@ pub(super) fn post_slices(
     };
     let cut_pages = data.page_len > cut.bytes;
     if cut_pages && op.confirm.is_none() {
-        op.confirm = Some(transfer.open_confirm(op.peer, count));
+        op.confirm = Some(transfer.open_confirm(op.peer, op.pin, count));
     }
     while op.page < data.pages {
         let slice = next_slice(data, op.page, op.byte, cut);
@@ -180,7 +190,7 @@ impl<'a> Lanes<'a> {
         .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
     }
 
-    /// Posts on the link whose turn it is, or on the next one that has room.
+    /// Posts on the link whose turn it is, or on the next one that is up and has room.
     #[inline]
     fn post(
         &mut self,
@@ -195,17 +205,28 @@ impl<'a> Lanes<'a> {
             None => self.route.turn(),
         };
         let links = self.route.active();
+        let (mut full, mut failed) = (false, None);
         for i in 0..self.len() {
             let at = first + i;
             let link = &links[if at < links.len() { at } else { at - links.len() }];
             let rail = link.pair.rail;
-            let post = self.rails[rail].post(link.id, token, wr).map_err(|e| (rail, e))?;
-            if post != Post::Full {
-                transfer.slice_posted(confirm, post == Post::Queued);
-                return Ok(post);
+            match self.rails[rail].post(link.id, token, wr) {
+                Ok(Post::Full) => full = true,
+                Ok(post) => {
+                    transfer.slice_posted(confirm, post == Post::Queued);
+                    return Ok(post);
+                }
+                // Nothing was posted: another may carry it.
+                Err(e @ (DomainError::LinkDown(_) | DomainError::Io { .. })) => {
+                    failed = Some((rail, e));
+                }
+                Err(e) => return Err((rail, e)),
             }
         }
-        Ok(Post::Full)
+        match failed.filter(|_| !full) {
+            Some(failed) => Err(failed),
+            None => Ok(Post::Full),
+        }
     }
 }
 
@@ -215,13 +236,17 @@ fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, Domain
     let kind = rails[links[0].pair.rail].kind();
     let rail = (0..rails.len()).filter(|r| rails[*r].kind() == kind).nth(pin.into());
     let at = rail.and_then(|rail| links.iter().position(|l| l.pair.rail == rail));
-    at.ok_or_else(|| {
-        let n = rails.iter().filter(|r| r.kind() == kind).count();
-        let why = match rail {
-            Some(_) => format!("rail {pin}, to which it is pinned, does not reach this peer now"),
-            None => format!("it is pinned to rail {pin}, but {kind} has {n} here"),
-        };
-        (links[0].pair.rail, DomainError::Unavailable(why))
+    at.ok_or_else(|| match rail {
+        // The others may not know yet that the peer is gone.
+        Some(rail) => {
+            let why = format!("rail {pin}, to which it is pinned, does not reach this peer now");
+            (rail, DomainError::LinkDown(why))
+        }
+        None => {
+            let n = rails.iter().filter(|r| r.kind() == kind).count();
+            let why = format!("it is pinned to rail {pin}, but {kind} has {n} here");
+            (links[0].pair.rail, DomainError::Unavailable(why))
+        }
     })
 }
 

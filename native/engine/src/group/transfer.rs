@@ -2,9 +2,9 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{PeerKey, Sink};
+use super::{slices::BoundOp, PeerKey, Sink};
 use crate::{
-    domain::{Count, Token},
+    domain::{Count, Token, WorkRequest},
     engine::{HandleRef, Region},
     time::Time,
     EngineError,
@@ -22,6 +22,8 @@ pub(crate) struct TransferKey {
 pub(super) struct Confirm {
     peer: PeerKey,
     count: Option<Count>,
+    /// The rail that the write is pinned to, and its count with it.
+    pin: Option<u8>,
     left: u32,
     posted_all: bool,
 }
@@ -90,8 +92,8 @@ impl Transfer {
         hit
     }
 
-    pub fn open_confirm(&mut self, peer: PeerKey, count: Option<Count>) -> u32 {
-        self.confirms.push(Confirm { peer, count, left: 0, posted_all: false });
+    pub fn open_confirm(&mut self, peer: PeerKey, pin: Option<u8>, count: Option<Count>) -> u32 {
+        self.confirms.push(Confirm { peer, count, pin, left: 0, posted_all: false });
         self.confirms.len() as u32 - 1
     }
 
@@ -116,13 +118,14 @@ impl Transfer {
     }
 
     /// A slice is acknowledged; returns the count that may be sent now, if any.
-    pub fn confirmed(&mut self, part: u32) -> Option<(PeerKey, Count)> {
+    pub fn confirmed(&mut self, part: u32) -> Option<BoundOp> {
         let c = &mut self.confirms[part.checked_sub(1)? as usize];
         c.left -= 1;
         if c.left > 0 || !c.posted_all || self.error.is_some() {
             return None;
         }
-        c.count.take().map(|count| (c.peer, count))
+        let (peer, pin) = (c.peer, c.pin);
+        c.count.take().map(|count| BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin))
     }
 
     pub fn token(key: TransferKey, confirm: Option<u32>) -> Token {

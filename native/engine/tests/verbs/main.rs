@@ -5,4 +5,5 @@
 mod faults;
 mod limits;
 mod peers;
+mod rails;
 mod world;

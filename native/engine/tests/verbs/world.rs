@@ -20,13 +20,19 @@ pub enum Side {
     B,
 }
 
-pub fn nic(side: Side) -> String {
+/// The devices of a side.
+pub fn nics(side: Side) -> Vec<String> {
     let variable = match side {
         Side::A => "FABRIC_TEST_NICS_A",
         Side::B => "FABRIC_TEST_NICS_B",
     };
     let names = std::env::var(variable).unwrap_or_else(|_| panic!("{variable} names a device"));
-    names.split(',').next().unwrap_or_default().to_owned()
+    names.split(',').map(str::to_owned).collect()
+}
+
+/// The first of them, which is all that most tests use.
+pub fn nic(side: Side) -> String {
+    nics(side).swap_remove(0)
 }
 
 /// The network interface of a device of the guest's: `rxe_h0r0` is `h0r0`.

@@ -167,12 +167,37 @@ impl Driver {
     }
 
     pub fn device_attribute(&self, ordinal: i32, attribute: c_int) -> Result<bool, DomainError> {
+        Ok(self.device_number(ordinal, attribute)? != 0)
+    }
+
+    fn device_number(&self, ordinal: i32, attribute: c_int) -> Result<c_int, DomainError> {
         let device = self.device(ordinal)?;
         let mut value = 0;
         // SAFETY: writes one number.
         let rc = unsafe { (self.table.device_attribute)(&mut value, attribute, device.raw) };
         self.check("cuDeviceGetAttribute", rc)?;
-        Ok(value != 0)
+        Ok(value)
+    }
+
+    /// Whether what NICs have written to a device must be flushed before it is visible there (IC-2).
+    ///
+    /// # Errors
+    /// It must, and the platform has no flush for us: NICs must not write to this device.
+    pub fn needs_flush(&self, ordinal: i32) -> Result<bool, DomainError> {
+        let ordering =
+            self.device_number(ordinal, sys::DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
+        if ordering >= sys::WRITES_ORDERING_OWNER {
+            return Ok(false);
+        }
+        let options = self
+            .device_number(ordinal, sys::DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?;
+        match self.table.flush_rdma_writes.is_some() && options & sys::FLUSH_OPTION_HOST != 0 {
+            true => Ok(true),
+            false => Err(DomainError::Unavailable(format!(
+                "GPU {ordinal} may see NICs' writes late, and its driver offers no flush: leave the \
+                 NIC transports out, and its memory is staged"
+            ))),
+        }
     }
 
     /// A dma-buf of device memory; both ends on page boundaries.
@@ -267,11 +292,7 @@ impl Driver {
         let _current = self.enter(ordinal)?;
         // SAFETY: takes two numbers; a context is current.
         let rc = unsafe { flush(sys::FLUSH_TARGET_CURRENT_CTX, sys::FLUSH_TO_OWNER) };
-        match rc {
-            // Where the platform needs no flush it offers none.
-            sys::ERROR_NOT_SUPPORTED => Ok(()),
-            rc => self.check("cuFlushGPUDirectRDMAWrites", rc),
-        }
+        self.check("cuFlushGPUDirectRDMAWrites", rc)
     }
 }
 

@@ -135,6 +135,10 @@ impl CudaRange {
     /// The segment as a dma-buf, and where `addr` lies in it.
     pub fn dmabuf(&self, addr: u64) -> std::result::Result<Dmabuf, DomainError> {
         let driver = Driver::open()?;
+        // Also for those who go on without a dma-buf, by peermem.
+        if self.kind == CudaKind::Malloc {
+            driver.sync_memops(self.device, self.base)?;
+        }
         if !driver.device_attribute(self.device, sys::DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? {
             return Err(DomainError::Unavailable(format!(
                 "the kernel driver of {} exports no dma-buf (it needs Linux 5.12 and NVIDIA's open \
@@ -143,9 +147,6 @@ impl CudaRange {
             )));
         }
         let (base, len) = self.segment();
-        if self.kind == CudaKind::Malloc {
-            driver.sync_memops(self.device, self.base)?;
-        }
         let fd = driver.dmabuf(self.device, base, len).map_err(|e| self.explained(&e))?;
         Ok(Dmabuf { fd, offset: addr - base })
     }

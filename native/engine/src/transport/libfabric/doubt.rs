@@ -86,7 +86,8 @@ impl LibfabricDomain {
             return;
         };
         let open = self.table.ops.iter().any(|(_, o)| o.link == id && o.fenced);
-        if open || self.table.has_orphans(address) {
+        let addresses = &self.addresses;
+        if open || self.table.orphans().any(|a| addresses.same(a, address)) {
             return;
         }
         if let Some(link) = self.link(id) {

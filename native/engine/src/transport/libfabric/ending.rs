@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use fabric_sys::libfabric::mr_mode;
+
 use super::{grave, ops::Use, LibfabricDomain, Slot};
 use crate::{
     domain::{Completion, DomainError, LinkId},
@@ -47,9 +49,7 @@ impl LibfabricDomain {
     }
 
     pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
-        if self.link(id).is_none() {
-            return;
-        }
+        let Some(address) = self.link(id).map(|l| l.address) else { return };
         if tell {
             let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
             let clean = if busy { "" } else { CLEAN };
@@ -59,6 +59,16 @@ impl LibfabricDomain {
             self.pump(id);
         }
         self.remove_link(id, cause, false);
+        if !tell {
+            self.cut_off(address);
+        }
+    }
+
+    /// Has the provider end what is under way to an address that nobody uses any more.
+    pub(super) fn cut_off(&mut self, address: usize) {
+        if let Some(nic) = &self.nic {
+            self.addresses.cut(address, nic, &self.table);
+        }
     }
 
     /// A link is over. `clean`: nothing of the peer's is under way any more.
@@ -97,6 +107,10 @@ impl LibfabricDomain {
             self.news.push(Completion::Done { link: id, token, result });
         }
         self.addresses.release(link.address);
+        // The results are out: what is still on its way must not land after them (MR-1).
+        if self.table.touches_memory(link.address) {
+            self.cut_off(link.address);
+        }
         self.news.push(Completion::LinkDown { link: id, cause });
         self.fences_passed(id, u32::MAX);
     }
@@ -117,6 +131,10 @@ impl LibfabricDomain {
         self.settle();
         self.setups.clear();
         let Some(nic) = self.nic.take() else { return };
+        if self.offer.mr_mode & mr_mode::ENDPOINT != 0 {
+            // Such registrations would keep the endpoint open while the memory of its slots goes.
+            self.regions.unregister();
+        }
         let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
         grave::bury(nic, slots);
         for index in self.regions.clear() {
@@ -127,13 +145,16 @@ impl LibfabricDomain {
     /// Lets what peers have sent come in, and the provider's answers to it go out: some providers
     /// don't survive being closed in the middle of that.
     fn settle(&mut self) {
-        let mut quiet_since = Instant::now();
-        while quiet_since.elapsed() < SETTLED {
+        let start = Instant::now();
+        let mut quiet_since = start;
+        while quiet_since.elapsed() < SETTLED && start.elapsed() < LAST_WORDS {
             if self.poll_queue() | self.push_on() {
                 quiet_since = Instant::now();
             }
             std::thread::yield_now();
         }
+        // What is still kept back would be about contexts that go now.
+        self.shuffle = None;
     }
 
     fn wait_for(&mut self, done: impl Fn(&Self) -> bool) {

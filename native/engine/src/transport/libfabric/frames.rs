@@ -75,6 +75,7 @@ impl LibfabricDomain {
                 self.regions.vouched_for(peer, losses);
                 self.send_fence(id);
                 self.fences_passed(id, number);
+                self.laid_to_rest();
             }
             Ok(Heard::Bye(reason)) => {
                 let (clean, reason) = match reason.strip_prefix(CLEAN) {
@@ -150,6 +151,9 @@ impl LibfabricDomain {
                     if !link.mail.has_frame() {
                         return moved;
                     }
+                    if link.frames >= self.table.slot_share() {
+                        return moved;
+                    }
                     let Some(context) = self.table.take_slot() else { return moved };
                     let slot = self.tx.fill(self.table.slot_of(context));
                     slot[..8].copy_from_slice(&link.terms.seal.to_le_bytes());
@@ -157,6 +161,7 @@ impl LibfabricDomain {
                     match link.mail.next_frame(&mut slot[SEAL..]) {
                         Some(n) => {
                             link.next_frame = link.next_frame.wrapping_add(1);
+                            link.frames += 1;
                             (context, SEAL + n)
                         }
                         None => {
@@ -217,7 +222,12 @@ impl LibfabricDomain {
         // Each once: one address that doesn't answer must not hold up the others.
         for _ in 0..self.outbox.len() {
             let Some((address, piece)) = self.outbox.pop_front() else { break };
-            let Some(context) = self.table.take_slot() else {
+            // Some slots stay free for links: those of letters may wait long for an answer.
+            let context = match self.table.letters() < self.table.slots as usize / 2 {
+                true => self.table.take_slot(),
+                false => None,
+            };
+            let Some(context) = context else {
                 self.outbox.push_front((address, piece));
                 break;
             };

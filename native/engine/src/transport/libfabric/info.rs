@@ -39,17 +39,18 @@ impl Offer {
     /// Whether bytes are placed by the NIC itself, so that ending a registration ends all access.
     pub fn is_rdma(&self) -> bool {
         let first = self.provider.split(';').next().unwrap_or_default();
-        matches!(first, "efa" | "verbs" | "cxi" | "opx" | "psm3")
+        matches!(first, "efa" | "verbs" | "cxi")
     }
 
     pub fn is_efa(&self) -> bool {
         self.provider.split(';').next() == Some("efa")
     }
 
-    /// Whether a refused access is never answered: the shm provider of some versions leaves the
-    /// operation hanging. There, peers are asked before an access, not after it.
+    /// Whether a refused access can't be asked about: the shm provider of some versions leaves the
+    /// operation hanging, and a connection of verbs breaks, with all that is under way on it. There,
+    /// peers are asked before an access, not after it.
     pub fn hides_refusals(&self) -> bool {
-        self.provider.split(';').any(|p| p == "shm")
+        self.provider.split(';').any(|p| matches!(p, "shm" | "verbs"))
     }
 
     /// Whether only this host can be reached from there.

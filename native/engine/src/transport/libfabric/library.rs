@@ -11,6 +11,9 @@ use crate::domain::DomainError;
 
 /// Names another library than the system's.
 const PATH_VAR: &str = "FABRIC_RAY_LIBFABRIC";
+/// Has the tcp provider close a peer's connection with its address: what hangs there ends, and lands
+/// nowhere any more (MR-1). A user's own setting stays.
+const CLEANUP_VAR: &str = "FI_AV_REMOVE_CLEANUP";
 /// Older ones lack functions that are called here.
 const OLDEST: u32 = version(1, 14);
 /// The interface that is asked for. From 1.18 on `efa` uses the device's own RDMA for whoever asks
@@ -40,13 +43,38 @@ pub(super) fn get() -> Result<Api, DomainError> {
     api.clone().map_err(DomainError::Unavailable)
 }
 
+/// Without these, providers keep registrations after their end (MR-1) and use them again for other
+/// memory at the same address (IC-2). They watch for that by replacing functions of libc, which calls
+/// of the kernel by others pass by.
+const NO_CACHE: [(&str, &str); 2] =
+    [("FI_MR_CACHE_MAX_COUNT", "0"), ("FI_EFA_MR_CACHE_ENABLE", "0")];
+
+/// Whether that setting is in force: a user's own may say no.
+pub(super) fn cleans_up() -> bool {
+    static YES: OnceLock<bool> = OnceLock::new();
+    *YES.get_or_init(|| {
+        let set = std::env::var(CLEANUP_VAR).unwrap_or_default().to_lowercase();
+        matches!(set.as_str(), "1" | "on" | "true" | "yes")
+    })
+}
+
 fn open(path: Option<&'static str>) -> Result<Api, String> {
+    for (name, value) in NO_CACHE {
+        if std::env::var_os(name).is_none() {
+            // Read by the library when it is first called; there is no other way to tell it.
+            std::env::set_var(name, value);
+        }
+    }
     let library = match path {
         Some(path) => Library::open(&[path]).map_err(|e| format!("{e} ({PATH_VAR})"))?,
         None => Library::open(&["libfabric.so.1", "libfabric.so.2"]).map_err(|e| {
             format!("{e}; install libfabric (libfabric1), or name it by {PATH_VAR}=/path/to/it")
         })?,
     };
+    if std::env::var_os(CLEANUP_VAR).is_none() {
+        // Before the library's first call, which reads it.
+        std::env::set_var(CLEANUP_VAR, "1");
+    }
     let fns = Libfabric::load(&library).map_err(|e| e.to_string())?;
     // SAFETY: it takes nothing and returns a number.
     let found = unsafe { (fns.version)() };

@@ -125,8 +125,11 @@ pub(super) struct Link {
     pub seen: Seen,
     pub heard_at: Time,
     pub spoke_at: Time,
-    /// Bytes and counted writes of ours that are under way.
+    /// What the library holds of it: pieces and their bytes, transmit slots.
+    pub pieces: usize,
     pub bytes: u64,
+    pub frames: usize,
+    /// Counted writes of ours that are under way.
     pub imms: u32,
     pub asking: Asking,
     pub fences: Fences,

@@ -110,6 +110,8 @@ pub struct LibfabricDomain {
     /// Work requests about which the peer is asked first.
     parked: HashMap<u32, Stalled>,
     asks_first: bool,
+    /// A link has been up.
+    warm: bool,
     /// No handshakes any more.
     closing: bool,
     /// Receive slots that the provider had no room for.
@@ -204,13 +206,13 @@ impl LibfabricDomain {
             offer,
             credentials: Credentials { own, token: config.token.clone().unwrap_or_default() },
             own_endpoint: usize::MAX,
-            place,
             nic: Some(nic),
             table: Table::new(receives as u32, transmits as u32, pieces as u32),
             rx,
             tx,
             scratch,
-            addresses: Addresses::default(),
+            addresses: Addresses::new(place.addr_format, place.address.len()),
+            place,
             links: Slab::new(),
             lives: 0,
             setups: HashMap::new(),
@@ -219,6 +221,7 @@ impl LibfabricDomain {
             stalled: VecDeque::new(),
             parked: HashMap::new(),
             asks_first,
+            warm: false,
             closing: false,
             unposted: (0..receives as u32).collect(),
             events: Vec::new(),
@@ -231,6 +234,7 @@ impl LibfabricDomain {
             nap: SHORT_NAP,
             nap_until: Time(0),
         };
+        this.nic.iter().for_each(grave::born);
         this.post_receives()?;
         Ok(this)
     }
@@ -284,6 +288,11 @@ impl Domain for LibfabricDomain {
 
     fn device(&self) -> &str {
         &self.offer.domain
+    }
+
+    fn is_rdma(&self) -> bool {
+        // `require="rdma"` (RS-2) is kept by a NIC alone, not by what emulates one.
+        self.regions.by_nic
     }
 
     fn caps(&self) -> Caps {
@@ -426,6 +435,12 @@ impl Domain for LibfabricDomain {
         let mut text = format!("{} ({}) to {}", o.domain, o.provider, l.place.label());
         if !self.regions.by_nic {
             text.push_str("; bytes are moved by processors, this is no RDMA");
+            if !self.nic.as_ref().is_some_and(Nic::cuts_off) {
+                text.push_str(
+                    "; what is on its way when a peer is lost may land later: drop a buffer's \
+                     region before its memory is used again",
+                );
+            }
         }
         if self.nic.as_ref().is_some_and(|n| n.wait_fd.is_none()) {
             text.push_str(
@@ -439,6 +454,13 @@ impl Domain for LibfabricDomain {
     }
 
     fn close(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl Drop for LibfabricDomain {
+    fn drop(&mut self) {
+        // Memory that the library still uses is freed only after its endpoint (MR-1).
         self.shut_down();
     }
 }

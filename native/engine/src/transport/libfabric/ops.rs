@@ -32,7 +32,7 @@ pub(super) struct InFlight {
     pub region: u32,
     /// The place of the peer's address.
     pub address: usize,
-    /// Of a frame.
+    /// Bytes.
     pub len: u32,
 }
 
@@ -42,7 +42,6 @@ pub(super) struct Op {
     pub token: Token,
     /// Pieces posted and not over, and pieces not posted yet.
     pub left: u32,
-    pub bytes: u64,
     pub imms: u32,
     pub error: Option<DomainError>,
     /// To be sent when every byte is there: writes that count otherwise than one for each page.
@@ -128,9 +127,33 @@ impl Table {
         self.flights[context as usize].what
     }
 
-    /// Whether pieces of operations whose link is gone are still under way to an address.
-    pub fn has_orphans(&self, address: usize) -> bool {
-        self.flights.iter().any(|f| f.what == Use::Orphan && f.address == address)
+    /// Where what lost its link is still under way to, once for each.
+    pub fn orphans(&self) -> impl Iterator<Item = usize> + '_ {
+        self.flights.iter().filter(|f| f.what == Use::Orphan).map(|f| f.address)
+    }
+
+    /// Whether what lost its link may still read or fill the memory of regions (MR-1).
+    pub fn touches_memory(&self, address: usize) -> bool {
+        let mut lost = self.flights.iter().filter(|f| f.what == Use::Orphan);
+        lost.any(|f| f.address == address && f.region != NO_REGION)
+    }
+
+    /// Pieces that one link may have under way: one peer that hangs must not stop the others (RS-4).
+    #[inline]
+    pub fn share(&self) -> usize {
+        (self.capacity() / 4).max(32).min(self.capacity())
+    }
+
+    /// Transmit slots that letters hold.
+    pub fn letters(&self) -> usize {
+        let slots = self.receives as usize..(self.receives + self.slots) as usize;
+        self.flights[slots].iter().filter(|f| f.what == Use::Letter).count()
+    }
+
+    /// Transmit slots that one link may hold.
+    #[inline]
+    pub fn slot_share(&self) -> usize {
+        (self.slots as usize / 4).max(1)
     }
 
     /// A context that was taken and not used.

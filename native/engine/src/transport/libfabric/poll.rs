@@ -3,7 +3,7 @@
 use fabric_sys::libfabric::{flag, CqDataEntry};
 
 use super::{
-    ops::Use,
+    ops::{InFlight, Use},
     raw::{Failure, Polled},
     LibfabricDomain, Slot,
 };
@@ -27,6 +27,15 @@ pub(super) enum Event {
     Counted(u32, Option<u32>),
     /// A receive slot is free again.
     Freed(u32),
+}
+
+/// Whether what came with data is a write. No message of ours carries data; one that does comes from
+/// a stranger, for sending takes no key, and must not count (IC-6). Providers differ in what they say
+/// of a write.
+fn counts(flags: u64, in_slot: bool, imms_take_slots: bool) -> bool {
+    let sent = flags & (flag::MSG | flag::RECV) != 0;
+    let written = flags & (flag::RMA | flag::REMOTE_WRITE) != 0;
+    (written || !sent) && (imms_take_slots || !in_slot)
 }
 
 impl LibfabricDomain {
@@ -76,11 +85,12 @@ impl LibfabricDomain {
 
     fn understand(&self, e: &CqDataEntry) -> Option<Event> {
         let context = self.table.contexts.index(e.op_context);
-        // No message of ours carries data: it is always a write's. Providers differ in what else
-        // they say of it.
         if e.flags & flag::REMOTE_CQ_DATA != 0 {
             let slot = context.filter(|c| *c < self.table.receives);
-            return Some(Event::Counted(e.data as u32, slot));
+            return match counts(e.flags, slot.is_some(), self.imms_take_slots()) {
+                true => Some(Event::Counted(e.data as u32, slot)),
+                false => slot.map(Event::Freed),
+            };
         }
         let context = context?;
         Some(match context < self.table.receives {
@@ -112,8 +122,7 @@ impl LibfabricDomain {
             }
             Event::Freed(slot) => self.unposted.push(slot),
             Event::Landed(context) => {
-                let flight = self.table.land(context);
-                self.unused(flight.region);
+                let flight = self.landed(context);
                 if let Use::Op(op) = flight.what {
                     let id = self.table.ops.get(op as usize).map(|o| o.link);
                     let now = self.now;
@@ -128,6 +137,28 @@ impl LibfabricDomain {
         }
     }
 
+    /// A context is ours again, and so is what it took of its link's share.
+    fn landed(&mut self, context: u32) -> InFlight {
+        let flight = self.table.land(context);
+        self.unused(flight.region);
+        match flight.what {
+            Use::Op(op) => {
+                let id = self.table.ops.get(op as usize).map(|o| o.link);
+                if let Some(link) = id.and_then(|id| self.link(id)) {
+                    link.bytes -= u64::from(flight.len);
+                    link.pieces -= 1;
+                }
+            }
+            Use::Frame(id) => {
+                if let Some(link) = self.link(id) {
+                    link.frames -= 1;
+                }
+            }
+            Use::Orphan | Use::Letter | Use::Free => {}
+        }
+        flight
+    }
+
     fn failed(&mut self, context: u32, words: String) {
         if let Use::Frame(id) = self.table.what(context) {
             if self.link(id).is_some() {
@@ -139,8 +170,7 @@ impl LibfabricDomain {
                 return;
             }
         }
-        let flight = self.table.land(context);
-        self.unused(flight.region);
+        let flight = self.landed(context);
         match flight.what {
             Use::Op(op) => self.pieces_over(op, 1, Some(DomainError::LinkDown(words))),
             Use::Letter => self.undelivered(flight.address, &words),
@@ -151,7 +181,6 @@ impl LibfabricDomain {
     pub(super) fn op_over(&mut self, op: u32, result: Result<(), DomainError>) {
         let Some(op) = self.table.ops.try_remove(op as usize) else { return };
         if let Some(link) = self.link(op.link) {
-            link.bytes -= op.bytes;
             link.imms -= op.imms;
         }
         if op.fenced {
@@ -181,5 +210,22 @@ impl LibfabricDomain {
             }
         }
         out.len() > before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ic_6_a_message_with_data_does_not_count() {
+        let (write, bare) = (flag::RMA | flag::REMOTE_WRITE, flag::REMOTE_CQ_DATA);
+        for flags in [bare, bare | write, bare | flag::REMOTE_WRITE] {
+            assert!(counts(flags, false, false) && counts(flags, true, true), "{flags:#x}");
+            assert!(!counts(flags, true, false), "writes take no slots here: {flags:#x}");
+        }
+        for flags in [flag::MSG | flag::RECV, flag::MSG, flag::RECV] {
+            assert!(!counts(bare | flags, true, true) && !counts(bare | flags, false, false));
+        }
     }
 }

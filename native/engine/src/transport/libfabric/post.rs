@@ -1,5 +1,7 @@
 //! Work requests become pieces: one write or read for each page, each with its own immediate.
 
+use smallvec::SmallVec;
+
 use super::{
     link::Link,
     ops::{InFlight, Op, Use, NO_REGION},
@@ -34,9 +36,20 @@ pub(super) enum Work {
     },
 }
 
+impl Work {
+    /// Bytes of one piece.
+    fn piece(&self) -> u64 {
+        match self {
+            Work::Write { data, .. } | Work::Read { data } => data.page_len,
+            Work::Imms { .. } => 0,
+        }
+    }
+}
+
 /// An operation of which some pieces are not posted yet.
 pub(super) struct Stalled {
     op: u32,
+    link: LinkId,
     work: Work,
     order: Order,
     next: u32,
@@ -75,23 +88,24 @@ impl LibfabricDomain {
             WorkRequest::Count(c) => (Work::Imms { raw: c.imm, n: c.n }, None),
         };
         let (n, bytes, imms) = size(&work);
-        let takes_slots = self.imms_take_slots();
+        let (takes_slots, share) = (self.imms_take_slots(), self.table.share());
         let link = self.link(id).ok_or_else(down)?;
         let full = (link.bytes > 0 && link.bytes + bytes > WINDOW)
-            || (takes_slots && link.imms > 0 && link.imms + imms > IMM_WINDOW);
-        if full || !self.stalled.is_empty() || (n as usize) > self.table.room() {
+            || (takes_slots && link.imms > 0 && link.imms + imms > IMM_WINDOW)
+            || link.pieces + n as usize > share
+            || link.asking.ops.len() >= share;
+        let behind = self.stalled.iter().any(|s| s.link == id);
+        if full || behind || (n as usize) > self.table.room() {
             return Ok(Post::Full);
         }
         self.check(id, &work)?;
         let access = access(&work);
-        let op =
-            Op { link: id, token, left: n, bytes, imms, error: None, then, access, fenced: false };
+        let op = Op { link: id, token, left: n, imms, error: None, then, access, fenced: false };
         let op = self.table.ops.insert(op) as u32;
         let Some(link) = self.link(id) else { return Err(down()) };
-        link.bytes += bytes;
         link.imms += imms;
         let order = self.shuffle.as_mut().map_or(Order::straight(n), |s| s.order(n));
-        let work = Stalled { op, work, order, next: 0, n };
+        let work = Stalled { op, link: id, work, order, next: 0, n };
         match self.must_ask(id, access) {
             true => self.ask_first(id, work),
             false => self.launch(work),
@@ -102,14 +116,7 @@ impl LibfabricDomain {
     /// Whether keys for all of it are at hand (MR-2): found out before anything is sent.
     fn check(&mut self, id: LinkId, work: &Work) -> Result<(), DomainError> {
         let (Work::Write { data, .. } | Work::Read { data }) = work else { return Ok(()) };
-        if self.regions.desc(data.local_region).is_none() {
-            let why = format!(
-                "local region {} is not registered here any more, or lies on a GPU, whose memory \
-                 libfabric doesn't reach yet",
-                data.local_region
-            );
-            return Err(DomainError::Stale(why));
-        }
+        self.check_local(data)?;
         let Some(link) = self.link(id) else { return Ok(()) };
         for i in 0..data.pages {
             let offset = data.remote_seq.nth(i);
@@ -129,6 +136,17 @@ impl LibfabricDomain {
             }
         }
         Ok(())
+    }
+
+    fn check_local(&mut self, data: &Data) -> Result<(), DomainError> {
+        if self.regions.desc(data.local_region).is_some() {
+            return Ok(());
+        }
+        Err(DomainError::Stale(format!(
+            "local region {} is not registered here any more, or lies on a GPU, whose memory \
+             libfabric doesn't reach yet",
+            data.local_region
+        )))
     }
 
     /// Whether the peer has to be asked before an access.
@@ -166,6 +184,9 @@ impl LibfabricDomain {
     /// Posts pieces until all are or the provider has no room; true if all are.
     fn post_pieces(&mut self, s: &mut Stalled) -> bool {
         while s.next < s.n {
+            if !self.has_share(s) {
+                return false;
+            }
             let Some(context) = self.table.take_piece() else { return false };
             match self.post_piece(s, context) {
                 Ok(true) => s.next += 1,
@@ -184,11 +205,23 @@ impl LibfabricDomain {
         true
     }
 
+    /// Whether its link may have one more piece under way.
+    fn has_share(&mut self, s: &Stalled) -> bool {
+        let (share, len) = (self.table.share(), s.work.piece());
+        let Some(link) = self.link(s.link) else { return true };
+        link.pieces < share && (link.bytes == 0 || link.bytes + len <= WINDOW)
+    }
+
     fn post_piece(&mut self, s: &Stalled, context: u32) -> Result<bool, DomainError> {
-        let Some(op) = self.table.ops.get(s.op as usize) else { return Ok(true) };
-        let id = op.link;
+        if self.table.ops.get(s.op as usize).is_none() {
+            return Ok(true);
+        }
+        let id = s.link;
         let gone = || DomainError::LinkDown("the link is down".into());
         let i = s.order.nth(s.next);
+        if let Work::Write { data, .. } | Work::Read { data } = &s.work {
+            self.check_local(data)?;
+        }
         let (span, imm, region) = match &s.work {
             Work::Write { data, imm } => (self.span(id, data, i), *imm, data.local_region),
             Work::Read { data } => (self.span(id, data, i), None, data.local_region),
@@ -210,8 +243,14 @@ impl LibfabricDomain {
             }
         }?;
         if posted {
-            self.table.launch(context, InFlight { what: Use::Op(s.op), region, address, len: 0 });
+            let len = s.work.piece();
+            let flight = InFlight { what: Use::Op(s.op), region, address, len: len as u32 };
+            self.table.launch(context, flight);
             self.regions.used(region);
+            if let Some(link) = self.link(id) {
+                link.pieces += 1;
+                link.bytes += len;
+            }
         }
         Ok(posted)
     }
@@ -246,18 +285,24 @@ impl LibfabricDomain {
 
     /// Goes on with what the provider had no room for.
     pub(super) fn push_stalled(&mut self) -> bool {
-        let before = self.stalled.len();
         let mut moved = false;
-        while let Some(mut s) = self.stalled.pop_front() {
+        // Links that can't go on: theirs wait in their order, while others go on.
+        let mut stuck: SmallVec<[LinkId; 8]> = SmallVec::new();
+        for _ in 0..self.stalled.len() {
+            let Some(mut s) = self.stalled.pop_front() else { break };
+            if stuck.contains(&s.link) {
+                self.stalled.push_back(s);
+                continue;
+            }
             let next = s.next;
             let all = self.post_pieces(&mut s);
             moved |= all || s.next > next;
             if !all {
-                self.stalled.push_front(s);
-                break;
+                stuck.push(s.link);
+                self.stalled.push_back(s);
             }
         }
-        moved || self.stalled.len() < before
+        moved
     }
 
     /// Pieces of an operation are over, well or not.
@@ -270,25 +315,29 @@ impl LibfabricDomain {
         if o.left > 0 {
             return;
         }
+        let link = o.link;
         match (&o.error, o.then.take()) {
             (None, Some(Count { imm, n })) => {
                 // Every byte is there: now it may count (IC-2).
                 let work = Work::Imms { raw: imm, n };
                 let (n, _, _) = size(&work);
                 o.left = n;
-                self.launch(Stalled { op, work, order: Order::straight(n), next: 0, n });
+                self.launch(Stalled { op, link, work, order: Order::straight(n), next: 0, n });
             }
             (None, None) => self.op_over(op, Ok(())),
+            // Our own side's doing: nothing to ask the peer about.
+            (Some(stale @ DomainError::Stale(_)), _) => {
+                let stale = stale.clone();
+                self.op_over(op, Err(stale));
+            }
             (Some(_), _) => self.explain_failure(op),
         }
     }
 
     /// Forgets what is not posted of a link that is gone.
     pub(super) fn drop_stalled(&mut self, id: LinkId) {
-        let ops = &self.table.ops;
-        let others = |op: u32| ops.get(op as usize).is_some_and(|o| o.link != id);
-        self.stalled.retain(|s| others(s.op));
-        self.parked.retain(|op, _| others(*op));
+        self.stalled.retain(|s| s.link != id);
+        self.parked.retain(|_, s| s.link != id);
     }
 }
 

@@ -16,7 +16,10 @@ use fabric_sys::libfabric::{self as fi, flag, FiAddr};
 
 pub(super) use queue::{Failure, Polled};
 
-use super::{info::OwnedInfo, library::Api};
+use super::{
+    info::OwnedInfo,
+    library::{self, Api},
+};
 use crate::domain::DomainError;
 
 /// The library's way of saying "not now".
@@ -173,6 +176,22 @@ impl Nic {
     /// Whether peers in this process use the endpoint's memory directly.
     pub fn shares_queues(&self) -> bool {
         self.info.offer.provider.split(';').any(|p| p == "shm")
+    }
+
+    /// Takes the name away from the memory that peers on this host find the endpoint by.
+    pub fn unlink(&self) {
+        let name = self.name().ok().and_then(|n| String::from_utf8(n).ok()).unwrap_or_default();
+        let name = name.trim_end_matches('\0').rsplit("://").next().unwrap_or_default();
+        if let Ok(name) = std::ffi::CString::new(name) {
+            // SAFETY: a string that lives through the call.
+            unsafe { libc::shm_unlink(name.as_ptr()) };
+        }
+    }
+
+    /// Whether the provider itself ends, with an error, what is under way to an address that is
+    /// removed: it closes the connection (see [`super::library`]).
+    pub fn cuts_off(&self) -> bool {
+        self.info.offer.provider.split(';').next() == Some("tcp") && library::cleans_up()
     }
 
     /// Whether `efa` moves written bytes by software, for want of a device that can: then the end of

@@ -1,7 +1,8 @@
 //! Regions: registered for remote access, and let go of only when nothing can touch them (MR-1).
 //!
-//! Where the NIC itself places bytes, the end of a registration is the end of all access. Providers
-//! that move bytes by software check a key when a transfer begins and may go on after the
+//! Where the NIC itself places bytes, the end of a registration is the end of all access; peers that
+//! ask first are still told, for what the NIC refuses breaks their connection. Providers that move
+//! bytes by software check a key when a transfer begins and may go on after the
 //! registration has ended. There, each peer is asked to tell when nothing that it began before is
 //! under way any more (a fence). A peer that is lost can't tell: what was registered before is kept
 //! until the same engine is back and tells, or the endpoint is closed.
@@ -119,6 +120,11 @@ impl Regions {
         self.lost.values().any(|loss| *loss > since)
     }
 
+    /// Ends the registrations, and keeps the memory.
+    pub fn unregister(&mut self) {
+        self.all.iter_mut().flatten().for_each(|r| r.mr = None);
+    }
+
     /// Ends all registrations; the endpoint is closed.
     pub fn clear(&mut self) -> Vec<u32> {
         self.retiring = 0;
@@ -155,7 +161,7 @@ impl LibfabricDomain {
             since: self.regions.losses,
             retiring: false,
             awaits: Vec::new(),
-            fenced: self.regions.by_nic,
+            fenced: self.regions.by_nic && !self.regions.late,
         });
         Ok(smallvec![key])
     }
@@ -197,6 +203,18 @@ impl LibfabricDomain {
                 ready.push(i as u32);
             }
         }
+        ready.into_iter().for_each(|index| self.report_quiet(index));
+    }
+
+    /// Somebody who was lost has told: what was kept for that reason alone may go.
+    pub(super) fn laid_to_rest(&mut self) {
+        if self.regions.retiring == 0 {
+            return;
+        }
+        let waits = |r: &Region| r.retiring && r.fenced && r.awaits.is_empty();
+        let all = self.regions.all.iter().enumerate();
+        let ready: Vec<u32> =
+            all.filter(|(_, r)| r.as_ref().is_some_and(waits)).map(|(i, _)| i as u32).collect();
         ready.into_iter().for_each(|index| self.report_quiet(index));
     }
 

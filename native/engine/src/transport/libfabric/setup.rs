@@ -34,6 +34,10 @@ use crate::{
 /// A letter without an answer is repeated after so long, and then ever more rarely.
 const REPEAT: Duration = Duration::from_millis(100);
 
+/// How many times the usual patience an endpoint has until its first link is up: some providers
+/// allocate and register what connections need when the first is made, and nothing moves meanwhile.
+const COLD: u32 = 3;
+
 const ENVELOPE: Envelope = Envelope { magic: *b"FRlt", what: "a link's terms", limit: 256 };
 
 /// What each side tells the other once it has been proven to.
@@ -155,7 +159,7 @@ impl LibfabricDomain {
             seal: super::random(),
             repeat_at: now.after(REPEAT),
             gap: REPEAT,
-            deadline: now.after(self.peer_timeout),
+            deadline: now.after(self.peer_timeout * if self.warm { 1 } else { COLD }),
             tried: None,
         }
     }
@@ -268,12 +272,15 @@ impl LibfabricDomain {
             seen: Seen::new(),
             heard_at: self.now,
             spoke_at: self.now,
+            pieces: 0,
             bytes: 0,
+            frames: 0,
             imms: 0,
             asking: Default::default(),
             fences: Default::default(),
         };
         self.links[slot] = Slot::Up(Box::new(link));
+        self.warm = true;
         self.fence_newcomer(setup.link);
         if confirmed {
             self.report_up(setup.link);
@@ -350,7 +357,10 @@ impl LibfabricDomain {
                 if let Some(tried) = &setup.tried {
                     why = format!("{why}: {tried}");
                 }
+                let address = setup.address;
                 self.abandon(setup, DomainError::LinkDown(why));
+                // Letters that nobody takes would keep the slots of others.
+                self.cut_off(address);
                 continue;
             }
             if let Some(setup) = self.setups.get_mut(key) {

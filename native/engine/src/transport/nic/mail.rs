@@ -186,6 +186,8 @@ impl Mail {
 
     /// Answers [`Heard::Fence`].
     pub fn fenced(&mut self, number: u32) {
+        // The last answer holds for all questions before; a peer that floods us gets no more.
+        self.controls.retain(|c| !matches!(c, Control::Fenced(_)));
         self.controls.push_back(Control::Fenced(number));
     }
 
@@ -346,7 +348,8 @@ impl Mail {
         let place = message.wrapping_sub(self.first_in) as usize;
         let expected = total.saturating_sub(offset).min(payload);
         let in_order = total <= MAX_MESSAGE
-            && place < WINDOW
+            // What was taken is its sender's to repeat only once it has been told.
+            && place.saturating_add(self.taken.len()) < WINDOW
             && offset.is_multiple_of(payload)
             && (offset < total || (total == 0 && offset == 0))
             && bytes.len() == expected;

@@ -156,6 +156,27 @@ fn questions_answers_and_farewells_are_heard() {
 }
 
 #[test]
+fn what_a_flood_of_frames_leaves_is_bounded() {
+    let mut end = Mail::new(PLACES, PLACES, 0);
+    (0..1000).for_each(|n| end.fenced(n));
+    let mut slot = [0; 300];
+    let n = end.next_frame(&mut slot).unwrap();
+    assert_eq!(frame::decode(&slot[..n]).unwrap().1, Body::Fenced(999));
+    assert!(!end.has_frame(), "the last answer holds for all questions before");
+    // Messages that are taken and not answered yet: a peer can't have heard that there is room.
+    let mut hear = |message| {
+        let body = Body::Fragment { message, total: 1, offset: 0, bytes: b"x" };
+        let n = frame::encode(&Header::default(), &body, &mut slot);
+        end.hear(&slot[..n])?;
+        end.slot_freed();
+        assert!(end.take_message(&OPEN).is_some());
+        Ok::<_, DomainError>(())
+    };
+    assert!((0..WINDOW as u32).all(|message| hear(message).is_ok()));
+    assert!(matches!(hear(WINDOW as u32), Err(DomainError::LinkDown(_))));
+}
+
+#[test]
 fn a_peer_that_breaks_the_rules_is_found_out() {
     let hear = |header: Header, body: Body<'_>| {
         let mut end = Mail::new(PLACES, PLACES, 0);

@@ -103,6 +103,9 @@ impl Pages {
         inward: bool,
     ) -> Result<SmallVec<[Piece; 4]>, DomainError> {
         let listed = self.indices.len();
+        if self.n > MAX_INDICES || (self.n > 0 && self.page_len == 0) {
+            return Err(DomainError::Refused("an impossible number of pages".into()));
+        }
         if listed > MAX_INDICES as usize || (listed != 0 && listed != self.n as usize) {
             return Err(DomainError::Refused("a wrong number of pages".into()));
         }

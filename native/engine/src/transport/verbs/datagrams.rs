@@ -100,7 +100,10 @@ impl Datagrams {
                 let n = (wc.byte_len as usize).min(GRH + self.mtu);
                 heard(&self.slots.read(i as usize, n)[GRH..]);
             }
-            // On an error the queue pair is of no use any more; handshakes go by TCP then.
+            if wc.status == sys::WC_WR_FLUSH_ERR {
+                // The queue pair is of no use any more; handshakes go by TCP.
+                continue;
+            }
             let _ = chain::receive(&self.qp, u64::from(i), self.slots.whole(i as usize));
         }
         n > 0

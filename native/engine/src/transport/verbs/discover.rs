@@ -271,13 +271,21 @@ fn rank(gid: &[u8; 16], kind: &str) -> (Option<u8>, &'static str) {
     }
 }
 
+fn is_seen(netdev: Option<&str>) -> bool {
+    netdev.is_none_or(|n| Path::new("/sys/class/net").join(n).exists())
+}
+
 /// Notes for each GID why it is or isn't chosen; the place of the one that is.
 fn choose_gid(gids: &mut [Gid], asked: Option<u8>) -> Option<usize> {
     let best = match asked {
         Some(index) => gids.iter().position(|(_, g)| g.index == index),
         None => (0..gids.len())
             .filter(|i| rank(&gids[*i].0, gids[*i].1.kind).0.is_some())
-            .min_by_key(|i| (rank(&gids[*i].0, gids[*i].1.kind).0, gids[*i].1.index)),
+            // An interface of another network namespace can't be used from here.
+            .min_by_key(|i| {
+                let (gid, report) = &gids[*i];
+                (!is_seen(report.netdev.as_deref()), rank(gid, report.kind).0, report.index)
+            }),
     };
     let better = best.map(|i| gids[i].1.index);
     for (i, (gid, g)) in gids.iter_mut().enumerate() {

@@ -38,6 +38,9 @@ impl VerbsDomain {
                     out.push(Completion::Done { link: id, token, result: Ok(()) });
                 });
             }
+            Kind::Imm if wc.opcode != sys::WC_RECV_RDMA_WITH_IMM => {
+                self.fail(id, "the peer sent what is no immediate");
+            }
             Kind::Imm => {
                 let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
                 out.push(Completion::Count(Count { imm, n }));
@@ -66,6 +69,9 @@ impl VerbsDomain {
         let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
         link.announced = true;
         let (peer, endpoint) = (link.peer.clone(), link.endpoint);
+        // Its handshake is over: what it said last is not asked for again.
+        self.visits.retain(|_, v| !v.led_to(id));
+        let Some(link) = self.link(id) else { return };
         let note = format!("{} connected", link.there.words());
         self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
     }
@@ -159,8 +165,8 @@ impl VerbsDomain {
         }
         let refused = blamed.map(|e| (e.token, None));
         link.broken = Some(Broken { cause, refused, until });
-        // From here on the NIC touches nothing on its behalf (MR-1).
-        link.data = None;
+        // From here on the NIC accepts nothing for it. It goes when its completions are in.
+        link.stop();
         link.unflushed = None;
         self.touch(id);
         self.tick_at = self.tick_at.min(until);

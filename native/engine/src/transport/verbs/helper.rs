@@ -13,6 +13,9 @@ use crate::domain::DomainError;
 /// strangers make up, one's own are not kept waiting.
 const MOST: [usize; 2] = [12, 4];
 
+/// Strangers' jobs that wait.
+const MOST_WAITING: usize = 256;
+
 /// For whom a job is done.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Whose {
@@ -41,8 +44,12 @@ impl<T: Send + 'static> Helper<T> {
         Ok(Self { waiting, running: [0; 2], done, report, bell: Arc::new(bell) })
     }
 
-    /// Has `job` done some time; its outcome comes out of [`Helper::next`].
+    /// Has `job` done some time; its outcome comes out of [`Helper::next`]. Of strangers' jobs the
+    /// oldest are dropped when too many wait: they will have been given up.
     pub fn run(&mut self, whose: Whose, job: impl FnOnce() -> T + Send + 'static) {
+        if whose == Whose::Stranger && self.waiting[whose as usize].len() >= MOST_WAITING {
+            self.waiting[whose as usize].pop_front();
+        }
         self.waiting[whose as usize].push_back(Box::new(job));
         self.start(whose);
     }
@@ -51,15 +58,22 @@ impl<T: Send + 'static> Helper<T> {
         let i = whose as usize;
         while self.running[i] < MOST[i] {
             let Some(job) = self.waiting[i].pop_front() else { return };
+            // Shared, so that it isn't lost with a thread that doesn't start.
+            let slot = Arc::new(parking_lot::Mutex::new(Some(job)));
+            let job = Arc::clone(&slot);
             let (report, bell) = (self.report.clone(), Arc::clone(&self.bell));
             let work = move || {
+                let Some(job) = job.lock().take() else { return };
                 let _ = report.send((whose, job()));
                 let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes());
             };
             match std::thread::Builder::new().name("fabric-verbs".into()).spawn(work) {
                 Ok(_) => self.running[i] += 1,
-                // The job is lost, and whoever waits for it has a deadline.
-                Err(error) => tracing::warn!(%error, "no thread for a connection's set-up"),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for a connection's set-up: it waits");
+                    self.waiting[i].extend(slot.lock().take());
+                    return;
+                }
             }
         }
     }

@@ -147,7 +147,7 @@ impl Link {
     #[inline]
     pub fn push(&mut self, mut wr: Wr) -> Result<u32, DomainError> {
         let number = self.posted;
-        let Some(qp) = &self.data else {
+        let Some(qp) = self.data.as_ref().filter(|_| self.broken.is_none()) else {
             return Err(DomainError::LinkDown("the link is failing".into()));
         };
         wr.id = work_id(Kind::Data, number, self.id);
@@ -239,6 +239,14 @@ impl Link {
         self.free_slots.push(slot);
     }
 
+    /// Has the NIC accept no more writes and carry out no more of ours.
+    pub fn stop(&self) {
+        if let Some(Err(error)) = self.data.as_ref().map(super::raw::Qp::stop) {
+            // It is destroyed soon, which does the same.
+            tracing::debug!(%error, "a queue pair can't be stopped");
+        }
+    }
+
     /// Frames of ours that the NIC still has.
     pub fn frames_under_way(&self) -> usize {
         MAIL_DEPTH as usize - 1 - self.free_slots.len()
@@ -250,7 +258,7 @@ impl Link {
         if n < (self.imms / 8).max(1) {
             return Ok(());
         }
-        if let Some(qp) = &self.data {
+        if let Some(qp) = self.data.as_ref().filter(|_| self.broken.is_none()) {
             super::chain::receive_imms(qp, work_id(Kind::Imm, 0, self.id), n)?;
             self.mail.imms_freed(n);
             self.imms_used = 0;

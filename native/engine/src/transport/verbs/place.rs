@@ -171,6 +171,9 @@ impl Setup {
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
         let s: Self = SETUP.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
         s.places.check()?;
+        if s.places.imms < 32 {
+            return Err(DomainError::Handshake("it has too few places for immediates".into()));
+        }
         let small = |n: u32| n < 1 << 24;
         let sane = [s.data_qpn, s.mail_qpn, s.data_psn, s.mail_psn].into_iter().all(small);
         match sane && (1..=5).contains(&s.mtu) {

@@ -57,6 +57,8 @@ impl VerbsDomain {
         for id in std::mem::take(&mut self.holding) {
             self.touch(id);
         }
+        // A link is up before its first message is handed up.
+        out.append(&mut self.news);
         let dirty = std::mem::take(&mut self.dirty);
         for id in &dirty {
             moved |= self.serve(*id, room, out);
@@ -66,7 +68,14 @@ impl VerbsDomain {
             self.dirty.clear();
         }
         if !self.failing.is_empty() {
-            // What arrived before a link failed still counts (IC-4).
+            // What was acknowledged before a link failed still counts (IC-4), and nothing more is:
+            // with a queue pair, some NICs forget its completions.
+            for i in 0..self.failing.len() {
+                let id = self.failing[i].0;
+                if let Some(link) = self.link(id) {
+                    link.stop();
+                }
+            }
             while self.drain(out) {}
             for (id, cause) in std::mem::take(&mut self.failing) {
                 self.take_down(id, cause, true);
@@ -237,7 +246,7 @@ impl VerbsDomain {
             } else if now >= link.heard_at.after(timeout) {
                 let silence = format!("nothing heard for {timeout:?}");
                 self.fail(id, &silence);
-            } else if now >= link.spoke_at.after(timeout / 4) {
+            } else if link.announced && now >= link.spoke_at.after(timeout / 4) {
                 link.mail.beat();
                 self.touch(id);
             }
@@ -308,6 +317,9 @@ impl VerbsDomain {
         // The NIC is done with the data queue pair when it has been destroyed (MR-1).
         link.data = None;
         let refused = link.broken.take().and_then(|b| b.refused);
+        for (token, result) in link.mail.finished() {
+            self.news.push(Completion::Done { link: id, token, result });
+        }
         for token in link.abandon() {
             let why = match &refused {
                 Some((t, why)) if *t == token => why.clone().unwrap_or_else(|| {

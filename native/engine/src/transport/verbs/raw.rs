@@ -343,6 +343,12 @@ impl Qp {
         unsafe { (*self.ptr()).qp_num }
     }
 
+    /// Ends its work; what was under way comes out as failed completions.
+    pub fn stop(&self) -> Result<(), DomainError> {
+        let attr = sys::QpAttr { qp_state: sys::QPS_ERR, ..Default::default() };
+        self.modify(attr, sys::qp_mask::STATE)
+    }
+
     pub fn modify(&self, mut attr: sys::QpAttr, mask: i32) -> Result<(), DomainError> {
         // SAFETY: the pair exists; `attr` outlives the call.
         check("ibv_modify_qp", unsafe { (self.lib().modify_qp)(self.ptr(), &mut attr, mask) })

@@ -19,11 +19,12 @@ use crate::{
     memory::{device::Driver, RegionBook, RegionMemory, HIDDEN},
 };
 
+/// Fields in the order in which they go: the NIC lets go of the memory before we do.
 struct Registered {
-    region: Arc<RegionMemory>,
     /// Each `part` bytes long, but for the last.
     parts: Vec<Mr>,
     part: u64,
+    region: Arc<RegionMemory>,
 }
 
 #[derive(Default)]
@@ -31,7 +32,8 @@ pub(super) struct Regions {
     by_index: Vec<Option<Registered>>,
     /// Those of transports' own, whose indices begin elsewhere.
     hidden: Vec<Option<Registered>>,
-    /// GPUs that hold registered memory, and how many regions of it.
+    /// GPUs whose memory must be flushed before what was written to it counts, and how many regions
+    /// of it there are.
     gpus: SmallVec<[(i32, usize); 1]>,
     /// The same, for the questions of peers whose access was refused.
     pub book: RegionBook,
@@ -47,13 +49,14 @@ impl Regions {
         let part = device.limits.max_mr.max(4096);
         let mut parts = Vec::new();
         let mut keys = NicKeys::new();
-        let mut offset = 0;
+        let (mut offset, mut flush) = (0, false);
         while offset < region.len {
             let n = part.min(region.len - offset);
             let base = region.base as u64 + offset;
             let mr = match region.location.cuda() {
                 None => Mr::new(&device.pd, base as usize, n, PEERS)?,
                 Some(range) => {
+                    flush |= Driver::open()?.needs_flush(range.device)?;
                     let exported = range.dmabuf(base);
                     let dmabuf = exported.as_ref().map(|d| (d.fd.as_raw_fd(), d.offset));
                     register_dmabuf(&device.pd, dmabuf.map_err(Clone::clone), n, base)?
@@ -69,7 +72,7 @@ impl Regions {
             slots.resize_with(i + 1, || None);
         }
         slots[i] = Some(Registered { region: Arc::clone(region), parts, part });
-        if let Some(range) = region.location.cuda() {
+        if let Some(range) = region.location.cuda().filter(|_| flush) {
             match self.gpus.iter_mut().find(|(device, _)| *device == range.device) {
                 Some((_, regions)) => *regions += 1,
                 None => self.gpus.push((range.device, 1)),

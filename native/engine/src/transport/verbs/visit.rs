@@ -61,6 +61,11 @@ impl Visit {
     fn is_proven(&self) -> bool {
         self.link.is_some()
     }
+
+    /// Whether it has become this link, and is over.
+    pub fn led_to(&self, id: LinkId) -> bool {
+        self.link == Some(id) && matches!(self.stage, Stage::Over)
+    }
 }
 
 impl VerbsDomain {
@@ -103,13 +108,14 @@ impl VerbsDomain {
         }
     }
 
-    /// Makes room for a stranger at the cost of the oldest one; false if all have proven themselves.
+    /// Makes room for a stranger at the cost of the oldest one. Those that have proven themselves
+    /// don't take strangers' places.
     fn make_room(&mut self) -> bool {
-        if self.visits.len() < MOST {
+        let strangers = || self.visits.iter().filter(|(_, v)| !v.is_proven());
+        if strangers().count() < MOST {
             return true;
         }
-        let strangers = self.visits.iter().filter(|(_, v)| !v.is_proven());
-        let oldest = strangers.min_by_key(|(_, v)| v.deadline).map(|(e, _)| *e);
+        let oldest = strangers().min_by_key(|(_, v)| v.deadline).map(|(e, _)| *e);
         oldest.is_some_and(|e| self.visits.remove(&e).is_some())
     }
 

@@ -1,0 +1,100 @@
+//! A peer that hangs: stopped, not dead. Nobody is told, and its connection stays open.
+
+use std::{
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{
+    api::{Local, Op, PageIndices, Pages, Remote},
+    RemoteRegion, Submit,
+};
+
+use super::{descriptor, engine, Peer, BYTES, SOON};
+
+fn signal(peer: &Peer, signal: &str) {
+    let pid = peer.child.id().to_string();
+    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+}
+
+/// Stops a peer: all its threads, which takes a moment.
+fn stop(peer: &Peer) {
+    signal(peer, "-STOP");
+    let tasks = format!("/proc/{}/task", peer.child.id());
+    let stopped = || {
+        std::fs::read_dir(&tasks).unwrap().all(|task| {
+            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+            stat.rsplit(") ").next().is_some_and(|state| state.starts_with('T'))
+        })
+    };
+    let start = Instant::now();
+    while !stopped() {
+        assert!(start.elapsed() < SOON, "it does not stop");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn rs_4_a_hung_peer_does_not_stop_the_others() {
+    let Some(a) = engine("tcp") else { return };
+    let (mut hung, mut well) = (Peer::start("tcp"), Peer::start("tcp"));
+    let lost = a.import(&descriptor(&hung.says("descriptor"))).unwrap();
+    let there = a.import(&descriptor(&well.says("descriptor"))).unwrap();
+    let src = a.alloc(BYTES).unwrap();
+    let write = |to: &RemoteRegion| {
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: to, offset: 0 });
+        a.submit(&[Op::Write { src, dst, len: 64, imm: None }], Submit::default()).unwrap()
+    };
+    assert_eq!(write(&lost).wait(SOON), Some(Ok(())));
+    assert_eq!(write(&there).wait(SOON), Some(Ok(())));
+    stop(&hung);
+    // Twice as many pages as the whole rail has places for.
+    let pages = Pages::new(PageIndices::range(0, 256).unwrap(), 4096, 0);
+    let cut: Vec<_> = (0..8)
+        .map(|_| {
+            let (src_pages, dst_pages) = (&pages, &pages);
+            let op = Op::WritePages {
+                page_len: 4096,
+                src: &src,
+                src_pages,
+                dst: &lost,
+                dst_pages,
+                imm: None,
+            };
+            a.submit(&[op], Submit::default()).unwrap()
+        })
+        .collect();
+    // While it is not known yet that the peer is lost, and after.
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(5) {
+        let asked = Instant::now();
+        assert_eq!(write(&there).wait(SOON), Some(Ok(())));
+        assert!(asked.elapsed() < Duration::from_millis(500), "{:?}", asked.elapsed());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    for handle in &cut {
+        let end = handle.wait(SOON);
+        assert!(matches!(end, Some(Err(_))), "every operation ends: {end:?}");
+    }
+}
+
+#[test]
+fn mr_1_a_read_that_has_failed_lands_no_more() {
+    let Some(a) = engine("tcp") else { return };
+    let mut peer = Peer::start("tcp");
+    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let dst = a.alloc(BYTES).unwrap();
+    let read = || {
+        let (dst, src) = (Local { region: &dst, offset: 0 }, Remote { region: &there, offset: 0 });
+        a.submit(&[Op::Read { dst, src, len: BYTES }], Submit::default()).unwrap()
+    };
+    assert_eq!(read().wait(SOON), Some(Ok(())));
+    stop(&peer);
+    assert!(matches!(read().wait(SOON), Some(Err(_))));
+    dst.put(0, &vec![9; BYTES as usize]).unwrap();
+    signal(&peer, "-CONT");
+    std::thread::sleep(Duration::from_secs(2));
+    let now = dst.get(0, BYTES).unwrap();
+    let landed = now.iter().filter(|b| **b != 9).count();
+    assert_eq!(landed, 0, "bytes that landed after the read had failed");
+}

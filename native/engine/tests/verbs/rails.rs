@@ -1,0 +1,223 @@
+//! Faults where an engine has two NICs: `FABRIC_TEST_NICS_A` and `FABRIC_TEST_NICS_B` name two each,
+//! and the first of one reaches the first of the other, as the second does the second.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{
+    api::{EngineConfig, Local, NicConfig, Op, PageIndices, Pages, Remote},
+    EngineError, Handle, Peer, Region, RemoteRegion, Submit, TransferEngine,
+};
+
+use crate::world::{config, filled, import, nics, pattern, run, wait, Side, Undo, LONG};
+
+/// Until one rail's failure is known not to be the peer's, and a bit for emulated processors.
+const SOON: Duration = Duration::from_secs(8);
+/// The longest rest between tries to bring a rail back, and a bit more.
+const BACK: Duration = Duration::from_secs(30);
+const BYTES: usize = 32 << 20;
+
+/// Two engines over two rails, both of which are up.
+struct Pair {
+    a: Arc<TransferEngine>,
+    b: Arc<TransferEngine>,
+    src: Region,
+    dst: Region,
+    there: RemoteRegion,
+    /// `a`, as `b` knows it.
+    from: Peer,
+}
+
+fn engine(side: Side) -> Arc<TransferEngine> {
+    let names = nics(side);
+    assert!(names.len() >= 2, "two rails are needed, and there is {names:?}");
+    let nics = NicConfig { names, ..Default::default() };
+    Arc::new(TransferEngine::open(EngineConfig { nics, ..config(side) }).unwrap())
+}
+
+impl Pair {
+    fn new(bytes: usize, salt: u8) -> Self {
+        let (a, b) = (engine(Side::A), engine(Side::B));
+        let src = filled(&a, bytes, salt);
+        let dst = b.alloc(bytes as u64).unwrap();
+        let there = import(&a, &dst.descriptor().to_bytes());
+        let from = b.peer(a.address()).unwrap();
+        let pair = Self { a, b, src, dst, there, from };
+        assert_eq!(wait(&pair.write(64, None)), Ok(()));
+        (0..2).for_each(|rail| pair.until_used(rail));
+        pair
+    }
+
+    fn write(&self, len: usize, rail: Option<u8>) -> Handle {
+        let (src, dst) =
+            (Local { region: &self.src, offset: 0 }, Remote { region: &self.there, offset: 0 });
+        let op = Op::Write { src, dst, len: len as u64, imm: None };
+        self.a.submit(&[op], Submit { rail, ..Default::default() }).unwrap()
+    }
+
+    fn until_used(&self, rail: u8) {
+        until("a rail carries", BACK, || wait(&self.write(64, Some(rail))).is_ok());
+    }
+
+    /// The whole region arrives.
+    fn arrives(&self, salt: u8) {
+        let bytes = pattern(self.src.len() as usize, salt);
+        self.src.put(0, &bytes).unwrap();
+        assert_eq!(wait(&self.write(bytes.len(), None)), Ok(()));
+        assert!(self.dst.get(0, bytes.len() as u64).unwrap() == bytes);
+    }
+
+    /// One expectation at either end, that only a lost peer ends.
+    fn waiting(&self) -> [Handle; 2] {
+        let expect = |at: &TransferEngine, peer: &Peer| {
+            at.counter().unwrap().expect(1, std::slice::from_ref(peer), LONG).unwrap()
+        };
+        [expect(&self.a, self.there.peer()), expect(&self.b, &self.from)]
+    }
+
+    /// Whether each end has its second rail in use.
+    fn second_in_use(&self) -> [bool; 2] {
+        let used = |at: &TransferEngine, peer: &Peer, side| {
+            let name = &nics(side)[1];
+            let verdicts = at.explain(peer).unwrap().verdicts;
+            verdicts.iter().any(|v| v.device == *name && v.chosen)
+        };
+        [used(&self.a, self.there.peer(), Side::A), used(&self.b, &self.from, Side::B)]
+    }
+}
+
+fn until(what: &str, patience: Duration, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < patience, "not after {patience:?}: {what}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn interface(side: Side, rail: usize) -> String {
+    nics(side)[rail].trim_start_matches("rxe_").to_owned()
+}
+
+/// RoCE packets that a NIC of `a`'s has sent.
+fn sent(rail: usize) -> u64 {
+    let path =
+        format!("/sys/class/infiniband/{}/ports/1/hw_counters/sent_pkts", nics(Side::A)[rail]);
+    std::fs::read_to_string(path).unwrap().trim().parse().unwrap()
+}
+
+/// Takes one link of the second rail down in the middle of a write, and up again.
+fn second_rail_fails(link: &str) {
+    let pair = Pair::new(BYTES, 1);
+    let waiting = pair.waiting();
+    let up = Undo::with(&format!("ip link set {link} up"));
+    let before = sent(1);
+    let cut = pair.write(BYTES, None);
+    until("the second rail carries some of it", SOON, || sent(1) > before + 100);
+    assert!(!cut.is_done(), "it is under way");
+    run(&format!("ip link set {link} down"));
+    let start = Instant::now();
+    let error = wait(&cut).unwrap_err();
+    let after = start.elapsed();
+    assert!(matches!(error, EngineError::RailLost { .. }), "{error}");
+    assert!(error.to_string().contains(&nics(Side::A)[1]), "the rail is named: {error}");
+    assert!(after < SOON, "{error} after {after:?}");
+    until("both ends know", SOON, || pair.second_in_use() == [false, false]);
+    // The peer is not lost, and the other rail carries everything.
+    pair.arrives(2);
+    for h in &waiting {
+        assert!(!h.is_done(), "{:?}", h.poll());
+    }
+    drop(up);
+    pair.until_used(1);
+    until("both ends know", SOON, || pair.second_in_use() == [true, true]);
+    let before = sent(1);
+    pair.arrives(3);
+    // Half of the bytes, in packets of at most 4 KiB.
+    let packets = sent(1) - before;
+    assert!(packets > (BYTES / 4 / 4096) as u64, "{packets} packets went over it");
+    for h in &waiting {
+        assert!(!h.is_done(), "{:?}", h.poll());
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_the_link_of_a_peer_s_rail_fails_and_returns() {
+    second_rail_fails(&interface(Side::B, 1));
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_the_link_of_an_own_rail_fails_and_returns() {
+    second_rail_fails(&interface(Side::A, 1));
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_the_switch_of_a_rail_fails_and_returns() {
+    second_rail_fails("rail1");
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_with_the_last_rail_the_peer_is_lost_at_both_ends() {
+    let pair = Pair::new(BYTES, 4);
+    let waiting = pair.waiting();
+    let up: Vec<Undo> = (0..2).map(|i| Undo::with(&format!("ip link set rail{i} up"))).collect();
+    // More than one, for the first may come through before both are down.
+    let writes: Vec<Handle> = (0..4).map(|_| pair.write(BYTES, None)).collect();
+    (0..2).for_each(|i| run(&format!("ip link set rail{i} down")));
+    let start = Instant::now();
+    for h in waiting.iter().chain(writes.last()) {
+        let error = wait(h).unwrap_err();
+        assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
+    }
+    assert!(start.elapsed() < SOON, "after {:?}", start.elapsed());
+    drop(up);
+    until("it is reached again", BACK, || wait(&pair.write(64, None)).is_ok());
+    pair.arrives(5);
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn everything_arrives_over_a_network_that_loses_and_delays() {
+    const PAGE: u64 = 4096;
+    const PAGES: u32 = 64;
+    let ends: Vec<String> = [Side::A, Side::B]
+        .iter()
+        .flat_map(|side| (0..2).map(|rail| interface(*side, rail)))
+        .collect();
+    let undo: Vec<Undo> =
+        ends.iter().map(|i| Undo::with(&format!("tc qdisc del dev {i} root"))).collect();
+    let pair = Pair::new(PAGES as usize * PAGE as usize, 6);
+    for i in &ends {
+        run(&format!("tc qdisc add dev {i} root netem loss 2% delay 20ms limit 10000"));
+    }
+    let counter = pair.b.counter().unwrap();
+    let pages = |list: Vec<u32>| Pages::new(PageIndices::list(list).unwrap(), PAGE, 0);
+    for salt in 7..10u8 {
+        pair.arrives(salt);
+        let bytes = pattern((PAGES as u64 * PAGE) as usize, salt ^ 0x80);
+        pair.src.put(0, &bytes).unwrap();
+        let arrived = counter.expect(PAGES, &[], LONG).unwrap();
+        let op = Op::WritePages {
+            page_len: PAGE,
+            src: &pair.src,
+            src_pages: &pages((0..PAGES).collect()),
+            dst: &pair.there,
+            dst_pages: &pages((0..PAGES).rev().collect()),
+            imm: Some(counter.imm()),
+        };
+        let done = pair.a.submit(&[op], Submit::default()).unwrap();
+        assert_eq!(wait(&arrived), Ok(()));
+        for (from, to) in (0..PAGES).zip((0..PAGES).rev()) {
+            let got = pair.dst.get(u64::from(to) * PAGE, PAGE).unwrap();
+            assert!(got == bytes[from as usize * PAGE as usize..][..PAGE as usize]);
+        }
+        assert_eq!(wait(&done), Ok(()));
+    }
+    assert_eq!(counter.arrived(), u64::from(3 * PAGES));
+    drop(undo);
+}
