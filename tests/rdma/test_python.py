@@ -25,7 +25,7 @@ def _script(folder: Path, steps: dict[str, str]) -> str:
     lines = []
     for name, command in steps.items():
         out = folder / name
-        lines.append(f"{command} >{out}.out 2>{out}.err; echo $? >{out}.status")
+        lines.append(f"( {command} ) >{out}.out 2>{out}.err; echo $? >{out}.status")
     return "\n".join(lines)
 
 
@@ -91,7 +91,7 @@ def test_the_doctor_sends_bytes_over_every_pair_and_names_seeded_faults(tmp_path
     steps = _run(
         {
             "healthy": doctor,
-            "down": f"ip link set h1r0 down; sleep 1; {doctor}; ip link set h1r0 up; sleep 1",
+            "down": f"ip link set h1r0 down; sleep 1; {doctor}; s=$?; ip link set h1r0 up; exit $s",
             "memlock": f"{locked} {doctor}",
             "nameless": f"ip addr flush dev h0r0; sleep 1; {doctor}",
         },
