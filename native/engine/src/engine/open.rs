@@ -55,7 +55,9 @@ impl TransferEngine {
             domains.retain(|d| d.is_rdma() || !d.kind().has_nics());
         }
         for (kind, why) in &failures {
-            match config.transports.contains(kind) {
+            // Most machines have neither NICs nor GPUs; shm and tcp are missed.
+            let optional = kind.has_nics() || *kind == TransportKind::CudaIpc;
+            match config.transports.contains(kind) || !optional {
                 true => tracing::warn!(transport = %kind, %why, "transport left out"),
                 false => tracing::debug!(transport = %kind, %why, "transport left out"),
             }
