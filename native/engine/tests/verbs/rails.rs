@@ -112,11 +112,16 @@ fn second_rail_fails(link: &str) {
     let pair = Pair::new(BYTES, 1);
     let waiting = pair.waiting();
     let up = Undo::with(&format!("ip link set {link} up"));
+    // Slow enough that it can't be over before the link is down, however the CPUs are shared.
+    let wire = interface(Side::A, 1);
+    let free = Undo::with(&format!("tc qdisc del dev {wire} root"));
+    run(&format!("tc qdisc add dev {wire} root netem rate 50mbit"));
     let before = sent(1);
     let cut = pair.write(BYTES, None);
     until("the second rail carries some of it", SOON, || sent(1) > before + 100);
     assert!(!cut.is_done(), "it is under way");
     run(&format!("ip link set {link} down"));
+    drop(free);
     let start = Instant::now();
     let error = wait(&cut).unwrap_err();
     let after = start.elapsed();

@@ -23,7 +23,9 @@ use crate::{
     transport::Waker,
 };
 
-const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+/// Of plain memory (its lowest bits): writes are copied by the call itself, and nothing is left to a
+/// thread whose end would have to be waited for.
+const KEY: RegionKey = RegionKey { index: 0, rkey: 8 };
 const SHARED: usize = 4096;
 
 struct Room;
@@ -89,15 +91,9 @@ pub fn peer_does(bytes: &[u8]) {
         poll(&mut us, &mut out);
     }
     drop(peer);
-    // Threads that copied for it may hold its socket for a moment longer.
-    for _ in 0..500 {
+    for _ in 0..4 {
         poll(&mut us, &mut out);
-        if out.iter().any(|c| matches!(c, Completion::LinkDown { .. })) {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    poll(&mut us, &mut out);
     judge(&out, posted);
 }
 
