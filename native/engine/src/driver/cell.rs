@@ -276,8 +276,9 @@ impl Cell {
     /// Prepares for nobody polling; false if there is something to do first.
     fn arm(&self, core: &mut Core, shared: &Arc<Shared>) -> bool {
         let Some(bed) = &self.bed else { return true };
+        // What was armed may have gone off since: the worker woke, saw a poller, and slept again.
         if core.armed {
-            return true;
+            core.disarm();
         }
         if !core.arm_domains() {
             return false;

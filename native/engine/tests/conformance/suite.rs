@@ -675,10 +675,11 @@ pub fn many_small_writes_all_count(w: &mut dyn World) {
         .map(|i| submit(&a, write(&src, &there, i % 1000 * 8, 8, Some(counter.imm()))).unwrap())
         .collect();
     let all = counter.expect(n as u32, &[], SOON).unwrap();
-    assert_eq!(w.wait(&all), Ok(()));
+    // First those that can say what went wrong.
     for h in handles {
-        assert_eq!(w.wait(&h), Ok(()));
+        assert_eq!(w.wait(&h), Ok(()), "{} of {n} arrived", counter.arrived());
     }
+    assert_eq!(w.wait(&all), Ok(()));
     assert!(dst.get(0, 8000).unwrap() == bytes);
     assert_eq!(counter.arrived(), n);
 }
