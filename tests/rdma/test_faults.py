@@ -20,7 +20,7 @@ ALWAYS = (
     "peers::rs_4_a_peer_killed_mid_transfer_ends_everything_in_time",
     "rails::rs_4_the_link_of_an_own_rail_fails_and_returns",
 )
-MODULES = ("faults", "limits", "peers", "rails")
+MODULES = ("faults", "limits", "peers", "rails", "registrations")
 _RAILS = 2
 
 

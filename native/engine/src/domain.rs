@@ -3,7 +3,7 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
-use std::{fmt, sync::Arc};
+use std::{any::Any, fmt, sync::Arc};
 
 use smallvec::SmallVec;
 
@@ -246,6 +246,15 @@ pub trait Assist: Send + Sync {
     fn assist(&self) -> bool;
 }
 
+/// Makes memory known to a NIC, by any thread and without the group's lock: to pin tens of gigabytes
+/// takes seconds, in which heartbeats must leave.
+pub trait Pinner: Send + Sync {
+    fn pin(&self, region: &Arc<RegionMemory>) -> Result<Pinned, DomainError>;
+}
+
+/// What a domain's own pinner has made. Unpins when it is dropped.
+pub type Pinned = Box<dyn Any + Send>;
+
 /// One NIC's keys of a registration.
 pub type NicKeys = SmallVec<[RailKey; 1]>;
 
@@ -273,9 +282,19 @@ pub trait Domain: Send {
     /// Called once, when all endpoints of the engine are known and before any link exists.
     fn announce(&mut self, own: &EngineAddress);
 
+    /// Whoever registers has this make the memory ready first, if there is one.
+    fn pinner(&self) -> Option<Arc<dyn Pinner>> {
+        None
+    }
+
     /// Makes a region reachable for authenticated peers that hold its key, and returns what its NIC
-    /// must be shown besides (`rail` is filled in by the caller).
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError>;
+    /// must be shown besides (`rail` is filled in by the caller). `pinned` is what this domain's
+    /// pinner made of the region.
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError>;
 
     fn deregister(&mut self, index: u32) -> Quiet;
 

@@ -18,7 +18,7 @@ use super::{
     sleep::Bed,
 };
 use crate::{
-    domain::{Assist, Completion, Domain},
+    domain::{Assist, Completion, Domain, Pinner},
     engine::Shared,
     group::{Group, Policy},
     time::Time,
@@ -87,6 +87,7 @@ pub(crate) struct Cell {
     left_at: AtomicU64,
     bed: Option<Bed>,
     assistants: Vec<Arc<dyn Assist>>,
+    pinners: Vec<Option<Arc<dyn Pinner>>>,
     spin: Duration,
     pub stopping: AtomicBool,
 }
@@ -111,6 +112,7 @@ impl Cell {
     ) -> Result<Self> {
         let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
+        let pinners = domains.iter().map(|d| d.pinner()).collect();
         Ok(Self {
             core: Baton::new(Core {
                 group: Group::new(policy),
@@ -123,6 +125,7 @@ impl Cell {
             left_at: AtomicU64::new(0),
             bed,
             assistants,
+            pinners,
             spin,
             stopping: AtomicBool::new(false),
         })
@@ -140,6 +143,11 @@ impl Cell {
     /// Has `command` done under the lock, by this thread if the lock is free, else by its holder.
     pub fn post(&self, shared: &Arc<Shared>, command: Command) {
         self.core.post(shared, command);
+    }
+
+    /// One for each domain that has one, to be used without the lock.
+    pub fn pinners(&self) -> &[Option<Arc<dyn Pinner>>] {
+        &self.pinners
     }
 
     /// Makes the worker look, unless somebody polls already.

@@ -231,23 +231,29 @@ impl TransferEngine {
         let rkey = nature.mark(u64::from_le_bytes(rkey));
         let key = RegionKey { index: self.shared.take_region_index(), rkey };
         let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep).at(location));
+        let refused = |e| EngineError::Resource {
+            call: "register",
+            cause: format!("{len} bytes at {base:#x}: {e}"),
+            hint: "see the cause; no transport has kept the registration".into(),
+        };
+        let pinners = self.shared.cell.pinners().iter();
+        let pinned: Vec<_> = pinners
+            .map(|p| p.as_ref().map(|p| p.pin(&memory)).transpose())
+            .collect::<Result<_, _>>()
+            .map_err(refused)?;
         let mut core = self.shared.cell.lock(&self.shared);
         if core.closed {
             return Err(EngineError::Closed);
         }
         let mut keys = Vec::new();
-        for i in 0..core.domains.len() {
-            match core.domains[i].register(&memory) {
+        for (i, pinned) in pinned.into_iter().enumerate() {
+            match core.domains[i].register(&memory, pinned) {
                 Ok(nic) => keys.extend(nic.iter().map(|k| RailKey { rail: i as u8, ..*k })),
                 Err(e) => {
                     for d in &mut core.domains[..i] {
                         d.deregister(key.index);
                     }
-                    return Err(EngineError::Resource {
-                        call: "register",
-                        cause: format!("{} bytes at {base:#x}: {e}", len),
-                        hint: "see the cause; no transport has kept the registration".into(),
-                    });
+                    return Err(refused(e));
                 }
             }
         }

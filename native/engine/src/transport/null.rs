@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity, Post,
-        Quiet, Token, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity, Pinned,
+        Post, Quiet, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -35,7 +35,11 @@ impl Domain for NullDomain {
 
     fn announce(&mut self, _own: &EngineAddress) {}
 
-    fn register(&mut self, _region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        _region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         Ok(NicKeys::new())
     }
 

@@ -160,3 +160,42 @@ fn a_peer_that_leaves_is_missed_at_once_over_tcp() {
 fn a_peer_that_leaves_is_missed_at_once_over_shm() {
     a_peer_goes("shm", false);
 }
+
+/// The memory of a region that is dropped while nobody polls is free as soon as its peers have
+/// answered, not with somebody's next sign of life.
+fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
+    let (Some(a), Some(b)) = (engine(provider), engine(provider)) else { return };
+    let src = a.alloc(64).unwrap();
+    for _ in 0..3 {
+        let dst = b.alloc(64).unwrap();
+        let there = a.import(&dst.descriptor()).unwrap();
+        let write = || {
+            let (src, dst) =
+                (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+            let op = Op::Write { src, dst, len: 64, imm: None };
+            a.submit(&[op], Submit::default()).unwrap().wait(SOON)
+        };
+        assert_eq!(write(), Some(Ok(())));
+        // Until both workers sleep.
+        std::thread::sleep(Duration::from_millis(50));
+        let start = Instant::now();
+        drop(dst);
+        while b.stats().retiring > 0 {
+            assert!(start.elapsed() < SOON, "it is never let go of");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Signs of life are shown every 500 ms.
+        assert!(start.elapsed() < Duration::from_millis(150), "{:?}", start.elapsed());
+        assert!(matches!(write(), Some(Err(EngineError::Stale { .. }))));
+    }
+}
+
+#[test]
+fn mr_2_a_dropped_region_is_let_go_of_at_once_over_tcp() {
+    a_dropped_region_is_let_go_of_at_once("tcp");
+}
+
+#[test]
+fn mr_2_a_dropped_region_is_let_go_of_at_once_over_shm() {
+    a_dropped_region_is_let_go_of_at_once("shm");
+}

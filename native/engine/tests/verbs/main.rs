@@ -6,4 +6,5 @@ mod faults;
 mod limits;
 mod peers;
 mod rails;
+mod registrations;
 mod world;

@@ -34,6 +34,7 @@ impl LibfabricDomain {
             }
             if link.fences.due.is_some() {
                 self.answer_fence(id);
+                moved |= self.pump(id);
             }
             let Some(link) = self.link(id) else { continue };
             if now >= link.spoke_at.after(timeout / 4) {

@@ -38,8 +38,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post, Quiet, Token,
-        WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
+        Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -315,7 +315,11 @@ impl Domain for LibfabricDomain {
             own.endpoints.iter().position(|e| *e == mine).unwrap_or(self.own_endpoint);
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         self.register_region(region)
     }
 
@@ -414,16 +418,20 @@ impl Domain for LibfabricDomain {
 
     fn next_timer(&self) -> Time {
         let Some(nic) = &self.nic else { return Time::NEVER };
+        // What a provider had no room for is tried again soon, whether or not it signals.
+        let mut pressed = !self.stalled.is_empty() || !self.outbox.is_empty();
         let links = self.links.iter().map(|(_, s)| match s {
-            Slot::Up(l) => l.next_timer(self.peer_timeout),
+            Slot::Up(l) => {
+                pressed |= !l.pending.is_empty() || !l.failed.is_empty();
+                l.next_timer(self.peer_timeout)
+            }
             Slot::Reserved => Time::NEVER,
         });
+        let links = links.fold(Time::NEVER, Time::min);
         let setups = self.setups.values().map(Setup::next_timer);
         let nap = if nic.wait_fd.is_none() { self.nap_until } else { Time::NEVER };
-        // What a provider had no room for is tried again soon, whether or not it signals.
-        let pressed = !self.stalled.is_empty() || !self.outbox.is_empty();
         let soon = if pressed { self.now.after(TICK) } else { Time::NEVER };
-        links.chain(setups).fold(nap.min(soon), Time::min)
+        setups.fold(nap.min(soon).min(links), Time::min)
     }
 
     fn describe(&self, id: LinkId) -> String {

@@ -265,12 +265,14 @@ impl LibfabricDomain {
 
 impl LibfabricDomain {
     /// Has a link's peer asked to tell when nothing from before now is under way; the fence to wait
-    /// for.
+    /// for. It goes out at once: nobody may be polling when a region is dropped, and until the peer
+    /// has heard it, it goes on with what it was told before (MR-2).
     fn want_fence(&mut self, id: LinkId) -> Option<u32> {
         let fences = &mut self.link(id)?.fences;
         fences.wanted = fences.sent.wrapping_add(1);
         let number = fences.wanted;
         self.send_fence(id);
+        self.pump(id);
         Some(number)
     }
 

@@ -83,7 +83,8 @@ pub fn peer_does(bytes: &[u8]) {
     let Ok(allocation) = Allocation::new(SHARED as u64).map(Arc::new) else { return };
     let base = allocation.base();
     let backing = Backing::Owned { allocation, offset: 0 };
-    let _ = us.register(&Arc::new(RegionMemory::new(KEY, base, SHARED as u64, backing, None)));
+    let _ =
+        us.register(&Arc::new(RegionMemory::new(KEY, base, SHARED as u64, backing, None)), None);
     let (mut out, mut posted) = (Vec::new(), 0);
     for piece in pieces(bytes).take(64) {
         let Some((what, body)) = piece.split_first() else { continue };

@@ -32,8 +32,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
-        Quiet, Seq, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
+        Post, Quiet, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
@@ -269,7 +269,11 @@ impl Domain for ShmDomain {
         self.credentials.own = own.clone();
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         self.book.insert(region);
         Ok(NicKeys::new())
     }

@@ -6,8 +6,8 @@ use super::net::{Event, Held, Job, Piece, Port, World};
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
-        Quiet, Token, WorkRequest,
+        Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
+        Post, Quiet, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -84,7 +84,11 @@ impl Domain for SimDomain {
         }
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         if let Some(node) = self.world.lock().nodes.get_mut(&self.port) {
             node.book.insert(region);
         }

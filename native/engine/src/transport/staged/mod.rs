@@ -21,8 +21,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post,
-        Quiet, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
+        Post, Quiet, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
@@ -236,12 +236,16 @@ impl<D: Whispers> Domain for Staged<D> {
         self.inner.announce(own);
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         if let Some(range) = region.location.cuda() {
             self.device = Some(range.device);
         }
         if !self.keeps(region) {
-            return self.inner.register(region);
+            return self.inner.register(region, pinned);
         }
         self.book.insert(region);
         Ok(NicKeys::new())

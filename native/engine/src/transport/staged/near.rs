@@ -53,7 +53,7 @@ impl<D: Whispers> Staged<D> {
                 let backing =
                     Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };
                 let region = RegionMemory::new(key, memory.base(), WINDOW_BYTES, backing, None);
-                self.inner.register(&Arc::new(region))?;
+                self.inner.register(&Arc::new(region), None)?;
                 if let Some(side) = self.sides.get_mut(&link) {
                     side.window = Some(Window { key, memory, busy: 0 });
                 }

@@ -80,7 +80,7 @@ impl<D: Whispers> End<D> {
         let key = RegionKey { index, rkey: 0x1000 + u64::from(index) };
         let (base, len) = (memory.as_ptr() as usize, memory.len() as u64);
         let region = RegionMemory::new(key, base, len, Backing::Foreign, None);
-        self.domain.register(&Arc::new(region)).unwrap();
+        self.domain.register(&Arc::new(region), None).unwrap();
         key
     }
 }

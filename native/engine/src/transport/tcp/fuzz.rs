@@ -48,7 +48,7 @@ pub fn peer_says(bytes: &[u8]) {
     let mut local = vec![0x5Au8; 256];
     let base = memory.as_mut_ptr() as usize + GUARD;
     let region = RegionMemory::new(KEY, base, REGION as u64, Backing::Foreign, None);
-    let _ = domain.register(&Arc::new(region));
+    let _ = domain.register(&Arc::new(region), None);
 
     let id = 1 << 16;
     let mut link = Link::new(id, [1; 16], 2, true, Time(0));

@@ -26,8 +26,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post, Quiet, Token,
-        WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
+        Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -222,7 +222,11 @@ impl Domain for TcpDomain {
         self.credentials.own = own.clone();
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
         self.book.insert(region);
         Ok(NicKeys::new())
     }

@@ -19,6 +19,8 @@ pub(super) struct Mr {
     pd: Arc<Pd>,
     pub lkey: u32,
     pub rkey: u32,
+    /// What the NIC calls the first byte.
+    pub iova: u64,
 }
 
 // SAFETY: libibverbs' objects may be used by any thread, and by several at once.
@@ -30,21 +32,28 @@ impl Mr {
     /// Registers `len` bytes at `addr`, which stay allocated until [`Mr::release`]. The NIC may
     /// order its writes freely where it can: an immediate's completion is itself an ordered write,
     /// which PCIe lets pass no earlier one (PCIe 2.4.1, table 2-40, A2a).
-    pub fn new(pd: &Arc<Pd>, addr: usize, len: u64, access: i32) -> Result<Self, DomainError> {
+    ///
+    /// The NIC calls the first byte `iova`, if the library can tell it so, and else by its address.
+    pub fn new(
+        pd: &Arc<Pd>,
+        addr: usize,
+        len: u64,
+        (iova, access): (u64, i32),
+    ) -> Result<Self, DomainError> {
         let (at, n, lib) = (addr as *mut libc::c_void, len as usize, pd.context.lib);
-        let relaxed = lib.reg_mr_iova2.filter(|_| access != sys::ACCESS_LOCAL_WRITE);
+        let named = lib.reg_mr_iova2.filter(|_| access != sys::ACCESS_LOCAL_WRITE);
         // SAFETY: registering pins pages and touches no byte; an address that is not mapped is an
         // error. That the memory stays allocated is the caller's promise.
         let raw = unsafe {
-            match relaxed {
+            match named {
                 Some(reg) => {
                     let access = (access | sys::ACCESS_RELAXED_ORDERING) as u32;
-                    reg(pd.ptr(), at, n, addr as u64, access)
+                    reg(pd.ptr(), at, n, iova, access)
                 }
                 None => (lib.reg_mr)(pd.ptr(), at, n, access),
             }
         };
-        Self::made(pd, raw, len)
+        Self::made(pd, raw, (named.map_or(addr as u64, |_| iova), len))
     }
 
     /// Registers memory by a dma-buf: `len` bytes from `offset` on, which the NIC calls `iova`.
@@ -61,10 +70,10 @@ impl Mr {
         };
         // SAFETY: the kernel checks descriptor and range; no address of ours is involved.
         let raw = unsafe { reg(pd.ptr(), offset, len as usize, iova, fd, PEERS) };
-        Self::made(pd, raw, len)
+        Self::made(pd, raw, (iova, len))
     }
 
-    fn made(pd: &Arc<Pd>, raw: *mut sys::Mr, len: u64) -> Result<Self, DomainError> {
+    fn made(pd: &Arc<Pd>, raw: *mut sys::Mr, (iova, len): (u64, u64)) -> Result<Self, DomainError> {
         let Some(raw) = NonNull::new(raw) else {
             let error = std::io::Error::last_os_error();
             let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
@@ -72,7 +81,7 @@ impl Mr {
         };
         // SAFETY: the registration was made.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
-        Ok(Self { raw: Some(raw), pd: Arc::clone(pd), lkey, rkey })
+        Ok(Self { raw: Some(raw), pd: Arc::clone(pd), lkey, rkey, iova })
     }
 
     /// Ends it. An error means that the NIC may still reach the memory, which must be kept (MR-1).
@@ -150,7 +159,7 @@ impl Slots {
         // SAFETY: the layout is not empty.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })
             .ok_or_else(|| DomainError::Unavailable(format!("no memory for {len} bytes")))?;
-        let mr = Mr::new(pd, base.as_ptr() as usize, len as u64, sys::ACCESS_LOCAL_WRITE);
+        let mr = Mr::new(pd, base.as_ptr() as usize, len as u64, (0, sys::ACCESS_LOCAL_WRITE));
         match mr {
             Ok(mr) => Ok(Self { mr, base, layout, each, n }),
             Err(e) => {

@@ -41,11 +41,11 @@ use smallvec::smallvec;
 use self::{
     datagrams::Datagrams,
     device::Device,
-    helper::Helper,
+    helper::{Helper, Whose},
     link::Link,
     place::Place,
     progress::Farewell,
-    regions::Regions,
+    regions::{Regions, Removed, VerbsPinner},
     shake::{Attempt, Outcome},
     shelves::Shelves,
     side::Side,
@@ -54,8 +54,8 @@ use self::{
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Post, Quiet, Token,
-        WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Pinner, Post,
+        Quiet, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -273,12 +273,27 @@ impl Domain for VerbsDomain {
         self.credentials.own = own.clone();
     }
 
-    fn register(&mut self, region: &Arc<RegionMemory>) -> Result<NicKeys, DomainError> {
-        self.regions.add(&self.device, region)
+    fn pinner(&self) -> Option<Arc<dyn Pinner>> {
+        Some(Arc::new(VerbsPinner(Arc::clone(&self.device))))
+    }
+
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
+        self.regions.add(&self.device, region, pinned)
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
-        self.regions.remove(index)
+        match self.regions.remove(index) {
+            Removed::Now => Quiet::Now,
+            Removed::Slowly(region) => {
+                self.helper.run(Whose::Own, move || Outcome::Released(index, region.end()));
+                Quiet::Later
+            }
+            Removed::Never => Quiet::Later,
+        }
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

@@ -23,6 +23,8 @@ pub(super) fn mask(region: RegionKey) -> u32 {
 #[derive(Clone, Copy)]
 struct Piece {
     local: sys::Sge,
+    /// Where the local bytes are, by this process's addresses; the NIC calls them otherwise.
+    address: u64,
     remote: u64,
     rkey: u32,
 }
@@ -47,10 +49,11 @@ fn cut(
                      before that NIC was opened, or for another engine"
                 )));
             };
-            let (lkey, here) = regions.local(data.local_region, local)?;
+            let (lkey, addr, here) = regions.local(data.local_region, local)?;
             let n = left.min(next - offset).min(here).min(longest);
             each(Piece {
-                local: sys::Sge { addr: local, length: n as u32, lkey },
+                local: sys::Sge { addr, length: n as u32, lkey },
+                address: local,
                 remote: key.base.wrapping_add(offset - key.offset),
                 rkey: key.key as u32 ^ unmask,
             })?;
@@ -131,7 +134,9 @@ impl Link {
                 ..Wr::default()
             };
             if u64::from(p.local.length) <= inline {
+                // The library copies them itself.
                 wr.flags |= sys::SEND_INLINE;
+                wr.local.addr = p.address;
             }
             if done == writes {
                 if let Some(imm) = wire.as_mut().and_then(Iterator::next) {

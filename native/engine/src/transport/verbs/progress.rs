@@ -195,6 +195,10 @@ impl VerbsDomain {
                     }
                 }
                 Outcome::Side(id, stream) => self.side_connected(id, stream),
+                Outcome::Released(index, true) => {
+                    self.news.push(Completion::RegionQuiet { index });
+                }
+                Outcome::Released(_, false) => {}
             }
         }
         self.tick_at = Time(0);

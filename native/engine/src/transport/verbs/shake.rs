@@ -45,6 +45,8 @@ pub(super) enum Outcome {
     Built(LinkId, Seat, Result<Box<Pair>, DomainError>),
     Joined(LinkId, Seat, Result<Box<(Pair, Setup)>, DomainError>),
     Side(LinkId, Result<std::net::TcpStream, String>),
+    /// A large registration has ended, or not.
+    Released(u32, bool),
 }
 
 #[derive(Clone, Copy)]
