@@ -74,7 +74,12 @@ table! {
         pd: *mut Pd, addr: *mut c_void, length: usize, iova: u64, access: libc::c_uint) -> *mut Mr;
     fn reg_dmabuf_mr = "ibv_reg_dmabuf_mr"(
         pd: *mut Pd, offset: u64, length: usize, iova: u64, fd: c_int, access: c_int) -> *mut Mr;
+    fn fork_init = "ibv_fork_init"() -> c_int;
+    fn is_fork_initialized = "ibv_is_fork_initialized"() -> c_int;
 }
+
+/// `IBV_FORK_DISABLED`: neither the kernel nor the library keeps registered pages over a fork.
+const FORK_DISABLED: c_int = 0;
 
 impl Ibverbs {
     /// The library, opened at the first call; why not, if it can't be.
@@ -82,9 +87,22 @@ impl Ibverbs {
         static OPENED: OnceLock<Result<Ibverbs, OpenError>> = OnceLock::new();
         OPENED
             .get_or_init(|| {
-                Library::open(&["libibverbs.so.1", "libibverbs.so"]).and_then(Self::load)
+                let library = Library::open(&["libibverbs.so.1", "libibverbs.so"])?;
+                Self::load(library).inspect(Self::survive_forks)
             })
             .as_ref()
             .map_err(Clone::clone)
+    }
+
+    /// Before Linux 5.12 a fork leaves the child with the pages that the NIC knows, and the parent with
+    /// copies that it doesn't. The library then has the child go without them. Must come before any
+    /// registration.
+    fn survive_forks(&self) {
+        // SAFETY: asks the library for a number; may be called at any time.
+        let state = self.is_fork_initialized.map(|ask| unsafe { ask() });
+        if let (FORK_DISABLED, Some(init)) = (state.unwrap_or(FORK_DISABLED), self.fork_init) {
+            // SAFETY: takes nothing; if it fails, forks are as they were.
+            unsafe { init() };
+        }
     }
 }

@@ -82,6 +82,11 @@ impl Failure {
         Self { reply: None, error }
     }
 
+    /// An error of ours that the other side should hear of: it has proven itself.
+    pub fn told(error: DomainError) -> Self {
+        Self { error: error.clone(), ..Self::refuse(false, error.to_string()) }
+    }
+
     fn refuse(stale: bool, reason: String) -> Self {
         let reply = ENVELOPE.encode(&Message::Refusal(Refusal { stale, reason: reason.clone() }));
         Self { reply: Some(reply), error: DomainError::Handshake(reason) }

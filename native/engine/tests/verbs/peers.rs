@@ -109,3 +109,29 @@ fn rs_4_one_that_only_waits_learns_that_its_peer_was_killed() {
     assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
     assert!(after < SOON, "{error} after {after:?}");
 }
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn rs_4_a_peer_that_hangs_is_lost_though_its_nic_answers() {
+    let peer = Peer::start();
+    let a = engine(Side::A);
+    let src = filled(&a, 64, 1);
+    let there = import(&a, &peer.descriptor);
+    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let counter = a.counter().unwrap();
+    let awaited =
+        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    // SAFETY: stops a child of ours, which its drop kills.
+    assert_eq!(unsafe { libc::kill(peer.child.id() as i32, libc::SIGSTOP) }, 0);
+    let start = std::time::Instant::now();
+    let mut written = 0;
+    while !awaited.is_done() && start.elapsed() < 2 * SOON {
+        // Its memory takes writes for as long as its queue pairs are there.
+        written += u32::from(wait(&write(&a, &src, &there, 64, None)).is_ok());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(written > 10, "{written} writes: its NIC answered no longer");
+    let error = awaited.poll().expect("it is missed").unwrap_err();
+    assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
+    assert!(start.elapsed() < SOON, "{error} after {:?}", start.elapsed());
+}

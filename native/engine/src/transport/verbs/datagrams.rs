@@ -24,6 +24,8 @@ pub(super) struct Target {
     pub ah: Arc<Ah>,
     pub qpn: u32,
     pub qkey: u32,
+    /// Bytes that both ends take.
+    pub mtu: usize,
 }
 
 pub(super) struct Datagrams {
@@ -58,10 +60,6 @@ impl Datagrams {
 
     pub fn number(&self) -> u32 {
         self.qp.number()
-    }
-
-    pub fn mtu(&self) -> usize {
-        self.mtu
     }
 
     /// Sends a frame if there is room; if not, it is as good as lost.

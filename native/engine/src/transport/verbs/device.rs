@@ -52,6 +52,8 @@ pub(super) struct Device {
     pub own: Places,
     pub route: Route,
     pub mtu: u8,
+    /// The partition's key and its place in the port's table.
+    pub pkey: u16,
     pkey_index: u16,
     timeout: u8,
 }
@@ -114,6 +116,7 @@ impl Device {
             own,
             route,
             mtu: port.active_mtu.clamp(1, 5) as u8,
+            pkey,
             pkey_index: nics.pkey_index,
             timeout: ack_timeout(peer_timeout),
             chosen,

@@ -95,6 +95,7 @@ impl VerbsDomain {
             fabric: device.chosen.fabric,
             gid: device.chosen.gid,
             lid: device.chosen.lid,
+            pkey: device.pkey,
             mtu: device.mtu,
             qpn: datagrams.number(),
             qkey: datagrams.qkey,

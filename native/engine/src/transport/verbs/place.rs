@@ -42,6 +42,8 @@ pub(super) struct Place {
     pub fabric: Fabric,
     pub gid: [u8; 16],
     pub lid: u16,
+    /// Its partition; the highest bit says that it is a full member.
+    pub pkey: u16,
     /// As the library numbers them: 256 << (n - 1) bytes.
     pub mtu: u8,
     /// The queue pair for datagrams.
@@ -52,6 +54,9 @@ pub(super) struct Place {
     /// The same on loopback, for those on the same host.
     pub loopback: Option<u16>,
 }
+
+/// The bits of a partition key that name the partition.
+const PARTITION: u16 = 0x7FFF;
 
 pub(super) fn mtu_bytes(mtu: u8) -> usize {
     256 << usize::from(mtu.clamp(1, 5) - 1)
@@ -103,6 +108,15 @@ impl Place {
         if self.fabric != there.fabric {
             let (here, there) = (self.fabric.name(), there.fabric.name());
             return Some(format!("{here} here and {there} there don't mix"));
+        }
+        let both = (self.pkey, there.pkey);
+        if (both.0 ^ both.1) & PARTITION != 0 || (both.0 | both.1) & !PARTITION == 0 {
+            return Some(format!(
+                "partition key {:#06x} here and {:#06x} there don't let them talk: they must be of one \
+                 partition, and one of them a full member (0x8000); see pkey_index and the subnet \
+                 manager's partitions",
+                both.0, both.1
+            ));
         }
         if self.fabric != Fabric::Infiniband && is_ipv4(&self.gid) != is_ipv4(&there.gid) {
             return Some(format!(
@@ -224,6 +238,7 @@ pub(super) mod tests {
             fabric: Fabric::Roce,
             gid: gid.parse::<Ipv6Addr>().unwrap().octets(),
             lid: 0,
+            pkey: 0xFFFF,
             mtu: 3,
             qpn: 17,
             qkey: 99,
@@ -257,6 +272,10 @@ pub(super) mod tests {
         let ib = Place { fabric: Fabric::Infiniband, lid: 5, ..a.clone() };
         assert!(a.unfit(&ib).unwrap().contains("InfiniBand"));
         assert!(a.unfit(&a_place("fd00::1")).unwrap().contains("IP versions"));
+        let of = |pkey| Place { pkey, ..ib.clone() };
+        assert!(of(0xFFFF).unfit(&of(0x8001)).unwrap().contains("0x8001"));
+        assert!(of(0x0001).unfit(&of(0x0001)).unwrap().contains("full member"));
+        assert_eq!(of(0x0001).unfit(&of(0x8001)), None);
         assert!(!ib.is_global(&ib));
         let route = Route { gid_index: 3, service_level: 2, traffic_class: 104 };
         let (far, near) = (path(&a, &b, &route, u32::MAX), path(&ib, &ib, &route, 1));

@@ -380,8 +380,9 @@ impl VerbsDomain {
 }
 
 impl Kind {
-    /// Whether the completion shows that the peer, or its NIC, is alive.
+    /// Whether the completion shows that the peer is alive. That its NIC acknowledges what we send
+    /// doesn't: a process that hangs, or whose queue pairs a forked child still has, is to be missed.
     pub(super) fn is_heard(self) -> bool {
-        !matches!(self, Self::Mail)
+        matches!(self, Self::Imm | Self::Frame)
     }
 }

@@ -18,7 +18,7 @@ use super::{
     device::{unreachable_words, Device, Pair},
     helper::Whose,
     link::{Link, Origin},
-    place::{path, Intro, Place, Setup},
+    place::{mtu_bytes, path, Intro, Place, Setup},
     raw::Ah,
     shelves::Seat,
     side, Slot, State, VerbsDomain,
@@ -113,7 +113,8 @@ pub(super) fn take_apart(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
 pub(super) fn reach(device: &Device, here: &Place, there: &Place) -> Result<Target, DomainError> {
     let attr = path(here, there, &device.route, there.qpn);
     let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_words(&e, here, there))?;
-    Ok(Target { ah, qpn: there.qpn, qkey: there.qkey })
+    let mtu = mtu_bytes(here.mtu.min(there.mtu));
+    Ok(Target { ah, qpn: there.qpn, qkey: there.qkey, mtu })
 }
 
 impl VerbsDomain {
@@ -172,14 +173,14 @@ impl VerbsDomain {
 
     /// Has the current message sent, now and until it is answered.
     fn speak(&mut self, id: LinkId) {
-        let (now, mtu) = (self.now, self.datagrams.mtu());
+        let now = self.now;
         let Some(State::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
         else {
             return;
         };
         let Some(letter) = &a.letter else { return };
         if let Some(target) = &a.target {
-            letter.frames(mtu).for_each(|f| self.datagrams.send(target, &f));
+            letter.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
         }
         if let Some(key) = a.side {
             let frames = letter.frames(usize::MAX);

@@ -195,13 +195,13 @@ impl VerbsDomain {
         }
         let (peer, endpoint) = (acceptor.peer.clone(), usize::from(intro.from_endpoint));
         // Queue pairs go by the proven address, not by the one that asked for an answer.
-        let there = Place::of(&peer.address, endpoint).map_err(silent)?;
-        let (seat, cq) = self.shelves.seat(&self.device).map_err(silent)?;
+        let there = Place::of(&peer.address, endpoint).map_err(Failure::told)?;
+        let (seat, cq) = self.shelves.seat(&self.device).map_err(Failure::told)?;
         let id = match self.add_slot(State::Accepting(exchange)) {
             Ok(id) => id,
             Err(e) => {
                 self.shelves.leave(seat);
-                return Err(silent(e));
+                return Err(Failure::told(e));
             }
         };
         let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
@@ -237,7 +237,8 @@ impl VerbsDomain {
             Ok(made) => *made,
             Err(e) => {
                 self.forget_slot(id, seat);
-                return self.refuse(exchange, 4, None, &e);
+                let Failure { reply, error } = Failure::told(e);
+                return self.refuse(exchange, 4, reply, &error);
             }
         };
         let setup = proven.session.seal(b"acceptor", &pair.setup(&self.device).encode());
@@ -261,7 +262,6 @@ impl VerbsDomain {
 
     /// Says what was said last.
     fn answer(&mut self, exchange: Exchange) {
-        let mtu = self.datagrams.mtu();
         let Some(v) = self.visits.get(&exchange) else { return };
         let Some(letter) = &v.answer else { return };
         match (v.side, &v.target) {
@@ -270,7 +270,7 @@ impl VerbsDomain {
                 frames.for_each(|f| self.side.say(key, &f, &self.epoll));
             }
             (None, Some(target)) => {
-                letter.frames(mtu).for_each(|f| self.datagrams.send(target, &f));
+                letter.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
             }
             (None, None) => {}
         }
