@@ -500,7 +500,9 @@ class Engine:
         Raises:
             ResourceError: no room; the message says where.
         """
-    def _register(self, addr: int, nbytes: int, keep: object) -> Region: ...
+    def _register(
+        self, addr: int, nbytes: int, keep: object, segment: tuple[int, int] | None = None
+    ) -> Region: ...
     def peer(self, address: EngineAddress) -> Peer:
         """Makes a peer known; the first use connects."""
     def import_region(self, descriptor: RegionDescriptor) -> RemoteRegion:

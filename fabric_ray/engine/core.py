@@ -15,7 +15,7 @@ from typing_extensions import Self
 from fabric_ray import _native
 from fabric_ray._native import Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
-from fabric_ray.engine.memory import memory_of
+from fabric_ray.engine.memory import memory_of, segment_of
 
 if TYPE_CHECKING:
     import torch
@@ -96,19 +96,26 @@ class TransferEngine(_native.Engine):
         self._readers = []
         return self
 
-    def register(self, obj: Any) -> Region:
+    def register(self, obj: Any, *, segment: bool = False) -> Region:
         """Registers the memory behind a tensor, an array or any writable buffer.
 
         The region keeps the memory alive. Memory inside an allocation of this engine stays
         mappable for peers on this host. CUDA tensors register like any other; what a kernel has
         written must be waited for before it is sent.
 
+        With ``segment``, all of the memory that a tensor is a view of is registered, once for all
+        of its parts: a NIC pays for each registration and not for its length. On the host that is
+        the tensor's storage, on a GPU the allocator's segment. The registration ends when the last
+        part's region is gone, or when one is deregistered. Until then the parts' memory is kept,
+        and who was given one part's key can reach all of them.
+
         Raises:
             InvalidArgument: not contiguous, read-only, empty, or on a device that is neither the
                 host nor a CUDA GPU.
         """
         addr, nbytes, keep = memory_of(obj)
-        return self._register(addr, nbytes, keep)
+        around = segment_of(obj, addr, nbytes) if segment else None
+        return self._register(addr, nbytes, keep, around)
 
     def empty(
         self, shape: tuple[int, ...] | int, dtype: torch.dtype

@@ -102,6 +102,14 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     return tensor.data_ptr(), nbytes, (storage, seen)
 
 
+def segment_of(obj: Any, addr: int, nbytes: int) -> tuple[int, int]:
+    """Address and bytes of what the memory behind ``obj`` is a part of, on the host."""
+    if not hasattr(obj, "untyped_storage"):
+        return addr, nbytes
+    storage = obj.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
 def pages(indices: ArrayLike | Iterable[int], *, stride: int, offset: int = 0) -> Pages:
     """Which pages of a region, in order: page ``i`` lies at ``offset + indices[i] * stride``.
 

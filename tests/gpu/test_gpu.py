@@ -93,6 +93,25 @@ def test_ic_2_bytes_are_in_gpu_memory_when_the_counter_says_so(transport: str) -
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensors_of_one_allocator_segment_share_a_registration(transport: str) -> None:
+    with paired(transport) as pair:
+        # Small tensors come from segments of 2 MiB.
+        tensors = [pattern(i, 4096, "cuda") for i in range(64)]
+        torch.cuda.synchronize()
+        before = pair.engine.stats()["regions"]
+        regions = [pair.engine.register(tensor, segment=True) for tensor in tensors]
+        made = pair.engine.stats()["regions"] - before
+        show(f"{transport}: {len(tensors)} tensors in {made} registrations")
+        assert made < len(tensors) // 4
+        there = pair.remote("segment", 0, 4096 * len(tensors), "cuda")
+        for i, region in enumerate(regions):
+            pair.engine.write(region, there, dst_offset=4096 * i).wait(30)
+        back, into = pair.local(99, 4096 * len(tensors), "cuda")
+        pair.engine.read(there, into).wait(30)
+        assert torch.equal(back.view(len(tensors), 4096), torch.stack(tensors).view(-1, 4096))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_reads_and_pages_of_gpu_memory(transport: str) -> None:
     with paired(transport) as pair:
         src = pair.remote("src", 21, SIZE, "cuda")

@@ -9,6 +9,7 @@ mod open;
 mod peers;
 mod receives;
 mod regions;
+mod register;
 mod shared;
 mod watcher;
 
@@ -19,17 +20,12 @@ use std::{
 
 use parking_lot::Mutex;
 
+use self::register::Segments;
 use crate::{
-    api::{
-        CounterRef, EngineAddress, EngineId, Imm, Op, RailKey, RegionDescriptor, RegionKey,
-        TransportKind,
-    },
+    api::{CounterRef, EngineAddress, EngineId, Imm, Op, RegionDescriptor, TransportKind},
     driver::Worker,
     group::{PeerKey, Submitted, Verdict},
-    memory::{
-        device::{self, DeviceWord, Location, Nature},
-        Allocation, Backing, Keep, RegionMemory,
-    },
+    memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
 };
@@ -40,6 +36,7 @@ pub use open::Transports;
 pub use peers::{Peer, PeerGroup};
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
+
 pub(crate) use shared::Shared;
 pub use shared::Stats;
 pub use watcher::Watcher;
@@ -51,6 +48,7 @@ pub use watcher::Watcher;
 pub struct TransferEngine {
     shared: Arc<Shared>,
     stage_foreign: bool,
+    segments: Segments,
     worker: Mutex<Option<Worker>>,
 }
 
@@ -175,92 +173,6 @@ impl TransferEngine {
 
     pub fn stats(&self) -> Stats {
         self.shared.stats()
-    }
-
-    /// Memory that peers on this host can map: the fastest target and source for them.
-    pub fn alloc(&self, len: u64) -> Result<Region> {
-        self.shared.check_process()?;
-        let allocation = Arc::new(Allocation::new(len)?);
-        let backing = Backing::Owned { allocation: Arc::clone(&allocation), offset: 0 };
-        self.register_memory(allocation.base(), len.max(1), backing, None)
-    }
-
-    /// Registers `len` bytes at `addr`, which `keep` keeps alive; without one the caller promises to
-    /// deregister before the memory goes away.
-    ///
-    /// Memory inside an allocation of this engine is recognised and stays mappable.
-    ///
-    /// # Safety
-    /// The bytes must be readable and writable until the registration has ended; peers write to
-    /// them at any time.
-    pub unsafe fn register(&self, addr: usize, len: u64, keep: Keep) -> Result<Region> {
-        self.shared.check_process()?;
-        if addr == 0 {
-            return Err(EngineError::Invalid("address 0 can't be registered".into()));
-        }
-        if len == 0 {
-            return Err(EngineError::Invalid("a region of zero bytes can't be registered".into()));
-        }
-        if (addr as u64).checked_add(len).is_none_or(|end| end > 1 << 56) {
-            return Err(EngineError::Invalid(format!(
-                "{len} bytes at {addr:#x} pass the end of the address space"
-            )));
-        }
-        let backing = self.shared.backing_of(addr, len);
-        self.register_memory(addr, len, backing, keep)
-    }
-
-    fn register_memory(
-        &self,
-        base: usize,
-        len: u64,
-        backing: Backing,
-        keep: Keep,
-    ) -> Result<Region> {
-        let mut rkey = [0; 8];
-        getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
-            call: "getrandom",
-            cause: e.to_string(),
-            hint: "the system's random source must be readable".into(),
-        })?;
-        let location = match &backing {
-            Backing::Owned { .. } => Location::Host,
-            Backing::Foreign => device::locate(base, len)?,
-        };
-        let nature = Nature::of(&location, &backing, self.stage_foreign);
-        let rkey = nature.mark(u64::from_le_bytes(rkey));
-        let key = RegionKey { index: self.shared.take_region_index(), rkey };
-        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep).at(location));
-        let refused = |e| EngineError::Resource {
-            call: "register",
-            cause: format!("{len} bytes at {base:#x}: {e}"),
-            hint: "see the cause; no transport has kept the registration".into(),
-        };
-        let pinners = self.shared.cell.pinners().iter();
-        let pinned: Vec<_> = pinners
-            .map(|p| p.as_ref().map(|p| p.pin(&memory)).transpose())
-            .collect::<Result<_, _>>()
-            .map_err(refused)?;
-        let mut core = self.shared.cell.lock(&self.shared);
-        if core.closed {
-            return Err(EngineError::Closed);
-        }
-        let mut keys = Vec::new();
-        for (i, pinned) in pinned.into_iter().enumerate() {
-            match core.domains[i].register(&memory, pinned) {
-                Ok(nic) => keys.extend(nic.iter().map(|k| RailKey { rail: i as u8, ..*k })),
-                Err(e) => {
-                    for d in &mut core.domains[..i] {
-                        d.deregister(key.index);
-                    }
-                    return Err(refused(e));
-                }
-            }
-        }
-        let _ = memory.rail_keys.set(keys.into());
-        drop(core);
-        self.shared.remember(&memory);
-        Ok(Region::new(memory, Arc::clone(&self.shared)))
     }
 
     /// Makes a peer known. Connects with the first use.

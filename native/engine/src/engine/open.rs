@@ -3,6 +3,7 @@ use std::sync::{atomic::AtomicU64, Arc};
 use parking_lot::Mutex;
 
 use super::{
+    register::Segments,
     shared::{Clock, Shared},
     TransferEngine,
 };
@@ -79,7 +80,8 @@ impl TransferEngine {
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
         let worker = Worker::start(&shared, always, cpus)?;
         let stage_foreign = config.stage_foreign;
-        Ok(Self { shared, stage_foreign, worker: Mutex::new(Some(worker)) })
+        let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
+        Ok(Self { shared, stage_foreign, segments, worker })
     }
 
     /// An engine without threads, over domains made by hand; [`TransferEngine::drive`] moves it.
@@ -91,7 +93,8 @@ impl TransferEngine {
         let limits = (config.op_timeout, max_message);
         let waker = transport::Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
-        Ok(Self { shared, stage_foreign: false, worker: Mutex::new(None) })
+        let (segments, worker) = (Segments::default(), Mutex::new(None));
+        Ok(Self { shared, stage_foreign: false, segments, worker })
     }
 }
 

@@ -63,6 +63,12 @@ impl Region {
         Self { inner: Arc::new(inner), offset: 0, len }
     }
 
+    /// All of a registration.
+    pub(super) fn whole(inner: Arc<RegionInner>) -> Self {
+        let len = inner.memory.len;
+        Self { inner, offset: 0, len }
+    }
+
     /// Bytes.
     pub fn len(&self) -> u64 {
         self.len

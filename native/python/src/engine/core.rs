@@ -13,6 +13,7 @@ use pyo3::{
 use super::{
     batch::{build, length, Batch, Owned},
     counter::Counter,
+    keep::Keep,
     memory::{Pages, Region, RemoteRegion},
     seconds,
     transfer::Transfer,
@@ -247,16 +248,26 @@ impl Engine {
         py.detach(|| self.engine.alloc(nbytes)).map(Region).or_raise(py)
     }
 
-    /// Registers memory by address; `keep` is kept alive with it.
+    /// Registers memory by address; `keep` is kept alive with it. With `segment`, the address and bytes
+    /// of what it is a part of, that is registered once for all parts.
+    #[pyo3(signature = (addr, nbytes, keep, segment=None))]
     fn _register(
         &self,
         py: Python<'_>,
         addr: usize,
         nbytes: u64,
         keep: Py<PyAny>,
+        segment: Option<(usize, u64)>,
     ) -> PyResult<Region> {
-        // SAFETY: `keep` owns the memory at `addr`; `fabric_ray.engine.memory` sees to that.
-        let region = unsafe { self.engine.register(addr, nbytes, Some(Box::new(keep))) };
+        let keep: fe::memory::Keep = Some(Box::new(Keep::new(keep)));
+        // SAFETY: `keep` owns the memory at `addr`, and the segment around it;
+        // `fabric_ray.engine.memory` sees to that.
+        let region = py.detach(|| unsafe {
+            match segment {
+                None => self.engine.register(addr, nbytes, keep),
+                Some(around) => self.engine.register_segment(addr, nbytes, around, keep),
+            }
+        });
         region.map(Region).or_raise(py)
     }
 

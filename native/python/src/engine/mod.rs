@@ -6,6 +6,7 @@ mod batch;
 mod core;
 mod counter;
 mod digest;
+mod keep;
 mod memory;
 mod queue;
 mod transfer;

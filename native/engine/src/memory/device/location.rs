@@ -126,8 +126,8 @@ impl Location {
 }
 
 impl CudaRange {
-    /// What a NIC registers: the whole allocation, so that all tensors of one allocator segment
-    /// share one registration; a range of its own where the allocation's end isn't known.
+    /// What can be exported: the whole allocation, in whole pages; a range of its own where the
+    /// allocation's end isn't known.
     pub fn segment(&self) -> (u64, u64) {
         pages(self.base, self.len)
     }

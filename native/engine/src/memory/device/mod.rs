@@ -5,7 +5,6 @@ mod lane;
 mod location;
 mod nature;
 mod pinned;
-mod segments;
 mod word;
 
 pub(crate) use driver::Driver;
@@ -13,5 +12,4 @@ pub(crate) use lane::{copy_now, Lanes, Piece, Ticket};
 pub use location::{locate, CudaKind, CudaRange, Dmabuf, Location};
 pub(crate) use nature::Nature;
 pub(crate) use pinned::Pinned;
-pub use segments::Segments;
 pub use word::DeviceWord;

@@ -1,0 +1,173 @@
+//! From memory to a region that peers reach.
+
+use std::{
+    collections::HashMap,
+    sync::{atomic::Ordering::SeqCst, Arc, Weak},
+};
+
+use parking_lot::Mutex;
+
+use super::{
+    regions::{Region, RegionInner},
+    TransferEngine,
+};
+use crate::{
+    api::{RailKey, RegionKey},
+    memory::{
+        device::{self, Location, Nature},
+        Allocation, Backing, Keep, RegionMemory,
+    },
+    EngineError, Result,
+};
+
+/// What each segment was registered as, by its first address and bytes, for as long as a part of it
+/// is in use.
+///
+/// A part keeps its tensor, so the allocator can't give the segment back while one is registered;
+/// once none is, the entry is dead, and another allocation at the same address starts anew.
+pub(super) type Segments = Mutex<HashMap<(usize, u64), Segment>>;
+
+pub(super) struct Segment {
+    region: Weak<RegionInner>,
+    keeps: Weak<Mutex<Vec<Keep>>>,
+}
+
+impl Segment {
+    /// The registration, if it is in use.
+    fn region(&self) -> Option<Region> {
+        let inner = self.region.upgrade().filter(|r| !r.closed.load(SeqCst))?;
+        Some(Region::whole(inner))
+    }
+}
+
+impl TransferEngine {
+    /// Memory that peers on this host can map: the fastest target and source for them.
+    pub fn alloc(&self, len: u64) -> Result<Region> {
+        self.shared.check_process()?;
+        let allocation = Arc::new(Allocation::new(len)?);
+        let backing = Backing::Owned { allocation: Arc::clone(&allocation), offset: 0 };
+        self.register_memory(allocation.base(), len.max(1), backing, None)
+    }
+
+    /// Registers `len` bytes at `addr`, which `keep` keeps alive; without one the caller promises to
+    /// deregister before the memory goes away.
+    ///
+    /// Memory inside an allocation of this engine is recognised and stays mappable.
+    ///
+    /// # Safety
+    /// The bytes must be readable and writable until the registration has ended; peers write to
+    /// them at any time.
+    pub unsafe fn register(&self, addr: usize, len: u64, keep: Keep) -> Result<Region> {
+        self.shared.check_process()?;
+        if addr == 0 {
+            return Err(EngineError::Invalid("address 0 can't be registered".into()));
+        }
+        if len == 0 {
+            return Err(EngineError::Invalid("a region of zero bytes can't be registered".into()));
+        }
+        if (addr as u64).checked_add(len).is_none_or(|end| end > 1 << 56) {
+            return Err(EngineError::Invalid(format!(
+                "{len} bytes at {addr:#x} pass the end of the address space"
+            )));
+        }
+        let backing = self.shared.backing_of(addr, len);
+        self.register_memory(addr, len, backing, keep)
+    }
+
+    /// As [`TransferEngine::register`], with the whole segment that the memory lies in: it is
+    /// registered once, and all parts of it share that. `around` is the segment's first address and
+    /// bytes; where CUDA knows the allocation, that is taken.
+    ///
+    /// The registration ends with the last part; until then every part's memory is kept, and whoever
+    /// was given one part's key can reach all of them.
+    ///
+    /// # Safety
+    /// As for `register`, for the whole segment.
+    pub unsafe fn register_segment(
+        &self,
+        addr: usize,
+        len: u64,
+        around: (usize, u64),
+        keep: Keep,
+    ) -> Result<Region> {
+        let around = match device::locate(addr, len)?.cuda() {
+            Some(range) => (range.base as usize, range.len),
+            None => around,
+        };
+        let offset = addr.checked_sub(around.0).map(|o| o as u64);
+        let Some(offset) = offset.filter(|o| *o <= around.1 && len <= around.1 - o) else {
+            return Err(EngineError::Invalid(format!(
+                "{len} bytes at {addr:#x} don't lie in their segment of {} bytes at {:#x}",
+                around.1, around.0
+            )));
+        };
+        let mut segments = self.segments.lock();
+        if let Some(known) = segments.get(&around) {
+            if let (Some(region), Some(keeps)) = (known.region(), known.keeps.upgrade()) {
+                keeps.lock().push(keep);
+                return region.slice(offset, len);
+            }
+        }
+        segments.retain(|_, s| s.region.strong_count() > 0);
+        let keeps = Arc::new(Mutex::new(vec![keep]));
+        let kept = Arc::downgrade(&keeps);
+        // SAFETY: the caller's promise.
+        let region = unsafe { self.register(around.0, around.1, Some(Box::new(keeps))) }?;
+        let segment = Segment { region: Arc::downgrade(&region.inner), keeps: kept };
+        segments.insert(around, segment);
+        region.slice(offset, len)
+    }
+
+    fn register_memory(
+        &self,
+        base: usize,
+        len: u64,
+        backing: Backing,
+        keep: Keep,
+    ) -> Result<Region> {
+        let mut rkey = [0; 8];
+        getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
+            call: "getrandom",
+            cause: e.to_string(),
+            hint: "the system's random source must be readable".into(),
+        })?;
+        let location = match &backing {
+            Backing::Owned { .. } => Location::Host,
+            Backing::Foreign => device::locate(base, len)?,
+        };
+        let nature = Nature::of(&location, &backing, self.stage_foreign);
+        let rkey = nature.mark(u64::from_le_bytes(rkey));
+        let key = RegionKey { index: self.shared.take_region_index(), rkey };
+        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep).at(location));
+        let refused = |e| EngineError::Resource {
+            call: "register",
+            cause: format!("{len} bytes at {base:#x}: {e}"),
+            hint: "see the cause; no transport has kept the registration".into(),
+        };
+        let pinners = self.shared.cell.pinners().iter();
+        let pinned: Vec<_> = pinners
+            .map(|p| p.as_ref().map(|p| p.pin(&memory)).transpose())
+            .collect::<Result<_, _>>()
+            .map_err(refused)?;
+        let mut core = self.shared.cell.lock(&self.shared);
+        if core.closed {
+            return Err(EngineError::Closed);
+        }
+        let mut keys = Vec::new();
+        for (i, pinned) in pinned.into_iter().enumerate() {
+            match core.domains[i].register(&memory, pinned) {
+                Ok(nic) => keys.extend(nic.iter().map(|k| RailKey { rail: i as u8, ..*k })),
+                Err(e) => {
+                    for d in &mut core.domains[..i] {
+                        d.deregister(key.index);
+                    }
+                    return Err(refused(e));
+                }
+            }
+        }
+        let _ = memory.rail_keys.set(keys.into());
+        drop(core);
+        self.shared.remember(&memory);
+        Ok(Region::new(memory, Arc::clone(&self.shared)))
+    }
+}
