@@ -3,9 +3,9 @@ use fe::api::{Imm, Local, Op, Remote, ScatterDst};
 use pyo3::prelude::*;
 
 use super::{
-    core::{Peer, PeerGroup},
     counter::ImmArg,
     memory::{Pages, Region, RemoteRegion},
+    peers::{Peer, PeerGroup},
 };
 
 /// An operation that owns what it names.

@@ -1,147 +1,34 @@
-use std::{net::IpAddr, time::Duration};
+use std::time::Duration;
 
 use fabric_engine as fe;
 use fe::{
-    api::{EngineConfig, Local, NicConfig, Op, Remote, Requirement, Spin, TransportKind},
+    api::{EngineConfig, Local, Op, Remote, Spin},
     Submit,
 };
-use pyo3::{
-    prelude::*,
-    types::{PyBytes, PyDict},
-};
+use pyo3::{prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, Owned},
+    config::{self, Nics},
     counter::Counter,
     keep::Keep,
     memory::{Pages, Region, RemoteRegion},
+    peers::{Message, Peer, PeerGroup},
     seconds,
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor},
     watcher::{on_change, Watcher},
 };
-use crate::errors::{raise, OrRaise};
+use crate::errors::OrRaise;
 
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
 const BRIEF: u64 = 16 << 10;
-
-/// Another engine, as this one knows it.
-#[pyclass(frozen, module = "fabric_ray._native")]
-pub(crate) struct Peer(pub fe::Peer);
-
-#[pymethods]
-impl Peer {
-    #[getter]
-    fn address(&self) -> EngineAddress {
-        EngineAddress(self.0.address().clone())
-    }
-
-    /// The peer's id as hex.
-    #[getter]
-    fn id(&self) -> String {
-        hex(&self.0.id().0)
-    }
-
-    #[getter]
-    fn name(&self) -> &str {
-        &self.0.address().name
-    }
-
-    fn __eq__(&self, other: &Self) -> bool {
-        self.0.id() == other.0.id()
-    }
-
-    fn __hash__(&self) -> u64 {
-        let id = self.0.id().0;
-        id[..8].iter().fold(0, |h, b| h << 8 | u64::from(*b))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
-    }
-}
-
-/// Peers that are addressed together.
-#[pyclass(frozen, module = "fabric_ray._native")]
-pub(crate) struct PeerGroup(pub fe::PeerGroup);
-
-#[pymethods]
-impl PeerGroup {
-    fn __len__(&self) -> usize {
-        self.0.peers().len()
-    }
-
-    #[getter]
-    fn peers(&self) -> Vec<Peer> {
-        self.0.peers().iter().cloned().map(Peer).collect()
-    }
-
-    fn __repr__(&self) -> String {
-        format!("PeerGroup({} peers)", self.0.peers().len())
-    }
-}
-
-/// A small message from a peer. It holds its place in the receive pool until it is dropped.
-#[pyclass(frozen, module = "fabric_ray._native")]
-pub(crate) struct Message(fe::Delivery);
-
-#[pymethods]
-impl Message {
-    /// The sending engine's id, as hex.
-    #[getter]
-    fn sender(&self) -> String {
-        hex(&self.0.from().0)
-    }
-
-    #[getter]
-    fn data<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.0.message())
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Message({} bytes from {})", self.0.message().len(), self.0.from())
-    }
-}
 
 /// The native engine; `fabric_ray.TransferEngine` is the class to use.
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
     engine: fe::TransferEngine,
     op_timeout: Duration,
-}
-
-/// The fields of `fabric_ray.EngineConfig` about NICs, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct Nics {
-    names: Vec<String>,
-    max_rails: usize,
-    gpu: Option<String>,
-    rules: Option<String>,
-    gid_index: Option<u8>,
-    pkey_index: u16,
-    service_level: u8,
-    traffic_class: u8,
-    provider: Option<String>,
-}
-
-impl From<Nics> for NicConfig {
-    fn from(n: Nics) -> Self {
-        let Nics { names, max_rails, gpu, rules, gid_index, pkey_index, .. } = n;
-        let Nics { service_level, traffic_class, provider, .. } = n;
-        Self {
-            names,
-            max_rails,
-            gpu,
-            rules,
-            gid_index,
-            pkey_index,
-            service_level,
-            traffic_class,
-            provider,
-            shuffle: None,
-        }
-    }
 }
 
 /// What the keywords of a request say.
@@ -151,10 +38,6 @@ fn options(timeout: Option<f64>, rail: Option<u8>) -> PyResult<Submit> {
         some => Some(seconds(some, Duration::ZERO)?),
     };
     Ok(Submit { timeout, rail })
-}
-
-fn transport_kind(py: Python<'_>, name: &str) -> PyResult<TransportKind> {
-    name.parse().or_raise(py)
 }
 
 impl Engine {
@@ -196,21 +79,9 @@ impl Engine {
     ) -> PyResult<Self> {
         let defaults = EngineConfig::default();
         let transports =
-            transports.iter().map(|t| transport_kind(py, t)).collect::<PyResult<Vec<_>>>()?;
-        let require = match require {
-            None => None,
-            Some("rdma") => Some(Requirement::Rdma),
-            Some(name) => Some(Requirement::Transport(transport_kind(py, name)?)),
-        };
-        let bind = bind
-            .iter()
-            .map(|a| {
-                a.parse::<IpAddr>().map_err(|e| {
-                    let text = format!("bind address {a:?}: {e}");
-                    raise(py, &fe::EngineError::Invalid(text))
-                })
-            })
-            .collect::<PyResult<Vec<_>>>()?;
+            transports.iter().map(|t| config::transport(py, t)).collect::<PyResult<_>>()?;
+        let require = require.map(|name| config::requirement(py, name)).transpose()?;
+        let bind = bind.iter().map(|a| config::address(py, a)).collect::<PyResult<_>>()?;
         let op_timeout = seconds(Some(op_timeout), Duration::ZERO)?;
         let config = EngineConfig {
             name,

@@ -6,7 +6,7 @@ use pyo3::{
     prelude::*,
 };
 
-use super::{core::Peer, seconds, transfer::Transfer, values::CounterRef};
+use super::{peers::Peer, seconds, transfer::Transfer, values::CounterRef};
 use crate::errors::{raise, OrRaise};
 
 /// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.

@@ -8,7 +8,7 @@ use pyo3::{
     types::{PyBytes, PyDict, PySlice},
 };
 
-use super::{core::Peer, values::RegionDescriptor, watcher::gpu_array};
+use super::{peers::Peer, values::RegionDescriptor, watcher::gpu_array};
 use crate::errors::{raise, OrRaise};
 
 /// A registered memory region of this engine, or a part of one. Keeps the memory alive; when the

@@ -3,11 +3,13 @@
 use pyo3::prelude::*;
 
 mod batch;
+mod config;
 mod core;
 mod counter;
 mod digest;
 mod keep;
 mod memory;
+mod peers;
 mod queue;
 mod transfer;
 mod values;
@@ -16,9 +18,9 @@ mod watcher;
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<batch::Batch>()?;
     m.add_class::<core::Engine>()?;
-    m.add_class::<core::Message>()?;
-    m.add_class::<core::Peer>()?;
-    m.add_class::<core::PeerGroup>()?;
+    m.add_class::<peers::Message>()?;
+    m.add_class::<peers::Peer>()?;
+    m.add_class::<peers::PeerGroup>()?;
     m.add_class::<counter::Counter>()?;
     m.add_class::<digest::Digest>()?;
     m.add_class::<memory::Pages>()?;

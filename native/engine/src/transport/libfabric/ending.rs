@@ -12,8 +12,9 @@ use crate::{
 
 /// How long an engine that closes waits for what is under way, and for its farewells to go out.
 const LAST_WORDS: Duration = Duration::from_millis(200);
-/// How long nothing may happen before an endpoint is closed.
+/// How long nothing may happen before an endpoint is closed, and where more depends on that.
 const SETTLED: Duration = Duration::from_millis(3);
+const WELL_SETTLED: Duration = Duration::from_millis(40);
 /// How a farewell begins when nothing of its sender's is under way any more.
 pub(super) const CLEAN: &str = "nothing is under way: ";
 
@@ -146,9 +147,10 @@ impl LibfabricDomain {
     /// Lets what peers have sent come in, and the provider's answers to it go out: some providers
     /// don't survive being closed in the middle of that.
     fn settle(&mut self) {
+        let settled = if self.offer.closes_late() { WELL_SETTLED } else { SETTLED };
         let start = Instant::now();
         let mut quiet_since = start;
-        while quiet_since.elapsed() < SETTLED && start.elapsed() < LAST_WORDS {
+        while quiet_since.elapsed() < settled && start.elapsed() < LAST_WORDS {
             if self.poll_queue() | self.push_on() {
                 quiet_since = Instant::now();
             }

@@ -53,6 +53,12 @@ impl Offer {
         self.provider.split(';').any(|p| matches!(p, "shm" | "verbs"))
     }
 
+    /// Whether closing needs the peers' silence: `ofi_rxm` reads what a connection still had for it
+    /// after it has closed that connection, and gives the buffers back to what is gone (until 2.6).
+    pub fn closes_late(&self) -> bool {
+        self.provider.split(';').any(|p| p == "ofi_rxm")
+    }
+
     /// Whether only this host can be reached from there.
     pub fn is_local(&self) -> bool {
         match self.ip() {

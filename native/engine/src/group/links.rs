@@ -1,0 +1,127 @@
+//! Links that come and go: connecting, seeking lost rails, losing peers.
+
+use super::{
+    route::{PeerKey, State},
+    Group, Rails, Sink,
+};
+use crate::{
+    domain::{DomainError, LinkId},
+    time::Time,
+    EngineError,
+};
+
+impl Group {
+    /// Tries the next transport that may reach a peer; none left means that it is lost.
+    pub(super) fn connect(&mut self, now: Time, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
+        let route = &mut self.peers[peer as usize];
+        if route.state != State::Connecting {
+            route.begin(rails, self.policy);
+        }
+        while let Some(pairs) = route.next_pairs(rails) {
+            for pair in pairs {
+                match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
+                    Ok(link) => route.try_pair(pair, link),
+                    Err(e) => route.failed(rails, pair, e),
+                }
+            }
+            if route.is_trying() {
+                return;
+            }
+        }
+        let error = route.unreachable(rails);
+        self.lose(peer, error, sink);
+    }
+
+    /// Tries lost rails again, as long as others keep the peer in reach.
+    pub(super) fn seek_missing(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+        let route = &mut self.peers[peer as usize];
+        if route.state != State::Up {
+            return;
+        }
+        for pair in route.rested(now) {
+            match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
+                Ok(link) => route.try_pair(pair, link),
+                Err(e) => {
+                    tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
+                    self.returns.insert((route.miss(now, pair), peer));
+                }
+            }
+        }
+    }
+
+    pub(super) fn on_link_down(
+        &mut self,
+        now: Time,
+        rail: usize,
+        link: LinkId,
+        cause: DomainError,
+        rails: &mut Rails,
+        sink: &dyn Sink,
+    ) {
+        if let Some(peer) = self.links.remove(&(rail, link)) {
+            let route = &mut self.peers[peer as usize];
+            let Some((pair, ours)) = route.down(rail, link, rails) else { return };
+            if route.state != State::Up {
+                return;
+            }
+            if route.active().is_empty() {
+                let cause = DomainError::LinkDown(cause.to_string());
+                let error = route.blame(rails, rail, "link", cause);
+                self.lose(peer, error, sink);
+            } else if ours && route.misses(pair, rails) {
+                let device = rails[rail].device();
+                tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
+                self.returns.insert((route.miss(now, pair), peer));
+            }
+            return;
+        }
+        let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
+        let Some((peer, pair)) = found else { return };
+        let (route, peer) = (&mut self.peers[peer], peer as PeerKey);
+        match route.state {
+            State::Connecting => {
+                route.failed(rails, pair, cause);
+                if !route.is_trying() {
+                    self.connect(now, peer, rails, sink);
+                }
+            }
+            State::Up => {
+                route.failed(rails, pair, cause);
+                if route.misses(pair, rails) {
+                    // Other rails work: this one is looked after in the background.
+                    self.returns.insert((route.miss(now, pair), peer));
+                }
+            }
+            State::Idle | State::Lost => {}
+        }
+    }
+
+    fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
+        let route = &mut self.peers[peer as usize];
+        route.state = State::Lost;
+        route.lost = Some(error.clone());
+        let id = route.address.id;
+        let backlog = std::mem::take(&mut route.backlog);
+        self.backlogged -= backlog.len();
+        let mut keys: Vec<_> = backlog.into_iter().map(|(key, _)| key).collect();
+        for key in &keys {
+            let transfer = &mut self.transfers[key.slot as usize];
+            transfer.waiting -= 1;
+            transfer.fail(error.clone());
+        }
+        let undecided = self.verdicts.iter().map(|(_, key)| *key);
+        keys.extend(undecided.filter(|key| {
+            let transfer = self.transfers.get_mut(key.slot as usize);
+            let transfer = transfer.filter(|t| t.serial == key.serial);
+            transfer.is_some_and(|t| t.peer_was_lost(peer, &error))
+        }));
+        keys.sort_unstable();
+        keys.dedup();
+        for key in keys {
+            if self.transfers.get(key.slot as usize).is_some_and(|t| t.serial == key.serial) {
+                self.settle(key, sink);
+            }
+        }
+        sink.peer_lost(id, &error);
+    }
+}
