@@ -130,6 +130,11 @@ impl LibfabricDomain {
             self.take_down(id, super::closed(), true);
         }
         self.wait_for(|this| !this.table.is_busy());
+        if self.offer.closes_late() {
+            // What peers have under way would come in the middle of closing: their writes end here.
+            self.regions.unregister();
+            self.scratch.unregister();
+        }
         self.settle();
         self.setups.clear();
         let Some(nic) = self.nic.take() else { return };

@@ -49,13 +49,6 @@ pub(super) fn get() -> Result<Api, DomainError> {
 const NO_CACHE: [(&str, &str); 2] =
     [("FI_MR_CACHE_MAX_COUNT", "0"), ("FI_EFA_MR_CACHE_ENABLE", "0")];
 
-/// `ofi_rxm` reads what a connection still had for it after it has closed that connection, and gives
-/// each buffer back to it: a peer that sends while it is left, or that goes itself, crashes the
-/// process (until 2.6). Receives that all connections share outlive each of them. There are
-/// so many of them: by default it is 64 MiB of them for each endpoint.
-const SHARED_RECEIVES: [(&str, &str); 2] =
-    [("FI_OFI_RXM_USE_SRX", "1"), ("FI_OFI_RXM_MSG_RX_SIZE", "1024")];
-
 /// Whether that setting is in force: a user's own may say no.
 pub(super) fn cleans_up() -> bool {
     static YES: OnceLock<bool> = OnceLock::new();
@@ -65,29 +58,23 @@ pub(super) fn cleans_up() -> bool {
     })
 }
 
-/// The library's settings, for which it asks the environment when it is first called; there is no
-/// other way to tell it. A user's own stay.
-fn set_up() {
-    let set = |name| std::env::var_os(name).is_some();
-    for (name, value) in NO_CACHE.into_iter().chain([(CLEANUP_VAR, "1")]) {
-        if !set(name) {
+fn open(path: Option<&'static str>) -> Result<Api, String> {
+    for (name, value) in NO_CACHE {
+        if std::env::var_os(name).is_none() {
+            // Read by the library when it is first called; there is no other way to tell it.
             std::env::set_var(name, value);
         }
     }
-    // They go together.
-    if !SHARED_RECEIVES.into_iter().any(|(name, _)| set(name)) {
-        SHARED_RECEIVES.into_iter().for_each(|(name, value)| std::env::set_var(name, value));
-    }
-}
-
-fn open(path: Option<&'static str>) -> Result<Api, String> {
-    set_up();
     let library = match path {
         Some(path) => Library::open(&[path]).map_err(|e| format!("{e} ({PATH_VAR})"))?,
         None => Library::open(&["libfabric.so.1", "libfabric.so.2"]).map_err(|e| {
             format!("{e}; install libfabric (libfabric1), or name it by {PATH_VAR}=/path/to/it")
         })?,
     };
+    if std::env::var_os(CLEANUP_VAR).is_none() {
+        // Before the library's first call, which reads it.
+        std::env::set_var(CLEANUP_VAR, "1");
+    }
     let fns = Libfabric::load(&library).map_err(|e| e.to_string())?;
     // SAFETY: it takes nothing and returns a number.
     let found = unsafe { (fns.version)() };

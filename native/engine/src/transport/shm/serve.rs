@@ -149,6 +149,12 @@ impl ShmDomain {
                 .send(bytes, smallvec![])
                 .map_err(|Gone(why)| silent(DomainError::LinkDown(why)))
         };
+        if !matches!(link.stage, Stage::Up(_)) {
+            // An engine that closes in the middle of a handshake says so as it does over a link.
+            if let Ok(Frame::Bye { reason }) = Frame::decode(bytes) {
+                return Err(silent(farewell(&reason)));
+            }
+        }
         match std::mem::replace(&mut link.stage, Stage::AwaitHello) {
             Stage::AwaitHello => {
                 let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, bytes)?;
@@ -269,10 +275,7 @@ impl ShmDomain {
                 }
                 self.whispers.push_back((id, frame));
             }
-            Frame::Bye { reason } => {
-                let reason: String = reason.chars().take(200).collect();
-                return Err(DomainError::LinkDown(format!("it closed the connection: {reason}")));
-            }
+            Frame::Bye { reason } => return Err(farewell(&reason)),
         }
         Ok(())
     }
@@ -417,6 +420,12 @@ impl ShmDomain {
         }
         self.links.clear();
     }
+}
+
+/// The peer has left. Its reason is a stranger's: kept short.
+fn farewell(reason: &str) -> DomainError {
+    let reason: String = reason.chars().take(200).collect();
+    DomainError::LinkDown(format!("it closed the connection: {reason}"))
 }
 
 struct NoMessages;
