@@ -58,8 +58,8 @@ class WeightSource:
         for param, tensor in self._tensors.items():
             if tensor.device.type != "cpu":
                 raise InvalidArgument(
-                    f"parameter `{param}` is on {tensor.device}, and this build has no GPU "
-                    "transport; push from a copy on the host"
+                    f"parameter `{param}` is on {tensor.device}, and weights are pushed "
+                    "from host memory so far; give a copy on the host"
                 )
         self.rank = rank
         self.name = name

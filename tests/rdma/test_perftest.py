@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rdma import CASES, KIB, Case, Engine, Figure, Perftest, Row, measure
+from benchmarks.rdma.cases import KIB, Aim, Case, Figure, Row, judge
+from benchmarks.rdma.contenders import Engine, Perftest
+from benchmarks.rdma.suites import CASES, aims, beside_perftest, four_rails
 
 TABLE = """
  #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
@@ -56,9 +58,25 @@ def test_contenders_are_compared_turn_by_turn() -> None:
     assert row(9, 18, 0, 5).ratio(row(10, 20, 1, 0)) == pytest.approx(0.9)
 
 
+def test_an_aim_is_judged_where_both_of_its_rows_are() -> None:
+    rows = [
+        Row("write/1KiB", name, [Figure(speed, speed)]) for name, speed in [("one", 2), ("four", 6)]
+    ]
+    wanted = [
+        Aim("write/1KiB", "four", "one", 3.5),
+        Aim("write/1KiB", "four", "one", 2.5),
+        Aim("write/1KiB", "four", "none", 1.0),
+    ]
+    verdicts = judge(rows, wanted)
+    assert [(v.aim.least, v.ratio, v.met) for v in verdicts] == [
+        (3.5, 3.0, False),
+        (2.5, 3.0, True),
+    ]
+
+
 @pytest.mark.rdma_full
 def test_every_case_has_a_figure_in_one_boot() -> None:
-    rows = measure(turns=3)
+    rows = beside_perftest(turns=3)
     assert {row.case for row in rows} == {case.key for case in CASES}
     for row in rows:
         case = next(case for case in CASES if case.key == row.case)
@@ -67,3 +85,10 @@ def test_every_case_has_a_figure_in_one_boot() -> None:
             # Both are of the same run: perftest prints 5 digits of one and 6 places of the other.
             rate = figure.bytes_per_second / case.bytes
             assert figure.messages_per_second == pytest.approx(rate, rel=0.02, abs=1)
+
+
+@pytest.mark.rdma_full
+def test_four_rails_carry_three_and_a_half_times_what_one_carries() -> None:
+    verdicts = [v for v in judge(four_rails(turns=3), aims()) if "rails" in v.aim.contender]
+    assert [v.aim.least for v in verdicts] == [3.5]
+    assert verdicts[0].met, verdicts[0]

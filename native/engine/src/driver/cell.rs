@@ -85,6 +85,8 @@ pub(crate) struct Cell {
     pollers: AtomicU32,
     /// When a poller last left.
     left_at: AtomicU64,
+    /// How often in a row the worker found the lock taken.
+    misses: AtomicU32,
     bed: Option<Bed>,
     assistants: Vec<Arc<dyn Assist>>,
     pinners: Vec<Option<Arc<dyn Pinner>>>,
@@ -123,6 +125,7 @@ impl Cell {
             }),
             pollers: AtomicU32::new(0),
             left_at: AtomicU64::new(0),
+            misses: AtomicU32::new(0),
             bed,
             assistants,
             pinners,
@@ -176,6 +179,13 @@ impl Cell {
         if let Some(bed) = &self.bed {
             bed.alarm(now.after(LINGER), LINGER_MAX - LINGER);
         }
+    }
+
+    /// A caller that doesn't poll has the lock again and again: the worker comes back ever later, so
+    /// as not to take its core from it.
+    fn linger_on(&self, now: Time) {
+        let misses = self.misses.fetch_add(1, Relaxed).min(2);
+        self.set_alarm(now.after(LINGER * (1 << misses)));
     }
 
     /// One round on this thread, if nobody else is at it.
@@ -354,7 +364,8 @@ impl Cell {
             if self.is_lingering(now) {
                 return self.set_alarm(now.after(LINGER_MAX));
             }
-            let Some(mut core) = self.try_lock(shared) else { return self.linger(now) };
+            let Some(mut core) = self.try_lock(shared) else { return self.linger_on(now) };
+            self.misses.store(0, Relaxed);
             if self.arm(&mut core, shared) {
                 return;
             }

@@ -212,6 +212,8 @@ impl Shared {
                     r.rails = rails;
                 }
                 shared.reap();
+                // A domain that has to tell its peers may want to try again.
+                shared.cell.set_alarm(core.next_timer(shared));
             }),
         );
     }

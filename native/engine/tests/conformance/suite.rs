@@ -564,6 +564,10 @@ pub fn both_sides_connect_at_once(w: &mut dyn World) {
         let ha = submit(&a, write(&src_a, &to_b, 0, 64, Some(imm))).unwrap();
         let hb = submit(&b, write(&src_b, &to_a, 0, 64, Some(imm))).unwrap();
         assert_eq!((w.wait(&ha), w.wait(&hb)), (Ok(()), Ok(())));
+        // A write is over for its sender when its bytes are there; the count is seen a moment later.
+        for engine in [&a, &b] {
+            w.until("the count", &mut || engine.plain_counter(imm).poll() > 0);
+        }
         w.idle();
         for (engine, region, salt) in [(&a, &dst_a, 18), (&b, &dst_b, 17)] {
             assert_eq!(engine.plain_counter(imm).poll(), 1);

@@ -47,6 +47,11 @@ fn types_are_laid_out_as_in_the_headers() {
         ("MrAttr.iface", offset_of!(MrAttr, iface), 64),
         ("MrAttr.device", offset_of!(MrAttr, device), 72),
         ("MrAttr.later", offset_of!(MrAttr, later), 80),
+        // Of 1.20: earlier ones have no such type.
+        ("MrDmabuf", size_of::<MrDmabuf>(), 32),
+        ("MrDmabuf.offset", offset_of!(MrDmabuf, offset), 8),
+        ("MrDmabuf.len", offset_of!(MrDmabuf, len), 16),
+        ("MrDmabuf.base_addr", offset_of!(MrDmabuf, base_addr), 24),
         ("Msg", size_of::<Msg>(), 48),
         ("Msg.data", offset_of!(Msg, data), 40),
         ("RmaIov", size_of::<RmaIov>(), 24),

@@ -22,6 +22,8 @@ pub mod flag {
     pub const REMOTE_CQ_DATA: u64 = 1 << 17;
     pub const COMPLETION: u64 = 1 << 24;
     pub const DELIVERY_COMPLETE: u64 = 1 << 28;
+    /// Of a registration: by a dma-buf. From 1.20 on.
+    pub const MR_DMABUF: u64 = 1 << 40;
     pub const HMEM: u64 = 1 << 47;
     pub const LOCAL_COMM: u64 = 1 << 51;
     pub const REMOTE_COMM: u64 = 1 << 52;
@@ -45,6 +47,7 @@ pub mod mr_mode {
     pub const ALLOCATED: c_int = 1 << 5;
     pub const PROV_KEY: c_int = 1 << 6;
     pub const ENDPOINT: c_int = 1 << 9;
+    pub const HMEM: c_int = 1 << 10;
 }
 
 pub const EP_RDM: c_int = 3;
@@ -264,6 +267,7 @@ pub struct CqErrEntry {
 #[repr(C)]
 #[derive(Debug)]
 pub struct MrAttr {
+    /// With [`flag::MR_DMABUF`], a [`MrDmabuf`].
     pub mr_iov: *const libc::iovec,
     pub iov_count: usize,
     pub access: u64,
@@ -273,9 +277,21 @@ pub struct MrAttr {
     pub auth_key_size: usize,
     pub auth_key: *mut u8,
     pub iface: c_int,
+    /// A union: of CUDA, an `int` in its first bytes.
     pub device: u64,
     /// Later versions read more than 1.17 knows of: zeros.
     pub later: [u64; 8],
+}
+
+/// A part of a dma-buf: `len` bytes from `offset` on. Peers name its first byte by
+/// `base_addr + offset`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct MrDmabuf {
+    pub fd: c_int,
+    pub offset: u64,
+    pub len: usize,
+    pub base_addr: *mut c_void,
 }
 
 pub const HMEM_SYSTEM: c_int = 0;

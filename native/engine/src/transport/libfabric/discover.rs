@@ -1,6 +1,7 @@
 //! Which NICs there are for libfabric, which of them an engine drives, and why not the others.
 
 use super::{
+    gpu,
     info::{self, Offer, OwnedInfo},
     library::{self, dotted, Api},
 };
@@ -133,10 +134,17 @@ fn device_of(domain: &str) -> &str {
 /// What the configured provider offers, best first; without one, what all offer.
 fn offers(api: &Api, nics: &NicConfig) -> Vec<OwnedInfo> {
     let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
-    let mut all = info::query(api, Some(provider)).unwrap_or_default();
+    let mut all = Vec::new();
+    if gpu::are_there() {
+        // First, so that of two entries for a NIC it is this one. Software would copy by itself what
+        // is better staged.
+        all = info::query(api, Some(provider), true).unwrap_or_default();
+        all.retain(|i| i.offer.hmem && i.offer.is_rdma());
+    }
+    all.extend(info::query(api, Some(provider), false).unwrap_or_default());
     if all.is_empty() && nics.provider.is_none() {
         // Not driven, but named: whoever wonders why sees what there is.
-        all = info::query(api, None).unwrap_or_default();
+        all = info::query(api, None, false).unwrap_or_default();
     }
     let rank = |o: &Offer| {
         (o.provider != provider, o.fabric != "efa-direct", o.is_link_local(), o.addr_format)
@@ -181,6 +189,11 @@ fn verdicts(offers: &[&Offer], nics: &NicConfig, secret: bool) -> Vec<Result<Str
                 Err("another entry for the same NIC is used".into())
             }
             None if taken.len() >= most => Err(format!("{most} rails are taken by others")),
+            None if !taken.is_empty() && o.provider.contains("ofi_rxm") && o.is_rdma() => Err(
+                "ofi_rxm up to libfabric 2.6 can crash a process in which connections of several \
+                 NICs close: one rail only; verbs drives several"
+                    .into(),
+            ),
             None => {
                 taken.push(&o.domain);
                 Ok(match nics.names.is_empty() {
@@ -264,6 +277,13 @@ mod tests {
         let named = NicConfig { names: vec!["*1".into(), "rdmap0".into()], ..one };
         let v = verdicts(&all, &named, true);
         assert!(v[0].is_err() && v[2].is_ok(), "{v:?}");
+        let layered = [
+            offer("verbs;ofi_rxm", "10.0.0.0/8", "rxe0"),
+            offer("verbs;ofi_rxm", "10.0.1.0/8", "rxe1"),
+        ];
+        let by_verbs = NicConfig { provider: Some("verbs;ofi_rxm".into()), ..NicConfig::default() };
+        let v = verdicts(&layered.iter().collect::<Vec<_>>(), &by_verbs, true);
+        assert!(v[0].is_ok() && v[1].as_ref().unwrap_err().contains("one rail only"), "{v:?}");
         let without_token = verdicts(&all, &nics, false);
         assert!(without_token[0].as_ref().unwrap_err().contains("token"));
     }

@@ -28,6 +28,8 @@ pub(super) struct Offer {
     pub tx_size: usize,
     pub rx_size: usize,
     pub max_bytes: u64,
+    /// Whether it registers memory of GPUs.
+    pub hmem: bool,
     pub auto_progress: bool,
     /// Bits per second; 0: not known.
     pub speed: u64,
@@ -54,7 +56,8 @@ impl Offer {
     }
 
     /// Whether closing needs the peers' silence: `ofi_rxm` reads what a connection still had for it
-    /// after it has closed that connection, and gives the buffers back to what is gone (until 2.6).
+    /// after it has closed that connection, and gives the buffers back to what is gone (until 2.6),
+    /// which can crash the process.
     pub fn closes_late(&self) -> bool {
         self.provider.split(';').any(|p| p == "ofi_rxm")
     }
@@ -157,6 +160,7 @@ unsafe fn read(raw: *const fi::Info) -> Offer {
             tx_size: (*info.tx_attr).size,
             rx_size: (*info.rx_attr).size,
             max_bytes: ep.max_msg_size as u64,
+            hmem: takes_gpus(info.caps, domain.mr_mode),
             auto_progress: domain.data_progress == fi::PROGRESS_AUTO,
             speed: link.map_or(0, |l| l.speed as u64),
             pci: bus.map(|b| {
@@ -167,9 +171,41 @@ unsafe fn read(raw: *const fi::Info) -> Offer {
     }
 }
 
+/// The capabilities and the ways of registration to ask for.
+fn wanted(provider: Option<&str>, hmem: bool) -> (u64, i32) {
+    let access = flag::READ | flag::WRITE | flag::REMOTE_READ | flag::REMOTE_WRITE;
+    let mut caps = flag::MSG | flag::RMA | flag::SEND | flag::RECV | access;
+    let mut ways = mr_mode::LOCAL
+        | mr_mode::VIRT_ADDR
+        | mr_mode::ALLOCATED
+        | mr_mode::PROV_KEY
+        | mr_mode::ENDPOINT;
+    // For peers on other hosts only: `efa` then has no shared memory beside its device, and a
+    // descriptor to sleep on.
+    if provider == Some("efa") {
+        caps |= flag::REMOTE_COMM;
+    }
+    // One without the other is refused.
+    if hmem {
+        caps |= flag::HMEM;
+        ways |= mr_mode::HMEM;
+    }
+    (caps, ways)
+}
+
+/// Whether an entry with these takes memory of GPUs.
+fn takes_gpus(caps: u64, ways: i32) -> bool {
+    caps & flag::HMEM != 0 && ways & mr_mode::HMEM != 0
+}
+
 /// All that a provider (or any, without a name) offers for what is wanted here: reliable unconnected
-/// endpoints with messages, remote writes and reads, delivery reported when it is complete.
-pub(super) fn query(api: &Api, provider: Option<&str>) -> Result<Vec<OwnedInfo>, DomainError> {
+/// endpoints with messages, remote writes and reads, delivery reported when it is complete. `hmem`:
+/// only what takes memory of GPUs too.
+pub(super) fn query(
+    api: &Api,
+    provider: Option<&str>,
+    hmem: bool,
+) -> Result<Vec<OwnedInfo>, DomainError> {
     // SAFETY: hints and results are entries of the library's own; strings put into hints come from
     // the allocator that fi_freeinfo frees them with.
     unsafe {
@@ -178,22 +214,13 @@ pub(super) fn query(api: &Api, provider: Option<&str>) -> Result<Vec<OwnedInfo>,
             return Err(api.fail("fi_allocinfo", libc::ENOMEM.into()));
         }
         let h = &mut *hints;
-        let access = flag::READ | flag::WRITE | flag::REMOTE_READ | flag::REMOTE_WRITE;
-        h.caps = flag::MSG | flag::RMA | flag::SEND | flag::RECV | access;
-        // For peers on other hosts only: `efa` then has no shared memory beside its device, and a
-        // descriptor to sleep on.
-        if provider == Some("efa") {
-            h.caps |= flag::REMOTE_COMM;
-        }
+        let (caps, ways) = wanted(provider, hmem);
+        h.caps = caps;
         h.mode = mode::CONTEXT | mode::CONTEXT2 | mode::RX_CQ_DATA;
         (*h.ep_attr).kind = fi::EP_RDM;
         (*h.tx_attr).op_flags = flag::DELIVERY_COMPLETE;
         let domain = &mut *h.domain_attr;
-        domain.mr_mode = mr_mode::LOCAL
-            | mr_mode::VIRT_ADDR
-            | mr_mode::ALLOCATED
-            | mr_mode::PROV_KEY
-            | mr_mode::ENDPOINT;
+        domain.mr_mode = ways;
         domain.threading = fi::THREAD_DOMAIN;
         domain.control_progress = fi::PROGRESS_MANUAL;
         domain.data_progress = fi::PROGRESS_MANUAL;
@@ -221,5 +248,22 @@ pub(super) fn query(api: &Api, provider: Option<&str>) -> Result<Vec<OwnedInfo>,
         }
         (api.fns.freeinfo)(list);
         Ok(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_gpus_is_asked_for_with_the_way_to_register_it() {
+        for provider in [None, Some("efa"), Some("verbs;ofi_rxm")] {
+            let (plain, ways) = wanted(provider, false);
+            assert!(!takes_gpus(plain, ways) && plain & flag::HMEM == 0);
+            let (caps, more) = wanted(provider, true);
+            assert!(takes_gpus(caps, more));
+            assert_eq!((caps & !flag::HMEM, more & !mr_mode::HMEM), (plain, ways));
+            assert!(!takes_gpus(caps, ways) && !takes_gpus(plain, more));
+        }
     }
 }

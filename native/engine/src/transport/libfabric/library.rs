@@ -17,8 +17,10 @@ const CLEANUP_VAR: &str = "FI_AV_REMOVE_CLEANUP";
 /// Older ones lack functions that are called here.
 const OLDEST: u32 = version(1, 14);
 /// The interface that is asked for. From 1.18 on `efa` uses the device's own RDMA for whoever asks
-/// for that version; nothing newer is needed.
-const NEWEST: u32 = version(1, 18);
+/// for that version, and from 1.20 on takes dma-bufs; nothing newer is needed.
+const NEWEST: u32 = version(1, 20);
+/// The first with `FI_MR_DMABUF`.
+const DMABUF: u32 = version(1, 20);
 
 /// The opened library.
 #[derive(Clone, Copy, Debug)]
@@ -101,6 +103,11 @@ impl Api {
                 false => CStr::from_ptr(words).to_string_lossy().into_owned(),
             }
         }
+    }
+
+    /// Whether registrations can name a dma-buf.
+    pub fn takes_dmabufs(&self) -> bool {
+        self.api >= DMABUF
     }
 
     pub fn fail(&self, call: &str, code: i64) -> DomainError {

@@ -10,6 +10,7 @@ mod discover;
 mod doubt;
 mod ending;
 mod frames;
+mod gpu;
 mod grave;
 mod info;
 mod library;
@@ -453,6 +454,11 @@ impl Domain for LibfabricDomain {
         if self.nic.as_ref().is_some_and(|n| n.wait_fd.is_none()) {
             text.push_str(
                 "; the provider has nothing to sleep on: it is polled every millisecond when idle",
+            );
+        }
+        if self.regions.leaves_gpus_out {
+            text.push_str(
+                "; the provider has no FI_HMEM: GPU memory is left to other transports, which stage it",
             );
         }
         if self.shuffle.is_some() {

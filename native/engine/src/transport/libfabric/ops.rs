@@ -123,6 +123,11 @@ impl Table {
         std::mem::replace(&mut self.flights[context as usize], IDLE)
     }
 
+    /// The local region whose bytes a context is used for.
+    pub fn region(&self, context: u32) -> u32 {
+        self.flights[context as usize].region
+    }
+
     pub fn what(&self, context: u32) -> Use {
         self.flights[context as usize].what
     }

@@ -48,6 +48,7 @@ impl LibfabricDomain {
             !s.is_empty()
         });
         let moved = !events.is_empty();
+        self.flush_gpus(&mut events);
         for event in events.drain(..) {
             self.act(event);
         }

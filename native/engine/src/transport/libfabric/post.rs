@@ -143,9 +143,9 @@ impl LibfabricDomain {
             return Ok(());
         }
         Err(DomainError::Stale(format!(
-            "local region {} is not registered here any more, or lies on a GPU, whose memory \
-             libfabric doesn't reach yet",
-            data.local_region
+            "local region {} is not registered here any more, or lies on a GPU, whose memory {} \
+             doesn't reach",
+            data.local_region, self.offer.provider
         )))
     }
 

@@ -81,6 +81,28 @@ pub(super) struct Nic {
     pub wait_fd: Option<RawFd>,
 }
 
+/// Memory to be registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub base: usize,
+    pub len: u64,
+    /// The GPU that it lies on, as CUDA counts them.
+    pub gpu: Option<i32>,
+    /// A dma-buf, and where the memory begins in it.
+    pub dmabuf: Option<(RawFd, u64)>,
+}
+
+impl Extent {
+    /// `iface`, `device` and the flags of `fi_mr_regattr`.
+    fn kind(&self) -> (c_int, u64, u64) {
+        let Some(gpu) = self.gpu else { return (fi::HMEM_SYSTEM, 0, 0) };
+        let mut device = [0; 8];
+        device[..4].copy_from_slice(&gpu.to_ne_bytes());
+        let flags = self.dmabuf.map_or(0, |_| flag::MR_DMABUF);
+        (fi::HMEM_CUDA, u64::from_ne_bytes(device), flags)
+    }
+}
+
 /// Where bytes lie here, and where at the peer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
@@ -194,6 +216,17 @@ impl Nic {
         self.info.offer.provider.split(';').next() == Some("tcp") && library::cleans_up()
     }
 
+    /// An error that says why, if registrations can't name a dma-buf.
+    pub fn takes_dmabufs(&self) -> Result<(), DomainError> {
+        match self.api.takes_dmabufs() {
+            true => Ok(()),
+            false => Err(DomainError::Unavailable(format!(
+                "libfabric {} takes none; 1.20 or later does",
+                library::dotted(self.api.found)
+            ))),
+        }
+    }
+
     /// Whether `efa` moves written bytes by software, for want of a device that can: then the end of
     /// a registration doesn't end what is under way.
     pub fn emulates_writes(&self) -> bool {
@@ -240,15 +273,33 @@ impl Nic {
         }
     }
 
-    /// Registers memory for local and remote access.
+    /// Registers memory of the host for local and remote access.
     ///
     /// # Safety
     /// The bytes must stay mapped until the registration is dropped.
     pub unsafe fn register(&self, base: usize, len: u64, key: u64) -> Result<Mr, DomainError> {
-        let iov = libc::iovec { iov_base: base as *mut c_void, iov_len: len as usize };
+        let extent = Extent { base, len, gpu: None, dmabuf: None };
+        // SAFETY: as the caller states.
+        unsafe { self.register_extent(&extent, key) }
+    }
+
+    /// Registers memory, wherever it lies.
+    ///
+    /// # Safety
+    /// It must stay allocated until the registration is dropped.
+    pub unsafe fn register_extent(&self, extent: &Extent, key: u64) -> Result<Mr, DomainError> {
+        let (base, len) = (extent.base as *mut c_void, extent.len as usize);
+        let iov = libc::iovec { iov_base: base, iov_len: len };
+        let (iface, device, flags) = extent.kind();
+        let (fd, offset) = extent.dmabuf.unwrap_or((-1, 0));
+        let base_addr = base.wrapping_byte_sub(offset as usize);
+        let dmabuf = fi::MrDmabuf { fd, offset, len, base_addr };
         // SAFETY: zeros are valid for plain numbers and null pointers.
         let mut attr: fi::MrAttr = unsafe { std::mem::zeroed() };
-        attr.mr_iov = &iov;
+        attr.mr_iov = match flags & flag::MR_DMABUF {
+            0 => &iov,
+            _ => (&raw const dmabuf).cast(),
+        };
         attr.iov_count = 1;
         attr.access = flag::SEND
             | flag::RECV
@@ -257,13 +308,13 @@ impl Nic {
             | flag::REMOTE_READ
             | flag::REMOTE_WRITE;
         attr.requested_key = key;
-        attr.iface = fi::HMEM_SYSTEM;
+        (attr.iface, attr.device) = (iface, device);
         let domain = self.domain.fid.cast::<fi::FidDomain>();
         // SAFETY: the attributes live until the call returns; the caller vouches for the bytes. With
         // FI_MR_ENDPOINT the registration is bound and enabled before its key is read.
         unsafe {
             let mr = opened(&self.api, "fi_mr_regattr", |out| {
-                ((*(*domain).mr).regattr)(self.domain.fid, &attr, 0, out)
+                ((*(*domain).mr).regattr)(self.domain.fid, &attr, flags, out)
             })?;
             let per_endpoint = self.info.offer.mr_mode & fi::mr_mode::ENDPOINT != 0;
             let parent = if per_endpoint { &self.ep } else { &self.domain };
@@ -431,6 +482,19 @@ impl Contexts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_of_a_gpu_is_named_by_its_device_and_its_dmabuf_if_there_is_one() {
+        let host = Extent { base: 4096, len: 64, gpu: None, dmabuf: None };
+        assert_eq!(host.kind(), (fi::HMEM_SYSTEM, 0, 0));
+        let gpu = Extent { gpu: Some(3), ..host };
+        let (iface, device, flags) = gpu.kind();
+        assert_eq!((iface, flags), (fi::HMEM_CUDA, 0));
+        // The union's `int`.
+        assert_eq!(device.to_ne_bytes()[..4], 3i32.to_ne_bytes());
+        let (_, _, flags) = Extent { dmabuf: Some((5, 0)), ..gpu }.kind();
+        assert_eq!(flags, flag::MR_DMABUF);
+    }
 
     #[test]
     fn contexts_are_told_apart_from_other_addresses() {

@@ -9,9 +9,10 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use smallvec::smallvec;
+use smallvec::{smallvec, SmallVec};
 
 use super::{
+    gpu,
     info::Offer,
     ops::NO_REGION,
     raw::{Mr, Nic},
@@ -20,7 +21,7 @@ use super::{
 use crate::{
     api::{EngineId, RailKey, RegionKey},
     domain::{Completion, DomainError, LinkId, NicKeys, Quiet},
-    memory::RegionMemory,
+    memory::{device::Driver, RegionMemory},
 };
 use fabric_sys::libfabric::mr_mode;
 
@@ -28,6 +29,8 @@ struct Region {
     /// Keeps the memory.
     memory: Arc<RegionMemory>,
     mr: Option<Mr>,
+    /// The GPU to be flushed before what was written to it counts.
+    flushed: Option<i32>,
     /// Pieces of ours in the library's hands that use its bytes.
     uses: u32,
     /// Losses of peers before it was registered.
@@ -49,6 +52,10 @@ pub(super) struct Regions {
     losses: u64,
     lost: HashMap<EngineId, u64>,
     retiring: usize,
+    /// GPUs that must be flushed.
+    gpus: SmallVec<[i32; 1]>,
+    /// Memory of a GPU was to be registered, which the provider doesn't take.
+    pub leaves_gpus_out: bool,
 }
 
 /// The key to ask for where the provider leaves that to us: unguessable, as far as it is long.
@@ -62,7 +69,16 @@ pub(super) fn wished_key(offer: &Offer) -> u64 {
 
 impl Regions {
     pub fn new(by_nic: bool, late: bool) -> Self {
-        Self { all: Vec::new(), by_nic, late, losses: 0, lost: HashMap::new(), retiring: 0 }
+        Self {
+            all: Vec::new(),
+            by_nic,
+            late,
+            losses: 0,
+            lost: HashMap::new(),
+            retiring: 0,
+            gpus: SmallVec::new(),
+            leaves_gpus_out: false,
+        }
     }
 
     fn get(&mut self, index: u32) -> Option<&mut Region> {
@@ -120,6 +136,30 @@ impl Regions {
         self.lost.values().any(|loss| *loss > since)
     }
 
+    #[inline]
+    pub fn has_gpus(&self) -> bool {
+        !self.gpus.is_empty()
+    }
+
+    /// Whether it lies on a GPU that must be flushed.
+    pub fn is_flushed(&self, index: u32) -> bool {
+        let region = self.all.get(index as usize).and_then(Option::as_ref);
+        region.is_some_and(|r| r.flushed.is_some())
+    }
+
+    /// Waits until what NICs have written to GPU memory is visible to the GPUs.
+    pub fn flush_gpus(&self) -> Result<(), DomainError> {
+        let Some(driver) = Driver::in_use() else { return Ok(()) };
+        self.gpus.iter().try_for_each(|gpu| driver.flush_rdma_writes(*gpu))
+    }
+
+    /// A region has come or gone.
+    fn count_gpus(&mut self) {
+        self.gpus = self.all.iter().flatten().filter_map(|r| r.flushed).collect();
+        self.gpus.sort_unstable();
+        self.gpus.dedup();
+    }
+
     /// Ends the registrations, and keeps the memory.
     pub fn unregister(&mut self) {
         self.all.iter_mut().flatten().for_each(|r| r.mr = None);
@@ -140,12 +180,14 @@ impl LibfabricDomain {
         region: &Arc<RegionMemory>,
     ) -> Result<NicKeys, DomainError> {
         let nic = self.nic.as_ref().ok_or_else(super::closed)?;
-        if region.location.cuda().is_some() {
-            // Providers would take its address for the host's. Without a key nobody reaches it here,
-            // while other transports do.
+        if region.location.cuda().is_some() && !self.offer.hmem {
+            // Such a provider would take its address for the host's. Without a key nobody reaches it
+            // here, while other transports do.
+            self.regions.leaves_gpus_out = true;
             return Ok(NicKeys::new());
         }
-        let mr = register(nic, &self.offer, region)?;
+        let (mr, flush) = register(nic, &self.offer, region)?;
+        let flushed = region.location.cuda().filter(|_| flush).map(|range| range.device);
         let index = region.key.index as usize;
         let base = if self.virtual_addresses() { region.base as u64 } else { 0 };
         // A NIC's key is of use only together with the region's own.
@@ -157,12 +199,16 @@ impl LibfabricDomain {
         all[index] = Some(Region {
             memory: Arc::clone(region),
             mr: Some(mr),
+            flushed,
             uses: 0,
             since: self.regions.losses,
             retiring: false,
             awaits: Vec::new(),
             fenced: self.regions.by_nic && !self.regions.late,
         });
+        if flush {
+            self.regions.count_gpus();
+        }
         Ok(smallvec![key])
     }
 
@@ -246,7 +292,7 @@ impl LibfabricDomain {
             return false;
         }
         region.mr = None;
-        let since = region.since;
+        let (since, flushed) = (region.since, region.flushed.is_some());
         if self.regions.is_haunted(since) {
             tracing::warn!(
                 region = index,
@@ -259,6 +305,9 @@ impl LibfabricDomain {
         }
         self.regions.all[index as usize] = None;
         self.regions.retiring -= 1;
+        if flushed {
+            self.regions.count_gpus();
+        }
         true
     }
 }
@@ -303,13 +352,26 @@ impl LibfabricDomain {
     }
 }
 
-fn register(nic: &Nic, offer: &Offer, region: &Arc<RegionMemory>) -> Result<Mr, DomainError> {
+/// Registers a region; also tells whether its GPU must be flushed.
+fn register(
+    nic: &Nic,
+    offer: &Offer,
+    region: &Arc<RegionMemory>,
+) -> Result<(Mr, bool), DomainError> {
     let mut result = Err(super::closed());
     // A key that we chose may be taken.
     for _ in 0..3 {
         // SAFETY: `Region` keeps the memory by reference count until its registration is dropped,
         // and the library's pieces until they are over.
-        result = unsafe { nic.register(region.base, region.len, wished_key(offer)) };
+        result = unsafe {
+            match region.location.cuda() {
+                Some(range) => gpu::register(nic, region, range, &|| wished_key(offer)),
+                None => {
+                    let mr = nic.register(region.base, region.len, wished_key(offer));
+                    mr.map(|mr| (mr, false))
+                }
+            }
+        };
         if result.is_ok() || offer.mr_mode & mr_mode::PROV_KEY != 0 {
             break;
         }

@@ -29,6 +29,10 @@ const SLOT_BYTES: u32 = 4096;
 pub(super) const MAIL_DEPTH: u32 = 32;
 /// Small writes carry their bytes with the request.
 const INLINE: u32 = 220;
+/// The vendor that soft-RoCE (`rdma_rxe`) gives itself.
+const SOFT_ROCE: u32 = 0xFF_FFFF;
+/// Its longest message: some tens of milliseconds on slow processors, in which no heartbeat leaves.
+const SOFT_MESSAGE: u64 = 1 << 20;
 /// Retries of a packet; the time between them follows from how soon a peer must be found dead.
 const RETRIES: u32 = 7;
 
@@ -40,6 +44,8 @@ pub(super) struct Limits {
     pub reads_in: u8,
     pub reads_out: u8,
     pub max_cqe: u32,
+    /// It is a driver without hardware, which carries out what is posted within the call.
+    pub software: bool,
 }
 
 #[derive(Debug)]
@@ -87,8 +93,11 @@ impl Device {
         let positive = |n: i32| n.max(1) as u32;
         let small = |n: i32| n.clamp(1, 16) as u8;
         let max_wr = positive(attr.max_qp_wr);
+        let software = attr.vendor_id == SOFT_ROCE;
+        let longest = if software { SOFT_MESSAGE } else { 1 << 30 };
         let limits = Limits {
-            max_message: lowered("FABRIC_TEST_MAX_MSG", u64::from(port.max_msg_sz).min(1 << 30)),
+            max_message: lowered("FABRIC_TEST_MAX_MSG", u64::from(port.max_msg_sz).min(longest)),
+            software,
             max_mr: lowered("FABRIC_TEST_MAX_MR", attr.max_mr_size) & !4095,
             send_depth: SEND_DEPTH.min(max_wr),
             reads_in: small(attr.max_qp_rd_atom),

@@ -136,6 +136,8 @@ pub struct VerbsDomain {
     device: Arc<Device>,
     /// Why the device is of no use any more.
     dead: Option<DomainError>,
+    /// Since when this thread has been posting to a driver that works within the call.
+    posting_since: Option<Time>,
     look_at: Time,
     tick_at: Time,
     /// The time of the last poll, for those who post between polls.
@@ -147,6 +149,9 @@ impl std::fmt::Debug for VerbsDomain {
         write!(f, "VerbsDomain({}, {} links)", self.device.words(), self.slots.len())
     }
 }
+
+/// How long such a driver may be kept posting before others have their turn.
+const POSTING: Duration = Duration::from_millis(20);
 
 const BELL: u64 = 1 << 60;
 const EVENTS: u64 = BELL + 1;
@@ -332,8 +337,19 @@ impl Domain for VerbsDomain {
         self.failing.push((link, DomainError::LinkDown(cause.to_owned())));
     }
 
+    fn begin_request(&mut self) {
+        self.posting_since = None;
+    }
+
     #[inline]
     fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        if self.device.limits.software {
+            let now = Time::now();
+            if now.since(*self.posting_since.get_or_insert(now)) > POSTING {
+                // A poll comes first, with its heartbeats; the rest is posted after it.
+                return Ok(Post::Full);
+            }
+        }
         let posted = self.hand_over(id, token, wr);
         if matches!(posted, Err(DomainError::Io { .. } | DomainError::LinkDown(_))) {
             if let Err(e) = &posted {
@@ -348,6 +364,7 @@ impl Domain for VerbsDomain {
     }
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        self.posting_since = None;
         self.progress(now, room, out)
     }
 

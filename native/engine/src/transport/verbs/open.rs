@@ -128,6 +128,7 @@ impl VerbsDomain {
             datagrams,
             device: Arc::new(device),
             dead: None,
+            posting_since: None,
             look_at: Time(0),
             tick_at: Time(0),
             now: Time(0),

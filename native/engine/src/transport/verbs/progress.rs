@@ -109,16 +109,25 @@ impl VerbsDomain {
         moved
     }
 
-    /// IC-2 for GPU memory: the NIC's completion doesn't say that the GPU sees the bytes. What can't
-    /// be made visible is not counted, and the device is given up.
+    /// IC-2 for GPU memory: the NIC's completion doesn't say that the GPU sees the bytes, neither those
+    /// that a peer wrote nor those that were read from it. What can't be made visible is not counted,
+    /// or has failed, and the device is given up.
     fn flush_gpus(&mut self, out: &mut Vec<Completion>, from: usize) {
-        let is_count = |c: &Completion| matches!(c, Completion::Count(_));
-        if !out[from..].iter().any(is_count) {
+        let tells = |c: &Completion| {
+            matches!(c, Completion::Count(_) | Completion::Done { result: Ok(()), .. })
+        };
+        if !out[from..].iter().any(tells) {
             return;
         }
         if let Err(cause) = self.regions.flush_gpus() {
-            let keep = out.split_off(from);
-            out.extend(keep.into_iter().filter(|c| !is_count(c)));
+            let new = out.split_off(from);
+            out.extend(new.into_iter().filter_map(|c| match c {
+                Completion::Count(_) => None,
+                Completion::Done { link, token, result: Ok(()) } => {
+                    Some(Completion::Done { link, token, result: Err(cause.clone()) })
+                }
+                c => Some(c),
+            }));
             let why = format!("GPU memory can't be flushed: {cause}");
             self.dead = Some(DomainError::Unavailable(why.clone()));
             self.everything_failed(&why);

@@ -1,0 +1,128 @@
+"""The programs that write: perftest's, and ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Protocol
+
+from benchmarks.contenders import perf
+from benchmarks.rdma.cases import KIB, MIB, Case, Figure
+
+SENDER, RECEIVER = "rxe_h0r0", "rxe_h1r0"
+_RECEIVER_ADDRESS = "10.77.0.2"
+_PORT = 18600
+# What `ib_write_bw` has.
+_IN_FLIGHT = 128
+
+
+class Contender(Protocol):
+    """A program that measures a case in the guest and prints its figure."""
+
+    name: str
+    # Debian packages that it needs there.
+    packages: tuple[str, ...]
+
+    def script(self, case: Case) -> str:
+        """Shell lines that run both sides and end when they have."""
+
+    def figure(self, output: str, case: Case) -> Figure:
+        """What it printed.
+
+        Raises:
+            ValueError: if there is no figure in it.
+        """
+
+
+class Perftest:
+    """`ib_write_bw`: writes without immediates, completions polled, 128 in flight."""
+
+    name: str = "ib_write_bw"
+    packages: tuple[str, ...] = ("perftest",)
+
+    def __init__(self, options: Sequence[str] = ()) -> None:
+        self._options = options
+
+    def script(self, case: Case) -> str:
+        common = ["ib_write_bw", "-F", "-x", "1", "-p", str(_PORT), *self._options]
+        common += ["-s", str(case.bytes), "-n", str(case.writes)]
+        server = shlex.join([*common, "-d", RECEIVER])
+        client = shlex.join([*common, "-d", SENDER, _RECEIVER_ADDRESS])
+        listening = f"grep -q ':{_PORT:04X} .* 0A ' /proc/net/tcp /proc/net/tcp6"
+        return (
+            f"{server} >/dev/null & server=$!\n"
+            f"for i in $(seq 200); do {listening} && break; sleep 0.05; done\n"
+            f"{client}; status=$?\n"
+            # A client that failed leaves a server that waits.
+            "[ $status = 0 ] || kill $server\n"
+            "wait $server && [ $status = 0 ]\n"
+        )
+
+    def figure(self, output: str, case: Case) -> Figure:
+        # bytes, iterations, peak MB/s, average MB/s, million messages/s
+        row = re.search(rf"^\s*{case.bytes}\s+{case.writes}((?:\s+[\d.]+){{3}})\s*$", output, re.M)
+        if row is None:
+            raise ValueError(f"ib_write_bw printed no figure: {last(output)}")
+        megabytes, millions = (float(word) for word in row[1].split()[1:])
+        if not megabytes:
+            # It takes its clock from the CPU's cycles, and at times finds no frequency in a guest.
+            raise ValueError("ib_write_bw measured 0 MB/s, which can't be")
+        # Its MB are MiB.
+        return Figure(bytes_per_second=megabytes * MIB, messages_per_second=millions * 1e6)
+
+
+class Engine:
+    """`fabric-perf`: one-sided counted writes, until the receiver knows that they are there.
+
+    64 KiB and more are single writes with as many in flight as `ib_write_bw` has; smaller ones are
+    pages, half of them in one request.
+    """
+
+    packages: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        name: str = "fabric-rust verbs",
+        nics: Sequence[str] = (SENDER,),
+        targets: Sequence[str] = (RECEIVER,),
+    ) -> None:
+        self.name = name
+        self._nics, self._targets = nics, targets
+
+    def script(self, case: Case) -> str:
+        if case.bytes >= 64 * KIB:
+            kind = {"kind": "window", "pages": _IN_FLIGHT, "temperature": "hot"}
+            warm = min(max(case.writes // 4, 1), _IN_FLIGHT)
+            all_of_it, region = case.writes, case.bytes
+        else:
+            pages = case.writes // 2
+            kind = {"kind": "pages", "pages": pages}
+            warm, all_of_it, region = 1, 2, pages * case.bytes
+        requests = [
+            # The receiver sleeps, as perftest's does: spinning would take a CPU from soft-RoCE.
+            json.dumps({**kind, "bytes": case.bytes, "operations": operations, "notice": "wait"})
+            for operations in (warm, all_of_it)
+        ]
+        command = [perf.find_program() or "fabric-perf", "engine", "serve", "--transport", "verbs"]
+        command += ["--nics", ",".join(self._nics), "--target-nics", ",".join(self._targets)]
+        command += ["--region", str(region)]
+        return f"printf '%s\\n' {shlex.join(requests)} | {shlex.join(command)}\n"
+
+    def figure(self, output: str, case: Case) -> Figure:
+        replies = [line for line in output.splitlines() if line.startswith("{")]
+        reply = json.loads(replies[-1]) if len(replies) == 2 else {}
+        if reply.get("transport") != "verbs":
+            raise ValueError(f"{self.name} printed no figure: {last(output)}")
+        [seconds] = reply["seconds"]
+        writes = 1 if case.bytes >= 64 * KIB else case.writes // 2
+        return Figure(
+            bytes_per_second=case.bytes * writes / seconds, messages_per_second=writes / seconds
+        )
+
+
+def last(output: str) -> str:
+    """The end of what a program printed, in one line."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
+    return " / ".join(lines[-3:])[:400]
