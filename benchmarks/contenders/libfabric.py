@@ -94,6 +94,21 @@ class FabTests(ProgramContender):
         return float(column(table(output), "usec/xfer")) / 1e6
 
 
+class DeliveredFabTests(FabTests):
+    """The same, with what we ask for as well: a write is over when the peer has its bytes."""
+
+    name = "libfabric rma delivered"
+
+    def supports(self, case: Case) -> bool:
+        return case.operation == "window" and super().supports(case)
+
+    def describe(self, case: Case) -> str:
+        return f"{super().describe(case)}; each acknowledged by its receiver"
+
+    def _common(self, case: Case, port: int, iterations: int) -> list[str]:
+        return [*super()._common(case, port, iterations), "-U"]
+
+
 def _fabtest(name: str) -> str | None:
     """Below `$FABTESTS`, or on PATH."""
     folder = os.environ.get("FABTESTS")

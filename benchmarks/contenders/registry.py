@@ -9,7 +9,7 @@ from benchmarks.contenders.fabric_nics import FabricLibfabric
 from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
-from benchmarks.contenders.libfabric import FabTests, PingPong
+from benchmarks.contenders.libfabric import DeliveredFabTests, FabTests, PingPong
 from benchmarks.contenders.mooncake import Mooncake
 from benchmarks.contenders.nixl import NIXL_VARIANTS
 from benchmarks.contenders.ray_store import RayStore
@@ -70,4 +70,5 @@ def _peers() -> list[Contender]:
         UcxTag(),
         PingPong(),
         FabTests(),
+        DeliveredFabTests(),
     ]

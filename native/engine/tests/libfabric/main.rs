@@ -21,12 +21,17 @@ const SOON: Duration = Duration::from_secs(20);
 
 /// None where the library is missing and nobody insists on it.
 fn engine(provider: &str) -> Option<Arc<TransferEngine>> {
+    open(provider, EngineConfig::default().peer_timeout)
+}
+
+fn open(provider: &str, peer_timeout: Duration) -> Option<Arc<TransferEngine>> {
     let nics = NicConfig { provider: Some(provider.into()), ..Default::default() };
     let opened = TransferEngine::open(EngineConfig {
         name: format!("of {provider}"),
         transports: vec![TransportKind::Libfabric],
         token: Some(b"t".to_vec()),
         nics,
+        peer_timeout,
         ..Default::default()
     });
     match opened {
@@ -164,9 +169,12 @@ fn a_peer_that_leaves_is_missed_at_once_over_shm() {
 /// The memory of a region that is dropped while nobody polls is free as soon as its peers have
 /// answered, not with somebody's next sign of life.
 fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
-    let (Some(a), Some(b)) = (engine(provider), engine(provider)) else { return };
+    // Signs of life are shown once in a quarter of this: after the test has ended.
+    let patient = Duration::from_secs(600);
+    let (Some(a), Some(b)) = (open(provider, patient), open(provider, patient)) else { return };
     let src = a.alloc(64).unwrap();
     for _ in 0..3 {
+        let before = b.stats().regions;
         let dst = b.alloc(64).unwrap();
         let there = a.import(&dst.descriptor()).unwrap();
         let write = || {
@@ -180,13 +188,12 @@ fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
         std::thread::sleep(Duration::from_millis(50));
         let start = Instant::now();
         drop(dst);
-        while b.stats().retiring > 0 {
+        while b.stats().regions > before {
             assert!(start.elapsed() < SOON, "it is never let go of");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // Signs of life are shown every 500 ms.
-        assert!(start.elapsed() < Duration::from_millis(150), "{:?}", start.elapsed());
-        assert!(matches!(write(), Some(Err(EngineError::Stale { .. }))));
+        let end = write();
+        assert!(matches!(end, Some(Err(EngineError::Stale { .. }))), "{end:?}");
     }
 }
 

@@ -126,9 +126,9 @@ impl LibfabricDomain {
                 let flight = self.landed(context);
                 if let Use::Op(op) = flight.what {
                     let id = self.table.ops.get(op as usize).map(|o| o.link);
-                    let now = self.now;
-                    // Delivered: there is somebody.
-                    if let Some(link) = id.and_then(|id| self.link(id)) {
+                    let (now, by_software) = (self.now, !self.offer.is_rdma());
+                    // Delivered by somebody's software: it is alive. A NIC's word says nothing.
+                    if let Some(link) = id.filter(|_| by_software).and_then(|id| self.link(id)) {
                         link.heard_at = now;
                     }
                     self.pieces_over(op, 1, None);
