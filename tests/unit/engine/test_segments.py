@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from fabric_ray import RegionDescriptor, TransferEngine
 from fabric_ray.engine import Region, RemoteRegion
-from fabric_ray.errors import Stale
+from fabric_ray.errors import EngineClosed, Stale
 
 Pair = tuple[TransferEngine, TransferEngine]
 
@@ -80,3 +81,32 @@ def test_memory_is_kept_until_the_last_part_is_gone(
             return
         time.sleep(0.01)
     pytest.fail("the memory is kept after its last region is gone")
+
+
+def test_a_closed_engine_registers_no_further_part(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    engine = open_engine()
+    whole = torch.zeros(8192, dtype=torch.uint8)
+    first = engine.register(whole[:4096], segment=True)
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.register(whole[4096:], segment=True)
+    del first
+
+
+def test_registering_a_part_again_and_again_keeps_nothing_more(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    engine = open_engine()
+    array = np.zeros(8192, dtype=np.uint8)
+    held = engine.register(array, segment=True)
+    before = sys.getrefcount(array)
+    for _ in range(1000):
+        engine.register(array, segment=True)
+    for _ in range(1000):
+        if sys.getrefcount(array) <= before + 1:
+            break
+        time.sleep(0.01)
+    assert sys.getrefcount(array) <= before + 1
+    del held

@@ -31,6 +31,9 @@ const LINGER: Duration = Duration::from_micros(60);
 /// While callers keep coming back, the worker looks less often, down to once in this long.
 const LINGER_MAX: Duration = Duration::from_micros(240);
 
+/// How often in a row the worker may find the lock taken before it queues for it: some milliseconds.
+const MISSES: u32 = 16;
+
 /// After so many polls that found nothing, a spinning thread lets others run between polls.
 const YIELD_AFTER: u32 = 2_000;
 
@@ -181,11 +184,23 @@ impl Cell {
         }
     }
 
-    /// A caller that doesn't poll has the lock again and again: the worker comes back ever later, so
-    /// as not to take its core from it.
-    fn linger_on(&self, now: Time) {
-        let misses = self.misses.fetch_add(1, Relaxed).min(2);
-        self.set_alarm(now.after(LINGER * (1 << misses)));
+    /// The lock for the worker. While a caller that doesn't poll has it again and again, the worker
+    /// comes back ever later, so as not to take its core from it; but at last it queues for it, moves
+    /// things on, and heartbeats leave (RS-4).
+    fn lock_or_linger<'a>(&'a self, shared: &'a Arc<Shared>, now: Time) -> Option<Guard<'a>> {
+        if let Some(core) = self.try_lock(shared) {
+            self.misses.store(0, Relaxed);
+            return Some(core);
+        }
+        let misses = self.misses.fetch_add(1, Relaxed);
+        if misses < MISSES {
+            self.set_alarm(now.after(LINGER * (1 << misses.min(2))));
+            return None;
+        }
+        self.misses.store(0, Relaxed);
+        let mut core = self.lock(shared);
+        core.drive(shared);
+        Some(core)
     }
 
     /// One round on this thread, if nobody else is at it.
@@ -364,8 +379,7 @@ impl Cell {
             if self.is_lingering(now) {
                 return self.set_alarm(now.after(LINGER_MAX));
             }
-            let Some(mut core) = self.try_lock(shared) else { return self.linger_on(now) };
-            self.misses.store(0, Relaxed);
+            let Some(mut core) = self.lock_or_linger(shared, now) else { return };
             if self.arm(&mut core, shared) {
                 return;
             }

@@ -393,6 +393,7 @@ impl Shared {
                     return pending.complete(Err(EngineError::Closed));
                 }
                 let now = shared.now();
+                core.domains.iter_mut().for_each(|d| d.begin_request());
                 let key = core.group.open(name);
                 for b in bound {
                     core.group.push(now, key, b, &mut core.domains, &**shared);

@@ -29,8 +29,11 @@ pub(super) type Segments = Mutex<HashMap<(usize, u64), Segment>>;
 
 pub(super) struct Segment {
     region: Weak<RegionInner>,
-    keeps: Weak<Mutex<Vec<Keep>>>,
+    keeps: Weak<Mutex<Keeps>>,
 }
+
+/// What keeps the memory of each part, by its address and bytes.
+type Keeps = HashMap<(usize, u64), Keep>;
 
 impl Segment {
     /// The registration, if it is in use.
@@ -90,6 +93,7 @@ impl TransferEngine {
         around: (usize, u64),
         keep: Keep,
     ) -> Result<Region> {
+        self.shared.check_open()?;
         let around = match device::locate(addr, len)?.cuda() {
             Some(range) => (range.base as usize, range.len),
             None => around,
@@ -104,12 +108,13 @@ impl TransferEngine {
         let mut segments = self.segments.lock();
         if let Some(known) = segments.get(&around) {
             if let (Some(region), Some(keeps)) = (known.region(), known.keeps.upgrade()) {
-                keeps.lock().push(keep);
+                // Who registers a part again needs nothing kept twice.
+                keeps.lock().entry((addr, len)).or_insert(keep);
                 return region.slice(offset, len);
             }
         }
         segments.retain(|_, s| s.region.strong_count() > 0);
-        let keeps = Arc::new(Mutex::new(vec![keep]));
+        let keeps = Arc::new(Mutex::new(Keeps::from([((addr, len), keep)])));
         let kept = Arc::downgrade(&keeps);
         // SAFETY: the caller's promise.
         let region = unsafe { self.register(around.0, around.1, Some(Box::new(keeps))) }?;

@@ -128,6 +128,15 @@ impl Shared {
         Err(EngineError::Forked { owner: self.owner_process, here })
     }
 
+    /// Whether the engine may be used: by this process, and still.
+    pub fn check_open(&self) -> Result<()> {
+        self.check_process()?;
+        match self.closed.load(SeqCst) {
+            true => Err(EngineError::Closed),
+            false => Ok(()),
+        }
+    }
+
     pub fn take_region_index(&self) -> u32 {
         self.next_region.fetch_add(1, Relaxed)
     }
@@ -209,7 +218,8 @@ impl Shared {
                 if let Some(r) =
                     shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
                 {
-                    r.rails = rails;
+                    // Once closed, peers are cut off: nothing can land any more.
+                    r.rails = if core.closed { 0 } else { rails };
                 }
                 shared.reap();
                 // A domain that has to tell its peers may want to try again.

@@ -419,6 +419,9 @@ impl Domain for LibfabricDomain {
 
     fn next_timer(&self) -> Time {
         let Some(nic) = &self.nic else { return Time::NEVER };
+        if !self.news.is_empty() {
+            return self.now;
+        }
         // What a provider had no room for is tried again soon, whether or not it signals.
         let mut pressed = !self.stalled.is_empty() || !self.outbox.is_empty();
         let links = self.links.iter().map(|(_, s)| match s {

@@ -14,8 +14,10 @@ use crate::{
     domain::{Count, Data, DomainError, LinkId, Post, Token, WorkRequest},
 };
 
-/// Bytes under way on one link: what signs of life may have to wait behind.
+/// Bytes under way on one link: what signs of life may have to wait behind. Those that a NIC moves by
+/// itself can't be shown to be on their way.
 const WINDOW: u64 = 64 << 20;
+const NIC_WINDOW: u64 = 8 << 20;
 /// Counted writes under way on one link where each takes a receive slot of the peer's.
 const IMM_WINDOW: u32 = 16;
 
@@ -89,8 +91,9 @@ impl LibfabricDomain {
         };
         let (n, bytes, imms) = size(&work);
         let (takes_slots, share) = (self.imms_take_slots(), self.table.share());
+        let window = self.window();
         let link = self.link(id).ok_or_else(down)?;
-        let full = (link.bytes > 0 && link.bytes + bytes > WINDOW)
+        let full = (link.bytes > 0 && link.bytes + bytes > window)
             || (takes_slots && link.imms > 0 && link.imms + imms > IMM_WINDOW)
             || link.pieces + n as usize > share
             || link.asking.ops.len() >= share;
@@ -207,13 +210,21 @@ impl LibfabricDomain {
 
     /// Whether its link may have one more piece under way.
     fn has_share(&mut self, s: &Stalled) -> bool {
-        let (share, len) = (self.table.share(), s.work.piece());
+        let (share, window, len) = (self.table.share(), self.window(), s.work.piece());
         let Some(link) = self.link(s.link) else { return true };
-        link.pieces < share && (link.bytes == 0 || link.bytes + len <= WINDOW)
+        link.pieces < share && (link.bytes == 0 || link.bytes + len <= window)
+    }
+
+    fn window(&self) -> u64 {
+        match self.offer.is_rdma() {
+            true => NIC_WINDOW,
+            false => WINDOW,
+        }
     }
 
     fn post_piece(&mut self, s: &Stalled, context: u32) -> Result<bool, DomainError> {
         if self.table.ops.get(s.op as usize).is_none() {
+            self.table.give_back(context);
             return Ok(true);
         }
         let id = s.link;

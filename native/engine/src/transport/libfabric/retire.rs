@@ -26,9 +26,10 @@ use crate::{
 use fabric_sys::libfabric::mr_mode;
 
 struct Region {
+    // Ends before the memory may go.
+    mr: Option<Mr>,
     /// Keeps the memory.
     memory: Arc<RegionMemory>,
-    mr: Option<Mr>,
     /// The GPU to be flushed before what was written to it counts.
     flushed: Option<i32>,
     /// Pieces of ours in the library's hands that use its bytes.
@@ -52,7 +53,8 @@ pub(super) struct Regions {
     losses: u64,
     lost: HashMap<EngineId, u64>,
     retiring: usize,
-    /// GPUs that must be flushed.
+    /// GPUs that must be flushed; also when their memory is no longer registered, for what was written
+    /// before may be told of after.
     gpus: SmallVec<[i32; 1]>,
     /// Memory of a GPU was to be registered, which the provider doesn't take.
     pub leaves_gpus_out: bool,
@@ -153,13 +155,6 @@ impl Regions {
         self.gpus.iter().try_for_each(|gpu| driver.flush_rdma_writes(*gpu))
     }
 
-    /// A region has come or gone.
-    fn count_gpus(&mut self) {
-        self.gpus = self.all.iter().flatten().filter_map(|r| r.flushed).collect();
-        self.gpus.sort_unstable();
-        self.gpus.dedup();
-    }
-
     /// Ends the registrations, and keeps the memory.
     pub fn unregister(&mut self) {
         self.all.iter_mut().flatten().for_each(|r| r.mr = None);
@@ -206,8 +201,8 @@ impl LibfabricDomain {
             awaits: Vec::new(),
             fenced: self.regions.by_nic && !self.regions.late,
         });
-        if flush {
-            self.regions.count_gpus();
+        if let Some(gpu) = flushed.filter(|gpu| !self.regions.gpus.contains(gpu)) {
+            self.regions.gpus.push(gpu);
         }
         Ok(smallvec![key])
     }
@@ -292,7 +287,7 @@ impl LibfabricDomain {
             return false;
         }
         region.mr = None;
-        let (since, flushed) = (region.since, region.flushed.is_some());
+        let since = region.since;
         if self.regions.is_haunted(since) {
             tracing::warn!(
                 region = index,
@@ -305,9 +300,6 @@ impl LibfabricDomain {
         }
         self.regions.all[index as usize] = None;
         self.regions.retiring -= 1;
-        if flushed {
-            self.regions.count_gpus();
-        }
         true
     }
 }
@@ -322,7 +314,8 @@ impl LibfabricDomain {
         let number = fences.wanted;
         self.send_fence(id);
         self.pump(id);
-        Some(number)
+        // Sending may have shown that the link is down: then nobody will answer.
+        self.link(id).map(|_| number)
     }
 
     /// Sends the fence that is wanted, unless one is on its way.
@@ -376,10 +369,13 @@ fn register(
             break;
         }
     }
+    // Of GPU memory the error has told the remedy.
+    let remedy = match region.location.cuda() {
+        None => ": check the locked-memory limit (ulimit -l)",
+        Some(_) => "",
+    };
     result.map_err(|e| {
-        DomainError::Unavailable(format!(
-            "{e}; {} can't register this memory: check the locked-memory limit (ulimit -l)",
-            offer.domain
-        ))
+        let nic = &offer.domain;
+        DomainError::Unavailable(format!("{e}; {nic} can't register this memory{remedy}"))
     })
 }

@@ -29,6 +29,9 @@ const SLOT_BYTES: u32 = 4096;
 pub(super) const MAIL_DEPTH: u32 = 32;
 /// Small writes carry their bytes with the request.
 const INLINE: u32 = 220;
+/// The vendor of hfi1 and qib, whose driver (`rdmavt`) looks for local memory by its address, whatever
+/// name it was given.
+const RDMAVT: u32 = 0x1175;
 /// The vendor that soft-RoCE (`rdma_rxe`) gives itself.
 const SOFT_ROCE: u32 = 0xFF_FFFF;
 /// Its longest message: some tens of milliseconds on slow processors, in which no heartbeat leaves.
@@ -44,6 +47,8 @@ pub(super) struct Limits {
     pub reads_in: u8,
     pub reads_out: u8,
     pub max_cqe: u32,
+    /// Memory can be given names; see `regions`.
+    pub names: bool,
     /// It is a driver without hardware, which carries out what is posted within the call.
     pub software: bool,
 }
@@ -97,6 +102,7 @@ impl Device {
         let longest = if software { SOFT_MESSAGE } else { 1 << 30 };
         let limits = Limits {
             max_message: lowered("FABRIC_TEST_MAX_MSG", u64::from(port.max_msg_sz).min(longest)),
+            names: attr.vendor_id != RDMAVT,
             software,
             max_mr: lowered("FABRIC_TEST_MAX_MR", attr.max_mr_size) & !4095,
             send_depth: SEND_DEPTH.min(max_wr),

@@ -19,8 +19,9 @@ use crate::{
     memory::{device::Driver, RegionBook, RegionMemory, HIDDEN},
 };
 
-/// Registrations of at least so many bytes are ended by a thread that may take its time.
-const LARGE: u64 = 64 << 20;
+/// Registrations of at least so many bytes are ended by a thread that may take its time: many may end
+/// at once, and all under one lock.
+const LARGE: u64 = 1 << 20;
 
 /// A region that the NIC knows. Fields in the order in which they go: the NIC lets go of the memory
 /// before we do.
@@ -39,11 +40,12 @@ impl Registered {
     /// Registers a region, in several parts if it is larger than the NIC takes at once.
     fn new(device: &Device, region: &Arc<RegionMemory>) -> Result<Self, DomainError> {
         let part = device.limits.max_mr.max(4096);
-        let iova = name_of(region.base as u64)?;
+        let base = region.base as u64;
+        let iova = if device.limits.names { name_of(base)? } else { base };
         let (mut parts, mut offset, mut flush) = (Vec::new(), 0, false);
         while offset < region.len {
             let n = part.min(region.len - offset);
-            let (base, iova) = (region.base as u64 + offset, iova + offset);
+            let (base, iova) = (base + offset, iova + offset);
             parts.push(match region.location.cuda() {
                 None => Mr::new(&device.pd, base as usize, n, (iova, PEERS))?,
                 Some(range) => {
@@ -119,9 +121,9 @@ pub(super) struct Regions {
     by_index: Vec<Option<Registered>>,
     /// Those of transports' own, whose indices begin elsewhere.
     hidden: Vec<Option<Registered>>,
-    /// GPUs whose memory must be flushed before what was written to it counts, and how many regions
-    /// of it there are.
-    gpus: SmallVec<[(i32, usize); 1]>,
+    /// GPUs whose memory must be flushed before what was written to it counts. Also when it is no
+    /// longer registered: what was written before may be told of after.
+    gpus: SmallVec<[i32; 1]>,
     /// The same, for the questions of peers whose access was refused.
     pub book: RegionBook,
 }
@@ -140,9 +142,8 @@ impl Regions {
         };
         let keys = registered.keys();
         if let Some(range) = region.location.cuda().filter(|_| registered.flush) {
-            match self.gpus.iter_mut().find(|(device, _)| *device == range.device) {
-                Some((_, regions)) => *regions += 1,
-                None => self.gpus.push((range.device, 1)),
+            if !self.gpus.contains(&range.device) {
+                self.gpus.push(range.device);
             }
         }
         let (slots, i) = self.slots(region.key.index);
@@ -170,12 +171,6 @@ impl Regions {
         self.book.remove(index);
         let (slots, i) = self.slots(index);
         let Some(r) = slots.get_mut(i).and_then(Option::take) else { return Removed::Now };
-        if let Some(range) = r.region.location.cuda().filter(|_| r.flush) {
-            for (_, regions) in self.gpus.iter_mut().filter(|(device, _)| *device == range.device) {
-                *regions -= 1;
-            }
-            self.gpus.retain(|(_, regions)| *regions > 0);
-        }
         match r.region.len >= LARGE {
             true => Removed::Slowly(Box::new(r)),
             false if r.end() => Removed::Now,
@@ -191,7 +186,7 @@ impl Regions {
     /// Waits until what NICs have written to GPU memory is visible to the GPUs.
     pub fn flush_gpus(&self) -> Result<(), DomainError> {
         let Some(driver) = Driver::in_use() else { return Ok(()) };
-        self.gpus.iter().try_for_each(|(device, _)| driver.flush_rdma_writes(*device))
+        self.gpus.iter().try_for_each(|device| driver.flush_rdma_writes(*device))
     }
 
     /// The local key for `addr` in a registration, what the NIC calls it, and how many bytes the key
