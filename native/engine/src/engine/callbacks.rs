@@ -13,7 +13,10 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct Queue {
     jobs: Vec<Job>,
+    /// The thread ends when nothing is queued.
     closed: bool,
+    /// It has.
+    over: bool,
     /// No thread: whoever drives the engine runs them (simulator).
     manual: bool,
     /// The thread, once there was a first job.
@@ -46,12 +49,12 @@ impl Callbacks {
     pub fn push(&self, job: Job) {
         let (queue, wake) = &*self.inner;
         let mut q = queue.lock();
-        if q.closed {
+        if q.over {
             drop(q);
             return run(job);
         }
         q.jobs.push(job);
-        if q.thread.is_none() && !q.manual {
+        if q.thread.is_none() && !q.manual && !q.closed {
             let inner = Arc::clone(&self.inner);
             let spawned = std::thread::Builder::new()
                 .name("fabric-callback".into())
@@ -70,7 +73,7 @@ impl Callbacks {
         wake.notify_one();
     }
 
-    /// Runs what is queued, then ends the thread.
+    /// Has what is queued run, in its order, and ends the thread.
     pub fn close(&self) {
         let (queue, wake) = &*self.inner;
         let thread = {
@@ -79,13 +82,13 @@ impl Callbacks {
             wake.notify_one();
             q.thread.take()
         };
-        self.run_queued();
-        if let Some(t) = thread {
-            // A callback may close the engine: it can't wait for itself.
-            if t.thread().id() != std::thread::current().id() {
-                let _ = t.join();
-            }
+        // A callback may close the engine: it can't wait for itself.
+        if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
+            let _ = t.join();
         }
+        while self.run_queued() {}
+        self.inner.0.lock().over = true;
+        self.run_queued();
     }
 }
 
@@ -108,5 +111,28 @@ fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
 fn run(job: Job) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
         tracing::error!("a completion callback panicked; the engine goes on");
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn who_closes_does_not_overtake_what_is_queued() {
+        for _ in 0..50 {
+            let (callbacks, seen) = (Callbacks::default(), Arc::new(Mutex::new(Vec::new())));
+            for i in 0..8 {
+                let seen = Arc::clone(&seen);
+                callbacks.push(Box::new(move || {
+                    std::thread::sleep(Duration::from_micros(50));
+                    seen.lock().push(i);
+                }));
+            }
+            callbacks.close();
+            assert_eq!(*seen.lock(), (0..8).collect::<Vec<_>>());
+        }
     }
 }
