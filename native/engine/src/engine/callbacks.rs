@@ -122,17 +122,21 @@ mod tests {
 
     #[test]
     fn who_closes_does_not_overtake_what_is_queued() {
-        for _ in 0..50 {
-            let (callbacks, seen) = (Callbacks::default(), Arc::new(Mutex::new(Vec::new())));
-            for i in 0..8 {
-                let seen = Arc::clone(&seen);
-                callbacks.push(Box::new(move || {
-                    std::thread::sleep(Duration::from_micros(50));
-                    seen.lock().push(i);
-                }));
+        let (callbacks, seen) = (Callbacks::default(), Arc::new(Mutex::new(Vec::new())));
+        let (begun, first) = std::sync::mpsc::channel();
+        for i in 0..8 {
+            let (seen, begun) = (Arc::clone(&seen), begun.clone());
+            callbacks.push(Box::new(move || {
+                let _ = begun.send(());
+                std::thread::sleep(Duration::from_millis(5));
+                seen.lock().push(i);
+            }));
+            if i == 0 {
+                // The thread is at it, and the others queue behind.
+                first.recv().unwrap();
             }
-            callbacks.close();
-            assert_eq!(*seen.lock(), (0..8).collect::<Vec<_>>());
         }
+        callbacks.close();
+        assert_eq!(*seen.lock(), (0..8).collect::<Vec<_>>());
     }
 }
