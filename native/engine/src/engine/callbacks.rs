@@ -128,7 +128,7 @@ mod tests {
             let (seen, begun) = (Arc::clone(&seen), begun.clone());
             callbacks.push(Box::new(move || {
                 let _ = begun.send(());
-                std::thread::sleep(Duration::from_millis(5));
+                std::thread::sleep(Duration::from_millis(if i == 0 { 50 } else { 0 }));
                 seen.lock().push(i);
             }));
             if i == 0 {
