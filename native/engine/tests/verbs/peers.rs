@@ -4,7 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::EngineError;
+use fabric_engine::{Counter, EngineError, Handle, Region, RemoteRegion, TransferEngine};
 
 use crate::world::{ends, engine, filled, import, nic, wait, write, Side};
 
@@ -50,6 +50,14 @@ impl Drop for Peer {
     }
 }
 
+/// Joins the engines by a write; then waits for one in return, which never comes.
+fn joined_and_awaited(a: &TransferEngine, src: &Region, there: &RemoteRegion) -> (Counter, Handle) {
+    assert_eq!(wait(&write(a, src, there, 64, None)), Ok(()));
+    let counter = a.counter().unwrap();
+    let awaited = counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30));
+    (counter, awaited.unwrap())
+}
+
 /// Not a test of its own: what the others start in another process.
 #[test]
 #[ignore = "needs RDMA devices"]
@@ -73,10 +81,7 @@ fn rs_4_a_peer_killed_mid_transfer_ends_everything_in_time() {
     let a = engine(Side::A);
     let src = filled(&a, BYTES, 1);
     let there = import(&a, &peer.descriptor);
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
-    let counter = a.counter().unwrap();
-    let awaited =
-        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    let (_counter, awaited) = joined_and_awaited(&a, &src, &there);
     let handles: Vec<_> = (0..4).map(|_| write(&a, &src, &there, BYTES as u64, None)).collect();
     std::thread::sleep(Duration::from_millis(200));
     assert!(!handles[3].is_done(), "it is under way");
@@ -97,10 +102,7 @@ fn rs_4_one_that_only_waits_learns_that_its_peer_was_killed() {
     let a = engine(Side::A);
     let src = filled(&a, 64, 1);
     let there = import(&a, &peer.descriptor);
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
-    let counter = a.counter().unwrap();
-    let awaited =
-        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    let (_counter, awaited) = joined_and_awaited(&a, &src, &there);
     // Longer than a silent peer is given: heartbeats keep the link alive.
     std::thread::sleep(Duration::from_secs(3));
     assert!(!awaited.is_done(), "{:?}", awaited.poll());
@@ -117,10 +119,7 @@ fn rs_4_a_peer_that_hangs_is_lost_though_its_nic_answers() {
     let a = engine(Side::A);
     let src = filled(&a, 64, 1);
     let there = import(&a, &peer.descriptor);
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
-    let counter = a.counter().unwrap();
-    let awaited =
-        counter.expect(1, std::slice::from_ref(there.peer()), Duration::from_secs(30)).unwrap();
+    let (_counter, awaited) = joined_and_awaited(&a, &src, &there);
     let (told, hear) = std::sync::mpsc::channel();
     let start = Instant::now();
     awaited.on_done(move |result| {

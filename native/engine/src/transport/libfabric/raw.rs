@@ -3,17 +3,19 @@
 //! An object keeps its parents by reference count, so it is always closed before them. One thread
 //! at a time calls (`FI_THREAD_DOMAIN`): the group's lock sees to it.
 
+mod contexts;
 mod queue;
 
 use std::{
     ffi::{c_int, c_void},
     os::fd::RawFd,
-    ptr::{null, null_mut},
+    ptr::null_mut,
     sync::Arc,
 };
 
 use fabric_sys::libfabric::{self as fi, flag, FiAddr};
 
+pub(super) use contexts::Contexts;
 pub(super) use queue::{Failure, Polled};
 
 use super::{
@@ -454,31 +456,6 @@ impl Nic {
     }
 }
 
-/// Scratch space for operations, one for each that may be under way; its place is its name.
-pub(super) struct Contexts(Box<[std::cell::UnsafeCell<fi::Context2>]>);
-
-// SAFETY: the library alone writes to the cells; here only their addresses are used.
-unsafe impl Send for Contexts {}
-
-impl Contexts {
-    pub fn new(n: usize) -> Self {
-        let blank = || fi::Context2 { internal: [null::<c_void>().cast_mut(); 8] };
-        Self((0..n).map(|_| std::cell::UnsafeCell::new(blank())).collect())
-    }
-
-    pub fn at(&self, i: u32) -> *mut c_void {
-        self.0[i as usize].get().cast()
-    }
-
-    /// Whose address that is.
-    pub fn index(&self, context: *mut c_void) -> Option<u32> {
-        let offset = (context as usize).checked_sub(self.0.as_ptr() as usize)?;
-        let size = size_of::<fi::Context2>();
-        let i = offset / size;
-        (offset.is_multiple_of(size) && i < self.0.len()).then_some(i as u32)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -494,17 +471,5 @@ mod tests {
         assert_eq!(device.to_ne_bytes()[..4], 3i32.to_ne_bytes());
         let (_, _, flags) = Extent { dmabuf: Some((5, 0)), ..gpu }.kind();
         assert_eq!(flags, flag::MR_DMABUF);
-    }
-
-    #[test]
-    fn contexts_are_told_apart_from_other_addresses() {
-        let contexts = Contexts::new(3);
-        for i in 0..3 {
-            assert_eq!(contexts.index(contexts.at(i)), Some(i));
-        }
-        let end = contexts.at(2) as usize + size_of::<fi::Context2>();
-        assert_eq!(contexts.index(null_mut()), None);
-        assert_eq!(contexts.index(end as *mut c_void), None);
-        assert_eq!(contexts.index((end - 1) as *mut c_void), None);
     }
 }
