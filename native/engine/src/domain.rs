@@ -18,6 +18,9 @@ use crate::{
 /// Names a connection within one domain; never used again after its `LinkDown`.
 pub type LinkId = u32;
 
+/// What both ends of a connection call it: drawn anew for each, and part of its handshake.
+pub type LinkName = u64;
+
 /// Comes back with the completion of what was posted under it; means nothing to a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Token {
@@ -154,6 +157,10 @@ pub enum Post {
 pub enum DomainError {
     #[error("{0}")]
     LinkDown(String),
+    /// As `LinkDown`, and another attempt would find nobody: the peer said goodbye, or hasn't been heard
+    /// for as long as a peer may be silent.
+    #[error("{0}")]
+    Gone(String),
     #[error("{0}")]
     Stale(String),
     #[error("{0}")]
@@ -167,9 +174,36 @@ pub enum DomainError {
 }
 
 impl DomainError {
+    /// Whether it says that a link was lost, and nothing against what it carried.
+    pub(crate) fn is_loss(&self) -> bool {
+        matches!(self, Self::LinkDown(_) | Self::Gone(_) | Self::Io { .. })
+    }
+
     pub(crate) fn io(call: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
         move |errno| Self::Io { call, errno }
     }
+}
+
+/// What an end of a link that is down knows of the counts that came over it. Anything but `Unknown` is a
+/// promise that nothing of the peer's can land by that link any more (MR-1).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Receipt {
+    /// It can't be told: what was under way must not be sent again.
+    #[default]
+    Unknown,
+    /// The peer's first so many writes with a count, in the order in which they were posted, and no
+    /// others.
+    InOrder(u64),
+    /// So many writes for each immediate.
+    ByImm(std::collections::HashMap<u32, u64>),
+}
+
+/// Which receipts a domain's links end with, if they can be lost while their peer lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Receipts {
+    None,
+    InOrder,
+    ByImm,
 }
 
 /// Who is at the other end of a link, as its handshake proved.
@@ -203,12 +237,19 @@ pub enum Completion {
         peer: PeerIdentity,
         /// Which endpoint of the peer's address is at the other end.
         endpoint: usize,
+        name: LinkName,
         note: String,
     },
-    /// Every token of this link has been completed before this.
+    /// Every token of this link has been completed, and every count reported, before this.
     LinkDown {
         link: LinkId,
         cause: DomainError,
+        receipt: Receipt,
+    },
+    /// What the peer's group has to say to ours.
+    Note {
+        link: LinkId,
+        frame: Vec<u8>,
     },
     /// No peer can reach this region through this domain any more (MR-1).
     RegionQuiet {
@@ -257,6 +298,9 @@ pub type Pinned = Box<dyn Any + Send>;
 
 /// One NIC's keys of a registration.
 pub type NicKeys = SmallVec<[RailKey; 1]>;
+
+/// Bytes of a frame between groups.
+pub const MAX_NOTE: usize = 2048;
 
 /// File descriptors whose readiness means that a poll will find something.
 pub type WakeFds = SmallVec<[std::os::fd::RawFd; 2]>;
@@ -311,6 +355,15 @@ pub trait Domain: Send {
 
     /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);
+
+    /// What its links end with. Without receipts, what a lost link had under way fails.
+    fn receipts(&self) -> Receipts {
+        Receipts::None
+    }
+
+    /// Sends a frame of at most [`MAX_NOTE`] bytes beside the link's traffic, in order, not held up
+    /// by messages that wait for room; forgotten if the link is going down.
+    fn note(&mut self, _link: LinkId, _frame: Vec<u8>) {}
 
     /// A new request begins: a domain that moves bytes itself may spend its time per call anew.
     fn begin_request(&mut self) {}

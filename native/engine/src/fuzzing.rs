@@ -37,7 +37,7 @@ pub fn values(bytes: &[u8]) {
     let _ = RegionDescriptor::from_bytes(bytes);
     let _ = CounterRef::from_bytes(bytes);
     let Some((kind, body)) = bytes.split_first() else { return };
-    match kind % 4 {
+    match kind % 5 {
         0 => {
             let Ok(a) = EngineAddress::from_bytes(&sealed(b"FRad", body)) else { return };
             assert_eq!(EngineAddress::from_bytes(&a.to_bytes()), Ok(a));
@@ -51,6 +51,7 @@ pub fn values(bytes: &[u8]) {
             let Ok(c) = CounterRef::from_bytes(&sealed(b"FRct", body)) else { return };
             assert_eq!(CounterRef::from_bytes(&c.to_bytes()), Ok(c));
         }
+        3 => crate::group::fuzz_note(body),
         _ => crate::transport::tcp::fuzz::endpoint(&sealed(b"FRte", body)),
     }
 }
@@ -153,7 +154,8 @@ mod tests {
                 ("address", numbered(0, &owner.to_bytes())),
                 ("region", numbered(1, &region.to_bytes())),
                 ("counter", numbered(2, &counter.to_bytes())),
-                ("endpoint", numbered(3, &data)),
+                ("note", numbered(3, &crate::group::sample_note())),
+                ("endpoint", numbered(4, &data)),
                 ("whole", owner.to_bytes()),
             ]
         }

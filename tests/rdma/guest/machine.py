@@ -111,7 +111,7 @@ class Guest:
             lines = [line.rstrip() for line in text.splitlines() if line.strip()]
             if lines:
                 say(f"end of the {name} output:")
-                print("\n".join(lines[-30:]), file=sys.stderr)
+                print("\n".join(lines[-100:]), file=sys.stderr)
 
     def close(self) -> None:
         """Ends the guest; all that it had is gone."""

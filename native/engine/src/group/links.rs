@@ -5,7 +5,7 @@ use super::{
     Group, Rails, Sink,
 };
 use crate::{
-    domain::{DomainError, LinkId},
+    domain::{DomainError, LinkId, Receipt, Receipts},
     time::Time,
     EngineError,
 };
@@ -17,18 +17,23 @@ impl Group {
         if route.state != State::Connecting {
             route.begin(rails, self.policy);
         }
-        while let Some(pairs) = route.next_pairs(rails) {
-            for pair in pairs {
-                match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
-                    Ok(link) => route.try_pair(pair, link),
-                    Err(e) => route.failed(rails, pair, e),
+        loop {
+            while let Some(pairs) = route.next_pairs(rails) {
+                for pair in pairs {
+                    match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
+                        Ok(link) => route.try_pair(pair, link),
+                        Err(e) => route.failed(rails, pair, e),
+                    }
+                }
+                if route.is_trying() {
+                    return;
                 }
             }
-            if route.is_trying() {
-                return;
+            if !route.try_again(rails, self.policy) {
+                break;
             }
         }
-        let error = route.unreachable(rails);
+        let error = route.reviving.take().unwrap_or_else(|| route.unreachable(rails));
         self.lose(peer, error, sink);
     }
 
@@ -52,27 +57,24 @@ impl Group {
     pub(super) fn on_link_down(
         &mut self,
         now: Time,
-        rail: usize,
-        link: LinkId,
-        cause: DomainError,
+        (rail, link): (usize, LinkId),
+        (cause, receipt): (DomainError, Receipt),
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
         if let Some(peer) = self.links.remove(&(rail, link)) {
             let route = &mut self.peers[peer as usize];
-            let Some((pair, ours)) = route.down(rail, link, rails) else { return };
-            if route.state != State::Up {
-                return;
+            let Some(down) = route.down(rail, link, rails) else { return };
+            if route.state == State::Up {
+                if route.active().is_empty() {
+                    self.last_link_down(now, peer, rail, &cause, rails, sink);
+                } else if down.ours && route.misses(down.pair, rails) {
+                    let device = rails[rail].device();
+                    tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
+                    self.returns.insert((route.miss(now, down.pair), peer));
+                }
             }
-            if route.active().is_empty() {
-                let cause = DomainError::LinkDown(cause.to_string());
-                let error = route.blame(rails, rail, "link", cause);
-                self.lose(peer, error, sink);
-            } else if ours && route.misses(pair, rails) {
-                let device = rails[rail].device();
-                tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
-                self.returns.insert((route.miss(now, pair), peer));
-            }
+            self.mourn(now, peer, (&down, &cause, receipt), rails, sink);
             return;
         }
         let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
@@ -96,11 +98,35 @@ impl Group {
         }
     }
 
+    /// No link to a peer is left. It may live all the same, and take another.
+    fn last_link_down(
+        &mut self,
+        now: Time,
+        peer: PeerKey,
+        rail: usize,
+        cause: &DomainError,
+        rails: &mut Rails,
+        sink: &dyn Sink,
+    ) {
+        let route = &mut self.peers[peer as usize];
+        let blamed = DomainError::LinkDown(cause.to_string());
+        let error = route.blame(rails, rail, "link", blamed);
+        let heals = rails[rail].receipts() != Receipts::None;
+        let lost = matches!(cause, DomainError::LinkDown(_) | DomainError::Io { .. });
+        if !heals || !lost || !route.may_revive(now) {
+            return self.lose(peer, error, sink);
+        }
+        tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
+        route.reviving = Some(error);
+        self.connect(now, peer, rails, sink);
+    }
+
     fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
         let route = &mut self.peers[peer as usize];
         route.state = State::Lost;
         route.lost = Some(error.clone());
         let id = route.address.id;
+        let slices = route.healing.take_all();
         let backlog = std::mem::take(&mut route.backlog);
         self.backlogged -= backlog.len();
         let mut keys: Vec<_> = backlog.into_iter().map(|(key, _)| key).collect();
@@ -121,6 +147,9 @@ impl Group {
             if self.transfers.get(key.slot as usize).is_some_and(|t| t.serial == key.serial) {
                 self.settle(key, sink);
             }
+        }
+        for slice in slices {
+            self.member_over(slice.owner, Err(error.clone()), sink);
         }
         sink.peer_lost(id, &error);
     }

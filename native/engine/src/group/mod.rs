@@ -4,7 +4,12 @@
 //! through the [`Domain`] seam, results through [`Sink`]. The same code runs under a worker thread
 //! and inside the simulator.
 
+mod heal;
+mod ledger;
 mod links;
+mod missing;
+mod notes;
+pub mod policy;
 mod route;
 mod slices;
 mod transfer;
@@ -21,9 +26,14 @@ use crate::{
     EngineError,
 };
 
-pub(crate) use route::PeerKey;
+use ledger::Ledger;
+#[cfg(any(test, fuzzing))]
+pub(crate) use notes::fuzz_note;
+#[cfg(test)]
+pub(crate) use notes::sample_note;
 pub use route::Verdict;
 use route::{Pair, Route, State};
+pub(crate) use route::{PeerKey, MOST_IMMS};
 pub(crate) use slices::BoundOp;
 use slices::{post_slices, Posted};
 use transfer::Transfer;
@@ -68,6 +78,9 @@ pub(crate) struct Group {
     deadlines: BTreeSet<(Time, TransferKey)>,
     /// When lost rails are tried again.
     returns: BTreeSet<(Time, PeerKey)>,
+    /// When peers should have said what came over a lost link.
+    patience: BTreeSet<(Time, PeerKey)>,
+    ledger: Ledger,
     /// When it is clear that a rail was lost, and not its peer.
     verdicts: BTreeSet<(Time, TransferKey)>,
     policy: Policy,
@@ -112,7 +125,7 @@ impl Group {
         transfer.peer = peer;
         let route = &mut self.peers[peer as usize];
         if route.state == State::Up && route.backlog.is_empty() {
-            match post_slices(key, transfer, &mut op, route, rails) {
+            match post_slices(key, transfer, &mut op, route, (rails, &mut self.ledger)) {
                 Posted::All => return,
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
                 Posted::Part => {}
@@ -203,20 +216,24 @@ impl Group {
                 Some(peer) => sink.message(self.peers[*peer as usize].address.id, message),
                 None => tracing::error!(rail, link, "a message came by a link that is not up"),
             },
-            Completion::LinkUp { link, peer, endpoint, note } => {
+            Completion::LinkUp { link, peer, endpoint, name, note } => {
                 let key = self.peer(&peer.address);
                 self.links.insert((rail, link), key);
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
-                route.up(Pair { rail, endpoint }, link, note, rails);
+                route.up(Pair { rail, endpoint }, (link, name), note, rails);
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.miss(now, pair), key));
                 }
+                self.ask(key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
             }
-            Completion::LinkDown { link, cause } => {
-                self.on_link_down(now, rail, link, cause, rails, sink)
+            Completion::LinkDown { link, cause, receipt } => {
+                self.on_link_down(now, (rail, link), (cause, receipt), rails, sink)
+            }
+            Completion::Note { link, frame } => {
+                self.on_note(now, (rail, link), &frame, rails, sink);
             }
             Completion::RegionQuiet { index } => sink.region_quiet(rail, index),
         }
@@ -251,6 +268,11 @@ impl Group {
             self.returns.remove(&(at, peer));
             self.seek_missing(now, peer, rails);
         }
+        while let Some((at, peer)) = self.patience.first().copied().filter(|(t, _)| *t <= now) {
+            moved = true;
+            self.patience.remove(&(at, peer));
+            self.lose_patience(now, peer, rails, sink);
+        }
         moved
     }
 
@@ -258,7 +280,8 @@ impl Group {
         let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        first.min(returns).min(verdicts)
+        let patience = self.patience.first().map_or(Time::NEVER, |(t, _)| *t);
+        first.min(returns).min(verdicts).min(patience)
     }
 
     /// Fails whatever is left, once and for all.
@@ -271,6 +294,8 @@ impl Group {
         self.deadlines.clear();
         self.returns.clear();
         self.verdicts.clear();
+        self.patience.clear();
+        self.ledger.clear();
         for mut transfer in std::mem::take(&mut self.transfers) {
             transfer.1.fail(EngineError::Closed);
             transfer.1.deliver(sink);
@@ -296,7 +321,22 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
-        let key = TransferKey { slot: token.slot, serial: token.serial };
+        let (key, confirm) = match Ledger::is_slice(token) {
+            false => Transfer::of_token(token),
+            true => {
+                let Some(slice) = self.ledger.take(token) else { return };
+                let route = &mut self.peers[slice.peer as usize];
+                match &result {
+                    Ok(()) => route.acknowledged(rails, slice.link, slice.count()),
+                    // The link goes down next.
+                    Err(e) if e.is_loss() && slice.may_return() => {
+                        return route.healing.fall(slice)
+                    }
+                    Err(_) => {}
+                }
+                (slice.owner, slice.confirm)
+            }
+        };
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         transfer.outstanding -= 1;
@@ -305,7 +345,7 @@ impl Group {
             self.fail(now, key, peer, (rails, rail, e));
         }
         let transfer = &mut self.transfers[key.slot as usize];
-        if let Some(op) = transfer.confirmed(token.part) {
+        if let Some(op) = confirm.and_then(|c| transfer.confirmed(c)) {
             self.push(now, key, op, rails, sink);
         }
         self.settle(key, sink);
@@ -341,6 +381,10 @@ impl Group {
             self.deadlines.remove(&(transfer.deadline, key));
             let mut transfer = self.transfers.remove(key.slot as usize);
             transfer.deliver(sink);
+            for member in std::mem::take(&mut transfer.members) {
+                let result = transfer.error.clone().map_or(Ok(()), Err);
+                self.member_over(member, result, sink);
+            }
         }
     }
 
@@ -388,7 +432,7 @@ impl Group {
             }
             let Some((key, mut op)) = route.backlog.pop_front() else { return moved };
             let transfer = &mut self.transfers[key.slot as usize];
-            match post_slices(key, transfer, &mut op, route, rails) {
+            match post_slices(key, transfer, &mut op, route, (rails, &mut self.ledger)) {
                 Posted::Part => {
                     route.backlog.push_front((key, op));
                     return moved;

@@ -1,13 +1,16 @@
 //! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Duration,
+};
 
 use smallvec::SmallVec;
 
-use super::{slices::BoundOp, transfer::TransferKey, Policy, Rails};
+use super::{heal::Healing, slices::BoundOp, transfer::TransferKey, Policy, Rails};
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{DomainError, LinkId},
+    domain::{Count, DomainError, LinkId, LinkName, Receipts},
     time::Time,
     EngineError,
 };
@@ -18,6 +21,12 @@ pub(crate) type PeerKey = u32;
 /// How long a lost rail is left alone at first, and at most.
 const REST: Duration = Duration::from_millis(50);
 const LONGEST_REST: Duration = Duration::from_secs(5);
+
+/// So often connecting is tried again at once if it was cut off.
+const MOST_ATTEMPTS: u32 = 3;
+/// A peer whose last link is lost so often in so long, and nothing got through, is given up.
+const MOST_REVIVALS: u32 = 64;
+const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 
 /// How many failures are remembered for `explain`.
 const MOST_REASONS: usize = 16;
@@ -52,9 +61,38 @@ pub(super) struct Pair {
 pub(super) struct Link {
     pub pair: Pair,
     pub id: LinkId,
+    pub name: LinkName,
     /// We began it, so it is ours to bring back.
-    ours: bool,
+    pub ours: bool,
+    /// What the peer has acknowledged of our counts.
+    pub acked: Acked,
     note: String,
+}
+
+/// Writes with a count that came over one link and are known to have been counted.
+#[derive(Debug, Default)]
+pub(super) struct Acked {
+    pub all: u64,
+    pub by_imm: HashMap<u32, u64>,
+}
+
+/// Immediates that are told apart on one link; beyond, a loss can't be made good.
+pub(crate) const MOST_IMMS: usize = 1 << 16;
+
+impl Acked {
+    #[inline]
+    fn add(&mut self, kind: Receipts, count: Count) {
+        self.all += u64::from(count.n);
+        if kind == Receipts::ByImm
+            && (self.by_imm.len() < MOST_IMMS || self.by_imm.contains_key(&count.imm))
+        {
+            *self.by_imm.entry(count.imm).or_default() += u64::from(count.n);
+        }
+    }
+
+    pub fn is_complete(&self) -> bool {
+        self.by_imm.len() < MOST_IMMS
+    }
 }
 
 /// A rail that was lost while others went on: it is looked after until it is back.
@@ -87,6 +125,14 @@ pub(super) struct Route {
     telling: Option<DomainError>,
     pub lost: Option<EngineError>,
     pub backlog: VecDeque<(TransferKey, BoundOp)>,
+    pub healing: Healing,
+    /// Its last link was lost: what will be said if no other comes up.
+    pub reviving: Option<EngineError>,
+    /// An attempt to connect was cut off by a broken link.
+    cut_off: bool,
+    attempts: u32,
+    /// When a link was last lost with none left, and how often in a short time.
+    revivals: (Time, u32),
 }
 
 impl Route {
@@ -105,6 +151,11 @@ impl Route {
             telling: None,
             lost: None,
             backlog: VecDeque::new(),
+            healing: Healing::default(),
+            reviving: None,
+            cut_off: false,
+            attempts: 0,
+            revivals: (Time(0), 0),
         }
     }
 
@@ -127,7 +178,23 @@ impl Route {
 
     /// Starts over: every transport that is fit for this peer is tried in order of preference.
     pub fn begin(&mut self, rails: &Rails, policy: Policy) {
+        self.attempts = 0;
+        self.start_over(rails, policy);
+    }
+
+    /// Once more, if an attempt was cut off in its middle: a peer whose links break may well be alive.
+    pub fn try_again(&mut self, rails: &Rails, policy: Policy) -> bool {
+        let again = self.cut_off && self.attempts < MOST_ATTEMPTS;
+        if again {
+            self.attempts += 1;
+            self.start_over(rails, policy);
+        }
+        again
+    }
+
+    fn start_over(&mut self, rails: &Rails, policy: Policy) {
         self.state = State::Connecting;
+        self.cut_off = false;
         self.reasons.clear();
         self.untried.clear();
         self.missing.clear();
@@ -216,6 +283,7 @@ impl Route {
         if self.state == State::Connecting {
             self.failed.push(pair);
         }
+        self.cut_off |= matches!(cause, DomainError::LinkDown(_));
         let telling = match &cause {
             DomainError::Stale(_) | DomainError::Handshake(_) => true,
             DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
@@ -226,14 +294,26 @@ impl Route {
         }
     }
 
-    pub fn up(&mut self, pair: Pair, id: LinkId, note: String, rails: &Rails) {
+    pub fn up(&mut self, pair: Pair, (id, name): (LinkId, LinkName), note: String, rails: &Rails) {
         let ours = self.tried(pair.rail, id).is_some();
         self.missing.retain(|m| m.pair != pair);
-        self.links.push(Link { pair, id, ours, note });
+        self.links.push(Link { pair, id, name, ours, acked: Acked::default(), note });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;
         self.lost = None;
+        self.reviving = None;
+    }
+
+    /// Whether a peer whose last link was lost is worth another attempt: not if its links are lost again
+    /// and again.
+    pub fn may_revive(&mut self, now: Time) -> bool {
+        let (since, n) = self.revivals;
+        self.revivals = match now.since(since) < REVIVAL_SPELL {
+            true => (since, n + 1),
+            false => (now, 1),
+        };
+        self.revivals.1 <= MOST_REVIVALS
     }
 
     fn count_active(&mut self, rails: &Rails) {
@@ -242,12 +322,33 @@ impl Route {
         self.active = self.links.iter().take_while(same).count();
     }
 
-    /// Forgets a link: which pair it joined, and whether we began it.
-    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<(Pair, bool)> {
+    /// Forgets a link.
+    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<Link> {
         let at = self.links.iter().position(|l| (l.pair.rail, l.id) == (rail, id))?;
         let link = self.links.remove(at);
         self.count_active(rails);
-        Some((link.pair, link.ours))
+        Some(link)
+    }
+
+    /// Work of ours is done, and its count known to have arrived.
+    #[inline]
+    pub fn acknowledged(
+        &mut self,
+        rails: &Rails,
+        (rail, id): (usize, LinkId),
+        count: Option<Count>,
+    ) {
+        self.revivals.1 = 0;
+        let Some(count) = count else { return };
+        if let Some(link) = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id)) {
+            link.acked.add(rails[rail].receipts(), count);
+        }
+    }
+
+    /// The link that its ends call so.
+    pub fn named(&self, name: LinkName) -> Option<(usize, LinkId)> {
+        let link = self.links.iter().find(|l| l.name == name)?;
+        Some((link.pair.rail, link.id))
     }
 
     /// Up by other links: whether this pair would carry something if it came back.
@@ -309,7 +410,7 @@ impl Route {
             }
         };
         match e {
-            DomainError::LinkDown(cause) => lost(cause),
+            DomainError::LinkDown(cause) | DomainError::Gone(cause) => lost(cause),
             DomainError::Io { call, errno } => lost(format!("{call}: {errno}")),
             DomainError::Stale(cause) => EngineError::Stale {
                 what: format!("the region of {peer} named by the {op}"),

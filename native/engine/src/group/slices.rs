@@ -1,11 +1,12 @@
 //! Cutting operations into work requests, and handing them to the links in turn.
 
 use super::{
+    ledger::{Ledger, Slice},
     route::Route,
     transfer::{Transfer, TransferKey},
     PeerKey, Rails,
 };
-use crate::domain::{Caps, Count, Data, DomainError, Post, WorkRequest};
+use crate::domain::{Caps, Count, Data, DomainError, Post, Receipts, WorkRequest};
 
 /// A contiguous write is spread over several rails only from here on: below, a second work request
 /// and the confirming one cost more than the second wire brings.
@@ -25,6 +26,8 @@ pub(crate) struct BoundOp {
     byte: u64,
     cut: Option<Cut>,
     confirm: Option<u32>,
+    /// How often its bytes have been sent before.
+    tries: u8,
 }
 
 /// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
@@ -36,7 +39,21 @@ struct Cut {
 
 impl BoundOp {
     pub fn new(peer: PeerKey, wr: WorkRequest) -> Self {
-        Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None }
+        Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None, tries: 0 }
+    }
+
+    /// What a lost slice carried, as a piece for the confirmation `confirm`.
+    pub(super) fn again(slice: Slice, confirm: Option<u32>) -> Self {
+        let wr = match slice.wr {
+            WorkRequest::Write { data, .. } => WorkRequest::Write { data, count: None },
+            wr => wr,
+        };
+        let op = Self::new(slice.peer, wr).pinned(slice.pin).tried(slice.tries.saturating_add(1));
+        Self { confirm, ..op }
+    }
+
+    pub fn tried(self, tries: u8) -> Self {
+        Self { tries, ..self }
     }
 
     pub fn pinned(self, pin: Option<u8>) -> Self {
@@ -69,9 +86,9 @@ pub(super) fn post_slices(
     transfer: &mut Transfer,
     op: &mut BoundOp,
     route: &mut Route,
-    rails: &mut Rails,
+    (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> Posted {
-    let mut lanes = match Lanes::new(route, rails, op) {
+    let mut lanes = match Lanes::new(route, rails, ledger, op) {
         Ok(lanes) => lanes,
         Err((rail, e)) => return Posted::Failed(rail, e),
     };
@@ -79,7 +96,7 @@ pub(super) fn post_slices(
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            return whole(lanes.post(key, transfer, &op.wr, None));
+            return whole(lanes.post(key, transfer, &op.wr, op.confirm));
         }
     };
     let cut = match op.cut {
@@ -97,14 +114,20 @@ pub(super) fn post_slices(
         None => {
             let cut = choose_cut(data, &lanes.caps(), lanes.len());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
-                return whole(lanes.post(key, transfer, &op.wr, None));
+                let posted = whole(lanes.post(key, transfer, &op.wr, op.confirm));
+                return match (posted, op.confirm) {
+                    (Posted::All, Some(confirm)) => {
+                        all_posted(confirm, key, transfer, op, route, (rails, ledger))
+                    }
+                    (posted, _) => posted,
+                };
             }
             *op.cut.insert(cut)
         }
     };
     let cut_pages = data.page_len > cut.bytes;
     if cut_pages && op.confirm.is_none() {
-        op.confirm = Some(transfer.open_confirm(op.peer, op.pin, count));
+        op.confirm = Some(transfer.open_confirm(op.peer, (op.pin, op.tries), count));
     }
     while op.page < data.pages {
         let slice = next_slice(data, op.page, op.byte, cut);
@@ -127,12 +150,30 @@ pub(super) fn post_slices(
             op.page += pages;
         }
     }
-    if let Some(count) = op.confirm.and_then(|c| transfer.all_posted(c)) {
-        // Every slice was carried out at once: what is left of this operation is its count.
-        op.wr = WorkRequest::Count(count);
-        return post_slices(key, transfer, op, route, rails);
+    match op.confirm {
+        Some(confirm) => all_posted(confirm, key, transfer, op, route, (rails, ledger)),
+        None => Posted::All,
     }
-    Posted::All
+}
+
+/// The last slice of an operation is posted. If every slice was carried out at once, what is left of
+/// it is its count.
+fn all_posted(
+    confirm: u32,
+    key: TransferKey,
+    transfer: &mut Transfer,
+    op: &mut BoundOp,
+    route: &mut Route,
+    (rails, ledger): (&mut Rails, &mut Ledger),
+) -> Posted {
+    match transfer.all_posted(confirm) {
+        Some(count) => {
+            op.wr = WorkRequest::Count(count);
+            op.confirm = None;
+            post_slices(key, transfer, op, route, (rails, ledger))
+        }
+        None => Posted::All,
+    }
 }
 
 #[inline]
@@ -148,6 +189,10 @@ fn whole(posted: Result<Post, (usize, DomainError)>) -> Posted {
 struct Lanes<'a> {
     route: &'a mut Route,
     rails: &'a mut Rails,
+    ledger: &'a mut Ledger,
+    peer: PeerKey,
+    pin: Option<u8>,
+    tries: u8,
     /// The only one, as a place among the active links.
     only: Option<usize>,
 }
@@ -157,6 +202,7 @@ impl<'a> Lanes<'a> {
     fn new(
         route: &'a mut Route,
         rails: &'a mut Rails,
+        ledger: &'a mut Ledger,
         op: &BoundOp,
     ) -> Result<Self, (usize, DomainError)> {
         let only = match (op.pin, &op.wr) {
@@ -166,7 +212,8 @@ impl<'a> Lanes<'a> {
             (None, _) if route.active().len() == 1 => Some(0),
             (None, _) => None,
         };
-        Ok(Self { route, rails, only })
+        let (peer, pin, tries) = (op.peer, op.pin, op.tries);
+        Ok(Self { route, rails, ledger, peer, pin, tries, only })
     }
 
     #[inline]
@@ -199,7 +246,6 @@ impl<'a> Lanes<'a> {
         wr: &WorkRequest,
         confirm: Option<u32>,
     ) -> Result<Post, (usize, DomainError)> {
-        let token = Transfer::token(key, confirm);
         let first = match self.only {
             Some(only) => only,
             None => self.route.turn(),
@@ -210,16 +256,36 @@ impl<'a> Lanes<'a> {
             let at = first + i;
             let link = &links[if at < links.len() { at } else { at - links.len() }];
             let rail = link.pair.rail;
-            match self.rails[rail].post(link.id, token, wr) {
+            let domain = &mut self.rails[rail];
+            let heals = domain.receipts() != Receipts::None;
+            let token = match heals {
+                false => Transfer::token(key, confirm),
+                true => self.ledger.enter(Slice {
+                    owner: key,
+                    peer: self.peer,
+                    link: (rail, link.id),
+                    wr: wr.clone(),
+                    pin: self.pin,
+                    confirm,
+                    tries: self.tries,
+                    order: 0,
+                }),
+            };
+            let posted = domain.post(link.id, token, wr);
+            if posted != Ok(Post::Queued) {
+                self.ledger.take(token);
+            }
+            match posted {
                 Ok(Post::Full) => full = true,
                 Ok(post) => {
                     transfer.slice_posted(confirm, post == Post::Queued);
                     return Ok(post);
                 }
-                // Nothing was posted: another may carry it.
-                Err(e @ (DomainError::LinkDown(_) | DomainError::Io { .. })) => {
-                    failed = Some((rail, e));
-                }
+                // Nothing was posted: another may carry it, or the link that replaces this one.
+                Err(e) if e.is_loss() => match heals {
+                    true => full = true,
+                    false => failed = Some((rail, e)),
+                },
                 Err(e) => return Err((rail, e)),
             }
         }

@@ -24,8 +24,11 @@ pub(super) struct Confirm {
     count: Option<Count>,
     /// The rail that the write is pinned to, and its count with it.
     pin: Option<u8>,
+    /// Slices posted and not acknowledged.
     left: u32,
-    posted_all: bool,
+    /// Operations of which some slices are not posted yet.
+    open: u32,
+    tries: u8,
 }
 
 /// A request under way.
@@ -46,6 +49,8 @@ pub(super) struct Transfer {
     pub keep: Vec<Region>,
     pub deadline: Time,
     pub timeout: Duration,
+    /// Transfers of which slices were lost with a link, and are made good by this one.
+    pub members: Vec<TransferKey>,
     confirms: SmallVec<[Confirm; 1]>,
 }
 
@@ -64,6 +69,7 @@ impl Transfer {
             keep: Vec::new(),
             deadline: Time::NEVER,
             timeout: Duration::MAX,
+            members: Vec::new(),
             confirms: SmallVec::new(),
         }
     }
@@ -92,9 +98,27 @@ impl Transfer {
         hit
     }
 
-    pub fn open_confirm(&mut self, peer: PeerKey, pin: Option<u8>, count: Option<Count>) -> u32 {
-        self.confirms.push(Confirm { peer, count, pin, left: 0, posted_all: false });
+    /// Opens the count of a write that is cut; one operation is to post its slices.
+    pub fn open_confirm(
+        &mut self,
+        peer: PeerKey,
+        (pin, tries): (Option<u8>, u8),
+        count: Option<Count>,
+    ) -> u32 {
+        self.confirms.push(Confirm { peer, count, pin, left: 0, open: 1, tries });
         self.confirms.len() as u32 - 1
+    }
+
+    /// One more operation posts slices for this count.
+    pub fn join_confirm(&mut self, confirm: u32) {
+        self.confirms[confirm as usize].open += 1;
+    }
+
+    /// A slice was lost, and is posted again by an operation of its own.
+    pub fn reopen(&mut self, confirm: u32) {
+        let c = &mut self.confirms[confirm as usize];
+        c.left -= 1;
+        c.open += 1;
     }
 
     pub fn slice_posted(&mut self, confirm: Option<u32>, pending: bool) {
@@ -107,29 +131,35 @@ impl Transfer {
         }
     }
 
-    /// All slices of a cut write are posted; returns its count if none is outstanding.
+    /// All slices of an operation are posted; returns the count if nothing is outstanding.
     pub fn all_posted(&mut self, confirm: u32) -> Option<Count> {
         let c = &mut self.confirms[confirm as usize];
-        c.posted_all = true;
-        if c.left == 0 {
+        c.open -= 1;
+        if c.left == 0 && c.open == 0 {
             return c.count.take();
         }
         None
     }
 
     /// A slice is acknowledged; returns the count that may be sent now, if any.
-    pub fn confirmed(&mut self, part: u32) -> Option<BoundOp> {
-        let c = &mut self.confirms[part.checked_sub(1)? as usize];
+    pub fn confirmed(&mut self, confirm: u32) -> Option<BoundOp> {
+        let c = &mut self.confirms[confirm as usize];
         c.left -= 1;
-        if c.left > 0 || !c.posted_all || self.error.is_some() {
+        if c.left > 0 || c.open > 0 || self.error.is_some() {
             return None;
         }
-        let (peer, pin) = (c.peer, c.pin);
-        c.count.take().map(|count| BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin))
+        let (peer, pin, tries) = (c.peer, c.pin, c.tries);
+        let op = |count| BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin).tried(tries);
+        c.count.take().map(op)
     }
 
+    /// What the completion of a slice brings that no ledger knows.
     pub fn token(key: TransferKey, confirm: Option<u32>) -> Token {
         Token { slot: key.slot, serial: key.serial, part: confirm.map_or(0, |c| c + 1) }
+    }
+
+    pub fn of_token(token: Token) -> (TransferKey, Option<u32>) {
+        (TransferKey { slot: token.slot, serial: token.serial }, token.part.checked_sub(1))
     }
 
     /// Gives the result to whoever waits, once.

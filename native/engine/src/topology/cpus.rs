@@ -59,8 +59,8 @@ mod tests {
     #[test]
     fn lists_of_cpus_are_read_as_the_kernel_writes_them() {
         assert_eq!(parse_cpus("0-2,8,10-11\n"), [0, 1, 2, 8, 10, 11]);
-        assert_eq!(parse_cpus(""), []);
-        assert_eq!(parse_cpus("3-1"), []);
+        assert!(parse_cpus("").is_empty());
+        assert!(parse_cpus("3-1").is_empty());
         assert_eq!(parse_cpus("x,4"), [4]);
         assert_eq!(parse_cpus("0-99999999999").len(), 1 << 16);
     }

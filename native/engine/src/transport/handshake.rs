@@ -113,7 +113,7 @@ fn refused(r: Refusal) -> Failure {
 /// Notes a connection that ended in its handshake. Peers that just go away are no news.
 pub(crate) fn mourn(peer: &str, cause: &DomainError) {
     match cause {
-        DomainError::LinkDown(_) => {
+        DomainError::LinkDown(_) | DomainError::Gone(_) => {
             tracing::info!(%peer, error = %cause, "a connection came to nothing");
         }
         _ => tracing::warn!(%peer, error = %cause, "a connection came to nothing"),

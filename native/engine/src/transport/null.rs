@@ -75,6 +75,7 @@ impl Domain for NullDomain {
             link,
             peer,
             endpoint: 0,
+            name: 0,
             note: "a link to nowhere".into(),
         }));
         out.len() > n

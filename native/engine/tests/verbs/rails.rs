@@ -123,11 +123,11 @@ fn second_rail_fails(link: &str) {
     run(&format!("ip link set {link} down"));
     drop(free);
     let start = Instant::now();
-    let error = wait(&cut).unwrap_err();
+    // What the rail had under way goes over the other one.
+    assert_eq!(wait(&cut), Ok(()));
     let after = start.elapsed();
-    assert!(matches!(error, EngineError::RailLost { .. }), "{error}");
-    assert!(error.to_string().contains(&nics(Side::A)[1]), "the rail is named: {error}");
-    assert!(after < SOON, "{error} after {after:?}");
+    assert!(pair.dst.get(0, BYTES as u64).unwrap() == pattern(BYTES, 1));
+    assert!(after < SOON, "{after:?}");
     until("both ends know", SOON, || pair.second_in_use() == [false, false]);
     // The peer is not lost, and the other rail carries everything.
     pair.arrives(2);
@@ -139,9 +139,9 @@ fn second_rail_fails(link: &str) {
     until("both ends know", SOON, || pair.second_in_use() == [true, true]);
     let before = sent(1);
     pair.arrives(3);
-    // Half of the bytes, in packets of at most 4 KiB.
+    // A rail that is slower at the moment gets fewer pieces, of 1 MiB in packets of at most 4 KiB.
     let packets = sent(1) - before;
-    assert!(packets > (BYTES / 4 / 4096) as u64, "{packets} packets went over it");
+    assert!(packets > 200, "{packets} packets went over it");
     for h in &waiting {
         assert!(!h.is_done(), "{:?}", h.poll());
     }

@@ -56,7 +56,7 @@ impl LibfabricDomain {
             let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
             let clean = if busy { "" } else { CLEAN };
             if let Some(link) = self.link(id) {
-                link.mail.bye(&format!("{clean}{cause}"));
+                link.mail.bye(false, &format!("{clean}{cause}"));
             }
             self.pump(id);
         }
@@ -113,7 +113,11 @@ impl LibfabricDomain {
         if self.table.touches_memory(link.address) {
             self.cut_off(link.address);
         }
-        self.news.push(Completion::LinkDown { link: id, cause });
+        self.news.push(Completion::LinkDown {
+            link: id,
+            cause,
+            receipt: crate::domain::Receipt::Unknown,
+        });
         self.fences_passed(id, u32::MAX);
     }
 

@@ -77,7 +77,8 @@ impl LibfabricDomain {
                 self.fences_passed(id, number);
                 self.laid_to_rest();
             }
-            Ok(Heard::Bye(reason)) => {
+            Ok(Heard::Note(_)) => {}
+            Ok(Heard::Bye { reason, .. }) => {
                 let (clean, reason) = match reason.strip_prefix(CLEAN) {
                     Some(rest) => (true, rest.to_owned()),
                     None => (false, reason),

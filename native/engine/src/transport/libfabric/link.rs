@@ -143,7 +143,7 @@ impl Link {
 
     pub fn silence(&self, peer_timeout: Duration) -> DomainError {
         let trouble = self.trouble.as_ref().map_or(String::new(), |t| format!("; {t}"));
-        DomainError::LinkDown(format!("nothing heard for {peer_timeout:?}{trouble}"))
+        DomainError::Gone(format!("nothing heard for {peer_timeout:?}{trouble}"))
     }
 }
 

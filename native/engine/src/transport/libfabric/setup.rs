@@ -293,7 +293,7 @@ impl LibfabricDomain {
         let Some(l) = self.link(id) else { return };
         let (peer, endpoint) = (l.peer.clone(), l.endpoint);
         let note = format!("the handshake from {nic} with {} worked", l.place.label());
-        self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
+        self.news.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
     }
 
     fn setup_failed(&mut self, key: (Exchange, bool), failure: Failure) {
@@ -317,7 +317,11 @@ impl LibfabricDomain {
             Role::Acceptor(_) => handshake::mourn(&setup.place.label(), &cause),
             _ => {
                 self.links.try_remove(Self::slot(setup.link));
-                self.news.push(Completion::LinkDown { link: setup.link, cause });
+                self.news.push(Completion::LinkDown {
+                    link: setup.link,
+                    cause,
+                    receipt: crate::domain::Receipt::Unknown,
+                });
             }
         }
     }
@@ -358,7 +362,7 @@ impl LibfabricDomain {
                     why = format!("{why}: {tried}");
                 }
                 let address = setup.address;
-                self.abandon(setup, DomainError::LinkDown(why));
+                self.abandon(setup, DomainError::Gone(why));
                 // Letters that nobody takes would keep the slots of others.
                 self.cut_off(address);
                 continue;

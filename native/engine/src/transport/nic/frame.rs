@@ -7,7 +7,7 @@
 
 use crate::{
     api::{EngineId, RegionKey},
-    domain::DomainError,
+    domain::{DomainError, LinkName},
 };
 
 /// Bytes before the body of every frame.
@@ -68,7 +68,13 @@ pub(crate) enum Body<'a> {
         stale: bool,
         reason: &'a [u8],
     },
-    Bye(&'a [u8]),
+    Bye {
+        /// The whole engine has closed, not this link alone.
+        gone: bool,
+        reason: &'a [u8],
+    },
+    /// From group to group.
+    Note(&'a [u8]),
     Piece(Piece<'a>),
     /// Tell when nothing that you began before this is under way any more.
     Fence(u32),
@@ -84,10 +90,11 @@ impl Body<'_> {
             Self::Taken(_) => 3,
             Self::Ask { .. } => 4,
             Self::Verdict { .. } => 5,
-            Self::Bye(_) => 6,
+            Self::Bye { .. } => 6,
             Self::Piece(_) => 7,
             Self::Fence(_) => 8,
             Self::Fenced(_) => 9,
+            Self::Note(_) => 10,
         }
     }
 }
@@ -114,7 +121,11 @@ pub(crate) fn encode(header: &Header, body: &Body<'_>, out: &mut [u8]) -> usize 
             w.put(&[u8::from(*stale)]);
             w.put(reason);
         }
-        Body::Bye(reason) => w.put(reason),
+        Body::Bye { gone, reason } => {
+            w.put(&[u8::from(*gone)]);
+            w.put(reason);
+        }
+        Body::Note(note) => w.put(note),
         Body::Fence(n) | Body::Fenced(n) => w.put(&n.to_le_bytes()),
         Body::Piece(p) => {
             w.put(&p.exchange);
@@ -150,7 +161,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(Header, Body<'_>), DomainError> {
             Body::Ask { key, offset: r.u64()?, len: r.u64()? }
         }
         5 => Body::Verdict { stale: r.array::<1>()? != [0], reason: r.rest() },
-        6 => Body::Bye(r.rest()),
+        6 => Body::Bye { gone: r.array::<1>()? != [0], reason: r.rest() },
         7 => {
             let exchange = r.array()?;
             let [to_initiator, step] = r.array()?;
@@ -165,6 +176,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(Header, Body<'_>), DomainError> {
         }
         8 => Body::Fence(r.u32()?),
         9 => Body::Fenced(r.u32()?),
+        10 => Body::Note(r.rest()),
         kind => return Err(broken(&format!("kind {kind} is not known"))),
     };
     if !r.0.is_empty() {
@@ -192,6 +204,11 @@ pub(crate) fn taken(list: &[u8]) -> impl Iterator<Item = (u32, Option<u32>)> + '
 /// A reason from a peer, short and printable.
 pub(crate) fn words(reason: &[u8]) -> String {
     String::from_utf8_lossy(reason).chars().filter(|c| !c.is_control()).take(300).collect()
+}
+
+/// What both ends call the link that an exchange led to.
+pub(crate) fn link_name(exchange: &Exchange) -> LinkName {
+    LinkName::from_le_bytes(std::array::from_fn(|i| exchange[i]))
 }
 
 /// An exchange that nobody else has.
@@ -252,7 +269,7 @@ mod tests {
 
     use super::*;
 
-    fn bodies(bytes: &[u8]) -> [Body<'_>; 9] {
+    fn bodies(bytes: &[u8]) -> [Body<'_>; 10] {
         let key = RegionKey { index: 7, rkey: u64::MAX };
         let piece =
             Piece { exchange: [9; 16], to_initiator: true, step: 3, total: 100, offset: 50, bytes };
@@ -262,10 +279,11 @@ mod tests {
             Body::Taken(bytes),
             Body::Ask { key, offset: 1 << 40, len: 3 },
             Body::Verdict { stale: true, reason: bytes },
-            Body::Bye(bytes),
+            Body::Bye { gone: true, reason: bytes },
             Body::Piece(piece),
             Body::Fence(u32::MAX),
             Body::Fenced(6),
+            Body::Note(bytes),
         ]
     }
 
@@ -294,7 +312,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(kind in 0u8..11, body in proptest::collection::vec(any::<u8>(), 0..64)) {
+        fn garbage_never_panics(kind in 0u8..12, body in proptest::collection::vec(any::<u8>(), 0..64)) {
             let bytes = [&MARK[..], &[VERSION, kind], &body].concat();
             if let Ok((header, read)) = decode(&bytes) {
                 let mut out = [0; 128];

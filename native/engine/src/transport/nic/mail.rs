@@ -71,7 +71,12 @@ pub(crate) enum Heard {
     /// The peer's answer to [`Mail::ask`].
     Verdict(DomainError),
     /// The peer has dropped the link.
-    Bye(String),
+    Bye {
+        gone: bool,
+        reason: String,
+    },
+    /// What the peer's group has to say.
+    Note(Vec<u8>),
     /// Answer with [`Mail::fenced`] when nothing from before is under way any more.
     Fence(u32),
     Fenced(u32),
@@ -95,7 +100,7 @@ struct Incoming {
 enum Control {
     Ask { key: RegionKey, offset: u64, len: u64 },
     Verdict { stale: bool, reason: String },
-    Bye(String),
+    Bye { gone: bool, reason: String },
     Fence(u32),
     Fenced(u32),
 }
@@ -121,6 +126,8 @@ pub(crate) struct Mail {
     first_in: u32,
     taken: VecDeque<(u32, Option<u32>)>,
     controls: VecDeque<Control>,
+    /// Frames between groups; as fragments, they go into the slots that are not spare.
+    notes: VecDeque<Vec<u8>>,
     beat: bool,
     done: Vec<(Token, Result<(), DomainError>)>,
 }
@@ -146,6 +153,7 @@ impl Mail {
             first_in: 0,
             taken: VecDeque::new(),
             controls: VecDeque::new(),
+            notes: VecDeque::new(),
             beat: false,
             done: Vec::new(),
         }
@@ -191,8 +199,13 @@ impl Mail {
         self.controls.push_back(Control::Fenced(number));
     }
 
-    pub fn bye(&mut self, reason: &str) {
-        self.controls.push_back(Control::Bye(reason.to_owned()));
+    /// `gone` says that the whole engine has closed.
+    pub fn bye(&mut self, gone: bool, reason: &str) {
+        self.controls.push_back(Control::Bye { gone, reason: reason.to_owned() });
+    }
+
+    pub fn note(&mut self, note: Vec<u8>) {
+        self.notes.push_back(note);
     }
 
     /// Shows life with the next frame, one that carries nothing if need be.
@@ -248,11 +261,16 @@ impl Mail {
         let under_way = self.under_way();
         let small = self.beat || !self.controls.is_empty() || !self.taken.is_empty() || self.owes();
         (small && under_way < self.peer.slots + SPARE)
-            || (under_way < self.peer.slots && self.unsent().is_some())
+            || (under_way < self.peer.slots && (self.unsent().is_some() || !self.notes.is_empty()))
     }
 
     fn unsent(&self) -> Option<usize> {
         self.out.iter().position(|o| o.at <= o.message.len())
+    }
+
+    fn next_note(&mut self) -> Option<Vec<u8>> {
+        let room = self.under_way() < self.peer.slots;
+        room.then(|| self.notes.pop_front()).flatten()
     }
 
     /// Writes the next frame that may go out to `slot`, and returns its length.
@@ -277,13 +295,18 @@ impl Mail {
                 }
                 Control::Fence(n) => frame::encode(&header, &Body::Fence(*n), slot),
                 Control::Fenced(n) => frame::encode(&header, &Body::Fenced(*n), slot),
-                Control::Bye(reason) => frame::encode(&header, &Body::Bye(&cut(reason)), slot),
+                Control::Bye { gone, reason } => {
+                    let body = Body::Bye { gone: *gone, reason: &cut(reason) };
+                    frame::encode(&header, &body, slot)
+                }
             }
         } else if !self.taken.is_empty() {
             let n = self.taken.len().min(payload / 8);
             let list: Vec<u8> =
                 self.taken.drain(..n).flat_map(|(m, limit)| taken_entry(m, limit)).collect();
             frame::encode(&header, &Body::Taken(&list), slot)
+        } else if let Some(note) = self.next_note() {
+            frame::encode(&header, &Body::Note(&note[..note.len().min(payload)]), slot)
         } else if let Some(i) = self.unsent().filter(|_| self.under_way() < self.peer.slots) {
             let o = &mut self.out[i];
             let piece = self.peer.payload().min(payload).min(o.message.len() - o.at);
@@ -329,7 +352,10 @@ impl Mail {
                     false => DomainError::Refused(reason),
                 }));
             }
-            Body::Bye(reason) => return Ok(Heard::Bye(frame::words(reason))),
+            Body::Bye { gone, reason } => {
+                return Ok(Heard::Bye { gone, reason: frame::words(reason) });
+            }
+            Body::Note(note) => return Ok(Heard::Note(note.to_vec())),
             Body::Fence(n) => return Ok(Heard::Fence(n)),
             Body::Fenced(n) => return Ok(Heard::Fenced(n)),
             Body::Piece(_) => return Err(broken("a handshake inside a link")),

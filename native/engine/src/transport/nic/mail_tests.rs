@@ -150,9 +150,11 @@ fn questions_answers_and_farewells_are_heard() {
         let n = p.ends[1].next_frame(&mut slot).unwrap();
         assert_eq!(p.ends[0].hear(&slot[..n]), Ok(Heard::Verdict(why)));
     }
-    p.ends[1].bye(&"x".repeat(1000));
+    p.ends[1].bye(true, &"x".repeat(1000));
     let n = p.ends[1].next_frame(&mut slot).unwrap();
-    assert!(matches!(p.ends[0].hear(&slot[..n]), Ok(Heard::Bye(why)) if why.len() > 200));
+    assert!(
+        matches!(p.ends[0].hear(&slot[..n]), Ok(Heard::Bye { gone: true, reason: why }) if why.len() > 200)
+    );
 }
 
 #[test]

@@ -183,7 +183,7 @@ impl ShmDomain {
                     link.bring_up(&setup, fds).map_err(silent)?;
                     let note = "the shared-memory handshake worked".to_owned();
                     let endpoint = peer.address.first_of(self.kind);
-                    out.push(Completion::LinkUp { link: id, peer, endpoint, note });
+                    out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
                     Ok(())
                 }
                 _ => Err(silent(DomainError::Handshake("it sent no setup".into()))),
@@ -393,7 +393,11 @@ impl ShmDomain {
             }
             moved = true;
             let link = self.links.remove(slot);
-            out.push(Completion::LinkDown { link: link.id, cause });
+            out.push(Completion::LinkDown {
+                link: link.id,
+                cause,
+                receipt: crate::domain::Receipt::Unknown,
+            });
             let held: Vec<u32> = self.retiring.keys().copied().collect();
             held.into_iter().for_each(|index| self.let_go(link.id, index, out));
         }

@@ -7,7 +7,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
-        Post, Quiet, Token, WorkRequest,
+        Post, Quiet, Receipts, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -126,14 +126,32 @@ impl Domain for SimDomain {
         Ok(link)
     }
 
-    fn disconnect(&mut self, _link: LinkId, _cause: &str) {}
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        let mut world = self.world.lock();
+        let end = world.nodes.get(&self.port).and_then(|n| n.links.get(&link));
+        let Some((peer, back)) = end.map(|e| e.there) else { return };
+        world.cut(self.port, link, cause);
+        world.later(Event::Cut { port: peer, link: back, cause: cause.into() });
+    }
+
+    fn receipts(&self) -> Receipts {
+        Receipts::ByImm
+    }
+
+    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+        let mut world = self.world.lock();
+        let end = world.nodes.get(&self.port).and_then(|n| n.links.get(&link));
+        if let Some((port, link)) = end.map(|e| e.there) {
+            world.later(Event::Tell { port, completion: Completion::Note { link, frame } });
+        }
+    }
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut world = self.world.lock();
         let window = world.config.window;
         let node = world.nodes.get_mut(&self.port);
         let Some((node, (to, back))) =
-            node.and_then(|n| n.links.get(&link).copied().map(|l| (n, l)))
+            node.and_then(|n| n.links.get(&link).map(|e| e.there).map(|there| (n, there)))
         else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
@@ -164,7 +182,7 @@ impl Domain for SimDomain {
         let n = pieces.len().max(1);
         let job = Arc::new(Job {
             from: (self.port, link),
-            to,
+            to: (to, back),
             token,
             key: data.map_or(Default::default(), |(d, _)| d.remote),
             pieces,

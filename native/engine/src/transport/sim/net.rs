@@ -12,10 +12,11 @@ use parking_lot::Mutex;
 use super::SimDomain;
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RegionKey},
-    domain::{Caps, Completion, Count, Domain, DomainError, LinkId, PeerIdentity, Token},
+    domain::{Caps, Completion, Count, Domain, DomainError, LinkId, PeerIdentity, Receipt, Token},
     engine::{TransferEngine, Transports},
     memory::RegionBook,
     time::Time,
+    transport::tally::Tally,
     Result,
 };
 
@@ -62,12 +63,19 @@ pub(super) enum Event {
         to: Port,
         link: LinkId,
     },
+    /// One end finds out that its link is lost.
+    Cut {
+        port: Port,
+        link: LinkId,
+        cause: String,
+    },
 }
 
 /// A work request under way: its bytes were taken when it was posted.
 pub(super) struct Job {
     pub from: (Port, LinkId),
-    pub to: Port,
+    /// The peer's port, and its name for the link.
+    pub to: (Port, LinkId),
     pub token: Token,
     pub key: RegionKey,
     /// Offset in the region and bytes. For a read, the bytes are filled when it lands.
@@ -116,13 +124,19 @@ impl Ord for Scheduled {
     }
 }
 
+/// One end of a link that is up here.
+pub(super) struct End {
+    /// The peer's port, and its name for the link.
+    pub there: (Port, LinkId),
+    pub tally: Tally,
+}
+
 #[derive(Default)]
 pub(super) struct Node {
     pub book: RegionBook,
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,
-    /// Links that are up, with the peer's port and its name for the same link.
-    pub links: HashMap<LinkId, (Port, LinkId)>,
+    pub links: HashMap<LinkId, End>,
     /// Its cable is out.
     pub unplugged: bool,
     /// Work posted on each link and not completed.
@@ -172,6 +186,7 @@ impl World {
             Event::Tell { port, completion } => self.tell(port, completion),
             Event::LinkUp { from, to, link } => self.link_up(from, to, link),
             Event::Land { job, piece } => self.land(&job, piece),
+            Event::Cut { port, link, cause } => self.cut(port, link, &cause),
         }
     }
 
@@ -193,35 +208,44 @@ impl World {
         };
         let (Some(ours), Some(theirs)) = (address(self, from), address(self, to)) else {
             let cause = DomainError::LinkDown("nobody answers at its address".into());
-            return self.tell(from, Completion::LinkDown { link, cause });
+            let receipt = Receipt::Unknown;
+            return self.tell(from, Completion::LinkDown { link, cause, receipt });
         };
         let note = || "simulated".to_owned();
+        let name = self.rng.u64(1..);
+        let end = |there| End { there, tally: Tally::default() };
         let Some(there) = self.nodes.get_mut(&to) else { return };
         let back = there.new_link();
-        there.links.insert(back, (from, link));
+        there.links.insert(back, end((from, link)));
         there.posted.insert(back, Vec::new());
         let peer = PeerIdentity { address: ours };
         there.inbox.push_back(Completion::LinkUp {
             link: back,
             peer,
             endpoint: from.rail.into(),
+            name,
             note: note(),
         });
         let Some(here) = self.nodes.get_mut(&from) else { return };
-        here.links.insert(link, (to, back));
+        here.links.insert(link, end((to, back)));
         here.posted.insert(link, Vec::new());
         let peer = PeerIdentity { address: theirs };
         here.inbox.push_back(Completion::LinkUp {
             link,
             peer,
             endpoint: to.rail.into(),
+            name,
             note: note(),
         });
     }
 
     /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
     fn land(&mut self, job: &Job, piece: usize) {
-        let Some(target) = self.nodes.get(&job.to) else { return };
+        // What is on its way lands as long as the receiver's end is up, whatever the sender's does.
+        let (to, back) = job.to;
+        let Some(target) = self.nodes.get(&to).filter(|n| n.links.contains_key(&back)) else {
+            return;
+        };
         let mut error = None;
         if let Some((offset, bytes)) = job.pieces.get(piece) {
             let mut bytes = bytes.lock();
@@ -251,7 +275,10 @@ impl World {
         let result = left.1.take().map_or(Ok(()), Err);
         drop(left);
         if let (Ok(()), Some(count)) = (&result, job.count) {
-            if let Some(node) = self.nodes.get_mut(&job.to) {
+            if let Some(node) = self.nodes.get_mut(&to) {
+                if let Some(end) = node.links.get_mut(&back) {
+                    end.tally.add(count);
+                }
                 node.inbox.push_back(Completion::Count(count));
             }
         }
@@ -272,33 +299,33 @@ impl World {
     /// A port's life ends: its links go down at the other ends.
     pub fn die(&mut self, port: Port, cause: &str) {
         let Some(node) = self.nodes.remove(&port) else { return };
-        for (peer, back) in node.links.into_values() {
+        for End { there: (peer, back), .. } in node.links.into_values() {
             self.cut(peer, back, cause);
         }
     }
 
-    /// A cable is pulled: the links over it go down at both ends, none comes up.
+    /// A cable is pulled: the links over it go down here at once, at their other ends some time later,
+    /// and none comes up.
     pub fn unplug(&mut self, port: Port, cause: &str) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         node.unplugged = true;
-        let links: Vec<_> = node.links.iter().map(|(ours, theirs)| (*ours, *theirs)).collect();
+        let links: Vec<_> = node.links.iter().map(|(ours, end)| (*ours, end.there)).collect();
         for (ours, (peer, back)) in links {
             self.cut(port, ours, cause);
-            self.cut(peer, back, cause);
+            self.later(Event::Cut { port: peer, link: back, cause: cause.into() });
         }
     }
 
-    fn cut(&mut self, port: Port, link: LinkId, cause: &str) {
+    /// Ends a link at one end: nothing lands there any more.
+    pub fn cut(&mut self, port: Port, link: LinkId, cause: &str) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
-        if node.links.remove(&link).is_none() {
-            return;
-        }
+        let Some(end) = node.links.remove(&link) else { return };
         let cause = DomainError::LinkDown(cause.into());
         for token in node.posted.remove(&link).unwrap_or_default() {
             let result = Err(cause.clone());
             node.inbox.push_back(Completion::Done { link, token, result });
         }
-        node.inbox.push_back(Completion::LinkDown { link, cause });
+        node.inbox.push_back(Completion::LinkDown { link, cause, receipt: end.tally.receipt() });
     }
 }
 

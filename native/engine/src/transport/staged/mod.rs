@@ -22,7 +22,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
-        Post, Quiet, Token, WakeFds, WorkRequest,
+        Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
@@ -66,6 +66,8 @@ struct Side {
     jobs: usize,
     /// On its way down: told when the last copy has ended.
     closing: Option<DomainError>,
+    /// What the transport's own receipt said.
+    receipt: Receipt,
     /// What has been staged, for `describe`.
     device: bool,
     host: bool,
@@ -173,9 +175,13 @@ impl<D: Whispers> Staged<D> {
                     self.shut.retain(|w| w.key.index != index);
                     out.remove(i);
                 }
-                Completion::LinkDown { link, cause } if self.sides.contains_key(link) => {
-                    let (link, cause) = (*link, cause.clone());
-                    out.remove(i);
+                Completion::LinkDown { link, .. } if self.sides.contains_key(link) => {
+                    let Completion::LinkDown { link, cause, receipt } = out.remove(i) else {
+                        continue;
+                    };
+                    if let Some(side) = self.sides.get_mut(&link) {
+                        side.receipt = receipt;
+                    }
                     self.link_lost(link, &cause);
                 }
                 _ => i += 1,
@@ -207,6 +213,10 @@ impl<D: Whispers> Staged<D> {
                 self.land(link, (slot, chunk, inward), &pages, count)
             }
             Frame::Moved { chunk, result } => self.moved(link, chunk, result),
+            Frame::Note(frame) => {
+                self.news.push(Completion::Note { link, frame });
+                Ok(())
+            }
         }
     }
 }
@@ -273,6 +283,14 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         self.inner.disconnect(link, cause);
+    }
+
+    fn receipts(&self) -> Receipts {
+        self.inner.receipts()
+    }
+
+    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+        self.inner.whisper(link, Frame::Note(frame).encode());
     }
 
     fn begin_request(&mut self) {

@@ -26,6 +26,8 @@ pub(super) enum Frame {
     Move { slot: u8, chunk: u64, pages: Pages, inward: bool, count: Option<(u32, u32)> },
     /// Done, or why not.
     Moved { chunk: u64, result: Result<(), Refusal> },
+    /// Not ours: from group to group.
+    Note(Vec<u8>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,8 +10,9 @@ use slab::Slab;
 
 use super::place::Walk;
 use crate::{
-    domain::{Count, DomainError, LinkId, PeerIdentity, Token},
+    domain::{Count, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token},
     time::Time,
+    transport::tally::Tally,
 };
 
 /// Streams of a link: the first carries small frames only, so that they never queue behind bulk.
@@ -58,6 +59,8 @@ pub(super) struct Link {
     pub wanted: Option<crate::api::EngineAddress>,
     pub candidates: VecDeque<SocketAddr>,
     pub tried: Vec<String>,
+    /// Somebody answered at one of them, and the connection broke.
+    pub cut_off: bool,
     pub remote: String,
     ops: Slab<Op>,
     serial: u32,
@@ -70,6 +73,8 @@ pub(super) struct Link {
     pub spoke_at: Time,
     pub deadline: Time,
     next_bulk: usize,
+    /// The peer's counts that came, by immediate.
+    tally: Tally,
 }
 
 impl Link {
@@ -83,6 +88,7 @@ impl Link {
             wanted: None,
             candidates: VecDeque::new(),
             tried: Vec::new(),
+            cut_off: false,
             remote: String::new(),
             ops: Slab::new(),
             serial: 0,
@@ -95,6 +101,7 @@ impl Link {
             spoke_at: now,
             deadline: Time::NEVER,
             next_bulk: 0,
+            tally: Tally::default(),
         }
     }
 
@@ -148,6 +155,21 @@ impl Link {
         self.fetches.clear();
         self.messages = 0;
         std::mem::take(&mut self.ops).into_iter().map(|(_, op)| op.token).collect()
+    }
+
+    /// A count of the peer's is about to be reported.
+    pub fn counted(&mut self, count: Count) {
+        self.tally.add(count);
+    }
+
+    /// What both ends call this link.
+    pub fn name(&self) -> LinkName {
+        u64::from_le_bytes(std::array::from_fn(|i| self.nonce[i]))
+    }
+
+    /// What came over it. Bytes are placed by whoever reads the sockets: with these nothing lands.
+    pub fn receipt(&mut self) -> Receipt {
+        std::mem::take(&mut self.tally).receipt()
     }
 
     /// The stream for frames that must not wait.

@@ -27,7 +27,7 @@ use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
-        Token, WakeFds, WorkRequest,
+        Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -270,6 +270,10 @@ impl Domain for TcpDomain {
         self.begin(now, peer)
     }
 
+    fn receipts(&self) -> Receipts {
+        Receipts::ByImm
+    }
+
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         self.take_down(link, DomainError::LinkDown(cause.to_owned()), true);
     }
@@ -380,7 +384,7 @@ impl Domain for TcpDomain {
         self.listeners.clear();
         let ids: Vec<LinkId> = self.links.iter().map(|(_, l)| l.id).collect();
         for id in ids {
-            self.take_down(id, DomainError::LinkDown("its engine was closed".into()), true);
+            self.take_down(id, DomainError::Gone("its engine was closed".into()), true);
         }
         self.sockets.clear();
     }

@@ -281,7 +281,7 @@ impl TcpDomain {
             }
             Kind::Count => {
                 stream.done += 1;
-                out.push(Completion::Count(header.count));
+                self.count(id, Some(header.count), out);
             }
             Kind::Ack => {
                 for op in stream.acked(header.op)? {
@@ -344,10 +344,11 @@ impl TcpDomain {
             }
             Kind::Ping => {}
             Kind::Bye => {
-                return Err(DomainError::LinkDown(format!(
-                    "it closed the connection: {}",
-                    shown(text)
-                )));
+                let text = format!("it closed the connection: {}", shown(text));
+                return Err(match header.code {
+                    0 => DomainError::LinkDown(text),
+                    _ => DomainError::Gone(text),
+                });
             }
             Kind::Read => {}
         }
@@ -364,7 +365,7 @@ impl TcpDomain {
     ) -> Result<(), DomainError> {
         let count = (header.code != 0 && !refused).then_some(header.count);
         if header.parts == 1 {
-            out.extend(count.map(Completion::Count));
+            self.count(id, count, out);
             return Ok(());
         }
         let Some(link) = self.link(id) else { return Ok(()) };
@@ -383,9 +384,15 @@ impl TcpDomain {
         }
         if incoming.left == 0 {
             let whole = link.incoming.remove(&header.op);
-            out.extend(whole.and_then(|i| i.count).map(Completion::Count));
+            self.count(id, whole.and_then(|i| i.count), out);
         }
         Ok(())
+    }
+
+    fn count(&mut self, id: LinkId, count: Option<Count>, out: &mut Vec<Completion>) {
+        let (Some(count), Some(link)) = (count, self.link(id)) else { return };
+        link.counted(count);
+        out.push(Completion::Count(count));
     }
 
     fn part_done(&mut self, id: LinkId, op: u64, out: &mut Vec<Completion>) {

@@ -102,7 +102,12 @@ impl TcpDomain {
         while let Some(link) = self.link(id) {
             let Some(addr) = link.candidates.pop_front() else {
                 let tried = link.tried.join(", ");
-                return self.take_down(id, DomainError::LinkDown(tried), false);
+                // Whoever was cut off in the middle of a handshake may try again.
+                let cause = match link.cut_off {
+                    true => DomainError::LinkDown(tried),
+                    false => DomainError::Gone(tried),
+                };
+                return self.take_down(id, cause, false);
             };
             link.remote = addr.to_string();
             match self.open_stream(now, id, 0, &addr) {
@@ -194,7 +199,7 @@ impl TcpDomain {
             return Ok(());
         };
         net::connect_result(&stream.fd())
-            .map_err(|e| DomainError::LinkDown(format!("connect to {}: {e}", half.remote)))?;
+            .map_err(|e| DomainError::Gone(format!("connect to {}: {e}", half.remote)))?;
         let Some((id, index)) = half.link else { return Ok(()) };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
         let Some((link, wanted)) = link.and_then(|l| l.wanted.as_ref().map(|w| (l, w))) else {
@@ -321,8 +326,8 @@ impl TcpDomain {
         if link.is_complete() {
             (link.heard_at, link.spoke_at) = (now, now);
             let note = format!("the handshake with {} worked", half.remote);
-            let endpoint = peer.address.first_of(TransportKind::Tcp);
-            self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
+            let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
+            self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
             let addr: Option<SocketAddr> = half.remote.parse().ok();
@@ -353,6 +358,7 @@ impl TcpDomain {
                 let refused = matches!(error, DomainError::Handshake(_) | DomainError::Stale(_));
                 match self.link(id) {
                     Some(link) if index == 0 && !refused => {
+                        link.cut_off |= matches!(error, DomainError::LinkDown(_));
                         link.tried.push(error.to_string());
                         self.try_next(now, id);
                     }
@@ -370,7 +376,8 @@ impl TcpDomain {
         if let (Some(key), true) = (link.quick(), tell) {
             if let Some(s) = self.sockets.get_mut(key) {
                 let text = reason(&cause.to_string());
-                let bye = Header { len: text.len() as u64, ..Header::new(Kind::Bye) };
+                let gone = u8::from(matches!(cause, DomainError::Gone(_)));
+                let bye = Header { code: gone, len: text.len() as u64, ..Header::new(Kind::Bye) };
                 s.stream.say(&bye.encode());
                 s.stream.say(&text);
                 let _ = s.stream.send();
@@ -390,7 +397,8 @@ impl TcpDomain {
             let result = Err(cause.clone());
             self.news.push(Completion::Done { link: id, token, result });
         }
-        self.news.push(Completion::LinkDown { link: id, cause });
+        let receipt = link.receipt();
+        self.news.push(Completion::LinkDown { link: id, cause, receipt });
     }
 
     /// Shows life on quiet links, and gives up on those that show none.
@@ -426,10 +434,10 @@ impl TcpDomain {
         let moved = !(late.is_empty() && slow.is_empty() && quiet.is_empty());
         for key in slow {
             let cause = "no answer in time".to_owned();
-            self.socket_failed(key, DomainError::LinkDown(cause));
+            self.socket_failed(key, DomainError::Gone(cause));
         }
         for (id, cause) in late {
-            self.take_down(id, DomainError::LinkDown(cause), false);
+            self.take_down(id, DomainError::Gone(cause), false);
         }
         moved
     }

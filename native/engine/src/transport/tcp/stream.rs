@@ -382,7 +382,7 @@ impl Stream {
 
 fn lost(e: Errno) -> DomainError {
     DomainError::LinkDown(match e {
-        Errno::CONNRESET | Errno::PIPE => "its connection was reset: its process has ended".into(),
+        Errno::CONNRESET | Errno::PIPE => "its connection was reset".into(),
         e => e.to_string(),
     })
 }

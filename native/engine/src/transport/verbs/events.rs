@@ -45,6 +45,7 @@ impl VerbsDomain {
                 let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
                 out.push(Completion::Count(Count { imm, n }));
                 link.imms_used += 1;
+                link.counted += u64::from(n);
                 self.touch(id);
                 self.first_use(id);
             }
@@ -68,12 +69,12 @@ impl VerbsDomain {
     fn first_use(&mut self, id: LinkId) {
         let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
         link.announced = true;
-        let (peer, endpoint) = (link.peer.clone(), link.endpoint);
+        let (peer, endpoint, name) = (link.peer.clone(), link.endpoint, link.name);
         // Its handshake is over: what it said last is not asked for again.
         self.visits.retain(|_, v| !v.led_to(id));
         let Some(link) = self.link(id) else { return };
         let note = format!("{} connected", link.there.words());
-        self.news.push(Completion::LinkUp { link: id, peer, endpoint, note });
+        self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
     }
 
     fn frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
@@ -111,8 +112,13 @@ impl VerbsDomain {
                 }
                 Ok(())
             }
-            Heard::Bye(reason) => {
-                Err(DomainError::LinkDown(format!("the peer dropped the link: {reason}")))
+            Heard::Bye { gone, reason } => {
+                let text = format!("the peer dropped the link: {reason}");
+                Err(if gone { DomainError::Gone(text) } else { DomainError::LinkDown(text) })
+            }
+            Heard::Note(frame) => {
+                self.news.push(Completion::Note { link: id, frame });
+                Ok(())
             }
             // Reliable connections keep order: nobody has a reason to ask.
             Heard::Fence(_) | Heard::Fenced(_) => {

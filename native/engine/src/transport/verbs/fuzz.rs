@@ -116,7 +116,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         fragment(0, 5, 0, b"hello"),
         fragment(1, 150, 0, &[1; 150]),
         frame(plain, Body::Taken(&[taken_entry(0, None), taken_entry(1, Some(9))].concat())),
-        frame(plain, Body::Bye(b"gone")),
+        frame(plain, Body::Bye { gone: true, reason: b"gone" }),
     ];
     vec![
         ("place", body(0, a_place("::ffff:10.0.0.1").encode())),

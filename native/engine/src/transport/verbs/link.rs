@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     api::RegionKey,
-    domain::{DomainError, LinkId, PeerIdentity, Token},
+    domain::{DomainError, LinkId, LinkName, PeerIdentity, Token},
     time::Time,
     transport::nic::mail::{Mail, SPARE},
 };
@@ -58,6 +58,7 @@ pub(super) struct Origin {
     pub id: LinkId,
     pub peer: PeerIdentity,
     pub endpoint: usize,
+    pub name: LinkName,
     pub there: Place,
     pub seat: Seat,
 }
@@ -88,6 +89,10 @@ pub(super) struct Link {
     pub scratch: sys::Sge,
     /// Immediates whose places are to be given back.
     pub imms_used: u32,
+    /// Writes of the peer's that were counted over this link.
+    pub counted: u64,
+    /// What both ends call it.
+    pub name: LinkName,
     imms: u32,
     frames: u32,
     free_slots: Vec<u32>,
@@ -126,6 +131,8 @@ impl Link {
             unflushed: None,
             scratch,
             imms_used: 0,
+            counted: 0,
+            name: origin.name,
             imms: device.own.imms,
             frames,
             free_slots: (frames..frames + MAIL_DEPTH - 1).collect(),

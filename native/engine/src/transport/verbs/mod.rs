@@ -55,7 +55,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Pinner, Post,
-        Quiet, Token, WakeFds, WorkRequest,
+        Quiet, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -331,6 +331,17 @@ impl Domain for VerbsDomain {
         self.now = now;
         self.tick_at = Time(0);
         self.begin(now, peer, endpoint)
+    }
+
+    fn receipts(&self) -> Receipts {
+        Receipts::InOrder
+    }
+
+    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+        if let Some(l) = self.link(link) {
+            l.mail.note(frame);
+            self.touch(link);
+        }
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {

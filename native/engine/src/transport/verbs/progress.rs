@@ -10,7 +10,7 @@ use super::{
     VerbsDomain, BELL, COMPLETIONS, EVENTS, LISTENER,
 };
 use crate::{
-    domain::{Completion, DomainError, LinkId, MessageRoom},
+    domain::{Completion, DomainError, LinkId, MessageRoom, Receipt},
     time::Time,
     transport::nic::frame::{self, Body},
 };
@@ -257,8 +257,10 @@ impl VerbsDomain {
                 let cause = b.cause.clone();
                 self.failing.push((id, cause));
             } else if now >= link.heard_at.after(timeout) {
-                let silence = format!("nothing heard for {timeout:?}");
-                self.fail(id, &silence);
+                let there = link.there.words();
+                let here = self.device.words();
+                let why = format!("from {here} to {there}: nothing heard for {timeout:?}");
+                self.failing.push((id, DomainError::Gone(why)));
             } else if link.announced && now >= link.spoke_at.after(timeout / 4) {
                 link.mail.beat();
                 self.touch(id);
@@ -346,13 +348,19 @@ impl VerbsDomain {
             self.news.push(Completion::Done { link: id, token, result: Err(why) });
         }
         let announced = link.announced;
+        // Its queue pair is gone, and all its completions were taken. Counts that a GPU's memory may not
+        // show are not reported, but are in the number.
+        let receipt = match self.dead {
+            Some(_) => Receipt::Unknown,
+            None => Receipt::InOrder(link.counted),
+        };
         if announced {
-            self.news.push(Completion::LinkDown { link: id, cause: cause.clone() });
+            self.news.push(Completion::LinkDown { link: id, cause: cause.clone(), receipt });
         } else {
             crate::transport::handshake::mourn(&link.peer.address.label(), &cause);
         }
         if tell {
-            link.mail.bye(&cause.to_string());
+            link.mail.bye(matches!(cause, DomainError::Gone(_)), &cause.to_string());
             let _ = link.pump(self.now);
         }
         let frames = link.frames_under_way();
@@ -376,7 +384,7 @@ impl VerbsDomain {
         self.side.close();
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         for id in ids {
-            self.take_down(id, DomainError::LinkDown("its engine was closed".into()), true);
+            self.take_down(id, DomainError::Gone("its engine was closed".into()), true);
         }
         let start = Time::now();
         while self.farewells.iter().any(|f| f.frames > 0) && Time::now().since(start) < FAREWELL {

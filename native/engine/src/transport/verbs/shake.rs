@@ -30,7 +30,7 @@ use crate::{
     transport::{
         handshake::{Failure, Initiator, Session},
         nic::{
-            frame::{new_exchange, Exchange},
+            frame::{link_name, new_exchange, Exchange},
             pieces::{Letter, Pieces},
         },
     },
@@ -333,10 +333,11 @@ impl VerbsDomain {
             id,
             peer: proven.peer.clone(),
             endpoint: a.endpoint,
+            name: link_name(&a.exchange),
             there: a.there.clone(),
             seat,
         };
-        let endpoint = a.endpoint;
+        let (endpoint, name) = (a.endpoint, origin.name);
         self.attempts.remove(&exchange);
         self.side.drop_link(id);
         let mut link = Link::new(&self.device, origin, pair, &theirs, now);
@@ -346,7 +347,7 @@ impl VerbsDomain {
         let way = if by_tcp { "by TCP" } else { "by datagram" };
         let note = format!("the handshake with {} {way} worked", link.there.words());
         self.set_up(id, link);
-        self.news.push(Completion::LinkUp { link: id, peer: proven.peer, endpoint, note });
+        self.news.push(Completion::LinkUp { link: id, peer: proven.peer, endpoint, name, note });
     }
 
     /// An attempt has come to nothing.
@@ -359,7 +360,11 @@ impl VerbsDomain {
         if let Some(seat) = seat {
             self.shelves.leave(seat);
         }
-        self.news.push(Completion::LinkDown { link: id, cause });
+        self.news.push(Completion::LinkDown {
+            link: id,
+            cause,
+            receipt: crate::domain::Receipt::Unknown,
+        });
     }
 
     /// Speaks again, tries the side channel, gives up: whatever is due.
@@ -376,7 +381,7 @@ impl VerbsDomain {
                 let there = a.there.words();
                 let why =
                     format!("{} at {there} did not answer: {}", a.peer.label(), notes.join("; "));
-                self.give_up(id, DomainError::LinkDown(why));
+                self.give_up(id, DomainError::Gone(why));
                 continue;
             }
             if a.side_at <= now {

@@ -18,7 +18,7 @@ use crate::{
     transport::{
         handshake::{self, Acceptor, Failure, Session},
         nic::{
-            frame::{Exchange, Piece},
+            frame::{link_name, Exchange, Piece},
             pieces::{Letter, Pieces},
         },
     },
@@ -247,7 +247,8 @@ impl VerbsDomain {
         // For as long as the initiator may ask again.
         v.deadline = now.after(self.peer_timeout * 3 / 2);
         let Proven { peer, endpoint, there, .. } = *proven;
-        let origin = Origin { id, peer, endpoint, there, seat };
+        let name = link_name(&exchange);
+        let origin = Origin { id, peer, endpoint, name, there, seat };
         let link = Link::new(&self.device, origin, pair, &theirs, now);
         self.set_up(id, link);
         self.answer(exchange);

@@ -1,0 +1,334 @@
+//! Whether a slice may be posted now: windows per class on a rail and towards a receiver.
+//!
+//! A window is how many bytes may be under way. A rail has one, so that what is urgent never finds
+//! a long queue in the NIC, where nothing can overtake. A receiver has one for each of its senders,
+//! its *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
+//! between processes but neither classes nor credits; the rules are ours.
+//!
+//! 1. A class is held only by its own bytes and those of the classes above it.
+//!    *Latency*: its own bytes stay within the window. *Bulk*: latency and bulk within 7/8 of it.
+//!    *Background*: all three within 1/4 of it.
+//! 2. A class above background with nothing under way may post one slice, however small the window
+//!    and however much is under way.
+//! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
+//!    way may go.
+//! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
+//!    class above: background as bulk, bulk with the whole window, though still behind latency.
+//! 5. A slice whose deadline is past isn't posted.
+
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// How long background may be kept waiting with nothing under way on the rail.
+pub const TURN: Duration = Duration::from_millis(10);
+/// What every sender is granted at least: one smallest slice.
+pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    Latency,
+    Bulk,
+    Background,
+}
+
+/// Bytes under way, by class.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnderWay {
+    pub latency: u64,
+    pub bulk: u64,
+    pub background: u64,
+}
+
+impl UnderWay {
+    pub fn of(&self, class: Class) -> u64 {
+        match class {
+            Class::Latency => self.latency,
+            Class::Bulk => self.bulk,
+            Class::Background => self.background,
+        }
+    }
+
+    /// Of a class and those above it.
+    fn up_to(&self, class: Class) -> u64 {
+        match class {
+            Class::Latency => self.latency,
+            Class::Bulk => self.latency.saturating_add(self.bulk),
+            Class::Background => self.up_to(Class::Bulk).saturating_add(self.background),
+        }
+    }
+}
+
+/// What may be under way, and what is.
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    pub bytes: u64,
+    pub under_way: UnderWay,
+}
+
+/// The slice that would be posted.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask {
+    pub class: Class,
+    pub bytes: u64,
+    /// Since when it is the next of its class to be posted.
+    pub since: Time,
+    pub deadline: Time,
+    /// How long what is left of its request is expected to take.
+    pub remaining: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Post,
+    /// To be asked again after a completion, and at this time at the latest.
+    Wait(Time),
+    /// The deadline is past.
+    Expired,
+}
+
+/// Whether both the rail and the receiver's credit have room.
+pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
+    if now >= ask.deadline {
+        return Verdict::Expired;
+    }
+    let urgent_at = Time(ask.deadline.0.saturating_sub(
+        u64::try_from(ask.remaining.as_nanos()).unwrap_or(u64::MAX).saturating_mul(2),
+    ));
+    // Without a deadline nothing becomes urgent.
+    let urgent = ask.deadline != Time::NEVER && now >= urgent_at;
+    if [rail, receiver].iter().all(|w| w.admits(now, ask, urgent)) {
+        return Verdict::Post;
+    }
+    let mut again = ask.deadline;
+    if !urgent && ask.deadline != Time::NEVER {
+        again = again.min(urgent_at);
+    }
+    let turn = ask.since.after(TURN);
+    if ask.class == Class::Background && now < turn {
+        again = again.min(turn);
+    }
+    Verdict::Wait(again)
+}
+
+impl Window {
+    fn admits(&self, now: Time, ask: Ask, urgent: bool) -> bool {
+        let (class, limit) = match (ask.class, urgent) {
+            (Class::Latency, _) => (Class::Latency, self.bytes),
+            (Class::Bulk, true) => (Class::Bulk, self.bytes),
+            (Class::Bulk, false) | (Class::Background, true) => (Class::Bulk, self.most_bulk()),
+            (Class::Background, false) => (Class::Background, self.bytes / 4),
+        };
+        // Background that is judged as bulk is still background's own bytes.
+        let counted = match (ask.class, class) {
+            (Class::Background, Class::Bulk) => self.under_way.up_to(Class::Background),
+            _ => self.under_way.up_to(class),
+        };
+        if counted.saturating_add(ask.bytes) <= limit {
+            return true;
+        }
+        let none = self.under_way.of(ask.class) == 0;
+        none && (class != Class::Background || now.since(ask.since) >= TURN)
+    }
+
+    fn most_bulk(&self) -> u64 {
+        self.bytes - self.bytes / 8
+    }
+}
+
+/// The credit that a receiver advertises to each of so many senders, of the bytes that it lets be
+/// under way to it altogether.
+///
+/// The credits add up to no more than that, unless there are so many senders that each has the
+/// least. A sender with nothing of a class under way may exceed its credit by one slice (rule 2).
+pub fn credit(bytes: u64, senders: usize) -> u64 {
+    (bytes / senders.max(1) as u64).max(LEAST_CREDIT)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const M: u64 = 1 << 20;
+    const K64: u64 = 64 << 10;
+    const LATE: Time = Time(1_000_000_000);
+
+    fn ask(class: Class) -> Ask {
+        let remaining = Duration::from_millis(1);
+        Ask { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
+    }
+
+    fn window(latency: u64, bulk: u64, background: u64) -> Window {
+        Window { bytes: M, under_way: UnderWay { latency, bulk, background } }
+    }
+
+    const OPEN: Window =
+        Window { bytes: u64::MAX, under_way: UnderWay { latency: 0, bulk: 0, background: 0 } };
+
+    #[test]
+    fn each_class_has_its_window() {
+        use Class::{Background, Bulk, Latency};
+        let now = Time(1);
+        #[rustfmt::skip]
+        let table = [
+            (Latency,    window(0, 0, 0),                  true,  "idle"),
+            (Latency,    window(K64, 99 * M, 99 * M),      true,  "never held behind bulk"),
+            (Latency,    window(M - K64, 0, 0),            true,  "up to the window"),
+            (Latency,    window(M - K64 + 1, 0, 0),        false, "held by its own"),
+            (Bulk,       window(0, 0, 0),                  true,  "idle"),
+            (Bulk,       window(0, 7 * M / 8 - K64, 0),    true,  "up to 7/8"),
+            (Bulk,       window(0, 7 * M / 8 - K64 + 1, 0), false, "1/8 is left to latency"),
+            (Bulk,       window(M, K64, 0),                false, "behind latency"),
+            (Bulk,       window(M, 0, 0),                  true,  "one slice always"),
+            (Bulk,       window(0, K64, 99 * M),           true,  "never behind background"),
+            (Background, window(0, 0, 0),                  true,  "idle"),
+            (Background, window(0, 0, M / 4 - K64),        true,  "up to 1/4"),
+            (Background, window(0, 0, M / 4 - K64 + 1),    false, "no more"),
+            (Background, window(0, M / 4, 0),              false, "behind bulk"),
+            (Background, window(M / 4, 0, 0),              false, "behind latency"),
+        ];
+        for (class, w, expected, name) in table {
+            for (rail, receiver) in [(w, OPEN), (OPEN, w)] {
+                let verdict = admit(now, ask(class), rail, receiver);
+                assert_eq!(verdict == Verdict::Post, expected, "{class:?} {name}: {verdict:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn background_gets_its_turn_after_a_while() {
+        let busy = window(M, M, 0);
+        let turn = Time(0).after(TURN);
+        let a = ask(Class::Background);
+        assert_eq!(admit(Time(1), a, busy, OPEN), Verdict::Wait(turn));
+        assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Verdict::Wait(turn));
+        assert_eq!(admit(turn, a, busy, busy), Verdict::Post);
+        // One slice at a time.
+        assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Verdict::Wait(_)));
+    }
+
+    #[test]
+    fn a_near_deadline_moves_a_slice_up_but_not_past_latency() {
+        let near = Time(LATE.0 - 2_000_000);
+        let bulk = window(0, M - K64, 0);
+        assert_eq!(admit(Time(1), ask(Class::Bulk), bulk, OPEN), Verdict::Wait(near));
+        assert_eq!(admit(near, ask(Class::Bulk), bulk, OPEN), Verdict::Post);
+        let behind = window(M, K64, 0);
+        assert_eq!(admit(near, ask(Class::Bulk), behind, OPEN), Verdict::Wait(LATE));
+        let half = window(0, M / 2, K64);
+        assert_eq!(admit(near, ask(Class::Background), half, OPEN), Verdict::Post);
+        let more = window(0, M / 2, M / 2);
+        assert_eq!(admit(near, ask(Class::Background), more, OPEN), Verdict::Wait(LATE));
+        assert_eq!(admit(LATE, ask(Class::Latency), OPEN, OPEN), Verdict::Expired);
+
+        let timeless = Ask { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Class::Bulk) };
+        assert_eq!(admit(near, timeless, bulk, OPEN), Verdict::Wait(Time::NEVER));
+    }
+
+    #[test]
+    fn credits_add_up_to_what_the_receiver_takes() {
+        for (bytes, senders, expected) in [
+            (16 * M, 0, 16 * M),
+            (16 * M, 1, 16 * M),
+            (16 * M, 16, M),
+            (16 * M, 1000, K64),
+            (0, 3, K64),
+        ] {
+            assert_eq!(credit(bytes, senders), expected, "{bytes} {senders}");
+        }
+    }
+
+    fn any_class() -> impl Strategy<Value = Class> {
+        prop_oneof![Just(Class::Latency), Just(Class::Bulk), Just(Class::Background)]
+    }
+
+    prop_compose! {
+        fn any_window()(
+            bytes in 0u64..1 << 22, latency in 0u64..1 << 21, bulk in 0u64..1 << 22,
+            background in 0u64..1 << 21, empty in 0u8..8,
+        ) -> Window {
+            let keep = |n: u64, bit: u8| if empty & bit == 0 { n } else { 0 };
+            let under_way = UnderWay {
+                latency: keep(latency, 1), bulk: keep(bulk, 2), background: keep(background, 4),
+            };
+            Window { bytes, under_way }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_a_lower_class_has_under_way_never_matters(
+            class in any_class(), rail in any_window(), receiver in any_window(),
+            now in 0u64..2_000_000_000, bytes in 1u64..1 << 22,
+        ) {
+            let ask = Ask { bytes, ..ask(class) };
+            let without = |mut w: Window| {
+                if class < Class::Bulk { w.under_way.bulk = 0 }
+                if class < Class::Background { w.under_way.background = 0 }
+                w
+            };
+            prop_assert_eq!(
+                admit(Time(now), ask, rail, receiver),
+                admit(Time(now), ask, without(rail), without(receiver))
+            );
+        }
+
+        /// A class with nothing under way goes within its turn, whatever the others do.
+        #[test]
+        fn nobody_starves(class in any_class(), rail in any_window(), receiver in any_window()) {
+            let mut windows = [rail, receiver];
+            for w in &mut windows {
+                match class {
+                    Class::Latency => w.under_way.latency = 0,
+                    Class::Bulk => w.under_way.bulk = 0,
+                    Class::Background => w.under_way.background = 0,
+                }
+            }
+            let then = Time(0).after(TURN);
+            prop_assert_eq!(admit(then, ask(class), windows[0], windows[1]), Verdict::Post);
+        }
+
+        /// Nobody who waits is asked again later than the answer could change by itself.
+        #[test]
+        fn a_wait_ends_no_later_than_the_answer_changes(
+            class in any_class(), rail in any_window(), receiver in any_window(),
+            now in 0u64..1_000_000_000, later in 0u64..1_000_000_000,
+        ) {
+            if let Verdict::Wait(until) = admit(Time(now), ask(class), rail, receiver) {
+                prop_assert!(until > Time(now) && until <= LATE);
+                let then = Time(now + later);
+                if then < until {
+                    prop_assert_eq!(admit(then, ask(class), rail, receiver), Verdict::Wait(until));
+                }
+            }
+        }
+
+        /// One class alone never has more under way than its window, but for one slice.
+        #[test]
+        fn windows_hold(
+            class in any_class(), bytes in 0u64..M,
+            slices in prop::collection::vec(1u64..1 << 19, 1..60),
+        ) {
+            let mut w = Window { bytes, under_way: UnderWay::default() };
+            let mut first = 0;
+            for bytes in slices {
+                if admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN) == Verdict::Post {
+                    if first == 0 { first = bytes }
+                    match class {
+                        Class::Latency => w.under_way.latency += bytes,
+                        Class::Bulk => w.under_way.bulk += bytes,
+                        Class::Background => w.under_way.background += bytes,
+                    }
+                }
+            }
+            let limit = match class {
+                Class::Latency => w.bytes,
+                Class::Bulk => w.bytes - w.bytes / 8,
+                Class::Background => w.bytes / 4,
+            };
+            prop_assert!(w.under_way.of(class) <= limit.max(first));
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Whether a rail is fit for use: a breaker on each.
+//!
+//! TENT §3.4.1: a rail that fails is excluded from scheduling and comes back once it is restored.
+//! The states are the usual ones of a circuit breaker:
+//!
+//! ```text
+//! Closed --failure--> Open --rest is over--> HalfOpen --probe succeeds--> Closed
+//!                      ^-----------probe fails-----------'
+//! ```
+//!
+//! Two kinds of rest. A rail that is simply *dead* is probed at intervals that double up to
+//! [`PROBE_CAP`], so that it is back in use soon after it lives. A rail that *flaps*, answering its
+//! probe and failing again within [`GOOD`], rests longer each time: twice as long as before, and
+//! [`SHARE`] times as long as it was in use, up to [`CAP`].
+//!
+//! So a rail that stays up for `u` at a time is in use for at most 1/10 of the time where
+//! `u <= CAP / 9`, and for at most `u / (u + CAP)` in the long run in any case, counted from its
+//! first return.
+
+use std::time::Duration;
+
+use super::judge::Outcome;
+use crate::time::Time;
+
+/// The rest after a first failure, and the first interval between probes.
+pub const BASE: Duration = Duration::from_millis(50);
+/// The longest interval between probes of a rail that doesn't answer them.
+pub const PROBE_CAP: Duration = Duration::from_millis(500);
+/// The longest rest of a rail that flaps.
+pub const CAP: Duration = Duration::from_secs(30);
+/// A rail that was in use for so long has its earlier failures forgiven.
+pub const GOOD: Duration = Duration::from_secs(60);
+/// A flapping rail rests at least so many times as long as it was in use.
+pub const SHARE: u32 = 9;
+/// So many slow slices in a row are a failure.
+pub const SLOW: u32 = 3;
+/// A probe of which nothing was heard for so long is given up, and another may go.
+pub const PROBE_LOST: Duration = Duration::from_secs(1);
+
+/// Leave to post one slice. Its outcome is told with it, so that what was posted before the rail
+/// failed can't be taken for a probe, nor for a second failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pass(u32);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Closed { since: Time },
+    Open { until: Time },
+    HalfOpen { since: Time },
+}
+
+/// The health of one rail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Breaker {
+    state: State,
+    /// Counts changes of the state.
+    era: u32,
+    /// The rest after the last failure in use; zero if there was none, or it is forgiven.
+    rest: Duration,
+    /// The rest after the next probe that fails.
+    interval: Duration,
+    /// Slow slices in a row.
+    slow: u32,
+}
+
+impl Breaker {
+    pub fn new(now: Time) -> Self {
+        let state = State::Closed { since: now };
+        Self { state, era: 0, rest: Duration::ZERO, interval: BASE, slow: 0 }
+    }
+
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Whether `permit` would say no.
+    pub fn excluded(&self, now: Time) -> bool {
+        now < self.opens()
+    }
+
+    /// When `permit` will say yes; in the past if it does already.
+    pub fn opens(&self) -> Time {
+        match self.state {
+            State::Closed { since } => since,
+            State::Open { until } => until,
+            State::HalfOpen { since } => since.after(PROBE_LOST),
+        }
+    }
+
+    /// Leave to post a slice now. After a rest it is for a probe, and for one at a time.
+    pub fn permit(&mut self, now: Time) -> Option<Pass> {
+        if self.excluded(now) {
+            return None;
+        }
+        if !matches!(self.state, State::Closed { .. }) {
+            self.turn(State::HalfOpen { since: now });
+        }
+        Some(Pass(self.era))
+    }
+
+    /// How the slice ended that was posted with this pass.
+    pub fn report(&mut self, now: Time, pass: Pass, outcome: Outcome) {
+        if pass.0 != self.era {
+            return;
+        }
+        match (self.state, outcome) {
+            (State::Closed { .. }, Outcome::Good) => self.slow = 0,
+            (State::Closed { .. }, Outcome::Slow) if self.slow + 1 < SLOW => self.slow += 1,
+            (State::Closed { since }, _) => self.fail(now, now.since(since)),
+            (State::HalfOpen { .. }, Outcome::Good) => self.turn(State::Closed { since: now }),
+            (State::HalfOpen { .. }, _) => {
+                self.turn(State::Open { until: now.after(self.interval) });
+                self.interval = (self.interval * 2).min(PROBE_CAP);
+            }
+            // A pass is of the era in which it was given, and none is given while open.
+            (State::Open { .. }, _) => {}
+        }
+    }
+
+    fn fail(&mut self, now: Time, used: Duration) {
+        self.rest = match self.rest.is_zero() || used >= GOOD {
+            true => BASE,
+            false => (self.rest * 2).max(used * SHARE).min(CAP),
+        };
+        self.interval = BASE;
+        self.turn(State::Open { until: now.after(self.rest) });
+    }
+
+    fn turn(&mut self, state: State) {
+        self.state = state;
+        self.era = self.era.wrapping_add(1);
+        self.slow = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ms(n: u64) -> Time {
+        Time(n * 1_000_000)
+    }
+
+    /// Brings an open breaker back by a probe at the first moment, and says when that was.
+    fn revive(b: &mut Breaker) -> Time {
+        let at = b.opens();
+        let probe = b.permit(at).unwrap();
+        b.report(at, probe, Outcome::Good);
+        assert_eq!(b.state(), State::Closed { since: at });
+        at
+    }
+
+    fn fail(b: &mut Breaker, at: Time) -> Duration {
+        let pass = b.permit(at).unwrap();
+        b.report(at, pass, Outcome::Failed);
+        b.opens().since(at)
+    }
+
+    #[test]
+    fn an_error_excludes_until_a_probe_succeeds() {
+        let mut b = Breaker::new(ms(0));
+        assert_eq!(fail(&mut b, ms(10)), BASE);
+        assert!(b.excluded(ms(59)) && b.permit(ms(59)).is_none());
+        assert!(!b.excluded(ms(60)));
+        let probe = b.permit(ms(60)).unwrap();
+        assert!(b.permit(ms(60)).is_none(), "one probe at a time");
+        b.report(ms(61), probe, Outcome::Good);
+        assert_eq!(b.state(), State::Closed { since: ms(61) });
+        assert!(b.permit(ms(61)).is_some() && b.permit(ms(61)).is_some());
+    }
+
+    #[test]
+    fn only_slowness_in_a_row_excludes() {
+        let mut b = Breaker::new(ms(0));
+        let pass = b.permit(ms(0)).unwrap();
+        let mut tell = |o| {
+            b.report(ms(1), pass, o);
+            b.excluded(ms(1))
+        };
+        assert!(![Outcome::Slow, Outcome::Slow, Outcome::Good].map(&mut tell)[2]);
+        assert_eq!([Outcome::Slow; 3].map(&mut tell), [false, false, true]);
+    }
+
+    #[test]
+    fn what_was_posted_before_a_failure_says_nothing_after_it() {
+        let mut b = Breaker::new(ms(0));
+        let old = b.permit(ms(0)).unwrap();
+        fail(&mut b, ms(1));
+        let open = b;
+        b.report(ms(2), old, Outcome::Failed);
+        b.report(ms(2), old, Outcome::Good);
+        assert_eq!(b, open);
+        let probe = b.permit(ms(51)).unwrap();
+        let half = b;
+        b.report(ms(52), old, Outcome::Failed);
+        b.report(ms(52), old, Outcome::Good);
+        assert_eq!(b, half);
+        b.report(ms(52), probe, Outcome::Good);
+        b.report(ms(52), old, Outcome::Failed);
+        assert!(!b.excluded(ms(52)));
+    }
+
+    #[test]
+    fn a_dead_rail_is_probed_twice_a_second_and_a_lost_probe_is_no_end() {
+        let mut b = Breaker::new(ms(0));
+        fail(&mut b, ms(0));
+        let rests: Vec<_> = (0..7).map(|_| fail_probe(&mut b)).collect();
+        assert_eq!(rests, [50, 100, 200, 400, 500, 500, 500]);
+        let at = b.opens();
+        let lost = b.permit(at).unwrap();
+        assert!(b.excluded(at.after(PROBE_LOST - Duration::from_nanos(1))));
+        let again = at.after(PROBE_LOST);
+        let probe = b.permit(again).unwrap();
+        b.report(again, lost, Outcome::Failed);
+        b.report(again, probe, Outcome::Good);
+        assert!(matches!(b.state(), State::Closed { .. }));
+        // However long it was dead, it has failed once.
+        assert_eq!(fail(&mut b, again), BASE * 2);
+    }
+
+    fn fail_probe(b: &mut Breaker) -> u128 {
+        let at = b.opens();
+        fail(b, at).as_millis()
+    }
+
+    #[test]
+    fn rest_doubles_while_a_rail_flaps_up_to_a_cap_and_is_forgiven() {
+        let mut b = Breaker::new(ms(0));
+        let mut at = ms(0);
+        let mut rests = Vec::new();
+        for _ in 0..12 {
+            rests.push(fail(&mut b, at.after(Duration::from_millis(1))).as_millis());
+            at = revive(&mut b);
+        }
+        let doubled = [50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 30000, 30000];
+        assert_eq!(rests, doubled);
+        assert_eq!(fail(&mut b, at.after(GOOD - Duration::from_nanos(1))), CAP);
+        at = revive(&mut b);
+        assert_eq!(fail(&mut b, at.after(GOOD)), BASE);
+    }
+
+    proptest! {
+        /// The bound that the module states, for any rail that stays up no longer than `most`.
+        #[test]
+        fn a_flapping_rail_is_seldom_in_use(
+            ups in prop::collection::vec(1u64..1000, 30..200), most_ms in 1u64..3333,
+            dead_probes in prop::collection::vec(0usize..4, 200),
+        ) {
+            let mut b = Breaker::new(ms(0));
+            fail(&mut b, ms(0));
+            let start = revive(&mut b);
+            let (mut at, mut used) = (start, Duration::ZERO);
+            for (up, dead) in ups.iter().zip(dead_probes) {
+                let up = Duration::from_millis(most_ms) * *up as u32 / 1000;
+                at = at.after(up);
+                used += up;
+                fail(&mut b, at);
+                for _ in 0..dead {
+                    fail_probe(&mut b);
+                }
+                at = revive(&mut b);
+                prop_assert!(used * 10 <= at.since(start), "{used:?} of {:?}", at.since(start));
+            }
+            // In the long run no more than u / (u + CAP); its first ten rests were shorter.
+            let all = at.since(start).as_secs_f64();
+            let most = most_ms as f64 / 1e3;
+            let long = all * most / (most + CAP.as_secs_f64()) + 10.0 * most;
+            prop_assert!(used.as_secs_f64() <= long, "{used:?} of {all}");
+        }
+
+        #[test]
+        fn a_rail_can_always_be_tried_again_within_the_cap(
+            steps in prop::collection::vec((0u64..5_000, 0usize..4, any::<bool>()), 1..200),
+        ) {
+            let mut now = ms(0);
+            let mut b = Breaker::new(now);
+            let mut passes = Vec::new();
+            for (wait, what, old) in steps {
+                now = now.after(Duration::from_millis(wait));
+                let excluded = b.excluded(now);
+                let pass = b.permit(now);
+                prop_assert_eq!(pass.is_none(), excluded);
+                passes.extend(pass);
+                let pass = if old { passes.first() } else { passes.last() };
+                let outcome = [Outcome::Good, Outcome::Slow, Outcome::Failed].get(what);
+                if let (Some(pass), Some(outcome)) = (pass, outcome) {
+                    b.report(now, *pass, *outcome);
+                }
+                prop_assert!(b.opens() <= now.after(CAP));
+            }
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! How fast a rail is, learned from the slices that it has finished.
+//!
+//! TENT §3.3.1 keeps an exponentially weighted moving average of each NIC's latency. Here two
+//! numbers are kept, so that a slice behind a long queue doesn't make its rail look slow: the time
+//! per byte while the rail is busy, and what a slice needs beyond that when it has the rail to
+//! itself.
+
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// Share of a new sample taken while the rail was busy, the same once samples agree that the rail
+/// has changed, and the share of one taken while the rail was idle, where bytes and latency can't be
+/// told apart well.
+const BUSY: f64 = 0.125;
+const CHANGED: f64 = 0.25;
+const IDLE: f64 = 1.0 / 16.0;
+/// Share of what an idle rail's slice took beyond its bytes that goes into the latency.
+const RISE: f64 = 0.125;
+/// A first sample that is this many times off counts as this much; every further one to the same
+/// side may be twice as far off. One outlier moves the estimate by 6% at most, a rail that has
+/// really changed is found out within a few slices.
+const OFF: f64 = 1.5;
+const MOST_DOUBLINGS: u8 = 10;
+/// From here on an estimate without samples drifts back to the nominal speed, by half each `HALF`.
+const STALE: Duration = Duration::from_millis(100);
+const HALF: Duration = Duration::from_millis(50);
+
+/// What is known of the speed of one rail.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// Nanoseconds per byte.
+    per_byte: f64,
+    nominal: f64,
+    latency: f64,
+    /// Samples in a row that were off to one side: below 0 faster, above 0 slower.
+    streak: i8,
+    /// Completions seen together at `last`, not yet a sample.
+    open: Sample,
+    last: Time,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Sample {
+    bytes: f64,
+    took: f64,
+    alone: bool,
+    stale: bool,
+}
+
+/// What of an estimate is used to predict: see [`Estimate::speed`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Speed {
+    pub bytes_per_ns: f64,
+    pub latency_ns: f64,
+}
+
+impl Speed {
+    /// How long until the last of these bytes has arrived, ns; infinite where nothing is moving.
+    pub fn takes(self, bytes: u64) -> f64 {
+        match self.bytes_per_ns > 0.0 {
+            true => self.latency_ns.max(0.0) + bytes as f64 / self.bytes_per_ns,
+            false => f64::INFINITY,
+        }
+    }
+}
+
+impl Estimate {
+    /// For a rail of this nominal speed: that of the link, or a guess that is rather too high.
+    pub fn new(bytes_per_ns: f64) -> Self {
+        // NaN and nonsense become a byte per nanosecond.
+        let speed = if bytes_per_ns > 0.0 && bytes_per_ns.is_finite() { bytes_per_ns } else { 1.0 };
+        Self {
+            per_byte: 1.0 / speed,
+            nominal: 1.0 / speed,
+            latency: 0.0,
+            streak: 0,
+            open: Sample::default(),
+            last: Time(0),
+        }
+    }
+
+    /// A slice of `bytes`, posted at `posted`, is done. `queued`: bytes on the rail when it was
+    /// posted, without its own.
+    pub fn completed(&mut self, now: Time, posted: Time, bytes: u64, queued: u64) {
+        if bytes == 0 {
+            return;
+        }
+        if now != self.last {
+            self.fold();
+            // The rail has served this slice since the last one left it, or since it got here.
+            let arrived = posted.after(Duration::from_nanos(self.latency as u64));
+            let start = arrived.max(self.last).min(now);
+            let took = now.since(if queued == 0 { posted } else { start });
+            let stale = self.freshness(now) < 1.0;
+            self.open =
+                Sample { bytes: 0.0, took: took.as_nanos() as f64, alone: queued == 0, stale };
+            self.last = now;
+        } else if self.open.alone {
+            // Several that were seen at one time; the rail wasn't one slice's own.
+            self.open.alone = false;
+        }
+        // Completions are seen in bunches: only the bytes of a whole bunch say what it took.
+        self.open.bytes += bytes as f64;
+        let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
+        if beyond < self.latency {
+            self.latency = (self.latency + beyond.max(0.0)) / 2.0;
+        }
+    }
+
+    /// Takes in the sample that is complete.
+    fn fold(&mut self) {
+        let Sample { bytes, took, alone, stale } = std::mem::take(&mut self.open);
+        if bytes == 0.0 || took == 0.0 {
+            return;
+        }
+        if stale {
+            // Neither what was known nor the nominal speed is worth much: believe the sample, as
+            // far as it lies between the two.
+            let sample = (took - self.latency).max(0.0) / bytes;
+            let (low, high) = (self.per_byte.min(self.nominal), self.per_byte.max(self.nominal));
+            self.per_byte = sample.clamp(low, high);
+            self.streak = 0;
+            return;
+        }
+        let latency = if alone { self.latency } else { 0.0 };
+        let expected = latency + bytes * self.per_byte;
+        let limit = self.limit(took / expected);
+        let ratio = (took / expected).clamp(1.0 / limit, limit);
+        let share = match (alone, self.streak) {
+            (true, _) => IDLE,
+            (false, -1..=1) => BUSY,
+            (false, _) => CHANGED,
+        };
+        // The mean of logarithms: as quick to see that a rail is faster as that it is slower.
+        self.per_byte *= ratio.powf(share);
+        if alone {
+            let beyond = expected * ratio - bytes * self.per_byte;
+            self.latency += (beyond - self.latency).max(0.0) * RISE;
+        }
+        self.nominal = self.nominal.min(self.per_byte);
+    }
+
+    fn limit(&mut self, ratio: f64) -> f64 {
+        let side = i8::from(ratio > OFF) - i8::from(ratio < 1.0 / OFF);
+        if side == 0 || side != self.streak.signum() {
+            self.streak = side;
+        } else {
+            self.streak = self.streak.saturating_add(side);
+        }
+        let doublings = self.streak.unsigned_abs().saturating_sub(1).min(MOST_DOUBLINGS);
+        OFF * f64::from(1u32 << doublings)
+    }
+
+    /// What to expect of the rail with so many bytes on it.
+    ///
+    /// A rail that is left alone because it was slow would never be seen to have recovered. So an
+    /// old estimate drifts to the nominal speed, but only for a rail with nothing on it: what is
+    /// then posted is one slice, and tells.
+    pub fn speed(&self, now: Time, queued: u64) -> Speed {
+        let mut seen = *self;
+        seen.fold();
+        let known = if queued == 0 { self.freshness(now) } else { 1.0 };
+        let per_byte = seen.nominal + (seen.per_byte - seen.nominal) * known;
+        Speed { bytes_per_ns: 1.0 / per_byte, latency_ns: seen.latency * known }
+    }
+
+    /// 1 while the estimate is fresh, towards 0 as it ages.
+    fn freshness(&self, now: Time) -> f64 {
+        match now.since(self.last).checked_sub(STALE) {
+            None => 1.0,
+            Some(over) => (-(over.as_secs_f64() / HALF.as_secs_f64())).exp2(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLICE: u64 = 64 << 10;
+
+    /// A rail that serves slices one after the other.
+    struct Rail {
+        now: u64,
+        latency: u64,
+        per_byte: f64,
+    }
+
+    impl Rail {
+        /// `n` slices with never fewer than four on the way, or each alone.
+        fn carry(&mut self, e: &mut Estimate, n: usize, busy: bool) {
+            let service = (SLICE as f64 * self.per_byte) as u64;
+            for i in 0..n as u64 {
+                let (posted, queued) = match busy {
+                    true => {
+                        self.now += service;
+                        (self.now.saturating_sub(4 * service + self.latency), 3 * SLICE)
+                    }
+                    false => {
+                        let posted = self.now + 100 * i;
+                        self.now = posted + self.latency + service;
+                        (posted, 0)
+                    }
+                };
+                e.completed(Time(self.now), Time(posted), SLICE, queued);
+            }
+        }
+    }
+
+    fn off(e: &Estimate, rail: &Rail) -> f64 {
+        let expected = rail.latency as f64 + SLICE as f64 * rail.per_byte;
+        e.speed(Time(rail.now), 1).takes(SLICE) / expected
+    }
+
+    #[test]
+    fn a_busy_rail_is_known_within_a_few_slices() {
+        for factor in [0.1, 0.5, 1.0, 3.0, 10.0] {
+            let mut e = Estimate::new(50.0);
+            let mut rail = Rail { now: 1 << 20, latency: 0, per_byte: 0.02 * factor };
+            rail.carry(&mut e, 16, true);
+            assert!((0.8..1.25).contains(&off(&e, &rail)), "{factor}: {}", off(&e, &rail));
+        }
+    }
+
+    #[test]
+    fn a_slice_alone_is_predicted_with_its_latency() {
+        let mut e = Estimate::new(50.0);
+        let mut rail = Rail { now: 0, latency: 5_000, per_byte: 0.02 };
+        rail.carry(&mut e, 40, false);
+        assert!((0.9..1.1).contains(&off(&e, &rail)), "{}", off(&e, &rail));
+        rail.carry(&mut e, 60, true);
+        let speed = e.speed(Time(rail.now), 1);
+        assert!((45.0..55.0).contains(&speed.bytes_per_ns), "{speed:?}");
+    }
+
+    #[test]
+    fn one_outlier_moves_the_estimate_by_6_percent_at_most() {
+        for (i, took) in [1u64, 10, 1_000_000, 1 << 40].into_iter().enumerate() {
+            for queued in [0, SLICE] {
+                let mut e = Estimate::new(50.0);
+                let mut rail = Rail { now: 1 << 20, latency: 0, per_byte: 0.02 };
+                rail.carry(&mut e, 50, true);
+                let before = e.speed(Time(rail.now), 1).bytes_per_ns;
+                let posted = Time(rail.now);
+                rail.now += took;
+                e.completed(Time(rail.now), posted, SLICE, queued);
+                let after = e.speed(Time(rail.now), 1).bytes_per_ns;
+                assert!((0.94..1.06).contains(&(after / before)), "{i}: {before} {after}");
+            }
+        }
+    }
+
+    #[test]
+    fn completions_seen_together_are_one_sample() {
+        let mut e = Estimate::new(50.0);
+        let service = (SLICE as f64 * 0.02) as u64;
+        for bunch in 1..50 {
+            let now = Time(bunch * 8 * service);
+            for _ in 0..8 {
+                e.completed(now, Time(now.0.saturating_sub(16 * service)), SLICE, SLICE);
+            }
+        }
+        let speed = e.speed(Time(50 * 8 * service), 1);
+        assert!((45.0..55.0).contains(&speed.bytes_per_ns), "{speed:?}");
+    }
+
+    #[test]
+    fn a_slow_rail_is_tried_again_with_one_slice() {
+        let mut e = Estimate::new(50.0);
+        let mut rail = Rail { now: 0, latency: 0, per_byte: 2.0 };
+        rail.carry(&mut e, 60, true);
+        let slow = e.speed(Time(rail.now), 0).bytes_per_ns;
+        assert!(slow < 0.6, "{slow}");
+        let later = Time(rail.now).after(Duration::from_millis(600));
+        assert!(e.speed(later, 0).bytes_per_ns > 40.0, "idle, so tried again");
+        assert!(e.speed(later, 1).bytes_per_ns < 0.6, "but by one slice only");
+
+        // Still slow: known at once. Recovered: known at once too.
+        for (per_byte, range) in [(2.0, 0.4..0.6), (0.02, 40.0..60.0)] {
+            let mut e = e;
+            let mut rail = Rail { now: later.0, latency: 0, per_byte };
+            rail.carry(&mut e, 2, false);
+            let speed = e.speed(Time(rail.now), 1).bytes_per_ns;
+            assert!(range.contains(&speed), "{speed}");
+        }
+    }
+
+    #[test]
+    fn nonsense_is_survived() {
+        for speed in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let mut e = Estimate::new(speed);
+            e.completed(Time(0), Time(5), 0, 0);
+            e.completed(Time(0), Time(5), u64::MAX, 0);
+            e.completed(Time(9), Time::NEVER, 1, u64::MAX);
+            e.completed(Time(4), Time(9), 1, 1);
+            e.completed(Time::NEVER, Time(0), u64::MAX, 0);
+            let takes = e.speed(Time(3), 0).takes(1 << 20);
+            assert!(takes >= 0.0 && takes.is_finite(), "{takes}");
+        }
+    }
+}

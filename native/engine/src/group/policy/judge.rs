@@ -1,0 +1,82 @@
+//! What a slice says about the rail that it was posted on.
+//!
+//! A slice that is late is the first sign of a rail that has stalled silently (TENT §3.4.1: "a
+//! timeout mechanism to prevent stalled transfers"); what counts as late follows from what was
+//! expected of the rail, with floors below which lateness is the noise of a busy host.
+
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// A slice is slow beyond this many times what was expected, but not within `SLOW_FLOOR`.
+const SLOW_FACTOR: u32 = 8;
+const SLOW_FLOOR: Duration = Duration::from_millis(1);
+/// A slice has timed out beyond this many times what was expected, but not within `PATIENCE_FLOOR`.
+const PATIENCE_FACTOR: u32 = 16;
+const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
+
+/// How long a slice may be under way before it is taken for stalled and sent another way.
+pub fn patience(expected: Duration) -> Duration {
+    expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
+}
+
+/// What a slice that has arrived says about its rail.
+pub fn judge(took: Duration, expected: Duration) -> Outcome {
+    match took > expected.saturating_mul(SLOW_FACTOR).max(SLOW_FLOOR) {
+        true => Outcome::Slow,
+        false => Outcome::Good,
+    }
+}
+
+/// Whether a stalled slice is the rail's fault, and not that of a peer that has stopped: another
+/// rail to the same peer must have finished something in the second half of the wait.
+/// `finished`: when each rail last did.
+pub fn is_at_fault(rail: usize, posted: Time, now: Time, finished: &[Time]) -> bool {
+    let half = Time(posted.0.saturating_add(now.since(posted).as_nanos() as u64 / 2));
+    let others = finished.iter().enumerate().filter(|(i, _)| *i != rail);
+    finished.get(rail).is_none_or(|t| *t < half) && others.into_iter().any(|(_, t)| *t >= half)
+}
+
+/// How a slice ended, for its rail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Good,
+    /// See [`judge`]. Not to be told of the only rail there is: nothing is better than slow.
+    Slow,
+    /// An error, or silence beyond [`patience`] that [`is_at_fault`].
+    Failed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rail_is_at_fault_only_if_another_moves() {
+        #[rustfmt::skip]
+        let table = [
+            // posted at 100, looked at at 200
+            (vec![0, 160],      true,  "the other goes on"),
+            (vec![0, 149],      false, "the other has stopped as well"),
+            (vec![160, 160],    false, "it goes on itself"),
+            (vec![0],           false, "there is no other"),
+            (vec![0, 0, 150],   true,  "one of several goes on"),
+        ];
+        for (finished, expected, name) in table {
+            let finished: Vec<_> = finished.into_iter().map(Time).collect();
+            assert_eq!(is_at_fault(0, Time(100), Time(200), &finished), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn slow_and_stalled_are_far_beyond_what_was_expected() {
+        let us = Duration::from_micros;
+        assert_eq!(judge(us(999), us(1)), Outcome::Good);
+        assert_eq!(judge(us(1001), us(1)), Outcome::Slow);
+        assert_eq!(judge(us(8000), us(1000)), Outcome::Good);
+        assert_eq!(judge(us(8001), us(1000)), Outcome::Slow);
+        assert_eq!(patience(us(10)), us(20_000));
+        assert_eq!(patience(us(10_000)), us(160_000));
+        assert_eq!(patience(Duration::MAX), Duration::MAX);
+    }
+}

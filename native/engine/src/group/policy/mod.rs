@@ -1,0 +1,30 @@
+//! What the group decides, apart from how it acts: pure functions from a snapshot to a decision.
+//!
+//! | question | file |
+//! |---|---|
+//! | how large are the slices of a request | [`size`] |
+//! | how fast is a rail | [`estimate`] |
+//! | which rail takes the next slice | [`score`] |
+//! | what does a slice say about its rail | [`judge`] |
+//! | is a rail fit for use | [`breaker`] |
+//! | may a slice be posted now | [`admit`] |
+//! | what becomes of a slice that failed | [`retry`] |
+//!
+//! Nothing here reads a clock, holds a lock or knows a link. What must be remembered from one
+//! decision to the next (an estimate, a turn, a breaker) is a plain value that the group keeps.
+//! The mechanisms follow TENT ("A Declarative Slice Spraying Engine for Performant and Resilient
+//! Data Movement in Disaggregated LLM Serving"); each file names the section and what differs.
+
+// The group's state machine does not ask all of these yet.
+#![allow(dead_code)]
+
+pub mod admit;
+pub mod breaker;
+pub mod estimate;
+pub mod judge;
+pub mod retry;
+pub mod score;
+pub mod size;
+
+#[cfg(test)]
+mod contest;
