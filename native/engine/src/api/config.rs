@@ -19,6 +19,18 @@ pub enum Requirement {
     Rdma,
 }
 
+/// How large writes are spread over the rails of a peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Spray {
+    /// By load, speed and distance, as they are at the moment.
+    #[default]
+    Adaptive,
+    /// Each rail in its turn, waiting for it if it is full: for comparison.
+    RoundRobin,
+    /// Any rail, by this seed: for comparison.
+    Random(u64),
+}
+
 /// How an engine is opened. Every field has a default that suits a laptop and a cluster alike.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
@@ -46,6 +58,7 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
     pub op_timeout: Duration,
+    pub spray: Spray,
     pub nics: NicConfig,
 }
 
@@ -108,6 +121,7 @@ impl Default for EngineConfig {
             stage_foreign: false,
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
+            spray: Spray::default(),
             nics: NicConfig::default(),
         }
     }

@@ -9,7 +9,7 @@ mod imm;
 mod op;
 
 pub use address::{Endpoint, EngineAddress, EngineId};
-pub use config::{EngineConfig, NicConfig, Requirement, Spin, MAX_RAILS};
+pub use config::{EngineConfig, NicConfig, Requirement, Spin, Spray, MAX_RAILS};
 pub(crate) use descriptor::check_range;
 pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;

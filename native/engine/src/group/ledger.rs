@@ -4,7 +4,10 @@
 use slab::Slab;
 
 use super::{PeerKey, TransferKey};
-use crate::domain::{Count, LinkId, Token, WorkRequest};
+use crate::{
+    domain::{Count, LinkId, Token, WorkRequest},
+    time::Time,
+};
 
 /// Marks tokens that name a slice; those of transports without receipts name a transfer directly.
 const SLICE: u32 = 1 << 31;
@@ -22,6 +25,10 @@ pub(super) struct Slice {
     pub confirm: Option<u32>,
     /// How often its bytes have been sent before.
     pub tries: u8,
+    pub posted: Time,
+    /// Its bytes, and those that its link had under way before it.
+    pub bytes: u64,
+    pub queued: u64,
     /// Grows with every slice: the order in which those of one link were posted.
     pub order: u64,
 }

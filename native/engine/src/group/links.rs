@@ -43,12 +43,12 @@ impl Group {
         if route.state != State::Up {
             return;
         }
-        for pair in route.rested(now) {
+        for pair in route.returns.due(now) {
             match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
                 Ok(link) => route.try_pair(pair, link),
                 Err(e) => {
                     tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
-                    self.returns.insert((route.miss(now, pair), peer));
+                    self.returns.insert((route.returns.miss(now, pair), peer));
                 }
             }
         }
@@ -71,7 +71,7 @@ impl Group {
                 } else if down.ours && route.misses(down.pair, rails) {
                     let device = rails[rail].device();
                     tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
-                    self.returns.insert((route.miss(now, down.pair), peer));
+                    self.returns.insert((route.returns.miss(now, down.pair), peer));
                 }
             }
             self.mourn(now, peer, (&down, &cause, receipt), rails, sink);
@@ -91,7 +91,7 @@ impl Group {
                 route.failed(rails, pair, cause);
                 if route.misses(pair, rails) {
                     // Other rails work: this one is looked after in the background.
-                    self.returns.insert((route.miss(now, pair), peer));
+                    self.returns.insert((route.returns.miss(now, pair), peer));
                 }
             }
             State::Idle | State::Lost => {}

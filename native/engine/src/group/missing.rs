@@ -84,7 +84,7 @@ pub(super) fn questions(slices: Vec<Slice>, kind: Receipts, acked: &Acked) -> Ve
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{domain::WorkRequest, group::TransferKey};
+    use crate::{domain::WorkRequest, group::TransferKey, time::Time};
 
     fn slice(imm: u32, n: u32) -> Slice {
         Slice {
@@ -95,6 +95,9 @@ mod tests {
             pin: None,
             confirm: None,
             tries: 0,
+            posted: Time(0),
+            bytes: 0,
+            queued: 0,
             order: 0,
         }
     }

@@ -10,8 +10,10 @@ mod links;
 mod missing;
 mod notes;
 pub mod policy;
+mod returns;
 mod route;
 mod slices;
+mod spray;
 mod transfer;
 
 use std::collections::{BTreeSet, HashMap};
@@ -19,8 +21,8 @@ use std::collections::{BTreeSet, HashMap};
 use slab::Slab;
 
 use crate::{
-    api::{EngineAddress, EngineId},
-    domain::{Completion, Count, Domain, DomainError, LinkId, Token},
+    api::{EngineAddress, EngineId, Spray},
+    domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
     engine::HandleRef,
     time::Time,
     EngineError,
@@ -60,6 +62,7 @@ pub(crate) struct Policy {
     pub tcp_was_asked_for: bool,
     /// How long a dead peer may look alive on some of its rails.
     pub peer_timeout: std::time::Duration,
+    pub spray: Spray,
 }
 
 /// What became of a request when `seal` was called.
@@ -81,6 +84,8 @@ pub(crate) struct Group {
     /// When peers should have said what came over a lost link.
     patience: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
+    /// When links are looked at that may have stalled.
+    look_at: Time,
     /// When it is clear that a rail was lost, and not its peer.
     verdicts: BTreeSet<(Time, TransferKey)>,
     policy: Policy,
@@ -90,7 +95,7 @@ pub(crate) struct Group {
 
 impl Group {
     pub fn new(policy: Policy) -> Self {
-        Self { policy, ..Self::default() }
+        Self { policy, look_at: Time::NEVER, ..Self::default() }
     }
 
     /// The peer with this address; made known if it wasn't.
@@ -98,7 +103,8 @@ impl Group {
         if let Some(key) = self.by_id.get(&address.id) {
             return *key;
         }
-        let key = self.peers.insert(Route::new(address.clone())) as PeerKey;
+        let key =
+            self.peers.insert(Route::new(address.clone(), self.policy.spray.choice())) as PeerKey;
         self.by_id.insert(address.id, key);
         key
     }
@@ -125,8 +131,8 @@ impl Group {
         transfer.peer = peer;
         let route = &mut self.peers[peer as usize];
         if route.state == State::Up && route.backlog.is_empty() {
-            match post_slices(key, transfer, &mut op, route, (rails, &mut self.ledger)) {
-                Posted::All => return,
+            match post_slices(now, key, transfer, &mut op, route, (rails, &mut self.ledger)) {
+                Posted::All => return self.look_soon(now, peer),
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
                 Posted::Part => {}
             }
@@ -222,9 +228,9 @@ impl Group {
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
-                route.up(Pair { rail, endpoint }, (link, name), note, rails);
+                route.up(now, Pair { rail, endpoint }, (link, name), note, rails);
                 for pair in route.take_failed(rails) {
-                    self.returns.insert((route.miss(now, pair), key));
+                    self.returns.insert((route.returns.miss(now, pair), key));
                 }
                 self.ask(key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
@@ -268,6 +274,10 @@ impl Group {
             self.returns.remove(&(at, peer));
             self.seek_missing(now, peer, rails);
         }
+        if self.look_at <= now {
+            moved = true;
+            self.look(now, rails);
+        }
         while let Some((at, peer)) = self.patience.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
             self.patience.remove(&(at, peer));
@@ -281,7 +291,7 @@ impl Group {
         let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
         let patience = self.patience.first().map_or(Time::NEVER, |(t, _)| *t);
-        first.min(returns).min(verdicts).min(patience)
+        first.min(returns).min(verdicts).min(patience).min(self.look_at)
     }
 
     /// Fails whatever is left, once and for all.
@@ -296,6 +306,7 @@ impl Group {
         self.verdicts.clear();
         self.patience.clear();
         self.ledger.clear();
+        self.look_at = Time::NEVER;
         for mut transfer in std::mem::take(&mut self.transfers) {
             transfer.1.fail(EngineError::Closed);
             transfer.1.deliver(sink);
@@ -325,11 +336,12 @@ impl Group {
             false => Transfer::of_token(token),
             true => {
                 let Some(slice) = self.ledger.take(token) else { return };
+                let heals = rails[rail].receipts() != Receipts::None;
                 let route = &mut self.peers[slice.peer as usize];
                 match &result {
-                    Ok(()) => route.acknowledged(rails, slice.link, slice.count()),
+                    Ok(()) => route.acknowledged(now, rails, &slice),
                     // The link goes down next.
-                    Err(e) if e.is_loss() && slice.may_return() => {
+                    Err(e) if e.is_loss() && slice.may_return() && heals => {
                         return route.healing.fall(slice)
                     }
                     Err(_) => {}
@@ -432,7 +444,7 @@ impl Group {
             }
             let Some((key, mut op)) = route.backlog.pop_front() else { return moved };
             let transfer = &mut self.transfers[key.slot as usize];
-            match post_slices(key, transfer, &mut op, route, (rails, &mut self.ledger)) {
+            match post_slices(now, key, transfer, &mut op, route, (rails, &mut self.ledger)) {
                 Posted::Part => {
                     route.backlog.push_front((key, op));
                     return moved;
@@ -441,6 +453,7 @@ impl Group {
                 Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
             }
             moved = true;
+            self.look_soon(now, peer);
             self.transfers[key.slot as usize].waiting -= 1;
             self.backlogged -= 1;
             self.settle(key, sink);

@@ -7,7 +7,10 @@ use std::{
 
 use smallvec::SmallVec;
 
-use super::{heal::Healing, slices::BoundOp, transfer::TransferKey, Policy, Rails};
+use super::{
+    heal::Healing, ledger::Slice, policy::score::Choice, returns::Returns, slices::BoundOp,
+    spray::Gauge, transfer::TransferKey, Policy, Rails,
+};
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
     domain::{Count, DomainError, LinkId, LinkName, Receipts},
@@ -17,10 +20,6 @@ use crate::{
 
 /// Names a peer within its group.
 pub(crate) type PeerKey = u32;
-
-/// How long a lost rail is left alone at first, and at most.
-const REST: Duration = Duration::from_millis(50);
-const LONGEST_REST: Duration = Duration::from_secs(5);
 
 /// So often connecting is tried again at once if it was cut off.
 const MOST_ATTEMPTS: u32 = 3;
@@ -66,6 +65,7 @@ pub(super) struct Link {
     pub ours: bool,
     /// What the peer has acknowledged of our counts.
     pub acked: Acked,
+    pub gauge: Gauge,
     note: String,
 }
 
@@ -95,14 +95,6 @@ impl Acked {
     }
 }
 
-/// A rail that was lost while others went on: it is looked after until it is back.
-#[derive(Debug)]
-struct Missing {
-    pair: Pair,
-    rest: Duration,
-    again_at: Time,
-}
-
 /// See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
@@ -112,11 +104,13 @@ pub(super) struct Route {
     links: SmallVec<[Link; 1]>,
     /// How many links at the front share the transport in use.
     active: usize,
-    /// Where the next work request goes.
+    /// Where the next small work request goes.
     turn: usize,
+    /// Where the next large one goes.
+    pub choice: Choice,
     trying: SmallVec<[(Pair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
-    missing: SmallVec<[Missing; 1]>,
+    pub returns: Returns,
     /// Pairs that failed before any other was up.
     failed: SmallVec<[Pair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
@@ -136,16 +130,17 @@ pub(super) struct Route {
 }
 
 impl Route {
-    pub fn new(address: EngineAddress) -> Self {
+    pub fn new(address: EngineAddress, choice: Choice) -> Self {
         Self {
             address,
             state: State::Idle,
             links: SmallVec::new(),
             active: 0,
             turn: 0,
+            choice,
             trying: SmallVec::new(),
             untried: VecDeque::new(),
-            missing: SmallVec::new(),
+            returns: Returns::default(),
             failed: SmallVec::new(),
             reasons: Vec::new(),
             telling: None,
@@ -197,7 +192,7 @@ impl Route {
         self.cut_off = false;
         self.reasons.clear();
         self.untried.clear();
-        self.missing.clear();
+        self.returns.clear();
         self.failed.clear();
         self.telling = None;
         for kind in kinds(rails) {
@@ -294,10 +289,25 @@ impl Route {
         }
     }
 
-    pub fn up(&mut self, pair: Pair, (id, name): (LinkId, LinkName), note: String, rails: &Rails) {
+    pub fn up(
+        &mut self,
+        now: Time,
+        pair: Pair,
+        (id, name): (LinkId, LinkName),
+        note: String,
+        rails: &Rails,
+    ) {
         let ours = self.tried(pair.rail, id).is_some();
-        self.missing.retain(|m| m.pair != pair);
-        self.links.push(Link { pair, id, name, ours, acked: Acked::default(), note });
+        self.returns.up(now, pair);
+        self.links.push(Link {
+            pair,
+            id,
+            name,
+            ours,
+            acked: Acked::default(),
+            gauge: Gauge::new(now),
+            note,
+        });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;
@@ -332,17 +342,20 @@ impl Route {
 
     /// Work of ours is done, and its count known to have arrived.
     #[inline]
-    pub fn acknowledged(
-        &mut self,
-        rails: &Rails,
-        (rail, id): (usize, LinkId),
-        count: Option<Count>,
-    ) {
+    pub fn acknowledged(&mut self, now: Time, rails: &Rails, slice: &Slice) {
         self.revivals.1 = 0;
-        let Some(count) = count else { return };
-        if let Some(link) = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id)) {
+        let (rail, id) = slice.link;
+        let link = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id));
+        let Some(link) = link else { return };
+        link.gauge.done(now, slice);
+        if let Some(count) = slice.count() {
             link.acked.add(rails[rail].receipts(), count);
         }
+    }
+
+    /// The links to post on, and what chooses among them.
+    pub fn links_and_choice(&mut self) -> (&mut [Link], &mut Choice) {
+        (&mut self.links[..self.active], &mut self.choice)
     }
 
     /// The link that its ends call so.
@@ -363,28 +376,6 @@ impl Route {
         let mut failed = std::mem::take(&mut self.failed);
         failed.retain(|p| self.misses(*p, rails));
         failed
-    }
-
-    /// Has a lost rail tried again after a rest that grows; returns when.
-    pub fn miss(&mut self, now: Time, pair: Pair) -> Time {
-        if let Some(m) = self.missing.iter_mut().find(|m| m.pair == pair) {
-            m.rest = (m.rest * 2).min(LONGEST_REST);
-            m.again_at = now.after(m.rest);
-            return m.again_at;
-        }
-        let again_at = now.after(REST);
-        self.missing.push(Missing { pair, rest: REST, again_at });
-        again_at
-    }
-
-    /// Lost rails whose rest is over; they come back here by `miss` or leave by `up`.
-    pub fn rested(&mut self, now: Time) -> SmallVec<[Pair; 1]> {
-        let mut pairs = SmallVec::new();
-        for m in self.missing.iter_mut().filter(|m| m.again_at <= now) {
-            m.again_at = Time::NEVER;
-            pairs.push(m.pair);
-        }
-        pairs
     }
 
     /// The engine's words for what a rail's domain said about this peer.

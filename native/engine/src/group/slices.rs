@@ -1,18 +1,27 @@
 //! Cutting operations into work requests, and handing them to the links in turn.
 
+use smallvec::SmallVec;
+
 use super::{
     ledger::{Ledger, Slice},
+    policy::{
+        score::Load,
+        size::{slicing, SMALLEST},
+    },
     route::Route,
+    spray,
     transfer::{Transfer, TransferKey},
     PeerKey, Rails,
 };
-use crate::domain::{Caps, Count, Data, DomainError, Post, Receipts, WorkRequest};
+use crate::{
+    api::MAX_RAILS,
+    domain::{Caps, Count, Data, DomainError, Post, Receipts, WorkRequest},
+    time::Time,
+};
 
 /// A contiguous write is spread over several rails only from here on: below, a second work request
 /// and the confirming one cost more than the second wire brings.
 const SPREAD: u64 = 256 << 10;
-/// Pieces of a spread write end on these bounds of the source's offsets, bytes.
-const GRAIN: u64 = 4096;
 
 /// An operation bound to one peer, with how far it has been posted.
 #[derive(Debug)]
@@ -82,13 +91,14 @@ pub(super) enum Posted {
 /// Posts slices of `op` until it is all posted or the links are full.
 #[inline]
 pub(super) fn post_slices(
+    now: Time,
     key: TransferKey,
     transfer: &mut Transfer,
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> Posted {
-    let mut lanes = match Lanes::new(route, rails, ledger, op) {
+    let mut lanes = match Lanes::new(now, route, rails, ledger, op) {
         Ok(lanes) => lanes,
         Err((rail, e)) => return Posted::Failed(rail, e),
     };
@@ -96,7 +106,7 @@ pub(super) fn post_slices(
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            return whole(lanes.post(key, transfer, &op.wr, op.confirm));
+            return whole(lanes.post(key, transfer, (&op.wr, 0), op.confirm));
         }
     };
     let cut = match op.cut {
@@ -114,10 +124,10 @@ pub(super) fn post_slices(
         None => {
             let cut = choose_cut(data, &lanes.caps(), lanes.len());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
-                let posted = whole(lanes.post(key, transfer, &op.wr, op.confirm));
+                let posted = whole(lanes.post(key, transfer, (&op.wr, 0), op.confirm));
                 return match (posted, op.confirm) {
                     (Posted::All, Some(confirm)) => {
-                        all_posted(confirm, key, transfer, op, route, (rails, ledger))
+                        all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
                     }
                     (posted, _) => posted,
                 };
@@ -131,7 +141,7 @@ pub(super) fn post_slices(
     }
     while op.page < data.pages {
         let slice = next_slice(data, op.page, op.byte, cut);
-        let (pages, bytes) = (slice.pages, slice.page_len);
+        let (pages, bytes, slice_bytes) = (slice.pages, slice.page_len, slice.bytes());
         // A page that is cut carries no immediate: the confirming write counts it (IC-1, IC-2).
         let count = count.filter(|_| !cut_pages).map(|c| Count { imm: c.imm, n: pages });
         let wr = match &op.wr {
@@ -139,7 +149,9 @@ pub(super) fn post_slices(
             WorkRequest::Prepare { .. } => WorkRequest::Prepare { data: slice },
             _ => WorkRequest::Write { data: slice, count },
         };
-        match lanes.post(key, transfer, &wr, op.confirm) {
+        let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
+        let behind = behind.saturating_sub(slice_bytes);
+        match lanes.post(key, transfer, (&wr, behind), op.confirm) {
             Ok(Post::Full) => return Posted::Part,
             Ok(_) => {}
             Err((rail, e)) => return Posted::Failed(rail, e),
@@ -151,7 +163,7 @@ pub(super) fn post_slices(
         }
     }
     match op.confirm {
-        Some(confirm) => all_posted(confirm, key, transfer, op, route, (rails, ledger)),
+        Some(confirm) => all_posted(confirm, now, key, transfer, op, route, (rails, ledger)),
         None => Posted::All,
     }
 }
@@ -160,6 +172,7 @@ pub(super) fn post_slices(
 /// it is its count.
 fn all_posted(
     confirm: u32,
+    now: Time,
     key: TransferKey,
     transfer: &mut Transfer,
     op: &mut BoundOp,
@@ -170,7 +183,7 @@ fn all_posted(
         Some(count) => {
             op.wr = WorkRequest::Count(count);
             op.confirm = None;
-            post_slices(key, transfer, op, route, (rails, ledger))
+            post_slices(now, key, transfer, op, route, (rails, ledger))
         }
         None => Posted::All,
     }
@@ -187,6 +200,7 @@ fn whole(posted: Result<Post, (usize, DomainError)>) -> Posted {
 
 /// The links of a peer that an operation may use.
 struct Lanes<'a> {
+    now: Time,
     route: &'a mut Route,
     rails: &'a mut Rails,
     ledger: &'a mut Ledger,
@@ -200,6 +214,7 @@ struct Lanes<'a> {
 impl<'a> Lanes<'a> {
     #[inline]
     fn new(
+        now: Time,
         route: &'a mut Route,
         rails: &'a mut Rails,
         ledger: &'a mut Ledger,
@@ -213,7 +228,7 @@ impl<'a> Lanes<'a> {
             (None, _) => None,
         };
         let (peer, pin, tries) = (op.peer, op.pin, op.tries);
-        Ok(Self { route, rails, ledger, peer, pin, tries, only })
+        Ok(Self { now, route, rails, ledger, peer, pin, tries, only })
     }
 
     #[inline]
@@ -237,59 +252,127 @@ impl<'a> Lanes<'a> {
         .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
     }
 
-    /// Posts on the link whose turn it is, or on the next one that is up and has room.
+    /// Posts on one of the links: small work on the one whose turn it is, or on the next one that has
+    /// room; large work where the policy says. `behind`: bytes of the same operation after these.
     #[inline]
     fn post(
         &mut self,
         key: TransferKey,
         transfer: &mut Transfer,
-        wr: &WorkRequest,
+        (wr, behind): (&WorkRequest, u64),
         confirm: Option<u32>,
     ) -> Result<Post, (usize, DomainError)> {
-        let first = match self.only {
-            Some(only) => only,
-            None => self.route.turn(),
+        let bytes = match wr {
+            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
+            _ => 0,
         };
-        let links = self.route.active();
-        let (mut full, mut failed) = (false, None);
-        for i in 0..self.len() {
-            let at = first + i;
-            let link = &links[if at < links.len() { at } else { at - links.len() }];
-            let rail = link.pair.rail;
-            let domain = &mut self.rails[rail];
-            let heals = domain.receipts() != Receipts::None;
-            let token = match heals {
-                false => Transfer::token(key, confirm),
-                true => self.ledger.enter(Slice {
-                    owner: key,
-                    peer: self.peer,
-                    link: (rail, link.id),
-                    wr: wr.clone(),
-                    pin: self.pin,
-                    confirm,
-                    tries: self.tries,
-                    order: 0,
-                }),
-            };
-            let posted = domain.post(link.id, token, wr);
-            if posted != Ok(Post::Queued) {
-                self.ledger.take(token);
+        let n = self.route.active().len();
+        let mut tried = Tried { full: SmallVec::from_elem(false, n), waits: false, failed: None };
+        if let Some(only) = self.only {
+            if let Some(post) =
+                self.post_on(only, key, transfer, (wr, bytes), confirm, &mut tried)?
+            {
+                return Ok(post);
             }
-            match posted {
-                Ok(Post::Full) => full = true,
-                Ok(post) => {
-                    transfer.slice_posted(confirm, post == Post::Queued);
+            return tried.end();
+        }
+        if bytes < SMALLEST {
+            let first = self.route.turn();
+            for i in 0..n {
+                let at = (first + i) % n;
+                if let Some(post) =
+                    self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)?
+                {
                     return Ok(post);
                 }
-                // Nothing was posted: another may carry it, or the link that replaces this one.
-                Err(e) if e.is_loss() => match heals {
-                    true => full = true,
-                    false => failed = Some((rail, e)),
-                },
-                Err(e) => return Err((rail, e)),
+            }
+            return tried.end();
+        }
+        loop {
+            let (links, choice) = self.route.links_and_choice();
+            let views = spray::views(self.now, links, &tried.full, bytes);
+            let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
+                return tried.end();
+            };
+            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)? {
+                return Ok(post);
             }
         }
-        match failed.filter(|_| !full) {
+    }
+
+    /// Posts on one link, if it has room and isn't failing.
+    #[inline]
+    fn post_on(
+        &mut self,
+        at: usize,
+        key: TransferKey,
+        transfer: &mut Transfer,
+        (wr, bytes): (&WorkRequest, u64),
+        confirm: Option<u32>,
+        tried: &mut Tried,
+    ) -> Result<Option<Post>, (usize, DomainError)> {
+        let (links, _) = self.route.links_and_choice();
+        let several = links.len() > 1;
+        let link = &mut links[at];
+        let rail = link.pair.rail;
+        let domain = &mut self.rails[rail];
+        let heals = domain.receipts() != Receipts::None;
+        let known = heals || several;
+        let token = match known {
+            false => Transfer::token(key, confirm),
+            true => self.ledger.enter(Slice {
+                owner: key,
+                peer: self.peer,
+                link: (rail, link.id),
+                wr: wr.clone(),
+                pin: self.pin,
+                confirm,
+                tries: self.tries,
+                posted: self.now,
+                bytes,
+                queued: link.gauge.queued,
+                order: 0,
+            }),
+        };
+        let posted = domain.post(link.id, token, wr);
+        if known && posted != Ok(Post::Queued) {
+            self.ledger.take(token);
+        }
+        match posted {
+            Ok(Post::Full) => (tried.full[at], tried.waits) = (true, true),
+            Ok(post) => {
+                if known && post == Post::Queued {
+                    link.gauge.posted(self.now, bytes);
+                }
+                transfer.slice_posted(confirm, post == Post::Queued);
+                return Ok(Some(post));
+            }
+            // Nothing was posted: another may carry it, or the link that replaces this one.
+            Err(e) if e.is_loss() => {
+                tried.full[at] = true;
+                match heals {
+                    true => tried.waits = true,
+                    false => tried.failed = Some((rail, e)),
+                }
+            }
+            Err(e) => return Err((rail, e)),
+        }
+        Ok(None)
+    }
+}
+
+/// Links that didn't take a work request.
+struct Tried {
+    full: SmallVec<[bool; MAX_RAILS]>,
+    /// One of them may take it later.
+    waits: bool,
+    failed: Option<(usize, DomainError)>,
+}
+
+impl Tried {
+    /// None took it: it waits, unless none ever will.
+    fn end(self) -> Result<Post, (usize, DomainError)> {
+        match self.failed.filter(|_| !self.waits) {
             Some(failed) => Err(failed),
             None => Ok(Post::Full),
         }
@@ -319,11 +402,11 @@ fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, Domain
 fn choose_cut(data: &Data, caps: &Caps, links: usize) -> Cut {
     let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
     if links > 1 {
-        let n = links as u64;
-        cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).max(1);
-        if u64::from(data.pages) < n && data.page_len >= SPREAD {
-            let piece = data.page_len.div_ceil(n).next_multiple_of(GRAIN);
-            cut.bytes = cut.bytes.min(piece);
+        let slice = slicing(data.bytes(), links).size;
+        let chunk = u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX);
+        cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).min(chunk).max(1);
+        if (data.pages as usize) < links && data.page_len >= SPREAD {
+            cut.bytes = cut.bytes.min(slice);
         }
     }
     cut
@@ -397,11 +480,13 @@ mod tests {
         let caps = Caps { max_bytes: 1 << 30, max_pages: 32, max_message: 0 };
         let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links);
         assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
-        assert_eq!(cut(1 << 20, 1, 4).bytes, 1 << 18);
-        assert_eq!(cut((1 << 20) + 1, 1, 4).bytes, (1 << 18) + GRAIN);
+        assert_eq!(cut(1 << 20, 1, 4).bytes, 64 << 10);
+        assert_eq!(cut(1 << 30, 1, 4).bytes, 8 << 20);
         assert_eq!(cut(1 << 20, 4, 4), Cut { bytes: 1 << 30, pages: 1 });
+        // Pages are never cut for this, and go in chunks of a slice at least.
         assert_eq!(cut(1024, 100, 4).pages, 25);
         assert_eq!(cut(1024, 1000, 4).pages, 32);
+        assert_eq!(cut(16 << 10, 1000, 4).pages, 8);
         assert_eq!(cut(1024, 1000, 1), Cut { bytes: 1 << 30, pages: 32 });
     }
 }

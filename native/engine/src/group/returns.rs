@@ -1,0 +1,91 @@
+//! Rails that were lost while others went on: when they are tried again.
+//!
+//! Each pair of NICs has a breaker. A link that is lost opens it, an attempt to connect is its probe,
+//! and one that is up again closes it. So a dead rail is back soon after it lives, and one that flaps
+//! rests ever longer.
+
+use smallvec::SmallVec;
+
+use super::{
+    policy::{
+        breaker::{Breaker, Pass},
+        judge::Outcome,
+    },
+    route::Pair,
+};
+use crate::time::Time;
+
+#[derive(Debug)]
+struct Missing {
+    pair: Pair,
+    /// Leave for the attempt that is under way.
+    probe: Option<Pass>,
+    again_at: Time,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Returns {
+    missing: SmallVec<[Missing; 1]>,
+    health: SmallVec<[(Pair, Breaker); 1]>,
+}
+
+impl Returns {
+    /// Nobody looks after lost rails any more; what is known of their health stays.
+    pub fn clear(&mut self) {
+        self.missing.clear();
+    }
+
+    /// A link was lost, or an attempt to bring it back has failed. When to try again.
+    pub fn miss(&mut self, now: Time, pair: Pair) -> Time {
+        let at = self.missing.iter().position(|m| m.pair == pair);
+        let probe = at.and_then(|at| self.missing[at].probe.take());
+        let breaker = self.breaker(now, pair);
+        if let Some(pass) = probe.or_else(|| breaker.permit(now)) {
+            breaker.report(now, pass, Outcome::Failed);
+        }
+        let again_at = breaker.opens();
+        match at {
+            Some(at) => self.missing[at].again_at = again_at,
+            None => self.missing.push(Missing { pair, probe: None, again_at }),
+        }
+        again_at
+    }
+
+    /// The link is up.
+    pub fn up(&mut self, now: Time, pair: Pair) {
+        let Some(at) = self.missing.iter().position(|m| m.pair == pair) else { return };
+        let missing = self.missing.swap_remove(at);
+        let breaker = self.breaker(now, pair);
+        // The peer may have been quicker than our own probe.
+        if let Some(pass) = missing.probe.or_else(|| breaker.permit(now)) {
+            breaker.report(now, pass, Outcome::Good);
+        }
+    }
+
+    /// Lost rails that may be tried now; they come back by `miss` or leave by `up`.
+    pub fn due(&mut self, now: Time) -> SmallVec<[Pair; 1]> {
+        let mut pairs = SmallVec::new();
+        for i in 0..self.missing.len() {
+            if self.missing[i].again_at > now {
+                continue;
+            }
+            let pair = self.missing[i].pair;
+            let probe = self.breaker(now, pair).permit(now);
+            self.missing[i].probe = probe;
+            self.missing[i].again_at = Time::NEVER;
+            pairs.push(pair);
+        }
+        pairs
+    }
+
+    fn breaker(&mut self, now: Time, pair: Pair) -> &mut Breaker {
+        let at = match self.health.iter().position(|(p, _)| *p == pair) {
+            Some(at) => at,
+            None => {
+                self.health.push((pair, Breaker::new(now)));
+                self.health.len() - 1
+            }
+        };
+        &mut self.health[at].1
+    }
+}

@@ -1,0 +1,141 @@
+//! Which of a peer's links takes a slice, and which of them has stalled: what is measured, and the
+//! policies applied to it (TENT §3.3, §3.4).
+
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::{
+    ledger::Slice,
+    policy::{
+        estimate::Estimate,
+        judge,
+        score::{Choice, RailView, Tier},
+    },
+    route::{Link, PeerKey, State},
+    Group, Rails,
+};
+use crate::{
+    api::{Spray, MAX_RAILS},
+    domain::Receipts,
+    time::Time,
+};
+
+/// What a rail is taken for until it has carried something: 400 Gb/s, bytes per ns.
+const NOMINAL: f64 = 50.0;
+/// Bytes that a link may have under way, or so many slices if those are large: what is posted can't
+/// change its rail any more.
+const WINDOW: u64 = 8 << 20;
+const WINDOW_SLICES: u64 = 4;
+/// How often links are looked at that may have stalled.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What is measured of one link.
+#[derive(Debug)]
+pub(super) struct Gauge {
+    estimate: Estimate,
+    /// Bytes under way.
+    pub queued: u64,
+    /// Since when it has had something to do and finished nothing.
+    waiting_since: Time,
+    finished: Time,
+}
+
+impl Gauge {
+    pub fn new(now: Time) -> Self {
+        Self { estimate: Estimate::new(NOMINAL), queued: 0, waiting_since: now, finished: Time(0) }
+    }
+
+    #[inline]
+    pub fn posted(&mut self, now: Time, bytes: u64) {
+        if self.queued == 0 {
+            self.waiting_since = now;
+        }
+        self.queued += bytes;
+    }
+
+    #[inline]
+    pub fn done(&mut self, now: Time, slice: &Slice) {
+        self.queued = self.queued.saturating_sub(slice.bytes);
+        (self.waiting_since, self.finished) = (now, now);
+        self.estimate.completed(now, slice.posted, slice.bytes, slice.queued);
+    }
+
+    fn has_room(&self, length: u64) -> bool {
+        self.queued == 0 || self.queued + length <= WINDOW.max(WINDOW_SLICES * length)
+    }
+
+    /// Whether it is overdue with what it has.
+    fn is_late(&self, now: Time) -> bool {
+        let expected = self.estimate.speed(now, 1).takes(self.queued);
+        let expected = Duration::from_nanos(expected as u64);
+        self.queued > 0 && now.since(self.waiting_since) > judge::patience(expected)
+    }
+}
+
+/// The links as the policy sees them. Those in `full` have no room, whatever their gauge says.
+pub(super) fn views(
+    now: Time,
+    links: &[Link],
+    full: &[bool],
+    length: u64,
+) -> SmallVec<[RailView; MAX_RAILS]> {
+    let view = |(link, full): (&Link, &bool)| RailView {
+        queued: link.gauge.queued,
+        speed: link.gauge.estimate.speed(now, link.gauge.queued),
+        tier: Tier::Near,
+        excluded: false,
+        room: !full && link.gauge.has_room(length),
+        paired: true,
+    };
+    links.iter().zip(full).map(view).collect()
+}
+
+impl Spray {
+    pub(super) fn choice(self) -> Choice {
+        match self {
+            Spray::Adaptive => Choice::adaptive(),
+            Spray::RoundRobin => Choice::round_robin(),
+            Spray::Random(seed) => Choice::random(seed),
+        }
+    }
+}
+
+impl Group {
+    /// Something was posted to a peer: if it has several links, one of them may stall.
+    #[inline]
+    pub(super) fn look_soon(&mut self, now: Time, peer: PeerKey) {
+        if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
+            self.look_at = now.after(LOOK);
+        }
+    }
+
+    /// Gives up links that have stalled while others of the same peer go on: what they carry is sent
+    /// another way, and their breaker opens.
+    pub(super) fn look(&mut self, now: Time, rails: &mut Rails) {
+        let mut busy = false;
+        for (_, route) in &mut self.peers {
+            let links = route.active();
+            if route.state != State::Up || links.len() < 2 {
+                continue;
+            }
+            busy |= links.iter().any(|l| l.gauge.queued > 0);
+            let finished: SmallVec<[Time; MAX_RAILS]> =
+                links.iter().map(|l| l.gauge.finished).collect();
+            for (i, link) in links.iter().enumerate() {
+                let since = link.gauge.waiting_since;
+                if link.gauge.is_late(now)
+                    && rails[link.pair.rail].receipts() != Receipts::None
+                    && judge::is_at_fault(i, since, now, &finished)
+                {
+                    let waited = now.since(since);
+                    tracing::warn!(peer = %route.address.label(), device = rails[link.pair.rail].device(), ?waited, "a rail has stalled");
+                    let why =
+                        format!("nothing was finished for {waited:?} while other rails went on");
+                    rails[link.pair.rail].disconnect(link.id, &why);
+                }
+            }
+        }
+        self.look_at = if busy { now.after(LOOK) } else { Time::NEVER };
+    }
+}
