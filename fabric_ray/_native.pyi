@@ -297,6 +297,21 @@ class Transfer:
     def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
         """Calls ``callback(self)`` on the engine's callback thread when it is over, at once if it
         is."""
+    def cancel(self) -> None:
+        """Ends it with :class:`Cancelled` unless it is over.
+
+        What was not posted never will be. What is under way may still land: reuse its buffers, on
+        both sides, once :attr:`quiesced` is true.
+        """
+    @property
+    def quiesced(self) -> bool | None:
+        """Whether nothing of it can land any more, nor touch its buffers.
+
+        ``None`` if that can't be known: a link that carried some of it was lost, and its other
+        end did not confirm that it is down.
+        """
+    def wait_quiesced(self, timeout: float | None = None) -> bool | None:
+        """Waits until :attr:`quiesced`, at most so many seconds, and returns it."""
     def flag(self, device: int | None = None) -> Flag:
         """For loops that poll: true once the transfer is over.
 

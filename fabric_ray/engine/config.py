@@ -22,6 +22,7 @@ _ENVIRONMENT = {
     "rail_rules": "FABRIC_RAY_RAILS",
     "gid_index": "FABRIC_RAY_GID_INDEX",
     "pkey_index": "FABRIC_RAY_PKEY_INDEX",
+    "spray": "FABRIC_RAY_SPRAY",
     "service_level": "FABRIC_RAY_SERVICE_LEVEL",
     "traffic_class": "FABRIC_RAY_TRAFFIC_CLASS",
     "libfabric_provider": "FABRIC_RAY_LIBFABRIC_PROVIDER",
@@ -82,6 +83,10 @@ class EngineConfig(BaseModel):
 
     max_rails: int = Field(default=4, ge=1, le=4)
     """At most this many NICs side by side."""
+
+    spray: Literal["adaptive", "round_robin", "random"] = "adaptive"
+    """Which NIC takes the next slice of a large write: the one that will be done with it first, or,
+    for comparison, each in its turn or any."""
 
     gpu: str | None = None
     """PCI address of the GPU that the engine serves, for the choice of NICs."""
@@ -154,6 +159,7 @@ class EngineConfig(BaseModel):
         return {
             "names": list(self.nics),
             "max_rails": self.max_rails,
+            "spray": self.spray,
             "gpu": self.gpu,
             "rules": self.rail_rules,
             "gid_index": self.gid_index,

@@ -13,7 +13,7 @@ import torch
 
 from fabric_ray import Batch, RegionDescriptor, TransferEngine, pages
 from fabric_ray.engine import EngineAddress, Region, RemoteRegion
-from fabric_ray.errors import PeerLost, TransferTimeout
+from fabric_ray.errors import Cancelled, PeerLost, TransferTimeout
 from tests.processes import within
 
 Pair = tuple[TransferEngine, TransferEngine]
@@ -281,6 +281,33 @@ def test_a_peer_that_closes_ends_what_waits_for_it(pair: Pair) -> None:
         waiting.wait(10)
     assert lost.value.peer.startswith("b#")
     assert isinstance(lost.value, ConnectionError)
+
+
+def test_mr_1_what_is_cancelled_says_when_its_buffers_are_free(pair: Pair) -> None:
+    a, b = pair
+    waiting = b.counter().expect(1)
+    waiting.cancel()
+    with pytest.raises(Cancelled, match="expectation"):
+        waiting.wait(10)
+    assert waiting.quiesced
+    src, dst = filled(a, 64 << 20), b.alloc(64 << 20)
+    there = importing(a, dst)
+    a.write(src, there).wait(10)
+    cancelled = 0
+    for _ in range(20):
+        transfer = a.write(src, there)
+        transfer.cancel()
+        assert transfer.wait_quiesced(10) is True
+        dst.numpy()[:] = 0xEE
+        cancelled += isinstance(transfer.exception(), Cancelled)
+        a.write(src, there, nbytes=8).wait(10)
+        assert (dst.numpy()[8:] == 0xEE).all()
+    assert cancelled > 0
+    transfer = a.write(src, there)
+    transfer.wait(10)
+    transfer.cancel()
+    assert transfer.exception() is None
+    assert transfer.quiesced
 
 
 def test_an_expectation_keeps_its_counter(pair: Pair) -> None:

@@ -58,7 +58,6 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
     pub op_timeout: Duration,
-    pub spray: Spray,
     pub nics: NicConfig,
 }
 
@@ -69,6 +68,7 @@ pub struct NicConfig {
     pub names: Vec<String>,
     /// At most this many rails, 1 to 4.
     pub max_rails: usize,
+    pub spray: Spray,
     /// The GPU that this engine serves, as a PCI address; the host's own memory if `None`.
     pub gpu: Option<String>,
     /// Pairing rules that override the topology, as in [`crate::topology`].
@@ -93,6 +93,7 @@ impl Default for NicConfig {
         Self {
             names: Vec::new(),
             max_rails: MAX_RAILS,
+            spray: Spray::default(),
             gpu: None,
             rules: None,
             gid_index: None,
@@ -121,7 +122,6 @@ impl Default for EngineConfig {
             stage_foreign: false,
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
-            spray: Spray::default(),
             nics: NicConfig::default(),
         }
     }

@@ -291,6 +291,16 @@ impl Counters {
         });
     }
 
+    /// Ends one expectation; its counts are there for others.
+    pub fn cancel(&self, imm: Imm, handle: &HandleRef) {
+        self.cell(imm.slot()).fail(|e| {
+            Arc::ptr_eq(&e.handle, handle).then(|| EngineError::Cancelled {
+                what: "expectation",
+                cause: "as was asked".into(),
+            })
+        });
+    }
+
     pub fn close(&self) {
         for page in self.pages.iter().filter_map(OnceLock::get) {
             for cell in page.iter() {

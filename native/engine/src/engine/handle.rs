@@ -16,8 +16,10 @@ use parking_lot::Mutex;
 use rustix::thread::futex;
 
 use super::{callbacks::Callbacks, Shared};
-use crate::{time::Time, EngineError, Result};
+use crate::{api::Imm, group::TransferKey, time::Time, EngineError, Result};
 
+/// How often a thread that waits for quiet looks.
+const LOOK: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
 /// Somebody sleeps on the state word.
 const SLEEPER: u32 = 2;
@@ -34,9 +36,30 @@ enum Hook {
     Notify(Arc<dyn Notify>, u64),
 }
 
+/// What a handle stands for, once that is known: how to end it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source {
+    Transfer(TransferKey),
+    Expectation(Imm),
+}
+
+/// Whether bytes of a transfer may still land (MR-1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quiet {
+    /// Some may: they are under way.
+    NotYet,
+    /// None can land any more, and no memory of it is touched.
+    Quiet,
+    /// The links that carried them are gone, and their other ends have not said so.
+    Unknown,
+}
+
 #[derive(Default)]
 pub(crate) struct Pending {
     state: AtomicU32,
+    /// 0 under way, 1 quiet, 2 unknown.
+    quiet: AtomicU32,
+    source: OnceLock<Source>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<Hook>>,
     shared: Weak<Shared>,
@@ -53,6 +76,24 @@ impl Pending {
     #[inline]
     pub fn is_done(&self) -> bool {
         self.state.load(Acquire) & DONE != 0
+    }
+
+    /// Says what it stands for.
+    pub fn is_of(&self, source: Source) {
+        let _ = self.source.set(source);
+    }
+
+    /// Nothing of it is under way any more, as far as that can be known.
+    pub fn over(&self, proven: bool) {
+        self.quiet.store(if proven { 1 } else { 2 }, Release);
+    }
+
+    fn quiet(&self) -> Quiet {
+        match self.quiet.load(Acquire) {
+            0 => Quiet::NotYet,
+            1 => Quiet::Quiet,
+            _ => Quiet::Unknown,
+        }
     }
 
     fn result(&self) -> Result<()> {
@@ -230,6 +271,51 @@ impl Handle {
             shared.cell.spin(&shared, &|| p.is_done(), Time::now().after(spin));
         }
         self.poll()
+    }
+
+    /// Ends it with [`EngineError::Cancelled`] unless it is over already. What was not posted never will
+    /// be; what is under way may still land: see [`Handle::quiet`].
+    pub fn cancel(&self) {
+        let Repr::Pending(p) = &self.repr else { return };
+        let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
+        let pending = Arc::clone(p);
+        // After the request itself, should that still wait for the lock.
+        shared.cell.post(
+            &shared,
+            Box::new(move |core, shared| match pending.source.get() {
+                Some(Source::Transfer(key)) => core.group.cancel(*key, &**shared),
+                Some(Source::Expectation(imm)) => shared.counters.cancel(*imm, &pending),
+                None => {}
+            }),
+        );
+    }
+
+    /// Whether bytes of it may still land. An expectation has none.
+    pub fn quiet(&self) -> Quiet {
+        match &self.repr {
+            Repr::Done(_) => Quiet::Quiet,
+            Repr::Pending(p) if matches!(p.source.get(), Some(Source::Expectation(_))) => {
+                Quiet::Quiet
+            }
+            Repr::Pending(p) => p.quiet(),
+        }
+    }
+
+    /// Waits at most `timeout` until nothing of it is under way any more; see [`Handle::quiet`].
+    pub fn wait_quiet(&self, timeout: Duration) -> Quiet {
+        let deadline = Time::now().after(timeout);
+        loop {
+            let quiet = self.quiet();
+            let Repr::Pending(p) = &self.repr else { return quiet };
+            if quiet != Quiet::NotYet || Time::now() >= deadline {
+                return quiet;
+            }
+            match p.shared.upgrade() {
+                Some(shared) => drop(shared.cell.poll_once(&shared)),
+                None => return quiet,
+            }
+            std::thread::sleep(LOOK);
+        }
     }
 
     /// Sets `flag` when the transfer is over, whatever the result.

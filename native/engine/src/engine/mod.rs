@@ -30,8 +30,8 @@ use crate::{
     EngineError, Result,
 };
 
-pub(crate) use handle::HandleRef;
-pub use handle::{Handle, Notify};
+pub use handle::{Handle, Notify, Quiet};
+pub(crate) use handle::{HandleRef, Source};
 pub use open::Transports;
 pub use peers::{Peer, PeerGroup};
 pub use receives::Delivery;

@@ -186,6 +186,7 @@ impl Shared {
             return Ok(Handle::done("expectation", Ok(())));
         }
         let pending = super::handle::Pending::new(self);
+        pending.is_of(super::Source::Expectation(imm));
         let ids = writers.iter().map(Peer::id).collect();
         let now = self.now();
         self.counters.expect(imm, n, (now, timeout), ids, Arc::clone(&pending));

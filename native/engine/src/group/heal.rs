@@ -47,6 +47,7 @@ struct Limbo {
     name: LinkName,
     rail: usize,
     cause: DomainError,
+    kind: Receipts,
     acked: u64,
     /// The immediates in question with what was acknowledged of each; empty if its counts keep order.
     imms: Vec<(u32, u64)>,
@@ -124,7 +125,8 @@ impl Group {
         // A read's bytes land here, and nothing of this link does any more.
         self.return_all(now, peer, back, rails, sink);
         if lost.is_empty() {
-            return;
+            // A question may have been lost with this link.
+            return self.ask(peer, rails, sink);
         }
         tracing::debug!(
             peer = %self.peers[peer as usize].address.label(),
@@ -134,13 +136,24 @@ impl Group {
         let until = now.after(self.policy.peer_timeout);
         let kind = rails[place.0].receipts();
         if kind == Receipts::ByImm && !link.acked.is_complete() {
-            return self.give_up(peer, lost, (rails, place.0, cause), sink);
+            self.give_up(peer, lost, (rails, place.0, cause), sink);
+            return self.ask(peer, rails, sink);
         }
         let limbos = &mut self.peers[peer as usize].healing.limbos;
         for (imms, slices) in missing::questions(lost, kind, &link.acked) {
             let (cause, acked) = (cause.clone(), link.acked.all);
             let (name, rail) = (link.name, place.0);
-            limbos.push(Limbo { name, rail, cause, acked, imms, slices, asked_by: None, until });
+            limbos.push(Limbo {
+                name,
+                rail,
+                cause,
+                kind,
+                acked,
+                imms,
+                slices,
+                asked_by: None,
+                until,
+            });
         }
         self.patience.insert((until, peer));
         self.ask(peer, rails, sink);
@@ -247,14 +260,20 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
-        let Limbo { slices, acked, imms, rail, cause, .. } = limbo;
+        let Limbo { slices, kind, acked, imms, rail, cause, .. } = limbo;
+        if tally == Tally::Unknown {
+            // Nor has the peer promised that its end is down (MR-1).
+            return self.give_up(peer, slices, (rails, rail, &cause), sink);
+        }
         let (plain, mut counted): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| s.count().is_none());
         counted.sort_by_key(|s| s.order);
-        let missing = match tally {
-            Tally::Unknown => Err(counted),
-            Tally::InOrder(all) => missing::in_order(counted, all.checked_sub(acked)),
-            Tally::ByImm(all) => missing::by_imm(counted, &imms, &all),
+        let missing = match (tally, kind) {
+            (Tally::InOrder(all), Receipts::InOrder) => {
+                missing::in_order(counted, all.checked_sub(acked))
+            }
+            (Tally::ByImm(all), Receipts::ByImm) => missing::by_imm(counted, &imms, &all),
+            _ => Err(counted),
         };
         match missing {
             Ok(missing) => {
@@ -336,8 +355,7 @@ impl Group {
             self.transfers[key.slot as usize].fail(error);
             return self.settle(key, sink);
         }
-        let pin = slices[0].pin.filter(|p| slices.iter().all(|s| s.pin == Some(*p)));
-        let confirm = transfer.open_confirm(peer, (pin, tries + 1), Some(count));
+        let confirm = transfer.open_confirm(peer, (None, tries + 1), Some(count));
         for slice in slices {
             if matches!(slice.wr, WorkRequest::Write { .. }) {
                 self.transfers[key.slot as usize].join_confirm(confirm);
@@ -345,7 +363,7 @@ impl Group {
             }
         }
         if let Some(count) = self.transfers[key.slot as usize].all_posted(confirm) {
-            let op = BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin).tried(tries + 1);
+            let op = BoundOp::new(peer, WorkRequest::Count(count)).tried(tries + 1);
             self.post_again(key, op);
         }
         self.drain_backlog(now, peer, rails, sink);
@@ -362,6 +380,7 @@ impl Group {
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         transfer.outstanding -= 1;
         if let Err(e) = result {
+            transfer.unproven = true;
             transfer.fail(e);
         }
         self.settle(key, sink);

@@ -20,7 +20,6 @@ pub(super) struct Slice {
     /// The rail and link that carry it.
     pub link: (usize, LinkId),
     pub wr: WorkRequest,
-    pub pin: Option<u8>,
     /// The confirmation that it is a piece for.
     pub confirm: Option<u32>,
     /// How often its bytes have been sent before.

@@ -40,6 +40,10 @@ pub(super) fn by_imm(
         let left = posted(*imm).checked_sub(came)?;
         Some((*imm, u32::try_from(left).ok()?))
     });
+    let asked = |s: &Slice| imms.iter().any(|(imm, _)| s.count().is_some_and(|c| c.imm == *imm));
+    if !counted.iter().all(asked) {
+        return Err(counted);
+    }
     let left: Option<Vec<_>> = left.collect();
     let Some(left) = left.filter(|l| l.len() == imms.len()) else { return Err(counted) };
     let mut missing: Missing =
@@ -92,7 +96,6 @@ mod tests {
             peer: 0,
             link: (0, 0),
             wr: WorkRequest::Count(Count { imm, n }),
-            pin: None,
             confirm: None,
             tries: 0,
             posted: Time(0),
@@ -134,6 +137,10 @@ mod tests {
         for lie in [&[9, 0][..], &[18, 0], &[12, 2], &[12], &[]] {
             assert!(by_imm(posted(), &asked, lie).is_err(), "{lie:?}");
         }
+        // Nobody was asked about some of them.
+        assert!(
+            by_imm(posted(), &asked[..1], &[12]).is_err() && by_imm(posted(), &[], &[]).is_err()
+        );
     }
 
     #[test]

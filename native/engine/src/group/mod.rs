@@ -23,7 +23,7 @@ use slab::Slab;
 use crate::{
     api::{EngineAddress, EngineId, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
-    engine::HandleRef,
+    engine::{HandleRef, Source},
     time::Time,
     EngineError,
 };
@@ -172,6 +172,7 @@ impl Group {
         handle: HandleRef,
         keep: Vec<crate::engine::Region>,
     ) {
+        handle.is_of(Source::Transfer(key));
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.handle = Some(handle);
         transfer.keep = keep;
@@ -338,13 +339,10 @@ impl Group {
                 let Some(slice) = self.ledger.take(token) else { return };
                 let heals = rails[rail].receipts() != Receipts::None;
                 let route = &mut self.peers[slice.peer as usize];
-                match &result {
-                    Ok(()) => route.acknowledged(now, rails, &slice),
+                route.ended(now, rails, &slice, result.is_ok());
+                if result.as_ref().is_err_and(DomainError::is_loss) && heals && slice.may_return() {
                     // The link goes down next.
-                    Err(e) if e.is_loss() && slice.may_return() && heals => {
-                        return route.healing.fall(slice)
-                    }
-                    Err(_) => {}
+                    return route.healing.fall(slice);
                 }
                 (slice.owner, slice.confirm)
             }
@@ -353,6 +351,7 @@ impl Group {
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         transfer.outstanding -= 1;
         if let Err(e) = result {
+            transfer.unproven |= e.is_loss();
             let peer = peer.unwrap_or(transfer.peer);
             self.fail(now, key, peer, (rails, rail, e));
         }
@@ -414,7 +413,6 @@ impl Group {
         let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
         self.deadlines.remove(&(transfer.deadline, key));
         let route = &self.peers[transfer.peer as usize];
-        transfer.undecided = None;
         let error = EngineError::Timeout {
             op: transfer.name,
             peer: route.address.label(),
@@ -422,10 +420,21 @@ impl Group {
             after: transfer.timeout,
             quiesced: transfer.outstanding == 0,
         };
-        transfer.fail(error);
         // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
         // until its link lets go of it (MR-1).
-        transfer.tell(sink);
+        transfer.end_early(error, sink);
+        self.settle(key, sink);
+    }
+
+    /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
+    pub fn cancel(&mut self, key: TransferKey, sink: &dyn Sink) {
+        let transfer = self.transfers.get_mut(key.slot as usize);
+        let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
+        let cause = match transfer.outstanding {
+            0 => "nothing of it is under way".to_owned(),
+            n => format!("{n} work requests are under way, keep the buffers until it is quiet"),
+        };
+        transfer.end_early(EngineError::Cancelled { what: transfer.name, cause }, sink);
         self.settle(key, sink);
     }
 

@@ -340,13 +340,19 @@ impl Route {
         Some(link)
     }
 
-    /// Work of ours is done, and its count known to have arrived.
+    /// Work of ours is over; if it is done, its count is known to have arrived.
     #[inline]
-    pub fn acknowledged(&mut self, now: Time, rails: &Rails, slice: &Slice) {
-        self.revivals.1 = 0;
+    pub fn ended(&mut self, now: Time, rails: &Rails, slice: &Slice, done: bool) {
+        if done {
+            self.revivals.1 = 0;
+        }
         let (rail, id) = slice.link;
         let link = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id));
         let Some(link) = link else { return };
+        link.gauge.left(now, slice.bytes);
+        if !done {
+            return;
+        }
         link.gauge.done(now, slice);
         if let Some(count) = slice.count() {
             link.acked.add(rails[rail].receipts(), count);

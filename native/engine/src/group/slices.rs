@@ -51,13 +51,13 @@ impl BoundOp {
         Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None, tries: 0 }
     }
 
-    /// What a lost slice carried, as a piece for the confirmation `confirm`.
+    /// What a lost slice carried, over any rail (its own is the one that was lost), as a piece for the confirmation `confirm`.
     pub(super) fn again(slice: Slice, confirm: Option<u32>) -> Self {
         let wr = match slice.wr {
             WorkRequest::Write { data, .. } => WorkRequest::Write { data, count: None },
             wr => wr,
         };
-        let op = Self::new(slice.peer, wr).pinned(slice.pin).tried(slice.tries.saturating_add(1));
+        let op = Self::new(slice.peer, wr).tried(slice.tries.saturating_add(1));
         Self { confirm, ..op }
     }
 
@@ -205,7 +205,6 @@ struct Lanes<'a> {
     rails: &'a mut Rails,
     ledger: &'a mut Ledger,
     peer: PeerKey,
-    pin: Option<u8>,
     tries: u8,
     /// The only one, as a place among the active links.
     only: Option<usize>,
@@ -227,8 +226,8 @@ impl<'a> Lanes<'a> {
             (None, _) if route.active().len() == 1 => Some(0),
             (None, _) => None,
         };
-        let (peer, pin, tries) = (op.peer, op.pin, op.tries);
-        Ok(Self { now, route, rails, ledger, peer, pin, tries, only })
+        let (peer, tries) = (op.peer, op.tries);
+        Ok(Self { now, route, rails, ledger, peer, tries, only })
     }
 
     #[inline]
@@ -325,7 +324,6 @@ impl<'a> Lanes<'a> {
                 peer: self.peer,
                 link: (rail, link.id),
                 wr: wr.clone(),
-                pin: self.pin,
                 confirm,
                 tries: self.tries,
                 posted: self.now,

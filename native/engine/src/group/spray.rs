@@ -54,10 +54,15 @@ impl Gauge {
         self.queued += bytes;
     }
 
+    /// A slice is over, however it ended.
+    #[inline]
+    pub fn left(&mut self, now: Time, bytes: u64) {
+        self.queued = self.queued.saturating_sub(bytes);
+        (self.waiting_since, self.finished) = (now, now);
+    }
+
     #[inline]
     pub fn done(&mut self, now: Time, slice: &Slice) {
-        self.queued = self.queued.saturating_sub(slice.bytes);
-        (self.waiting_since, self.finished) = (now, now);
         self.estimate.completed(now, slice.posted, slice.bytes, slice.queued);
     }
 

@@ -46,6 +46,10 @@ pub(super) struct Transfer {
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
     pub undecided: Option<(PeerKey, Time)>,
     pub handle: Option<HandleRef>,
+    /// Who was told before everything of it was over.
+    told: Option<HandleRef>,
+    /// A link that carried some of it was lost, and its other end hasn't said that it is down.
+    pub unproven: bool,
     pub keep: Vec<Region>,
     pub deadline: Time,
     pub timeout: Duration,
@@ -66,6 +70,8 @@ impl Transfer {
             error: None,
             undecided: None,
             handle: None,
+            told: None,
+            unproven: false,
             keep: Vec::new(),
             deadline: Time::NEVER,
             timeout: Duration::MAX,
@@ -81,6 +87,17 @@ impl Transfer {
             None => !confirming(),
         };
         self.outstanding == 0 && self.waiting == 0 && result_known
+    }
+
+    /// Ends it before everything of it is over, for whoever waits. The last word: what failed before
+    /// doesn't say that other parts are still under way (MR-1).
+    pub fn end_early(&mut self, error: EngineError, sink: &dyn Sink) {
+        self.undecided = None;
+        match self.outstanding {
+            0 => self.fail(error),
+            _ => self.error = Some(error),
+        }
+        self.tell(sink);
     }
 
     /// The first error stands.
@@ -119,6 +136,8 @@ impl Transfer {
         let c = &mut self.confirms[confirm as usize];
         c.left -= 1;
         c.open += 1;
+        // Its rail was lost.
+        c.pin = None;
     }
 
     pub fn slice_posted(&mut self, confirm: Option<u32>, pending: bool) {
@@ -165,11 +184,15 @@ impl Transfer {
     /// Gives the result to whoever waits, once.
     pub fn tell(&mut self, sink: &dyn Sink) {
         if let Some(handle) = self.handle.take() {
+            self.told = Some(handle.clone());
             sink.finished(handle, self.error.clone().map_or(Ok(()), Err));
         }
     }
 
     pub fn deliver(&mut self, sink: &dyn Sink) {
+        if let Some(handle) = self.handle.as_ref().or(self.told.as_ref()) {
+            handle.over(!self.unproven);
+        }
         self.tell(sink);
         let keep = std::mem::take(&mut self.keep);
         if !keep.is_empty() {

@@ -19,6 +19,20 @@ impl Tally {
         }
     }
 
+    /// With those that another layer has counted of the same link.
+    pub fn on_top_of(self, receipt: Receipt) -> Receipt {
+        match receipt {
+            receipt if self.0.is_empty() => receipt,
+            Receipt::ByImm(mut all) => {
+                for (imm, n) in self.0 {
+                    *all.entry(imm).or_default() += n;
+                }
+                Tally(all).receipt()
+            }
+            Receipt::InOrder(_) | Receipt::Unknown => Receipt::Unknown,
+        }
+    }
+
     pub fn receipt(self) -> Receipt {
         match self.0.len() < MOST_IMMS {
             true => Receipt::ByImm(self.0),

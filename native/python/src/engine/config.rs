@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use fabric_engine as fe;
-use fe::api::{NicConfig, Requirement, TransportKind};
+use fe::api::{NicConfig, Requirement, Spray, TransportKind};
 use pyo3::prelude::*;
 
 use crate::errors::{raise, OrRaise};
@@ -14,6 +14,7 @@ use crate::errors::{raise, OrRaise};
 pub(super) struct Nics {
     names: Vec<String>,
     max_rails: usize,
+    spray: String,
     gpu: Option<String>,
     rules: Option<String>,
     gid_index: Option<u8>,
@@ -26,10 +27,15 @@ pub(super) struct Nics {
 impl From<Nics> for NicConfig {
     fn from(n: Nics) -> Self {
         let Nics { names, max_rails, gpu, rules, gid_index, pkey_index, .. } = n;
-        let Nics { service_level, traffic_class, provider, .. } = n;
+        let Nics { spray, service_level, traffic_class, provider, .. } = n;
         Self {
             names,
             max_rails,
+            spray: match spray.as_str() {
+                "round_robin" => Spray::RoundRobin,
+                "random" => Spray::Random(0),
+                _ => Spray::Adaptive,
+            },
             gpu,
             rules,
             gid_index,

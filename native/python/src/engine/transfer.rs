@@ -6,7 +6,9 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Way};
+use fabric_engine::{
+    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiet, Way,
+};
 use pyo3::{
     exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},
     prelude::*,
@@ -126,6 +128,33 @@ impl Transfer {
         Ok(Flag { flag, word })
     }
 
+    /// Ends it with `Cancelled` unless it is over. What was not posted never will be; what is under way
+    /// may still land: see `quiesced`.
+    fn cancel(&self, py: Python<'_>) {
+        py.detach(|| self.handle.cancel());
+    }
+
+    /// Whether nothing of it can land any more; `None` if that can't be known.
+    #[getter]
+    fn quiesced(&self) -> Option<bool> {
+        known(self.handle.quiet())
+    }
+
+    /// Waits until nothing of it can land any more, at most `timeout` seconds; returns `quiesced`.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_quiesced(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<bool>> {
+        let mut left = seconds(timeout, FOREVER)?;
+        loop {
+            let step = left.min(SIGNAL_CHECK);
+            let quiet = py.detach(|| self.handle.wait_quiet(step));
+            py.check_signals()?;
+            left = if left == FOREVER { left } else { left.saturating_sub(step) };
+            if quiet != Quiet::NotYet || left.is_zero() {
+                return Ok(known(quiet));
+            }
+        }
+    }
+
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let awaiting = AWAITING.get_or_try_init(py, || {
@@ -170,6 +199,14 @@ impl Transfer {
             Some(t) => format!("Transfer({} over {t}, {state})", self.handle.op()),
             None => format!("Transfer({}, {state})", self.handle.op()),
         }
+    }
+}
+
+fn known(quiet: Quiet) -> Option<bool> {
+    match quiet {
+        Quiet::NotYet => Some(false),
+        Quiet::Quiet => Some(true),
+        Quiet::Unknown => None,
     }
 }
 

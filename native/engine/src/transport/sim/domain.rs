@@ -2,12 +2,16 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::net::{Event, Held, Job, Piece, Port, World};
+use super::{
+    land::Job,
+    node::{Port, Side},
+    wire::{Event, Way, World},
+};
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Admit, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
-        Post, Quiet, Receipts, Token, WorkRequest,
+        Admit, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
+        Pinned, Post, Quiet, Receipts, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -26,39 +30,20 @@ impl std::fmt::Debug for SimDomain {
     }
 }
 
-/// Pieces longer than this land in two halves, so that a count that came early would be caught.
-const WHOLE: usize = 64;
-
 impl SimDomain {
     pub(super) fn new(port: Port, world: Arc<Mutex<World>>) -> Self {
         Self { port, name: format!("sim{}", port.rail), world }
     }
-}
 
-/// The bytes of a work request as they are now, in the pieces in which they will land.
-fn pieces(data: &Data, write: bool) -> (Vec<Piece>, Vec<usize>) {
-    let (mut pieces, mut into) = (Vec::new(), Vec::new());
-    for page in 0..data.pages {
-        let n = data.page_len as usize;
-        let cut = if n > WHOLE { n / 2 } else { n };
-        for (from, to) in [(0, cut), (cut, n)] {
-            if from == to {
-                continue;
-            }
-            let addr = data.local.0 + data.local_seq.nth(page) as usize + from;
-            let mut bytes = vec![0u8; to - from];
-            if write {
-                // SAFETY: the request keeps its local region registered, and its bounds were
-                // checked.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(addr as *const u8, bytes.as_mut_ptr(), to - from)
-                };
-            }
-            pieces.push((data.remote_seq.nth(page) + from as u64, Mutex::new(bytes)));
-            into.push(addr);
-        }
+    /// The other end of a link that is up here, and what both call it.
+    fn there(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
+        let end = world.nodes.get(&self.port)?.links.get(&link)?;
+        Some((end.there, end.name))
     }
-    (pieces, into)
+
+    fn way(&self, to: Port, name: LinkName) -> Way {
+        Way { from: self.port, to, name }
+    }
 }
 
 impl Domain for SimDomain {
@@ -122,76 +107,59 @@ impl Domain for SimDomain {
         };
         let link = node.new_link();
         let to = Port { engine: peer.id, rail: endpoint as u8 };
-        world.later(Event::LinkUp { from: self.port, to, link });
+        let way = self.way(to, 0);
+        world.send(way, 0, Event::Connect { from: self.port, to, link });
         Ok(link)
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         let mut world = self.world.lock();
-        let end = world.nodes.get(&self.port).and_then(|n| n.links.get(&link));
-        let Some((peer, back)) = end.map(|e| e.there) else { return };
-        world.cut(self.port, link, cause);
-        world.later(Event::Cut { port: peer, link: back, cause: cause.into() });
+        let Some((there, name)) = self.there(&world, link) else { return };
+        let cause = DomainError::LinkDown(cause.into());
+        world.cut((self.port, link), &cause);
+        world.send(self.way(there.0, name), 0, Event::Cut { at: there, cause });
     }
 
     fn receipts(&self) -> Receipts {
-        Receipts::ByImm
+        match self.world.lock().config.ordered {
+            true => Receipts::InOrder,
+            false => Receipts::ByImm,
+        }
     }
 
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
         let mut world = self.world.lock();
-        let end = world.nodes.get(&self.port).and_then(|n| n.links.get(&link));
-        if let Some((port, link)) = end.map(|e| e.there) {
-            world.later(Event::Tell { port, completion: Completion::Note { link, frame } });
+        if let Some((to, name)) = self.there(&world, link) {
+            world.send(self.way(to.0, name), 0, Event::Note { to, frame });
         }
     }
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut world = self.world.lock();
-        let window = world.config.window;
-        let node = world.nodes.get_mut(&self.port);
-        let Some((node, (to, back))) =
-            node.and_then(|n| n.links.get(&link).map(|e| e.there).map(|there| (n, there)))
-        else {
+        let (window, page_counts) = (world.config.window, world.config.page_counts);
+        let Some((to, name)) = self.there(&world, link) else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
         if matches!(wr, WorkRequest::Prepare { .. }) {
             return Ok(Post::Done);
         }
-        let posted = node.posted.entry(link).or_default();
-        if posted.len() >= window {
+        let Some(node) = world.nodes.get_mut(&self.port) else { return Ok(Post::Full) };
+        let Some(end) = node.links.get_mut(&link) else { return Ok(Post::Full) };
+        if end.posted.len() >= window {
             return Ok(Post::Full);
         }
-        posted.push(token);
+        end.posted.push(token);
         node.posts += 1;
+        let from = (self.port, link);
         if let WorkRequest::Send(message) = wr {
-            if let Some(there) = world.nodes.get_mut(&to) {
-                let (message, sender) = (Arc::clone(message), (self.port, link));
-                there.held.push_back(Held { link: back, message, sender, token });
+            let message = Arc::clone(message);
+            let event = Event::Message { from, to, token, message };
+            world.send(self.way(to.0, name), 0, event);
+        } else if let Some(job) = Job::new((from, to, name), token, wr, page_counts) {
+            let job = Arc::new(job);
+            for (piece, bytes) in job.deliveries().into_iter().enumerate() {
+                world.send(job.way(), bytes, Event::Land { job: Arc::clone(&job), piece });
             }
-            return Ok(Post::Queued);
-        }
-        let (data, count) = match wr {
-            WorkRequest::Write { data, count } => (Some((data, true)), *count),
-            WorkRequest::Read { data } => (Some((data, false)), None),
-            WorkRequest::Count(count) => (None, Some(*count)),
-            WorkRequest::Send(_) | WorkRequest::Prepare { .. } => (None, None),
-        };
-        let (pieces, into) = data.map(|(d, w)| pieces(d, w)).unwrap_or_default();
-        let read = matches!(wr, WorkRequest::Read { .. });
-        let n = pieces.len().max(1);
-        let job = Arc::new(Job {
-            from: (self.port, link),
-            to: (to, back),
-            token,
-            key: data.map_or(Default::default(), |(d, _)| d.remote),
-            pieces,
-            into: read.then_some(into),
-            count,
-            left: Mutex::new((n, None)),
-        });
-        for piece in 0..n {
-            world.later(Event::Land { job: Arc::clone(&job), piece });
         }
         Ok(Post::Queued)
     }
@@ -217,9 +185,10 @@ impl Domain for SimDomain {
                     Ok(())
                 }
             };
-            let (port, link) = held.sender;
-            let completion = Completion::Done { link, token: held.token, result };
-            world.later(Event::Tell { port, completion });
+            let (to, token) = (held.sender, held.token);
+            if let Some((_, name)) = self.there(&world, held.link) {
+                world.send(self.way(to.0, name), 0, Event::Done { to, token, result });
+            }
         }
         out.len() > before
     }
@@ -235,6 +204,9 @@ impl Domain for SimDomain {
     }
 
     fn close(&mut self) {
-        self.world.lock().die(self.port, "its engine was closed");
+        let mut world = self.world.lock();
+        let there = world.delay();
+        let cause = DomainError::Gone("its engine was closed".into());
+        world.end(self.port, there, &cause);
     }
 }

@@ -1,8 +1,18 @@
-//! Simulated links on a virtual clock: seeded, unordered, replayable. The engine above is the real
-//! one; only time and the wire are made up.
+//! Simulated links on a virtual clock: seeded and replayable. The engine above is the real one; only time and
+//! the wire are made up.
+//!
+//! Two ends of a link know of each other only by what travels. What is on its way lands as long as the end it
+//! comes to is up, whatever became of the end that sent it; each end learns of a loss in its own time.
 
+mod config;
 mod domain;
+mod fault;
+mod land;
 mod net;
+mod node;
+mod wire;
 
+pub use config::SimConfig;
 pub use domain::SimDomain;
-pub use net::{SimConfig, SimNet};
+pub use fault::Fault;
+pub use net::SimNet;

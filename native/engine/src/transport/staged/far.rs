@@ -9,9 +9,7 @@ use super::{
 };
 use crate::{
     api::{RailKeys, RegionKey},
-    domain::{
-        Completion, Data, DomainError, LinkId, LocalAddr, Post, Receipt, Seq, Token, WorkRequest,
-    },
+    domain::{Completion, Data, DomainError, LinkId, LocalAddr, Post, Seq, Token, WorkRequest},
     memory::{device::Pinned, HIDDEN},
 };
 
@@ -395,11 +393,7 @@ impl<D: Whispers> Staged<D> {
             if let Some(window) = side.window {
                 self.shut_window(window);
             }
-            // What was staged was counted here, not by the transport.
-            let receipt = match side.device || side.host {
-                true => Receipt::Unknown,
-                false => side.receipt,
-            };
+            let receipt = side.tally.on_top_of(side.receipt);
             if let Some(cause) = side.closing {
                 self.news.push(Completion::LinkDown { link, cause, receipt });
             }

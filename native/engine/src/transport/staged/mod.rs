@@ -29,6 +29,7 @@ use crate::{
         RegionBook, RegionMemory, HIDDEN,
     },
     time::Time,
+    transport::tally::Tally,
 };
 use job::{Chunk, Far, Job, Own};
 use near::{Landing, Window};
@@ -68,6 +69,8 @@ struct Side {
     closing: Option<DomainError>,
     /// What the transport's own receipt said.
     receipt: Receipt,
+    /// Counts that came by stages.
+    tally: Tally,
     /// What has been staged, for `describe`.
     device: bool,
     host: bool,

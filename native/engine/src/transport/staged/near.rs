@@ -113,14 +113,14 @@ impl<D: Whispers> Staged<D> {
             moved = true;
             // In order: counts of one peer keep theirs.
             let landing = self.landings.remove(i);
+            let count = landing.count.filter(|_| result.is_ok());
             if let Some(side) = self.sides.get_mut(&landing.link) {
                 if let Some(window) = &mut side.window {
                     window.busy &= !(1 << landing.slot);
                 }
+                count.into_iter().for_each(|c| side.tally.add(c));
             }
-            if result.is_ok() {
-                out.extend(landing.count.map(Completion::Count));
-            }
+            out.extend(count.map(Completion::Count));
             let result = result.map_err(|e| Refusal::of(&e));
             let frame = Frame::Moved { chunk: landing.chunk, result };
             self.inner.whisper(landing.link, frame.encode());

@@ -1,0 +1,42 @@
+use std::ops::Range;
+
+/// What the simulated network is like. Times are virtual nanoseconds, rates bytes per nanosecond.
+#[derive(Clone, Debug)]
+pub struct SimConfig {
+    pub seed: u64,
+    /// Latency and jitter: every delivery takes a time drawn from this range of its own.
+    pub delay: Range<u64>,
+    /// Links keep the order in which work was posted, as reliable connections do, and what was counted is told
+    /// as a number; else every delivery finds its own way, and is told by immediate.
+    pub ordered: bool,
+    /// A page of a counted paged write counts when it is there; else all pages when the last one is.
+    pub page_counts: bool,
+    /// What a NIC sends, and what it takes in, at most.
+    pub port_rate: Option<f64>,
+    /// What one direction of a link carries at most.
+    pub link_rate: Option<f64>,
+    /// One connection in so many comes up at the far end only; 0: none.
+    pub half_open: u32,
+    /// Bytes of one work request; small, so that writes are cut.
+    pub max_bytes: u64,
+    pub max_pages: u32,
+    /// Work requests that a link takes at a time.
+    pub window: usize,
+}
+
+impl Default for SimConfig {
+    fn default() -> Self {
+        Self {
+            seed: 0,
+            delay: 500..50_000,
+            ordered: false,
+            page_counts: false,
+            port_rate: None,
+            link_rate: None,
+            half_open: 0,
+            max_bytes: 4096,
+            max_pages: 4,
+            window: 16,
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What goes wrong, on purpose.
+
+use super::{
+    node::{Port, Side},
+    wire::{Event, Partition, World},
+};
+use crate::{api::EngineId, domain::DomainError};
+
+/// One thing that goes wrong. Nodes are named by their place in the order in which they were opened, links of
+/// a NIC by their place among those that are up (modulo their number); times are virtual nanoseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// One work request fails at its sender, and after `rest` the whole link; bytes may land all the same.
+    WorkFails {
+        node: u8,
+        rail: u8,
+        nth: u8,
+        pick: u32,
+        rest: u64,
+    },
+    /// A link is lost; its ends learn of it after `here` and `there`.
+    LinkLost {
+        node: u8,
+        rail: u8,
+        nth: u8,
+        here: u64,
+        there: u64,
+    },
+    /// A link carries nothing for a while, and nobody is told.
+    Stall {
+        node: u8,
+        rail: u8,
+        nth: u8,
+        lasts: u64,
+    },
+    /// A NIC is out: its node learns of it after `here`, each peer after up to `there`.
+    NicDown {
+        node: u8,
+        rail: u8,
+        here: u64,
+        there: u64,
+    },
+    NicUp {
+        node: u8,
+        rail: u8,
+    },
+    /// A NIC carries this many bytes per microsecond from now on.
+    Slow {
+        node: u8,
+        rail: u8,
+        rate: u32,
+    },
+    /// Nodes whose bit is set and the others don't reach each other. Links between them are lost at both ends
+    /// after `told`, for good if `gone`: as after a silence for as long as a peer may be silent.
+    Partition {
+        side: u8,
+        told: Option<u64>,
+        gone: bool,
+        lasts: u64,
+    },
+    /// A process ends as by `kill -9`; peers find out after up to `there`.
+    Crash {
+        node: u8,
+        there: u64,
+    },
+}
+
+impl World {
+    pub(super) fn inject(&mut self, fault: &Fault, lives: &[EngineId]) {
+        let port = |node: u8, rail| {
+            lives.get(usize::from(node)).map(|engine| Port { engine: *engine, rail })
+        };
+        match *fault {
+            Fault::WorkFails { node, rail, nth, pick, rest } => {
+                let Some(ends) = port(node, rail).and_then(|p| self.nth_link(p, nth)) else {
+                    return;
+                };
+                self.after(0, Event::WorkFails { at: ends.0, pick });
+                let there = rest + self.delay();
+                let cause = DomainError::LinkDown("a work request failed".into());
+                self.lose(ends, (rest, there), &cause);
+            }
+            Fault::LinkLost { node, rail, nth, here, there } => {
+                let Some(ends) = port(node, rail).and_then(|p| self.nth_link(p, nth)) else {
+                    return;
+                };
+                self.lose(ends, (here, there), &DomainError::LinkDown("the link broke".into()));
+            }
+            Fault::Stall { node, rail, nth, lasts } => {
+                let Some((at, _)) = port(node, rail).and_then(|p| self.nth_link(p, nth)) else {
+                    return;
+                };
+                let until = self.now() + lasts;
+                if let Some(name) = self.name_of(at) {
+                    let stall = self.stalls.entry(name).or_default();
+                    *stall = until.max(*stall);
+                }
+            }
+            Fault::NicDown { node, rail, here, there } => {
+                if let Some(port) = port(node, rail) {
+                    self.unplug(port, (here, there), "its cable is out");
+                }
+            }
+            Fault::NicUp { node, rail } => {
+                if let Some(port) = port(node, rail) {
+                    self.unpark(port);
+                }
+            }
+            Fault::Slow { node, rail, rate } => {
+                let node = port(node, rail).and_then(|p| self.nodes.get_mut(&p));
+                if let Some(node) = node {
+                    node.rate = Some(f64::from(rate.max(1)) / 1000.0);
+                }
+            }
+            Fault::Partition { side, told, gone, lasts } => {
+                self.part(side, (told, gone, lasts), lives);
+            }
+            Fault::Crash { node, there } => {
+                if let Some(engine) = lives.get(usize::from(node)) {
+                    self.kill(*engine, there);
+                }
+            }
+        }
+    }
+
+    /// Both ends of one of a NIC's links.
+    fn nth_link(&self, port: Port, nth: u8) -> Option<(Side, Side)> {
+        let links = &self.nodes.get(&port)?.links;
+        let nth = usize::from(nth).checked_rem(links.len())?;
+        let (link, end) = links.iter().nth(nth)?;
+        Some(((port, *link), end.there))
+    }
+
+    fn name_of(&self, (port, link): Side) -> Option<u64> {
+        Some(self.nodes.get(&port)?.links.get(&link)?.name)
+    }
+
+    fn lose(&mut self, ends: (Side, Side), after: (u64, u64), cause: &DomainError) {
+        self.after(after.0, Event::Cut { at: ends.0, cause: cause.clone() });
+        self.after(after.1, Event::Cut { at: ends.1, cause: cause.clone() });
+    }
+
+    /// Every link of a NIC, by both ends.
+    fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
+        let Some(node) = self.nodes.get(&port) else { return Vec::new() };
+        node.links.iter().map(|(link, end)| ((port, *link), end.there)).collect()
+    }
+
+    /// A cable is pulled: nothing comes in or goes out until it is plugged in.
+    pub(super) fn unplug(&mut self, port: Port, (here, there): (u64, u64), cause: &str) {
+        let links = self.links_of(port);
+        let Some(node) = self.nodes.get_mut(&port) else { return };
+        node.unplugged = true;
+        let cause = DomainError::LinkDown(cause.into());
+        for (ours, theirs) in links {
+            let there = self.rng.u64(..=there);
+            match here {
+                0 => self.cut(ours, &cause),
+                _ => self.after(here, Event::Cut { at: ours, cause: cause.clone() }),
+            }
+            self.after(there, Event::Cut { at: theirs, cause: cause.clone() });
+        }
+    }
+
+    fn part(&mut self, side: u8, how: (Option<u64>, bool, u64), lives: &[EngineId]) {
+        let (told, gone, lasts) = how;
+        let mut one_side = Vec::new();
+        for (i, engine) in lives.iter().enumerate() {
+            if side >> i & 1 == 1 {
+                one_side.push(*engine);
+            }
+        }
+        let until = self.now() + lasts;
+        let apart = |a: Port, b: Port| one_side.contains(&a.engine) != one_side.contains(&b.engine);
+        let ports: Vec<Port> = self.nodes.keys().copied().collect();
+        let links = ports.into_iter().flat_map(|p| self.links_of(p));
+        let lost: Vec<Side> = links.filter(|(a, b)| apart(a.0, b.0)).map(|(a, _)| a).collect();
+        self.partitions.retain(|p| p.until > until - lasts);
+        self.partitions.push(Partition { one_side, until });
+        let Some(told) = told else { return };
+        for at in lost {
+            let why = "nothing was heard for too long".to_owned();
+            let cause = if gone { DomainError::Gone(why) } else { DomainError::LinkDown(why) };
+            let after = told + self.delay();
+            self.after(after, Event::Cut { at, cause });
+        }
+    }
+
+    /// All of an engine's NICs are gone at once; peers find out one by one.
+    pub(super) fn kill(&mut self, engine: EngineId, there: u64) {
+        let cause = DomainError::LinkDown("its process has ended".into());
+        let ports: Vec<_> = self.nodes.keys().filter(|p| p.engine == engine).copied().collect();
+        ports.into_iter().for_each(|p| self.end(p, there, &cause));
+    }
+
+    /// A NIC is no more.
+    pub(super) fn end(&mut self, port: Port, there: u64, cause: &DomainError) {
+        for (_, theirs) in self.links_of(port) {
+            let after = self.rng.u64(..=there);
+            self.after(after, Event::Cut { at: theirs, cause: cause.clone() });
+        }
+        self.nodes.remove(&port);
+    }
+
+    /// All cables are plugged in.
+    pub(super) fn plug_all(&mut self) {
+        let ports: Vec<Port> = self.nodes.keys().copied().collect();
+        ports.into_iter().for_each(|p| self.unpark(p));
+    }
+
+    /// Ends a link at one end.
+    pub(super) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
+        let ordered = self.config.ordered;
+        if let Some(node) = self.nodes.get_mut(&port) {
+            node.cut(link, cause, ordered);
+        }
+    }
+
+    pub(super) fn work_fails(&mut self, (port, link): Side, pick: u32) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
+        let Some(end) = node.links.get(&link) else { return };
+        let Some(nth) = (pick as usize).checked_rem(end.posted.len()) else { return };
+        let token = end.posted[nth];
+        node.complete(link, token, Err(DomainError::LinkDown("it was not acknowledged".into())));
+    }
+}

@@ -1,0 +1,314 @@
+//! What happens where something arrives.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{
+    node::{End, Held, Port, Side},
+    wire::{Event, Way, World},
+};
+use crate::{
+    api::RegionKey,
+    domain::{
+        Completion, Count, Data, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token,
+        WorkRequest,
+    },
+};
+
+/// Pages longer than this land in two halves, so that a count that came early would be caught.
+const WHOLE: usize = 64;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Read,
+    Count,
+}
+
+/// A stretch of a page.
+struct Piece {
+    /// Its address at the end that posted it, and its offset in the peer's region.
+    here: usize,
+    there: u64,
+    page: usize,
+    /// What travels: of a write, taken when it was posted, and again when it lands if the sender's end is
+    /// still at it, as an adapter that sends anew would.
+    bytes: Mutex<Vec<u8>>,
+}
+
+/// A work request under way.
+pub(super) struct Job {
+    pub from: Side,
+    /// The peer's port, and its name for the link.
+    pub to: Side,
+    pub name: LinkName,
+    pub token: Token,
+    kind: Kind,
+    key: RegionKey,
+    pieces: Vec<Piece>,
+    count: Option<Count>,
+    /// Whether each page is counted by itself.
+    page_counts: bool,
+    left: Mutex<Left>,
+}
+
+/// What has not arrived.
+struct Left {
+    pieces: usize,
+    of_pages: Vec<u8>,
+    error: Option<DomainError>,
+}
+
+impl Job {
+    /// `None` for what takes no way.
+    pub fn new(
+        (from, to, name): (Side, Side, LinkName),
+        token: Token,
+        wr: &WorkRequest,
+        page_counts: bool,
+    ) -> Option<Self> {
+        let (data, kind, count) = match wr {
+            WorkRequest::Write { data, count } => (Some(data), Kind::Write, *count),
+            WorkRequest::Read { data } => (Some(data), Kind::Read, None),
+            WorkRequest::Count(count) => (None, Kind::Count, Some(*count)),
+            WorkRequest::Send(_) | WorkRequest::Prepare { .. } => return None,
+        };
+        let pieces = data.map(|d| cut(d, kind == Kind::Write)).unwrap_or_default();
+        let pages = data.map_or(0, |d| d.pages);
+        let mut of_pages = vec![0; pages as usize];
+        pieces.iter().for_each(|p| of_pages[p.page] += 1);
+        let left = Left { pieces: pieces.len().max(1), of_pages, error: None };
+        Some(Self {
+            from,
+            to,
+            name,
+            token,
+            kind,
+            key: data.map_or(Default::default(), |d| d.remote),
+            pieces,
+            count,
+            page_counts: page_counts && count.is_some_and(|c| c.n == pages),
+            left: Mutex::new(left),
+        })
+    }
+
+    pub fn way(&self) -> Way {
+        Way { from: self.from.0, to: self.to.0, name: self.name }
+    }
+
+    fn way_back(&self) -> Way {
+        Way { from: self.to.0, to: self.from.0, name: self.name }
+    }
+
+    /// How many bytes each delivery of it has on its way there.
+    pub fn deliveries(&self) -> Vec<usize> {
+        match (self.pieces.is_empty(), self.kind) {
+            (true, _) => vec![0],
+            (_, Kind::Read) => vec![0; self.pieces.len()],
+            _ => self.pieces.iter().map(|p| p.bytes.lock().len()).collect(),
+        }
+    }
+}
+
+/// The pieces in which a work request's bytes land.
+fn cut(data: &Data, write: bool) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for page in 0..data.pages {
+        let n = data.page_len as usize;
+        let half = if n > WHOLE { n / 2 } else { n };
+        for (from, to) in [(0, half), (half, n)] {
+            if from == to {
+                continue;
+            }
+            let here = data.local.0 + data.local_seq.nth(page) as usize + from;
+            let mut bytes = vec![0; to - from];
+            if write {
+                // SAFETY: the request keeps its local region registered, and its bounds were checked.
+                unsafe { take(here, &mut bytes) };
+            }
+            let there = data.remote_seq.nth(page) + from as u64;
+            pieces.push(Piece { here, there, page: page as usize, bytes: Mutex::new(bytes) });
+        }
+    }
+    pieces
+}
+
+/// # Safety
+/// As many bytes as `bytes` holds must be readable at `from`.
+unsafe fn take(from: usize, bytes: &mut [u8]) {
+    // SAFETY: by this function's contract.
+    unsafe { std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len()) }
+}
+
+/// # Safety
+/// As many bytes as `bytes` holds must be writable at `to`.
+unsafe fn place(bytes: &[u8], to: usize) {
+    // SAFETY: by this function's contract.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }
+}
+
+impl World {
+    /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
+    pub(super) fn land(&mut self, job: &Arc<Job>, at: usize) {
+        let sending =
+            self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
+        let (to, back) = job.to;
+        let Some(target) = self.nodes.get(&to).filter(|n| n.links.contains_key(&back)) else {
+            return;
+        };
+        let mut error = None;
+        if let Some(piece) = job.pieces.get(at) {
+            let mut bytes = piece.bytes.lock();
+            match target.book.resolve(job.key, piece.there, bytes.len() as u64) {
+                Err(e) => error = Some(e),
+                Ok(addr) => {
+                    // SAFETY: the book holds the peer's region registered, and the range lies inside. While
+                    // the sender's end has work posted, the request keeps its local region registered.
+                    // Everything in a simulation runs on one thread.
+                    unsafe {
+                        match job.kind {
+                            Kind::Read => take(addr, &mut bytes),
+                            Kind::Write | Kind::Count => {
+                                if sending {
+                                    take(piece.here, &mut bytes);
+                                }
+                                place(&bytes, addr);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        if job.kind == Kind::Read && error.is_none() {
+            let n = job.pieces.get(at).map_or(0, |p| p.bytes.lock().len());
+            return self.send(
+                job.way_back(),
+                n,
+                Event::Fetched { job: Arc::clone(job), piece: at },
+            );
+        }
+        let refused = error.is_some();
+        let (page, over) = self.arrived(job, at, error);
+        if let (Some(count), Some(node)) = (job.count, self.nodes.get_mut(&to)) {
+            let n = match job.page_counts {
+                true => u32::from(page),
+                false if matches!(over, Some(Ok(()))) => count.n,
+                false => 0,
+            };
+            if let Some(end) = node.links.get_mut(&back).filter(|_| n > 0) {
+                let count = Count { imm: count.imm, n };
+                end.count(count);
+                node.inbox.push_back(Completion::Count(count));
+            }
+        }
+        if let Some(result) = over {
+            let (to, token) = (job.from, job.token);
+            self.send(job.way_back(), 0, Event::Done { to, token, result });
+        }
+        if refused && self.config.ordered {
+            // Such a link ends with the first work that it refuses: what comes behind isn't counted either.
+            let cause = DomainError::LinkDown("it refused a work request".into());
+            self.cut(job.to, &cause);
+            self.send(job.way_back(), 0, Event::Cut { at: job.from, cause });
+        }
+    }
+
+    /// Whether a page is whole with this piece, and the result if it was the last one.
+    fn arrived(
+        &self,
+        job: &Job,
+        at: usize,
+        error: Option<DomainError>,
+    ) -> (bool, Option<Result<(), DomainError>>) {
+        let mut left = job.left.lock();
+        let refused = error.is_some();
+        if let Some(e) = error {
+            left.error.get_or_insert(e);
+        }
+        let page = job.pieces.get(at).is_some_and(|p| {
+            // A page of which a piece was refused is never whole.
+            let n = &mut left.of_pages[p.page];
+            *n = if refused { u8::MAX } else { n.saturating_sub(1) };
+            *n == 0
+        });
+        left.pieces -= 1;
+        let over = left.pieces == 0;
+        (page, over.then(|| left.error.take().map_or(Ok(()), Err)))
+    }
+
+    /// A piece that was read comes home; it is placed as long as somebody waits for it.
+    pub(super) fn fetched(&mut self, job: &Job, at: usize) {
+        let (port, link) = job.from;
+        let waits = |w: &Self| w.nodes.get(&port).is_some_and(|n| n.is_posted(link, job.token));
+        let Some(piece) = job.pieces.get(at).filter(|_| waits(self)) else { return };
+        // SAFETY: the request keeps its local region registered until it is told.
+        unsafe { place(&piece.bytes.lock(), piece.here) };
+        if let (_, Some(result)) = self.arrived(job, at, None) {
+            if let Some(node) = self.nodes.get_mut(&port) {
+                node.complete(link, job.token, result);
+            }
+        }
+    }
+
+    pub(super) fn take_in(&mut self, from: Side, to: Side, token: Token, message: Arc<[u8]>) {
+        let Some(node) = self.nodes.get_mut(&to.0) else { return };
+        if node.links.contains_key(&to.1) {
+            node.held.push_back(Held { link: to.1, message, sender: from, token });
+        }
+    }
+
+    pub(super) fn hand_over(&mut self, to: Side, frame: Vec<u8>) {
+        let Some(node) = self.nodes.get_mut(&to.0) else { return };
+        if node.links.contains_key(&to.1) {
+            node.inbox.push_back(Completion::Note { link: to.1, frame });
+            self.notes += 1;
+        }
+    }
+
+    pub(super) fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
+        let name = self.rng.u64(1..);
+        let way = Way { from, to, name };
+        let half = self.config.half_open;
+        let half = half > 0 && self.rng.u32(..half) == 0;
+        let apart = self.blocked(way) > self.now();
+        let address = |w: &Self, port| {
+            let node = w.nodes.get(&port);
+            node.filter(|n| !n.unplugged && !apart).and_then(|n| n.address.clone())
+        };
+        let (ours, theirs) = (address(self, from), address(self, to));
+        let (Some(ours), Some(theirs)) = (ours, theirs) else {
+            return self.fail_to_connect((from, link), "nobody answers at its address");
+        };
+        let Some(there) = self.nodes.get_mut(&to) else { return };
+        let back = there.new_link();
+        there.links.insert(back, End::new((from, link), name));
+        there.inbox.push_back(up(back, ours, from, name));
+        if half {
+            // The last word of the handshake is lost: the far end finds out later.
+            let cause = DomainError::LinkDown("its other end never came up".into());
+            let time = self.delay() * 4;
+            self.after(time, Event::Cut { at: (to, back), cause });
+            return self.fail_to_connect((from, link), "the handshake broke off");
+        }
+        let Some(here) = self.nodes.get_mut(&from) else { return };
+        here.links.insert(link, End::new((to, back), name));
+        here.inbox.push_back(up(link, theirs, to, name));
+    }
+
+    fn fail_to_connect(&mut self, (port, link): Side, why: &str) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
+        let cause = DomainError::LinkDown(why.into());
+        node.inbox.push_back(Completion::LinkDown { link, cause, receipt: Receipt::Unknown });
+    }
+}
+
+fn up(link: LinkId, address: crate::api::EngineAddress, of: Port, name: LinkName) -> Completion {
+    Completion::LinkUp {
+        link,
+        peer: PeerIdentity { address },
+        endpoint: of.rail.into(),
+        name,
+        note: "simulated".to_owned(),
+    }
+}

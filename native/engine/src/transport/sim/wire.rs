@@ -1,0 +1,313 @@
+//! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
+
+use std::{
+    collections::{BTreeMap, BinaryHeap, HashMap},
+    sync::{
+        atomic::{AtomicU64, Ordering::SeqCst},
+        Arc,
+    },
+};
+
+use super::{
+    land::Job,
+    node::{Node, Port, Side},
+    SimConfig,
+};
+use crate::{
+    api::EngineId,
+    domain::{Caps, DomainError, LinkId, LinkName, Token},
+};
+
+/// Something that will happen.
+pub(super) enum Event {
+    /// A piece of a work request reaches its place; of a read: the place it is taken from.
+    Land {
+        job: Arc<Job>,
+        piece: usize,
+    },
+    /// A piece that was read comes home.
+    Fetched {
+        job: Arc<Job>,
+        piece: usize,
+    },
+    /// The sender of a work request is told.
+    Done {
+        to: Side,
+        token: Token,
+        result: Result<(), DomainError>,
+    },
+    Message {
+        from: Side,
+        to: Side,
+        token: Token,
+        message: Arc<[u8]>,
+    },
+    Note {
+        to: Side,
+        frame: Vec<u8>,
+    },
+    Connect {
+        from: Port,
+        to: Port,
+        link: LinkId,
+    },
+    /// One end finds out that its link is lost.
+    Cut {
+        at: Side,
+        cause: DomainError,
+    },
+    /// One piece of work fails, and its link some time later.
+    WorkFails {
+        at: Side,
+        pick: u32,
+    },
+}
+
+/// From where to where, by which link. What one side finds out by itself takes no way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Way {
+    pub from: Port,
+    pub to: Port,
+    pub name: LinkName,
+}
+
+pub(super) struct Scheduled {
+    pub at: u64,
+    order: u64,
+    way: Option<Way>,
+    bytes: usize,
+    /// The receiving NIC has taken it in.
+    is_in: bool,
+    pub event: Event,
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.order) == (other.at, other.order)
+    }
+}
+
+impl Eq for Scheduled {}
+
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Scheduled {
+    /// The earliest is the greatest.
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.at, other.order).cmp(&(self.at, self.order))
+    }
+}
+
+/// One direction of a link.
+#[derive(Default)]
+struct Lane {
+    sent_at: u64,
+    /// Nothing of an ordered link, and no note of any, arrives before these.
+    last: u64,
+    last_note: u64,
+}
+
+/// Two parts of the network that don't reach each other.
+pub(super) struct Partition {
+    pub one_side: Vec<EngineId>,
+    pub until: u64,
+}
+
+pub(super) struct World {
+    pub config: SimConfig,
+    pub nodes: BTreeMap<Port, Node>,
+    pub rng: fastrand::Rng,
+    pub stalls: HashMap<LinkName, u64>,
+    pub partitions: Vec<Partition>,
+    /// Frames between groups that have arrived.
+    pub notes: u64,
+    events: BinaryHeap<Scheduled>,
+    lanes: HashMap<(LinkName, Port), Lane>,
+    order: u64,
+    digest: u64,
+    clock: Arc<AtomicU64>,
+}
+
+impl World {
+    pub fn new(config: SimConfig, clock: Arc<AtomicU64>) -> Self {
+        Self {
+            rng: fastrand::Rng::with_seed(config.seed),
+            config,
+            nodes: BTreeMap::new(),
+            stalls: HashMap::new(),
+            partitions: Vec::new(),
+            notes: 0,
+            events: BinaryHeap::new(),
+            lanes: HashMap::new(),
+            order: 0,
+            digest: 0,
+            clock,
+        }
+    }
+
+    pub fn now(&self) -> u64 {
+        self.clock.load(SeqCst)
+    }
+
+    pub fn caps(&self) -> Caps {
+        let SimConfig { max_bytes, max_pages, .. } = self.config;
+        Caps { max_bytes, max_pages, max_message: 1 << 16 }
+    }
+
+    /// A number that two runs share only if the same things happened at the same times.
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    pub fn delay(&mut self) -> u64 {
+        self.rng.u64(self.config.delay.clone())
+    }
+
+    /// Has something happen at one side after a time, whatever the network is like.
+    pub fn after(&mut self, time: u64, event: Event) {
+        let at = self.now() + time;
+        self.push(at, None, 0, event);
+    }
+
+    fn push(&mut self, at: u64, way: Option<Way>, bytes: usize, event: Event) {
+        self.order += 1;
+        let scheduled = Scheduled { at, order: self.order, way, bytes, is_in: false, event };
+        // Who connects finds out that nothing goes out; what was begun waits for the cable.
+        let waits = !matches!(scheduled.event, Event::Connect { .. });
+        let unplugged = |w: &Way| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
+        match way.filter(|w| waits && unplugged(w)) {
+            Some(way) => {
+                if let Some(node) = self.nodes.get_mut(&way.from) {
+                    node.parked.push(scheduled);
+                }
+            }
+            None => self.events.push(scheduled),
+        }
+    }
+
+    /// Sends something on its way.
+    pub fn send(&mut self, way: Way, bytes: usize, event: Event) {
+        let now = self.now();
+        let delay = self.delay();
+        let rate = self.nodes.get(&way.from).and_then(|n| n.rate);
+        let lane = self.lanes.entry((way.name, way.from)).or_default();
+        let mut sent = now;
+        if let Some(rate) = rate.filter(|_| bytes > 0) {
+            if let Some(node) = self.nodes.get_mut(&way.from) {
+                node.sent_at = node.sent_at.max(now) + time(bytes, rate);
+                sent = sent.max(node.sent_at);
+            }
+        }
+        if let Some(rate) = self.config.link_rate.filter(|_| bytes > 0) {
+            lane.sent_at = lane.sent_at.max(now) + time(bytes, rate);
+            sent = sent.max(lane.sent_at);
+        }
+        let mut at = sent + delay;
+        if self.config.ordered {
+            at = at.max(lane.last);
+            lane.last = at;
+        }
+        if matches!(event, Event::Note { .. }) {
+            at = at.max(lane.last_note);
+            lane.last_note = at;
+        }
+        self.push(at, Some(way), bytes, event);
+    }
+
+    /// When the next event is due.
+    pub fn next(&self) -> Option<u64> {
+        self.events.peek().map(|s| s.at)
+    }
+
+    /// The next thing to happen; `None` if it is held up by something.
+    pub fn pop(&mut self) -> Option<Event> {
+        let mut next = self.events.pop()?;
+        self.clock.fetch_max(next.at, SeqCst);
+        let Some(way) = next.way else {
+            self.note(&next);
+            return Some(next.event);
+        };
+        if !matches!(next.event, Event::Connect { .. }) {
+            if let Some(node) = self.nodes.get_mut(&way.to).filter(|n| n.unplugged) {
+                node.parked.push(next);
+                return None;
+            }
+        }
+        let free_at = self.blocked(way);
+        if free_at > next.at {
+            // What keeps its order keeps its place among what waits as well.
+            let jitter = match self.config.ordered || matches!(next.event, Event::Note { .. }) {
+                true => 0,
+                false => self.delay(),
+            };
+            next.at = free_at + jitter;
+            self.events.push(next);
+            return None;
+        }
+        if let Some(node) = self.nodes.get_mut(&way.to).filter(|_| !next.is_in) {
+            if let Some(rate) = node.rate {
+                // Also what has no bytes, or it would overtake.
+                node.in_at = node.in_at.max(next.at) + time(next.bytes, rate);
+                (next.at, next.is_in) = (node.in_at, true);
+                self.events.push(next);
+                return None;
+            }
+        }
+        self.note(&next);
+        Some(next.event)
+    }
+
+    fn note(&mut self, happened: &Scheduled) {
+        let rail = happened.way.map_or(0, |w| u64::from(w.to.rail) + 1);
+        for word in [happened.at, happened.order, rail] {
+            self.digest = (self.digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
+        }
+    }
+
+    /// Until when nothing gets through.
+    pub fn blocked(&self, way: Way) -> u64 {
+        let stall = self.stalls.get(&way.name).copied().unwrap_or(0);
+        let apart = |p: &&Partition| {
+            p.one_side.contains(&way.from.engine) != p.one_side.contains(&way.to.engine)
+        };
+        let until = self.partitions.iter().filter(apart).map(|p| p.until);
+        until.fold(stall, u64::max)
+    }
+
+    /// Lets go of what waited for a cable.
+    pub fn unpark(&mut self, port: Port) {
+        let Some(node) = self.nodes.get_mut(&port) else { return };
+        node.unplugged = false;
+        let parked = std::mem::take(&mut node.parked);
+        for mut scheduled in parked {
+            scheduled.at = scheduled.at.max(self.now());
+            self.events.push(scheduled);
+        }
+    }
+
+    pub fn happen(&mut self, event: Event) {
+        match event {
+            Event::Land { job, piece } => self.land(&job, piece),
+            Event::Fetched { job, piece } => self.fetched(&job, piece),
+            Event::Done { to, token, result } => {
+                if let Some(node) = self.nodes.get_mut(&to.0) {
+                    node.complete(to.1, token, result);
+                }
+            }
+            Event::Message { from, to, token, message } => self.take_in(from, to, token, message),
+            Event::Note { to, frame } => self.hand_over(to, frame),
+            Event::Connect { from, to, link } => self.link_up(from, to, link),
+            Event::Cut { at, cause } => self.cut(at, &cause),
+            Event::WorkFails { at, pick } => self.work_fails(at, pick),
+        }
+    }
+}
+
+/// How long so many bytes take.
+fn time(bytes: usize, rate: f64) -> u64 {
+    (bytes as f64 / rate).ceil() as u64
+}
