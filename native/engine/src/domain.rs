@@ -3,8 +3,11 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
+mod landed;
+
 use std::{any::Any, fmt, sync::Arc};
 
+pub use landed::Landed;
 use smallvec::SmallVec;
 
 use crate::{
@@ -194,8 +197,8 @@ pub enum Receipt {
     /// The peer's first so many writes with a count, in the order in which they were posted, and no
     /// others.
     InOrder(u64),
-    /// So many writes for each immediate.
-    ByImm(std::collections::HashMap<u32, u64>),
+    /// These work requests, by the numbers that the link gave them, and no others in part or whole.
+    Landed(Landed),
 }
 
 /// Which receipts a domain's links end with, if they can be lost while their peer lives.
@@ -203,7 +206,7 @@ pub enum Receipt {
 pub enum Receipts {
     None,
     InOrder,
-    ByImm,
+    Numbered,
 }
 
 /// Who is at the other end of a link, as its handshake proved.
@@ -245,6 +248,8 @@ pub enum Completion {
         link: LinkId,
         cause: DomainError,
         receipt: Receipt,
+        /// By which numbers the peer's receipt names what was under way; empty where it names none.
+        unfinished: Vec<(Token, u64)>,
     },
     /// What the peer's group has to say to ours.
     Note {

@@ -2,23 +2,22 @@
 //!
 //! Bytes may be written twice; counts may not. So the side that posted asks the peer, over another link,
 //! to end the lost one on its side too and to say what came over it. After that answer nothing of
-//! the old link can land any more, and it is known which counts are missing. What had no count is sent
-//! again as it is. What had one is sent again without, and when all of it is acknowledged, one write
-//! brings the missing counts. If the answer can't be had, the transfers fail: nobody guesses.
-//! The protocol and its model: `docs/design/healing.md`.
+//! the old link can land any more, and it is known what is missing. What came is done. Bytes of the rest
+//! are sent again, without counts, and when they are acknowledged, the counts follow that are missing. If the
+//! answer can't be had, the transfers fail: nobody guesses. The protocol: `docs/design/healing.md`.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use super::{
     ledger::Slice,
-    missing,
-    notes::{Note, Tally, MAX_IMMS},
+    missing::{self, Share},
+    notes::{Came, Note, MAX_NUMBERS},
     route::{Link, PeerKey, State},
     slices::BoundOp,
     Group, Rails, Sink, TransferKey,
 };
 use crate::{
-    domain::{Count, DomainError, LinkId, LinkName, Receipt, Receipts, WorkRequest},
+    domain::{DomainError, LinkId, LinkName, Receipt, Receipts, Token, WorkRequest},
     time::Time,
     EngineError,
 };
@@ -28,51 +27,62 @@ const MAX_TRIES: u8 = 8;
 /// Links of a peer whose receipts are remembered.
 const MOST_RECEIPTS: usize = 32;
 /// Questions of one peer that wait for a link to end.
-const MOST_QUESTIONS: usize = 64;
+const MOST_QUESTIONS: usize = 1024;
 
 /// What is known of the lost links of one peer.
 #[derive(Default)]
 pub(super) struct Healing {
     /// Slices that came back with an error, until their link is down.
-    fallen: Vec<Slice>,
+    fallen: Vec<(Token, Slice)>,
     limbos: Vec<Limbo>,
+    asked: u32,
     /// What the peer may ask for.
     receipts: VecDeque<(LinkName, Receipt)>,
-    /// What it has asked for before our end of that link was down: also by which link.
-    questions: Vec<(LinkName, Vec<u32>, (usize, LinkId))>,
+    /// What it has asked for before our end of that link was down.
+    questions: Vec<Question>,
 }
 
 /// Slices of a lost link, until the peer says what became of them.
 struct Limbo {
+    id: u32,
     name: LinkName,
     rail: usize,
     cause: DomainError,
     kind: Receipts,
+    /// Counts that were acknowledged before.
     acked: u64,
-    /// The immediates in question with what was acknowledged of each; empty if its counts keep order.
-    imms: Vec<(u32, u64)>,
     slices: Vec<Slice>,
     asked_by: Option<(usize, LinkId)>,
     until: Time,
 }
 
+struct Question {
+    id: u32,
+    name: LinkName,
+    numbers: Vec<u64>,
+    via: (usize, LinkId),
+}
+
 impl Healing {
-    pub fn fall(&mut self, slice: Slice) {
-        self.fallen.push(slice);
+    pub fn fall(&mut self, token: Token, slice: Slice) {
+        self.fallen.push((token, slice));
     }
 
-    fn take_fallen(&mut self, link: (usize, LinkId)) -> Vec<Slice> {
-        let (ours, others) =
-            std::mem::take(&mut self.fallen).into_iter().partition(|s| s.link == link);
+    /// The slices of a link that is down, with the numbers that it gave them.
+    fn take_fallen(&mut self, link: (usize, LinkId), numbers: &[(Token, u64)]) -> Vec<Slice> {
+        let fallen = std::mem::take(&mut self.fallen);
+        let (ours, others): (Vec<_>, _) = fallen.into_iter().partition(|(_, s)| s.link == link);
         self.fallen = others;
-        ours
+        let numbers: HashMap<Token, u64> = numbers.iter().copied().collect();
+        let named = |(token, slice)| Slice { number: numbers.get(&token).copied(), ..slice };
+        ours.into_iter().map(named).collect()
     }
 
     /// Everything that waits, for want of the peer.
     pub fn take_all(&mut self) -> Vec<Slice> {
-        let mut slices = std::mem::take(&mut self.fallen);
-        slices.extend(std::mem::take(&mut self.limbos).into_iter().flat_map(|l| l.slices));
-        slices
+        let fallen = std::mem::take(&mut self.fallen).into_iter().map(|(_, s)| s);
+        let limbos = std::mem::take(&mut self.limbos).into_iter().flat_map(|l| l.slices);
+        fallen.chain(limbos).collect()
     }
 
     fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
@@ -82,16 +92,18 @@ impl Healing {
         self.receipts.push_back((name, receipt));
     }
 
-    /// The answer to a question about a link that is down here.
-    fn tally(&self, name: LinkName, imms: &[u32]) -> Option<Tally> {
-        let (_, receipt) = self.receipts.iter().rev().find(|(n, _)| *n == name)?;
-        Some(match receipt {
-            Receipt::Unknown => Tally::Unknown,
-            Receipt::InOrder(n) => Tally::InOrder(*n),
-            Receipt::ByImm(tallies) => {
-                Tally::ByImm(imms.iter().map(|i| tallies.get(i).copied().unwrap_or(0)).collect())
+    /// The answer to a question about a link that is down here. One that never was up may still come up:
+    /// nothing can be promised of it.
+    fn came(&self, name: LinkName, numbers: &[u64]) -> Came {
+        let receipt = self.receipts.iter().rev().find(|(n, _)| *n == name);
+        match receipt.map(|(_, r)| r) {
+            None | Some(Receipt::Unknown) => Came::Unknown,
+            Some(Receipt::InOrder(n)) => Came::InOrder(*n),
+            Some(Receipt::Landed(landed)) => {
+                let each: Option<Vec<bool>> = numbers.iter().map(|n| landed.contains(*n)).collect();
+                each.map_or(Came::Unknown, Came::These)
             }
-        })
+        }
     }
 }
 
@@ -101,61 +113,56 @@ impl Group {
         &mut self,
         now: Time,
         peer: PeerKey,
-        (link, cause, receipt): (&Link, &DomainError, Receipt),
+        (link, cause): (&Link, &DomainError),
+        (receipt, numbers): (Receipt, &[(Token, u64)]),
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
         let place = (link.pair.rail, link.id);
         let healing = &mut self.peers[peer as usize].healing;
         healing.keep_receipt(link.name, receipt);
-        healing
-            .limbos
-            .iter_mut()
-            .filter(|l| l.asked_by == Some(place))
-            .for_each(|l| l.asked_by = None);
-        let slices = healing.take_fallen(place);
-        let waiting = std::mem::take(&mut healing.questions);
-        let (ready, waiting): (Vec<_>, _) = waiting.into_iter().partition(|q| q.0 == link.name);
-        healing.questions = waiting;
-        for (name, imms, via) in ready {
-            self.answer(peer, name, &imms, via, rails);
+        for limbo in healing.limbos.iter_mut().filter(|l| l.asked_by == Some(place)) {
+            limbo.asked_by = None;
         }
+        let slices = healing.take_fallen(place, numbers);
+        let waiting = std::mem::take(&mut healing.questions);
+        let (ready, waiting): (Vec<_>, _) = waiting.into_iter().partition(|q| q.name == link.name);
+        healing.questions = waiting;
+        ready.into_iter().for_each(|q| self.answer(peer, &q, rails));
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
         // A read's bytes land here, and nothing of this link does any more.
-        self.return_all(now, peer, back, rails, sink);
-        if lost.is_empty() {
-            // A question may have been lost with this link.
-            return self.ask(peer, rails, sink);
-        }
-        tracing::debug!(
-            peer = %self.peers[peer as usize].address.label(),
-            slices = lost.len(),
-            "a lost link had work under way"
-        );
-        let until = now.after(self.policy.peer_timeout);
+        back.into_iter().for_each(|s| self.send_again(s, 0, rails, sink));
+        self.drain_backlog(now, peer, rails, sink);
         let kind = rails[place.0].receipts();
-        if kind == Receipts::ByImm && !link.acked.is_complete() {
-            self.give_up(peer, lost, (rails, place.0, cause), sink);
-            return self.ask(peer, rails, sink);
+        // Work that its link has given no number can't be asked about.
+        let (lost, nameless): (Vec<_>, Vec<_>) =
+            lost.into_iter().partition(|s| kind != Receipts::Numbered || s.number.is_some());
+        self.give_up(peer, nameless, (rails, place.0, cause), sink);
+        if !lost.is_empty() {
+            let n = lost.len();
+            tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "to be made good");
+            let until = now.after(self.policy.peer_timeout);
+            self.patience.insert((until, peer));
+            let most = if kind == Receipts::Numbered { MAX_NUMBERS } else { usize::MAX };
+            let healing = &mut self.peers[peer as usize].healing;
+            let mut lost = lost.into_iter().peekable();
+            while lost.peek().is_some() {
+                healing.asked = healing.asked.wrapping_add(1);
+                healing.limbos.push(Limbo {
+                    id: healing.asked,
+                    name: link.name,
+                    rail: place.0,
+                    cause: cause.clone(),
+                    kind,
+                    acked: link.acked,
+                    slices: lost.by_ref().take(most).collect(),
+                    asked_by: None,
+                    until,
+                });
+            }
         }
-        let limbos = &mut self.peers[peer as usize].healing.limbos;
-        for (imms, slices) in missing::questions(lost, kind, &link.acked) {
-            let (cause, acked) = (cause.clone(), link.acked.all);
-            let (name, rail) = (link.name, place.0);
-            limbos.push(Limbo {
-                name,
-                rail,
-                cause,
-                kind,
-                acked,
-                imms,
-                slices,
-                asked_by: None,
-                until,
-            });
-        }
-        self.patience.insert((until, peer));
+        // Also for a question that was lost with this link.
         self.ask(peer, rails, sink);
     }
 
@@ -166,88 +173,76 @@ impl Group {
             return;
         }
         let heals = |l: &&Link| rails[l.pair.rail].receipts() != Receipts::None;
-        let Some(via) = route.active().iter().find(heals).map(|l| (l.pair.rail, l.id)) else {
+        let able: Vec<_> =
+            route.active().iter().filter(heals).map(|l| (l.pair.rail, l.id)).collect();
+        if able.is_empty() {
             // The transport that replaced the lost one can't ask.
-            let limbos = std::mem::take(&mut route.healing.limbos);
-            for l in limbos {
+            for l in std::mem::take(&mut route.healing.limbos) {
                 self.give_up(peer, l.slices, (rails, l.rail, &l.cause), sink);
             }
             return;
-        };
+        }
         for limbo in route.healing.limbos.iter_mut().filter(|l| l.asked_by.is_none()) {
-            limbo.asked_by = Some(via);
-            let imms = limbo.imms.iter().map(|(imm, _)| *imm).collect();
-            rails[via.0].note(via.1, Note::Lost { name: limbo.name, imms }.encode());
+            // Another rail's link is less likely to be the next that is lost.
+            let via = able.iter().find(|(rail, _)| *rail != limbo.rail).unwrap_or(&able[0]);
+            limbo.asked_by = Some(*via);
+            let numbers = limbo.slices.iter().filter_map(|s| s.number).collect();
+            let note = Note::Lost { id: limbo.id, name: limbo.name, numbers };
+            rails[via.0].note(via.1, note.encode());
         }
     }
 
     pub(super) fn on_note(
         &mut self,
         now: Time,
-        (rail, link): (usize, LinkId),
+        via: (usize, LinkId),
         frame: &[u8],
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
-        let Some(peer) = self.links.get(&(rail, link)).copied() else { return };
+        let Some(peer) = self.links.get(&via).copied() else { return };
         match Note::decode(frame) {
-            Ok(Note::Lost { name, imms }) if imms.len() <= MAX_IMMS => {
-                self.on_question(peer, name, imms, (rail, link), rails);
+            Ok(Note::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
+                self.on_question(peer, Question { id, name, numbers, via }, rails);
             }
-            Ok(Note::Ended { name, imms, tally }) => {
+            Ok(Note::Ended { id, came }) => {
                 let limbos = &mut self.peers[peer as usize].healing.limbos;
-                let same =
-                    |l: &Limbo| l.name == name && l.imms.iter().map(|(imm, _)| imm).eq(imms.iter());
-                let Some(at) = limbos.iter().position(same) else { return };
+                let Some(at) = limbos.iter().position(|l| l.id == id) else { return };
                 let limbo = limbos.remove(at);
-                self.make_good(now, peer, limbo, tally, rails, sink);
+                self.make_good(now, peer, limbo, came, rails, sink);
             }
-            Ok(Note::Lost { .. }) => rails[rail].disconnect(link, "it asks for too much at once"),
-            Err(e) => rails[rail].disconnect(link, &e.to_string()),
+            Ok(Note::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
+            Err(e) => rails[via.0].disconnect(via.1, &e.to_string()),
         }
     }
 
     /// The peer has lost a link: ours must be down before it is told what came over it.
-    fn on_question(
-        &mut self,
-        peer: PeerKey,
-        name: LinkName,
-        imms: Vec<u32>,
-        via: (usize, LinkId),
-        rails: &mut Rails,
-    ) {
+    fn on_question(&mut self, peer: PeerKey, question: Question, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        match route.named(name) {
-            None => self.answer(peer, name, &imms, via, rails),
+        let via = question.via;
+        match route.named(question.name) {
+            None => self.answer(peer, &question, rails),
             // It can't have lost the link by which it asks.
             Some(same) if same == via => {
                 rails[via.0].disconnect(via.1, "it asks about this very link");
             }
             Some((rail, link)) => {
                 if route.healing.questions.len() < MOST_QUESTIONS {
-                    route.healing.questions.push((name, imms, via));
+                    route.healing.questions.push(question);
                 }
                 rails[rail].disconnect(link, "the peer has lost it");
             }
         }
     }
 
-    fn answer(
-        &mut self,
-        peer: PeerKey,
-        name: LinkName,
-        imms: &[u32],
-        via: (usize, LinkId),
-        rails: &mut Rails,
-    ) {
-        if !self.links.contains_key(&via) {
-            // Whoever asked will ask again by another link.
-            return;
+    fn answer(&mut self, peer: PeerKey, question: &Question, rails: &mut Rails) {
+        // Whoever asked by a link that is down will ask again by another.
+        if self.links.contains_key(&question.via) {
+            let healing = &self.peers[peer as usize].healing;
+            let came = healing.came(question.name, &question.numbers);
+            let note = Note::Ended { id: question.id, came };
+            rails[question.via.0].note(question.via.1, note.encode());
         }
-        // A link that never was up here may still come up: nothing can be promised of it.
-        let tally = self.peers[peer as usize].healing.tally(name, imms).unwrap_or(Tally::Unknown);
-        let imms = imms.to_vec();
-        rails[via.0].note(via.1, Note::Ended { name, imms, tally }.encode());
     }
 
     /// The peer has told what came over a lost link.
@@ -256,133 +251,65 @@ impl Group {
         now: Time,
         peer: PeerKey,
         limbo: Limbo,
-        tally: Tally,
+        came: Came,
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
-        let Limbo { slices, kind, acked, imms, rail, cause, .. } = limbo;
-        if tally == Tally::Unknown {
+        let Limbo { slices, kind, acked, rail, cause, .. } = limbo;
+        let came = match (came, kind) {
+            (Came::InOrder(all), Receipts::InOrder) => {
+                missing::in_order(slices, all.checked_sub(acked))
+            }
+            (Came::These(each), Receipts::Numbered) => missing::numbered(slices, &each),
             // Nor has the peer promised that its end is down (MR-1).
-            return self.give_up(peer, slices, (rails, rail, &cause), sink);
-        }
-        let (plain, mut counted): (Vec<_>, Vec<_>) =
-            slices.into_iter().partition(|s| s.count().is_none());
-        counted.sort_by_key(|s| s.order);
-        let missing = match (tally, kind) {
-            (Tally::InOrder(all), Receipts::InOrder) => {
-                missing::in_order(counted, all.checked_sub(acked))
-            }
-            (Tally::ByImm(all), Receipts::ByImm) => missing::by_imm(counted, &imms, &all),
-            _ => Err(counted),
+            _ => Err(slices),
         };
-        match missing {
-            Ok(missing) => {
-                for (count, slices) in missing {
-                    self.recover(now, peer, count, slices, rails, sink);
+        match came {
+            Ok(came) => {
+                for (slice, share) in came {
+                    match share {
+                        Share::All => {
+                            self.part_over(now, slice.owner, slice.confirm, rails, sink);
+                        }
+                        Share::Counts(there) => self.send_again(slice, there, rails, sink),
+                    }
                 }
+                self.drain_backlog(now, peer, rails, sink);
             }
-            Err(counted) => {
-                self.give_up(peer, counted, (rails, rail, &cause), sink);
-            }
+            Err(slices) => self.give_up(peer, slices, (rails, rail, &cause), sink),
         }
-        self.return_all(now, peer, plain, rails, sink);
     }
 
-    /// Sends slices again: their bytes only.
-    fn return_all(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        slices: Vec<Slice>,
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) {
-        for slice in slices {
-            let key = slice.owner;
-            let transfer = &mut self.transfers[key.slot as usize];
-            transfer.outstanding -= 1;
-            if transfer.error.is_none() && slice.tries >= MAX_TRIES {
-                let (rail, name) = (slice.link.0, transfer.name);
-                let error = self.peers[peer as usize].blame(rails, rail, name, worn_out());
-                self.transfers[key.slot as usize].fail(error);
-            }
-            let transfer = &mut self.transfers[key.slot as usize];
-            if transfer.error.is_some() {
-                self.settle(key, sink);
-                continue;
-            }
-            if let Some(confirm) = slice.confirm {
-                transfer.reopen(confirm);
-            }
-            let confirm = slice.confirm;
-            self.post_again(key, BoundOp::again(slice, confirm));
+    /// Queues what a slice carried ahead of what was never tried: bytes without their count, which follows
+    /// when they are acknowledged. `there`: so many of its counts have come, and their bytes.
+    fn send_again(&mut self, slice: Slice, there: u32, rails: &Rails, sink: &dyn Sink) {
+        let (key, peer) = (slice.owner, slice.peer);
+        let transfer = &mut self.transfers[key.slot as usize];
+        transfer.outstanding -= 1;
+        if transfer.error.is_none() && slice.tries >= MAX_TRIES {
+            let (rail, name) = (slice.link.0, transfer.name);
+            let cause = format!("links were lost {MAX_TRIES} times in the middle of it");
+            let cause = DomainError::LinkDown(cause);
+            let error = self.peers[peer as usize].blame(rails, rail, name, cause);
+            self.transfers[key.slot as usize].fail(error);
         }
-        self.drain_backlog(now, peer, rails, sink);
-    }
-
-    /// Ahead of what was never tried.
-    fn post_again(&mut self, key: TransferKey, op: BoundOp) {
-        let route = &mut self.peers[op.peer as usize];
-        route.backlog.push_front((key, op));
-        self.transfers[key.slot as usize].waiting += 1;
+        let transfer = &mut self.transfers[key.slot as usize];
+        if transfer.error.is_some() {
+            return self.settle(key, sink);
+        }
+        let op = BoundOp::again(slice, there, transfer);
+        transfer.waiting += 1;
+        self.peers[peer as usize].backlog.push_front((key, op));
         self.backlogged += 1;
     }
 
-    /// Sends again what some slices carried, then the counts that are missing of theirs. Which of
-    /// several slices were counted may be unknown: so all of them are over at once.
-    fn recover(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        count: Count,
-        slices: Vec<Slice>,
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) {
-        let members: Vec<TransferKey> = slices.iter().map(|s| s.owner).collect();
-        let wanted = |s: &Slice| self.transfers[s.owner.slot as usize].error.is_none();
-        if count.n == 0 || !slices.iter().any(wanted) {
-            // All was counted, or nobody wants it any more.
-            return members.into_iter().for_each(|m| self.member_over(m, Ok(()), sink));
-        }
-        let tries = slices.iter().map(|s| s.tries).max().unwrap_or(0);
-        let key = self.open("recovery");
+    /// A slice won't be made good.
+    pub(super) fn slice_lost(&mut self, slice: &Slice, error: EngineError, sink: &dyn Sink) {
+        let key: TransferKey = slice.owner;
         let transfer = &mut self.transfers[key.slot as usize];
-        (transfer.peer, transfer.members, transfer.sealed) = (peer, members, true);
-        if tries >= MAX_TRIES {
-            let route = &self.peers[peer as usize];
-            let error = route.blame(rails, slices[0].link.0, "write", worn_out());
-            self.transfers[key.slot as usize].fail(error);
-            return self.settle(key, sink);
-        }
-        let confirm = transfer.open_confirm(peer, (None, tries + 1), Some(count));
-        for slice in slices {
-            if matches!(slice.wr, WorkRequest::Write { .. }) {
-                self.transfers[key.slot as usize].join_confirm(confirm);
-                self.post_again(key, BoundOp::again(slice, Some(confirm)));
-            }
-        }
-        if let Some(count) = self.transfers[key.slot as usize].all_posted(confirm) {
-            let op = BoundOp::new(peer, WorkRequest::Count(count)).tried(tries + 1);
-            self.post_again(key, op);
-        }
-        self.drain_backlog(now, peer, rails, sink);
-    }
-
-    /// A slice of a transfer was made good by another, or couldn't be.
-    pub(super) fn member_over(
-        &mut self,
-        key: TransferKey,
-        result: Result<(), EngineError>,
-        sink: &dyn Sink,
-    ) {
-        let transfer = self.transfers.get_mut(key.slot as usize);
-        let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         transfer.outstanding -= 1;
-        if let Err(e) = result {
-            transfer.unproven = true;
-            transfer.fail(e);
-        }
+        transfer.unproven = true;
+        transfer.fail(error);
         self.settle(key, sink);
     }
 
@@ -395,10 +322,9 @@ impl Group {
         sink: &dyn Sink,
     ) {
         for slice in slices {
-            let key = slice.owner;
-            let name = self.transfers[key.slot as usize].name;
+            let name = self.transfers[slice.owner.slot as usize].name;
             let error = self.peers[peer as usize].blame(rails, rail, name, cause.clone());
-            self.member_over(key, Err(error), sink);
+            self.slice_lost(&slice, error, sink);
         }
     }
 
@@ -420,8 +346,4 @@ impl Group {
             self.give_up(peer, l.slices, (rails, l.rail, &cause), sink);
         }
     }
-}
-
-fn worn_out() -> DomainError {
-    DomainError::LinkDown(format!("links were lost {MAX_TRIES} times in the middle of it"))
 }

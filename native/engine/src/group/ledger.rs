@@ -28,6 +28,8 @@ pub(super) struct Slice {
     /// Its bytes, and those that its link had under way before it.
     pub bytes: u64,
     pub queued: u64,
+    /// What its link called it, once that is lost, if it numbers work.
+    pub number: Option<u64>,
     /// Grows with every slice: the order in which those of one link were posted.
     pub order: u64,
 }

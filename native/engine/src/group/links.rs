@@ -5,7 +5,7 @@ use super::{
     Group, Rails, Sink,
 };
 use crate::{
-    domain::{DomainError, LinkId, Receipt, Receipts},
+    domain::{DomainError, LinkId, Receipt, Receipts, Token},
     time::Time,
     EngineError,
 };
@@ -58,7 +58,7 @@ impl Group {
         &mut self,
         now: Time,
         (rail, link): (usize, LinkId),
-        (cause, receipt): (DomainError, Receipt),
+        (cause, receipt, unfinished): (DomainError, Receipt, Vec<(Token, u64)>),
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
@@ -74,7 +74,7 @@ impl Group {
                     self.returns.insert((route.returns.miss(now, down.pair), peer));
                 }
             }
-            self.mourn(now, peer, (&down, &cause, receipt), rails, sink);
+            self.mourn(now, peer, (&down, &cause), (receipt, &unfinished), rails, sink);
             return;
         }
         let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
@@ -109,7 +109,7 @@ impl Group {
         sink: &dyn Sink,
     ) {
         let route = &mut self.peers[peer as usize];
-        let blamed = DomainError::LinkDown(cause.to_string());
+        let blamed = DomainError::Gone(cause.to_string());
         let error = route.blame(rails, rail, "link", blamed);
         let heals = rails[rail].receipts() != Receipts::None;
         let lost = matches!(cause, DomainError::LinkDown(_) | DomainError::Io { .. });
@@ -117,8 +117,30 @@ impl Group {
             return self.lose(peer, error, sink);
         }
         tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
-        route.reviving = Some(error);
+        // What is left of the time in which a death must be told, after the link took its share of it.
+        let until = now.after(self.policy.peer_timeout * 2 / 5);
+        (route.reviving, route.reviving_until) = (Some(error), until);
+        self.patience.insert((until, peer));
         self.connect(now, peer, rails, sink);
+    }
+
+    /// Gives up on a peer that can't be reached anew in time (RS-4).
+    pub(super) fn end_revival(
+        &mut self,
+        now: Time,
+        peer: PeerKey,
+        rails: &mut Rails,
+        sink: &dyn Sink,
+    ) {
+        let route = &mut self.peers[peer as usize];
+        if route.state != State::Connecting || route.reviving_until > now {
+            return;
+        }
+        let Some(error) = route.reviving.take() else { return };
+        for (pair, link) in route.take_attempts() {
+            rails[pair.rail].disconnect(link, "its peer was not reached in time");
+        }
+        self.lose(peer, error, sink);
     }
 
     fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
@@ -149,7 +171,7 @@ impl Group {
             }
         }
         for slice in slices {
-            self.member_over(slice.owner, Err(error.clone()), sink);
+            self.slice_lost(&slice, error.clone(), sink);
         }
         sink.peer_lost(id, &error);
     }

@@ -33,9 +33,9 @@ use ledger::Ledger;
 pub(crate) use notes::fuzz_note;
 #[cfg(test)]
 pub(crate) use notes::sample_note;
+pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
-pub(crate) use route::{PeerKey, MOST_IMMS};
 pub(crate) use slices::BoundOp;
 use slices::{post_slices, Posted};
 use transfer::Transfer;
@@ -236,8 +236,8 @@ impl Group {
                 self.ask(key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
             }
-            Completion::LinkDown { link, cause, receipt } => {
-                self.on_link_down(now, (rail, link), (cause, receipt), rails, sink)
+            Completion::LinkDown { link, cause, receipt, unfinished } => {
+                self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
             }
             Completion::Note { link, frame } => {
                 self.on_note(now, (rail, link), &frame, rails, sink);
@@ -283,6 +283,7 @@ impl Group {
             moved = true;
             self.patience.remove(&(at, peer));
             self.lose_patience(now, peer, rails, sink);
+            self.end_revival(now, peer, rails, sink);
         }
         moved
     }
@@ -309,6 +310,8 @@ impl Group {
         self.ledger.clear();
         self.look_at = Time::NEVER;
         for mut transfer in std::mem::take(&mut self.transfers) {
+            // What is under way may still land at its peer.
+            transfer.1.unproven |= transfer.1.outstanding > 0;
             transfer.1.fail(EngineError::Closed);
             transfer.1.deliver(sink);
         }
@@ -339,23 +342,35 @@ impl Group {
                 let Some(slice) = self.ledger.take(token) else { return };
                 let heals = rails[rail].receipts() != Receipts::None;
                 let route = &mut self.peers[slice.peer as usize];
-                route.ended(now, rails, &slice, result.is_ok());
+                route.ended(now, &slice, result.is_ok());
                 if result.as_ref().is_err_and(DomainError::is_loss) && heals && slice.may_return() {
                     // The link goes down next.
-                    return route.healing.fall(slice);
+                    return route.healing.fall(token, slice);
                 }
                 (slice.owner, slice.confirm)
             }
         };
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
-        transfer.outstanding -= 1;
         if let Err(e) = result {
             transfer.unproven |= e.is_loss();
             let peer = peer.unwrap_or(transfer.peer);
             self.fail(now, key, peer, (rails, rail, e));
         }
+        self.part_over(now, key, confirm, rails, sink);
+    }
+
+    /// A work request of a transfer is over, whatever came of it.
+    fn part_over(
+        &mut self,
+        now: Time,
+        key: TransferKey,
+        confirm: Option<u32>,
+        rails: &mut Rails,
+        sink: &dyn Sink,
+    ) {
         let transfer = &mut self.transfers[key.slot as usize];
+        transfer.outstanding -= 1;
         if let Some(op) = confirm.and_then(|c| transfer.confirmed(c)) {
             self.push(now, key, op, rails, sink);
         }
@@ -392,10 +407,6 @@ impl Group {
             self.deadlines.remove(&(transfer.deadline, key));
             let mut transfer = self.transfers.remove(key.slot as usize);
             transfer.deliver(sink);
-            for member in std::mem::take(&mut transfer.members) {
-                let result = transfer.error.clone().map_or(Ok(()), Err);
-                self.member_over(member, result, sink);
-            }
         }
     }
 

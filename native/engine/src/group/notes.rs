@@ -13,25 +13,26 @@ use crate::{
 const ENVELOPE: Envelope =
     Envelope { magic: *b"FRgn", what: "a note between groups", limit: MAX_NOTE };
 
-/// Immediates of one question: at most this many, so that question and answer fit.
-pub(super) const MAX_IMMS: usize = 128;
+/// Numbers of one question: at most this many, so that question and answer fit.
+pub(super) const MAX_NUMBERS: usize = 128;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Note {
     /// This link is lost to me. End it on your side, so that nothing of mine can land by it any more, and
-    /// tell what it has counted for these immediates.
-    Lost { name: LinkName, imms: Vec<u32> },
+    /// tell what came of it: of these work requests, where they have numbers. `id` comes back.
+    Lost { id: u32, name: LinkName, numbers: Vec<u64> },
     /// It has ended here too.
-    Ended { name: LinkName, imms: Vec<u32>, tally: Tally },
+    Ended { id: u32, came: Came },
 }
 
 /// See [`crate::domain::Receipt`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Tally {
+pub(crate) enum Came {
     Unknown,
+    /// So many counts, in the order in which they were posted.
     InOrder(u64),
-    /// For each immediate that was asked for.
-    ByImm(Vec<u64>),
+    /// Whether each of those that were asked for.
+    These(Vec<bool>),
 }
 
 impl Note {
@@ -53,7 +54,7 @@ pub(crate) fn fuzz_note(body: &[u8]) {
 
 #[cfg(test)]
 pub(crate) fn sample_note() -> Vec<u8> {
-    Note::Ended { name: 9, imms: vec![1, 1 << 20], tally: Tally::ByImm(vec![3, u64::MAX]) }.encode()
+    Note::Lost { id: 7, name: 9, numbers: vec![1, u64::MAX] }.encode()
 }
 
 #[cfg(test)]
@@ -62,10 +63,10 @@ mod tests {
 
     #[test]
     fn the_largest_notes_fit() {
-        let lost = Note::Lost { name: u64::MAX, imms: vec![u32::MAX; MAX_IMMS] };
-        let tally = Tally::ByImm(vec![u64::MAX; MAX_IMMS]);
-        let imms = vec![u32::MAX; MAX_IMMS];
-        for note in [lost, Note::Ended { name: u64::MAX, imms, tally }] {
+        let lost =
+            Note::Lost { id: u32::MAX, name: u64::MAX, numbers: vec![u64::MAX; MAX_NUMBERS] };
+        let came = Came::These(vec![true; MAX_NUMBERS]);
+        for note in [lost, Note::Ended { id: u32::MAX, came }] {
             let bytes = note.encode();
             assert!(bytes.len() <= MAX_NOTE, "{}", bytes.len());
             assert_eq!(Note::decode(&bytes).ok(), Some(note));
@@ -74,7 +75,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        let good = Note::Lost { name: 7, imms: vec![1, 2, 3] }.encode();
+        let good = Note::Lost { id: 1, name: 7, numbers: vec![1, 2, 3] }.encode();
         for cut in 0..good.len() {
             assert!(Note::decode(&good[..cut]).is_err());
         }

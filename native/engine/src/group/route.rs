@@ -1,9 +1,6 @@
 //! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    time::Duration,
-};
+use std::{collections::VecDeque, time::Duration};
 
 use smallvec::SmallVec;
 
@@ -13,7 +10,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{Count, DomainError, LinkId, LinkName, Receipts},
+    domain::{DomainError, LinkId, LinkName, Receipts},
     time::Time,
     EngineError,
 };
@@ -63,36 +60,10 @@ pub(super) struct Link {
     pub name: LinkName,
     /// We began it, so it is ours to bring back.
     pub ours: bool,
-    /// What the peer has acknowledged of our counts.
-    pub acked: Acked,
+    /// Writes with a count that the peer has acknowledged.
+    pub acked: u64,
     pub gauge: Gauge,
     note: String,
-}
-
-/// Writes with a count that came over one link and are known to have been counted.
-#[derive(Debug, Default)]
-pub(super) struct Acked {
-    pub all: u64,
-    pub by_imm: HashMap<u32, u64>,
-}
-
-/// Immediates that are told apart on one link; beyond, a loss can't be made good.
-pub(crate) const MOST_IMMS: usize = 1 << 16;
-
-impl Acked {
-    #[inline]
-    fn add(&mut self, kind: Receipts, count: Count) {
-        self.all += u64::from(count.n);
-        if kind == Receipts::ByImm
-            && (self.by_imm.len() < MOST_IMMS || self.by_imm.contains_key(&count.imm))
-        {
-            *self.by_imm.entry(count.imm).or_default() += u64::from(count.n);
-        }
-    }
-
-    pub fn is_complete(&self) -> bool {
-        self.by_imm.len() < MOST_IMMS
-    }
 }
 
 /// See the module.
@@ -122,6 +93,8 @@ pub(super) struct Route {
     pub healing: Healing,
     /// Its last link was lost: what will be said if no other comes up.
     pub reviving: Option<EngineError>,
+    /// Until then (RS-4).
+    pub reviving_until: Time,
     /// An attempt to connect was cut off by a broken link.
     cut_off: bool,
     attempts: u32,
@@ -148,6 +121,7 @@ impl Route {
             backlog: VecDeque::new(),
             healing: Healing::default(),
             reviving: None,
+            reviving_until: Time::NEVER,
             cut_off: false,
             attempts: 0,
             revivals: (Time(0), 0),
@@ -263,6 +237,11 @@ impl Route {
         self.trying.push((pair, link));
     }
 
+    /// Every attempt under way, to be given up.
+    pub fn take_attempts(&mut self) -> SmallVec<[(Pair, LinkId); 1]> {
+        std::mem::take(&mut self.trying)
+    }
+
     /// Ends an attempt, if it was one: which pair it was to join.
     pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<Pair> {
         let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
@@ -299,15 +278,7 @@ impl Route {
     ) {
         let ours = self.tried(pair.rail, id).is_some();
         self.returns.up(now, pair);
-        self.links.push(Link {
-            pair,
-            id,
-            name,
-            ours,
-            acked: Acked::default(),
-            gauge: Gauge::new(now),
-            note,
-        });
+        self.links.push(Link { pair, id, name, ours, acked: 0, gauge: Gauge::new(now), note });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;
@@ -342,7 +313,7 @@ impl Route {
 
     /// Work of ours is over; if it is done, its count is known to have arrived.
     #[inline]
-    pub fn ended(&mut self, now: Time, rails: &Rails, slice: &Slice, done: bool) {
+    pub fn ended(&mut self, now: Time, slice: &Slice, done: bool) {
         if done {
             self.revivals.1 = 0;
         }
@@ -355,7 +326,7 @@ impl Route {
         }
         link.gauge.done(now, slice);
         if let Some(count) = slice.count() {
-            link.acked.add(rails[rail].receipts(), count);
+            link.acked += u64::from(count.n);
         }
     }
 
@@ -393,8 +364,11 @@ impl Route {
         e: DomainError,
     ) -> EngineError {
         let peer = self.address.label();
-        let last = self.active().iter().all(|l| l.pair.rail == rail);
+        let rail_of = rail;
         let rail = &rails[rail];
+        // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
+        let heals = rail.receipts() != Receipts::None && !matches!(e, DomainError::Gone(_));
+        let last = self.active().iter().all(|l| l.pair.rail == rail_of) && !heals;
         let lost = |cause: String| {
             let (transport, device) = (rail.kind().to_string(), rail.device());
             let cause = match device {

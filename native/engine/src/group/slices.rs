@@ -14,7 +14,6 @@ use super::{
     PeerKey, Rails,
 };
 use crate::{
-    api::MAX_RAILS,
     domain::{Caps, Count, Data, DomainError, Post, Receipts, WorkRequest},
     time::Time,
 };
@@ -51,14 +50,34 @@ impl BoundOp {
         Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None, tries: 0 }
     }
 
-    /// What a lost slice carried, over any rail (its own is the one that was lost), as a piece for the confirmation `confirm`.
-    pub(super) fn again(slice: Slice, confirm: Option<u32>) -> Self {
-        let wr = match slice.wr {
-            WorkRequest::Write { data, .. } => WorkRequest::Write { data, count: None },
-            wr => wr,
+    /// What is missing of a lost slice of which `there` counts have come with their bytes; over any rail, for
+    /// its own is the one that was lost.
+    pub(super) fn again(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
+        let Slice { peer, wr, confirm, tries, .. } = slice;
+        let tries = tries.saturating_add(1);
+        let (wr, confirm) = match wr {
+            WorkRequest::Write { data, count: Some(c) } => {
+                let count = Count { imm: c.imm, n: c.n - there };
+                let confirm = transfer.open_confirm(peer, (None, tries), Some(count));
+                // Counts of pages come in their order; a single page counts as a whole.
+                let skip = if c.n == data.pages { there } else { 0 };
+                let data = Data {
+                    local_seq: data.local_seq.advanced(skip, 0),
+                    remote_seq: data.remote_seq.advanced(skip, 0),
+                    pages: data.pages - skip,
+                    ..data
+                };
+                (WorkRequest::Write { data, count: None }, Some(confirm))
+            }
+            WorkRequest::Count(c) => {
+                (WorkRequest::Count(Count { imm: c.imm, n: c.n - there }), confirm)
+            }
+            wr => {
+                confirm.into_iter().for_each(|c| transfer.reopen(c));
+                (wr, confirm)
+            }
         };
-        let op = Self::new(slice.peer, wr).tried(slice.tries.saturating_add(1));
-        Self { confirm, ..op }
+        Self { confirm, ..Self::new(peer, wr).tried(tries) }
     }
 
     pub fn tried(self, tries: u8) -> Self {
@@ -329,6 +348,7 @@ impl<'a> Lanes<'a> {
                 posted: self.now,
                 bytes,
                 queued: link.gauge.queued,
+                number: None,
                 order: 0,
             }),
         };
@@ -361,7 +381,7 @@ impl<'a> Lanes<'a> {
 
 /// Links that didn't take a work request.
 struct Tried {
-    full: SmallVec<[bool; MAX_RAILS]>,
+    full: SmallVec<[bool; spray::MOST_LINKS]>,
     /// One of them may take it later.
     waits: bool,
     failed: Option<(usize, DomainError)>,

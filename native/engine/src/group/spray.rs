@@ -27,8 +27,14 @@ const NOMINAL: f64 = 50.0;
 /// change its rail any more.
 const WINDOW: u64 = 8 << 20;
 const WINDOW_SLICES: u64 = 4;
+/// Links of one peer and transport: two for each pair of NICs where both sides connected at once.
+pub(super) const MOST_LINKS: usize = 2 * MAX_RAILS;
 /// How often links are looked at that may have stalled.
 const LOOK: Duration = Duration::from_millis(10);
+
+/// A link that has done fewer slices isn't taken for stalled, nor one that took a share of it before.
+const SAMPLES: u32 = 8;
+const SLOWEST: u32 = 4;
 
 /// What is measured of one link.
 #[derive(Debug)]
@@ -39,11 +45,21 @@ pub(super) struct Gauge {
     /// Since when it has had something to do and finished nothing.
     waiting_since: Time,
     finished: Time,
+    /// Slices that it has done, and how long the slowest of late took.
+    samples: u32,
+    slowest: Duration,
 }
 
 impl Gauge {
     pub fn new(now: Time) -> Self {
-        Self { estimate: Estimate::new(NOMINAL), queued: 0, waiting_since: now, finished: Time(0) }
+        Self {
+            estimate: Estimate::new(NOMINAL),
+            queued: 0,
+            waiting_since: now,
+            finished: Time(0),
+            samples: 0,
+            slowest: Duration::ZERO,
+        }
     }
 
     #[inline]
@@ -63,6 +79,8 @@ impl Gauge {
 
     #[inline]
     pub fn done(&mut self, now: Time, slice: &Slice) {
+        self.samples = self.samples.saturating_add(1);
+        self.slowest = now.since(slice.posted).max(self.slowest / 64 * 63);
         self.estimate.completed(now, slice.posted, slice.bytes, slice.queued);
     }
 
@@ -74,7 +92,8 @@ impl Gauge {
     fn is_late(&self, now: Time) -> bool {
         let expected = self.estimate.speed(now, 1).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
-        self.queued > 0 && now.since(self.waiting_since) > judge::patience(expected)
+        let patience = judge::patience(expected).max(self.slowest * SLOWEST);
+        self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > patience
     }
 }
 
@@ -84,7 +103,7 @@ pub(super) fn views(
     links: &[Link],
     full: &[bool],
     length: u64,
-) -> SmallVec<[RailView; MAX_RAILS]> {
+) -> SmallVec<[RailView; MOST_LINKS]> {
     let view = |(link, full): (&Link, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
@@ -125,7 +144,7 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let finished: SmallVec<[Time; MAX_RAILS]> =
+            let finished: SmallVec<[Time; MOST_LINKS]> =
                 links.iter().map(|l| l.gauge.finished).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;

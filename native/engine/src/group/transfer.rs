@@ -53,8 +53,6 @@ pub(super) struct Transfer {
     pub keep: Vec<Region>,
     pub deadline: Time,
     pub timeout: Duration,
-    /// Transfers of which slices were lost with a link, and are made good by this one.
-    pub members: Vec<TransferKey>,
     confirms: SmallVec<[Confirm; 1]>,
 }
 
@@ -75,7 +73,6 @@ impl Transfer {
             keep: Vec::new(),
             deadline: Time::NEVER,
             timeout: Duration::MAX,
-            members: Vec::new(),
             confirms: SmallVec::new(),
         }
     }
@@ -124,11 +121,6 @@ impl Transfer {
     ) -> u32 {
         self.confirms.push(Confirm { peer, count, pin, left: 0, open: 1, tries });
         self.confirms.len() as u32 - 1
-    }
-
-    /// One more operation posts slices for this count.
-    pub fn join_confirm(&mut self, confirm: u32) {
-        self.confirms[confirm as usize].open += 1;
     }
 
     /// A slice was lost, and is posted again by an operation of its own.

@@ -13,7 +13,6 @@ mod listener;
 pub(crate) mod nic;
 pub(crate) mod nics;
 pub(crate) mod staged;
-pub(crate) mod tally;
 
 use std::sync::{Arc, OnceLock, Weak};
 

@@ -126,9 +126,9 @@ impl Choice {
 
 impl Adaptive {
     fn pick(&mut self, rails: &[RailView], load: Load) -> Option<usize> {
-        let predicted: SmallVec<[f64; MAX_RAILS]> =
+        let predicted: SmallVec<[f64; 2 * MAX_RAILS]> =
             rails.iter().map(|r| r.speed.takes(r.queued.saturating_add(load.length))).collect();
-        let scores: SmallVec<[f64; MAX_RAILS]> =
+        let scores: SmallVec<[f64; 2 * MAX_RAILS]> =
             rails.iter().zip(&predicted).map(|(r, p)| p * self.penalty(r.tier)).collect();
         let usable = |i: usize| !rails[i].excluded;
         let least = |those: &dyn Fn(usize) -> bool| {

@@ -117,6 +117,7 @@ impl LibfabricDomain {
             link: id,
             cause,
             receipt: crate::domain::Receipt::Unknown,
+            unfinished: Vec::new(),
         });
         self.fences_passed(id, u32::MAX);
     }

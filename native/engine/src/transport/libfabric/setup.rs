@@ -321,6 +321,7 @@ impl LibfabricDomain {
                     link: setup.link,
                     cause,
                     receipt: crate::domain::Receipt::Unknown,
+                    unfinished: Vec::new(),
                 });
             }
         }

@@ -397,6 +397,7 @@ impl ShmDomain {
                 link: link.id,
                 cause,
                 receipt: crate::domain::Receipt::Unknown,
+                unfinished: Vec::new(),
             });
             let held: Vec<u32> = self.retiring.keys().copied().collect();
             held.into_iter().for_each(|index| self.let_go(link.id, index, out));

@@ -1,5 +1,7 @@
 use std::ops::Range;
 
+use crate::domain::Receipts;
+
 /// What the simulated network is like. Times are virtual nanoseconds, rates bytes per nanosecond.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
@@ -7,9 +9,10 @@ pub struct SimConfig {
     /// Latency and jitter: every delivery takes a time drawn from this range of its own.
     pub delay: Range<u64>,
     /// Links keep the order in which work was posted, as reliable connections do, and what was counted is told
-    /// as a number; else every delivery finds its own way, and is told by immediate.
+    /// as a number; else every delivery finds its own way, and what came is told by number.
     pub ordered: bool,
     /// A page of a counted paged write counts when it is there; else all pages when the last one is.
+    /// Without order there are no receipts then, as with a NIC that says no more than immediates.
     pub page_counts: bool,
     /// What a NIC sends, and what it takes in, at most.
     pub port_rate: Option<f64>,
@@ -22,6 +25,16 @@ pub struct SimConfig {
     pub max_pages: u32,
     /// Work requests that a link takes at a time.
     pub window: usize,
+}
+
+impl SimConfig {
+    pub(super) fn receipts(&self) -> Receipts {
+        match (self.ordered, self.page_counts) {
+            (true, _) => Receipts::InOrder,
+            (false, false) => Receipts::Numbered,
+            (false, true) => Receipts::None,
+        }
+    }
 }
 
 impl Default for SimConfig {

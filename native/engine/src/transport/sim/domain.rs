@@ -121,10 +121,7 @@ impl Domain for SimDomain {
     }
 
     fn receipts(&self) -> Receipts {
-        match self.world.lock().config.ordered {
-            true => Receipts::InOrder,
-            false => Receipts::ByImm,
-        }
+        self.world.lock().config.receipts()
     }
 
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
@@ -148,14 +145,14 @@ impl Domain for SimDomain {
         if end.posted.len() >= window {
             return Ok(Post::Full);
         }
-        end.posted.push(token);
+        let number = end.begin(token);
         node.posts += 1;
         let from = (self.port, link);
         if let WorkRequest::Send(message) = wr {
             let message = Arc::clone(message);
-            let event = Event::Message { from, to, token, message };
+            let event = Event::Message { from, to, token, number, message };
             world.send(self.way(to.0, name), 0, event);
-        } else if let Some(job) = Job::new((from, to, name), token, wr, page_counts) {
+        } else if let Some(job) = Job::new((from, to, name), (token, number), wr, page_counts) {
             let job = Arc::new(job);
             for (piece, bytes) in job.deliveries().into_iter().enumerate() {
                 world.send(job.way(), bytes, Event::Land { job: Arc::clone(&job), piece });

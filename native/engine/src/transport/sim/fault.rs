@@ -211,17 +211,18 @@ impl World {
 
     /// Ends a link at one end.
     pub(super) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
-        let ordered = self.config.ordered;
+        let receipts = self.config.receipts();
         if let Some(node) = self.nodes.get_mut(&port) {
-            node.cut(link, cause, ordered);
+            node.cut(link, cause, receipts);
         }
     }
 
     pub(super) fn work_fails(&mut self, (port, link): Side, pick: u32) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
-        let Some(end) = node.links.get(&link) else { return };
+        let Some(end) = node.links.get_mut(&link) else { return };
         let Some(nth) = (pick as usize).checked_rem(end.posted.len()) else { return };
-        let token = end.posted[nth];
+        let (token, number) = end.posted[nth];
+        end.failed.push((token, number));
         node.complete(link, token, Err(DomainError::LinkDown("it was not acknowledged".into())));
     }
 }

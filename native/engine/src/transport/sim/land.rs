@@ -44,6 +44,7 @@ pub(super) struct Job {
     pub to: Side,
     pub name: LinkName,
     pub token: Token,
+    number: u64,
     kind: Kind,
     key: RegionKey,
     pieces: Vec<Piece>,
@@ -64,7 +65,7 @@ impl Job {
     /// `None` for what takes no way.
     pub fn new(
         (from, to, name): (Side, Side, LinkName),
-        token: Token,
+        (token, number): (Token, u64),
         wr: &WorkRequest,
         page_counts: bool,
     ) -> Option<Self> {
@@ -84,6 +85,7 @@ impl Job {
             to,
             name,
             token,
+            number,
             kind,
             key: data.map_or(Default::default(), |d| d.remote),
             pieces,
@@ -182,6 +184,9 @@ impl World {
         }
         if job.kind == Kind::Read && error.is_none() {
             let n = job.pieces.get(at).map_or(0, |p| p.bytes.lock().len());
+            if let Some(end) = self.end_of(job.to) {
+                end.over_here(job.number, true);
+            }
             return self.send(
                 job.way_back(),
                 n,
@@ -203,6 +208,9 @@ impl World {
             }
         }
         if let Some(result) = over {
+            if let Some(end) = self.end_of(job.to) {
+                end.over_here(job.number, result.is_ok());
+            }
             let (to, token) = (job.from, job.token);
             self.send(job.way_back(), 0, Event::Done { to, token, result });
         }
@@ -251,7 +259,19 @@ impl World {
         }
     }
 
-    pub(super) fn take_in(&mut self, from: Side, to: Side, token: Token, message: Arc<[u8]>) {
+    fn end_of(&mut self, (port, link): Side) -> Option<&mut End> {
+        self.nodes.get_mut(&port)?.links.get_mut(&link)
+    }
+
+    pub(super) fn take_in(
+        &mut self,
+        (from, to): (Side, Side),
+        (token, number): (Token, u64),
+        message: Arc<[u8]>,
+    ) {
+        if let Some(end) = self.end_of(to) {
+            end.over_here(number, true);
+        }
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
             node.held.push_back(Held { link: to.1, message, sender: from, token });
@@ -299,7 +319,12 @@ impl World {
     fn fail_to_connect(&mut self, (port, link): Side, why: &str) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         let cause = DomainError::LinkDown(why.into());
-        node.inbox.push_back(Completion::LinkDown { link, cause, receipt: Receipt::Unknown });
+        node.inbox.push_back(Completion::LinkDown {
+            link,
+            cause,
+            receipt: Receipt::Unknown,
+            unfinished: Vec::new(),
+        });
     }
 }
 

@@ -8,9 +8,8 @@ use std::{
 use super::wire::Scheduled;
 use crate::{
     api::{EngineAddress, EngineId},
-    domain::{Completion, Count, DomainError, LinkId, LinkName, Receipt, Token},
+    domain::{Completion, Count, DomainError, Landed, LinkId, LinkName, Receipt, Receipts, Token},
     memory::RegionBook,
-    transport::tally::Tally,
 };
 
 /// One NIC of one engine.
@@ -27,27 +26,50 @@ pub(super) type Side = (Port, LinkId);
 pub(super) struct End {
     pub there: Side,
     pub name: LinkName,
-    tally: Tally,
+    landed: Landed,
     /// Writes that were counted, whatever their immediates.
     counted: u64,
-    /// Work posted here and not completed.
-    pub posted: Vec<Token>,
+    /// Work posted here and not completed, by its numbers.
+    pub posted: Vec<(Token, u64)>,
+    begun: u64,
+    /// Work that failed before its link.
+    pub failed: Vec<(Token, u64)>,
 }
 
 impl End {
     pub fn new(there: Side, name: LinkName) -> Self {
-        Self { there, name, tally: Tally::default(), counted: 0, posted: Vec::new() }
+        Self {
+            there,
+            name,
+            landed: Landed::default(),
+            begun: 0,
+            failed: Vec::new(),
+            counted: 0,
+            posted: Vec::new(),
+        }
     }
 
     pub fn count(&mut self, count: Count) {
-        self.tally.add(count);
         self.counted += u64::from(count.n);
     }
 
-    fn receipt(self, ordered: bool) -> Receipt {
-        match ordered {
-            true => Receipt::InOrder(self.counted),
-            false => self.tally.receipt(),
+    /// Enters work; the number that the other end will remember.
+    pub fn begin(&mut self, token: Token) -> u64 {
+        self.begun += 1;
+        self.posted.push((token, self.begun));
+        self.begun
+    }
+
+    /// Work of the other end's is over here.
+    pub fn over_here(&mut self, number: u64, done: bool) {
+        self.landed.note(number, done);
+    }
+
+    fn receipt(self, receipts: Receipts) -> Receipt {
+        match receipts {
+            Receipts::InOrder => Receipt::InOrder(self.counted),
+            Receipts::Numbered => Receipt::Landed(self.landed),
+            Receipts::None => Receipt::Unknown,
         }
     }
 }
@@ -94,26 +116,28 @@ impl Node {
 
     /// Whether work is posted and not completed.
     pub fn is_posted(&self, link: LinkId, token: Token) -> bool {
-        self.links.get(&link).is_some_and(|end| end.posted.contains(&token))
+        self.links.get(&link).is_some_and(|end| end.posted.iter().any(|(t, _)| *t == token))
     }
 
     /// Reports a work request as over, once: it may have failed with its link.
     pub fn complete(&mut self, link: LinkId, token: Token, result: Result<(), DomainError>) {
         let Some(end) = self.links.get_mut(&link) else { return };
-        let Some(at) = end.posted.iter().position(|t| *t == token) else { return };
+        let Some(at) = end.posted.iter().position(|(t, _)| *t == token) else { return };
         end.posted.remove(at);
         self.inbox.push_back(Completion::Done { link, token, result });
     }
 
     /// Ends a link here: its work fails, and nothing lands by it any more.
-    pub fn cut(&mut self, link: LinkId, cause: &DomainError, ordered: bool) {
+    pub fn cut(&mut self, link: LinkId, cause: &DomainError, receipts: Receipts) {
         let Some(mut end) = self.links.remove(&link) else { return };
         self.held.retain(|h| h.link != link);
-        for token in std::mem::take(&mut end.posted) {
+        let mut unfinished = std::mem::take(&mut end.posted);
+        for (token, _) in unfinished.iter().copied() {
             let result = Err(cause.clone());
             self.inbox.push_back(Completion::Done { link, token, result });
         }
-        let receipt = end.receipt(ordered);
-        self.inbox.push_back(Completion::LinkDown { link, cause: cause.clone(), receipt });
+        unfinished.append(&mut end.failed);
+        let (receipt, cause) = (end.receipt(receipts), cause.clone());
+        self.inbox.push_back(Completion::LinkDown { link, cause, receipt, unfinished });
     }
 }

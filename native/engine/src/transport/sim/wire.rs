@@ -40,6 +40,7 @@ pub(super) enum Event {
         from: Side,
         to: Side,
         token: Token,
+        number: u64,
         message: Arc<[u8]>,
     },
     Note {
@@ -298,7 +299,9 @@ impl World {
                     node.complete(to.1, token, result);
                 }
             }
-            Event::Message { from, to, token, message } => self.take_in(from, to, token, message),
+            Event::Message { from, to, token, number, message } => {
+                self.take_in((from, to), (token, number), message)
+            }
             Event::Note { to, frame } => self.hand_over(to, frame),
             Event::Connect { from, to, link } => self.link_up(from, to, link),
             Event::Cut { at, cause } => self.cut(at, &cause),

@@ -393,9 +393,14 @@ impl<D: Whispers> Staged<D> {
             if let Some(window) = side.window {
                 self.shut_window(window);
             }
-            let receipt = side.tally.on_top_of(side.receipt);
             if let Some(cause) = side.closing {
-                self.news.push(Completion::LinkDown { link, cause, receipt });
+                self.news.push(Completion::LinkDown {
+                    link,
+                    cause,
+                    receipt: side.receipt,
+                    // What was staged has no numbers: it isn't sent again.
+                    unfinished: side.unfinished,
+                });
             }
         }
     }

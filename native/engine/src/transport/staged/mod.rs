@@ -29,7 +29,6 @@ use crate::{
         RegionBook, RegionMemory, HIDDEN,
     },
     time::Time,
-    transport::tally::Tally,
 };
 use job::{Chunk, Far, Job, Own};
 use near::{Landing, Window};
@@ -69,8 +68,7 @@ struct Side {
     closing: Option<DomainError>,
     /// What the transport's own receipt said.
     receipt: Receipt,
-    /// Counts that came by stages.
-    tally: Tally,
+    unfinished: Vec<(Token, u64)>,
     /// What has been staged, for `describe`.
     device: bool,
     host: bool,
@@ -179,11 +177,12 @@ impl<D: Whispers> Staged<D> {
                     out.remove(i);
                 }
                 Completion::LinkDown { link, .. } if self.sides.contains_key(link) => {
-                    let Completion::LinkDown { link, cause, receipt } = out.remove(i) else {
+                    let Completion::LinkDown { link, cause, receipt, unfinished } = out.remove(i)
+                    else {
                         continue;
                     };
                     if let Some(side) = self.sides.get_mut(&link) {
-                        side.receipt = receipt;
+                        (side.receipt, side.unfinished) = (receipt, unfinished);
                     }
                     self.link_lost(link, &cause);
                 }

@@ -118,7 +118,6 @@ impl<D: Whispers> Staged<D> {
                 if let Some(window) = &mut side.window {
                     window.busy &= !(1 << landing.slot);
                 }
-                count.into_iter().for_each(|c| side.tally.add(c));
             }
             out.extend(count.map(Completion::Count));
             let result = result.map_err(|e| Refusal::of(&e));

@@ -10,9 +10,8 @@ use slab::Slab;
 
 use super::place::Walk;
 use crate::{
-    domain::{Count, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token},
+    domain::{Count, DomainError, Landed, LinkId, LinkName, PeerIdentity, Receipt, Token},
     time::Time,
-    transport::tally::Tally,
 };
 
 /// Streams of a link: the first carries small frames only, so that they never queue behind bulk.
@@ -21,6 +20,10 @@ pub(super) type StreamKey = usize;
 /// Names the streams that belong together before they are proven to.
 pub(super) type LinkNonce = [u8; 16];
 
+/// Bits of an operation's number that travel; the next one marks reads.
+const NUMBER_BITS: u32 = 31;
+const MASK: u64 = (1 << NUMBER_BITS) - 1;
+
 /// Messages that one peer may have on their way to us.
 pub(super) const MESSAGE_WINDOW: usize = 32;
 /// Operations that may be under way on a link; further ones wait in the group.
@@ -28,7 +31,9 @@ pub(super) const MAX_OPS: usize = 1 << 16;
 
 /// An operation of ours: done when all its parts are acknowledged.
 pub(super) struct Op {
+    /// The lower bits of its number, as on the wire: see [`Link::open`].
     serial: u32,
+    number: u64,
     pub token: Token,
     pub parts: u16,
     pub error: Option<DomainError>,
@@ -46,6 +51,7 @@ pub(super) struct Fetch {
 pub(super) struct Incoming {
     pub left: u16,
     pub count: Option<Count>,
+    pub refused: bool,
 }
 
 pub(super) struct Link {
@@ -63,7 +69,9 @@ pub(super) struct Link {
     pub cut_off: bool,
     pub remote: String,
     ops: Slab<Op>,
-    serial: u32,
+    /// Writes, counts and messages that were begun, and reads.
+    begun: u64,
+    reads: u32,
     pub fetches: HashMap<u64, Fetch>,
     next_fetch: u64,
     pub messages: usize,
@@ -73,8 +81,8 @@ pub(super) struct Link {
     pub spoke_at: Time,
     pub deadline: Time,
     next_bulk: usize,
-    /// The peer's counts that came, by immediate.
-    tally: Tally,
+    /// What of the peer's is over here.
+    landed: Landed,
 }
 
 impl Link {
@@ -91,7 +99,8 @@ impl Link {
             cut_off: false,
             remote: String::new(),
             ops: Slab::new(),
-            serial: 0,
+            begun: 0,
+            reads: 0,
             fetches: HashMap::new(),
             next_fetch: 1,
             messages: 0,
@@ -101,7 +110,7 @@ impl Link {
             spoke_at: now,
             deadline: Time::NEVER,
             next_bulk: 0,
-            tally: Tally::default(),
+            landed: Landed::default(),
         }
     }
 
@@ -113,12 +122,27 @@ impl Link {
         self.ops.len() >= MAX_OPS
     }
 
-    /// A new operation in `parts` parts; its number is never used twice on this link.
+    /// A new operation in `parts` parts, under a number that the peer remembers when it is over there. On
+    /// the wire its lower bits stand above the slot.
     pub fn open(&mut self, token: Token, parts: u16) -> u64 {
-        self.serial = self.serial.wrapping_add(1);
-        let serial = self.serial;
-        let slot = self.ops.insert(Op { serial, token, parts, error: None });
+        self.begun += 1;
+        let (number, serial) = (self.begun, (self.begun & MASK) as u32);
+        let slot = self.ops.insert(Op { serial, number, token, parts, error: None });
         u64::from(serial) << 32 | slot as u64
+    }
+
+    /// A new read: it isn't numbered, for its bytes land here.
+    pub fn open_read(&mut self, token: Token, parts: u16) -> u64 {
+        self.reads = self.reads.wrapping_add(1);
+        let serial = self.reads | 1 << NUMBER_BITS;
+        let slot = self.ops.insert(Op { serial, number: 0, token, parts, error: None });
+        u64::from(serial) << 32 | slot as u64
+    }
+
+    /// An operation of the peer's is over here.
+    pub fn over_here(&mut self, op: u64, done: bool) {
+        let number = self.landed.widen(op >> 32 & MASK, NUMBER_BITS);
+        self.landed.note(number, done);
     }
 
     fn op(&mut self, number: u64) -> Option<&mut Op> {
@@ -151,15 +175,10 @@ impl Link {
     }
 
     /// Everything under way, to be failed.
-    pub fn abandon(&mut self) -> Vec<Token> {
+    pub fn abandon(&mut self) -> Vec<(Token, u64)> {
         self.fetches.clear();
         self.messages = 0;
-        std::mem::take(&mut self.ops).into_iter().map(|(_, op)| op.token).collect()
-    }
-
-    /// A count of the peer's is about to be reported.
-    pub fn counted(&mut self, count: Count) {
-        self.tally.add(count);
+        std::mem::take(&mut self.ops).into_iter().map(|(_, op)| (op.token, op.number)).collect()
     }
 
     /// What both ends call this link.
@@ -169,7 +188,7 @@ impl Link {
 
     /// What came over it. Bytes are placed by whoever reads the sockets: with these nothing lands.
     pub fn receipt(&mut self) -> Receipt {
-        std::mem::take(&mut self.tally).receipt()
+        Receipt::Landed(std::mem::take(&mut self.landed))
     }
 
     /// The stream for frames that must not wait.

@@ -271,7 +271,7 @@ impl Domain for TcpDomain {
     }
 
     fn receipts(&self) -> Receipts {
-        Receipts::ByImm
+        Receipts::Numbered
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {

@@ -92,7 +92,7 @@ impl TcpDomain {
         let streams = link.bulk();
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
-        let op = link.open(token, cut as u16);
+        let op = link.open_read(token, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
             let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
@@ -281,7 +281,8 @@ impl TcpDomain {
             }
             Kind::Count => {
                 stream.done += 1;
-                self.count(id, Some(header.count), out);
+                self.over_here(id, header.op, true);
+                out.push(Completion::Count(header.count));
             }
             Kind::Ack => {
                 for op in stream.acked(header.op)? {
@@ -365,34 +366,39 @@ impl TcpDomain {
     ) -> Result<(), DomainError> {
         let count = (header.code != 0 && !refused).then_some(header.count);
         if header.parts == 1 {
-            self.count(id, count, out);
+            self.over_here(id, header.op, !refused);
+            out.extend(count.map(Completion::Count));
             return Ok(());
         }
         let Some(link) = self.link(id) else { return Ok(()) };
         if link.incoming.len() > MAX_OPS {
             return Err(DomainError::Handshake("more unfinished writes than agreed".into()));
         }
-        let fresh = || Incoming { left: header.parts, count: Some(header.count) };
+        let fresh = || Incoming { left: header.parts, count: Some(header.count), refused: false };
         let incoming = link.incoming.entry(header.op).or_insert_with(fresh);
         if incoming.left > header.parts {
             return Err(DomainError::Handshake("parts that don't belong together".into()));
         }
         incoming.left -= 1;
+        incoming.refused |= refused;
         if count.is_none() {
             // Refused, or not counted at all.
             incoming.count = None;
         }
         if incoming.left == 0 {
             let whole = link.incoming.remove(&header.op);
-            self.count(id, whole.and_then(|i| i.count), out);
+            if let Some(whole) = whole {
+                self.over_here(id, header.op, !whole.refused);
+                out.extend(whole.count.map(Completion::Count));
+            }
         }
         Ok(())
     }
 
-    fn count(&mut self, id: LinkId, count: Option<Count>, out: &mut Vec<Completion>) {
-        let (Some(count), Some(link)) = (count, self.link(id)) else { return };
-        link.counted(count);
-        out.push(Completion::Count(count));
+    fn over_here(&mut self, id: LinkId, op: u64, done: bool) {
+        if let Some(link) = self.link(id) {
+            link.over_here(op, done);
+        }
     }
 
     fn part_done(&mut self, id: LinkId, op: u64, out: &mut Vec<Completion>) {

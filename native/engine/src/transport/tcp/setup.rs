@@ -393,12 +393,14 @@ impl TcpDomain {
         for key in halves {
             self.sockets.remove(key);
         }
-        for token in link.abandon() {
+        let unfinished = link.abandon();
+        for (token, _) in &unfinished {
+            let token = *token;
             let result = Err(cause.clone());
             self.news.push(Completion::Done { link: id, token, result });
         }
         let receipt = link.receipt();
-        self.news.push(Completion::LinkDown { link: id, cause, receipt });
+        self.news.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
     }
 
     /// Shows life on quiet links, and gives up on those that show none.

@@ -189,6 +189,17 @@ impl Link {
         Ok(())
     }
 
+    /// Enters work of which only a part was handed to the NIC; false if none of it was.
+    pub fn own_up(&mut self, token: Token, before: Option<u32>) -> bool {
+        let (Some(first), last) = (before, self.posted.wrapping_sub(1)) else { return false };
+        let some = self.posted != first;
+        if some {
+            let region = RegionKey::default();
+            self.entries.push_back(Entry { token, first, last, region, from: 0, to: 0 });
+        }
+        some
+    }
+
     /// The number of the request behind a completion.
     #[inline]
     pub fn number(&self, seq: u32) -> u32 {

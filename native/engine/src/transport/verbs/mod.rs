@@ -361,10 +361,13 @@ impl Domain for VerbsDomain {
                 return Ok(Post::Full);
             }
         }
-        let posted = self.hand_over(id, token, wr);
-        if matches!(posted, Err(DomainError::Io { .. } | DomainError::LinkDown(_))) {
-            if let Err(e) = &posted {
-                self.failing.push((id, e.clone()));
+        let before = self.link(id).map(|l| l.posted);
+        let mut posted = self.hand_over(id, token, wr);
+        if let Err(e @ (DomainError::Io { .. } | DomainError::LinkDown(_))) = &posted {
+            self.failing.push((id, e.clone()));
+            // The NIC may have taken a part of it: it ends with its link, and no other carries it before.
+            if self.link(id).is_some_and(|l| l.own_up(token, before)) {
+                posted = Ok(Post::Queued);
             }
         }
         // An uncounted write's read is posted by `flush`, or by the next poll.

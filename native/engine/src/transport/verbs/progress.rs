@@ -355,7 +355,12 @@ impl VerbsDomain {
             None => Receipt::InOrder(link.counted),
         };
         if announced {
-            self.news.push(Completion::LinkDown { link: id, cause: cause.clone(), receipt });
+            self.news.push(Completion::LinkDown {
+                link: id,
+                cause: cause.clone(),
+                receipt,
+                unfinished: Vec::new(),
+            });
         } else {
             crate::transport::handshake::mourn(&link.peer.address.label(), &cause);
         }

@@ -364,6 +364,7 @@ impl VerbsDomain {
             link: id,
             cause,
             receipt: crate::domain::Receipt::Unknown,
+            unfinished: Vec::new(),
         });
     }
 

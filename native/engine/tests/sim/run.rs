@@ -1,0 +1,230 @@
+//! Carries a case out and checks after every step.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, Imm},
+    transport::sim::{Fault, SimNet},
+    Time, TransferEngine,
+};
+use parking_lot::Mutex;
+
+use crate::{
+    case::{Case, Ns, COUNTERS, MS, PLAIN},
+    check::{broken, Checked, Count, Transfer, Violation, Wait},
+    memory::Memory,
+};
+
+/// Deadline of what names none.
+pub const OP_TIMEOUT: Ns = 60_000 * MS;
+/// How long it takes until nothing happens any more.
+const QUIET: Ns = 50 * MS;
+/// Everything with a peer that lives ends this long after the last fault, beside what a peer may be silent.
+const BOUND: Ns = 300 * MS;
+
+/// One life of a node.
+pub struct Life {
+    /// Until it ends as by `kill -9`, or is closed.
+    pub engine: Option<Arc<TransferEngine>>,
+    pub ended: Option<Ns>,
+    pub address: fabric_engine::api::EngineAddress,
+    pub memory: Memory,
+    /// Which use of each of its counters is the present one.
+    pub counts: [usize; COUNTERS as usize],
+}
+
+/// What came out of a run without violation.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    pub digest: u64,
+    pub succeeded: u32,
+    pub failed: u32,
+    pub met: u32,
+    pub unmet: u32,
+    /// Frames between groups: what healing took.
+    pub notes: u64,
+}
+
+pub struct Run<'a> {
+    pub case: &'a Case,
+    pub net: SimNet,
+    pub lives: Vec<Life>,
+    /// The latest life of each node.
+    pub nodes: Vec<usize>,
+    pub counts: Vec<Count>,
+    pub transfers: Vec<Transfer>,
+    pub waits: Vec<Wait>,
+    /// How often each message has come, and to which life it was sent.
+    pub messages: Arc<Mutex<Vec<u32>>>,
+    pub sent_to: Vec<usize>,
+    pub next_id: u64,
+    pub outcome: Outcome,
+    /// Nothing may fail; see `Case::has_spare`.
+    pub must_succeed: bool,
+}
+
+pub fn run(case: &Case) -> Result<Outcome, Violation> {
+    let mut run = Run::new(case);
+    run.go()?;
+    let (digest, notes) = (run.net.digest(), run.net.notes());
+    Ok(Outcome { digest, notes, ..run.outcome })
+}
+
+impl<'a> Run<'a> {
+    fn new(case: &'a Case) -> Self {
+        let mut run = Self {
+            case,
+            net: SimNet::new(case.shape.config(case.seed)),
+            lives: Vec::new(),
+            nodes: Vec::new(),
+            counts: Vec::new(),
+            transfers: Vec::new(),
+            waits: Vec::new(),
+            messages: Arc::default(),
+            sent_to: Vec::new(),
+            next_id: case.seed << 16,
+            outcome: Outcome::default(),
+            must_succeed: case.has_spare(),
+        };
+        for node in 0..case.shape.rails.len() {
+            let config = run.config();
+            let engine = run.net.engine_with_rails(config, case.shape.rails[node]).unwrap();
+            let life = run.begin(engine);
+            run.nodes.push(life);
+        }
+        if case.shape.connected {
+            run.connect_all();
+        }
+        run
+    }
+
+    fn config(&self) -> EngineConfig {
+        EngineConfig {
+            name: format!("life {}", self.lives.len()),
+            op_timeout: Duration::from_nanos(OP_TIMEOUT),
+            peer_timeout: Duration::from_nanos(self.case.shape.peer_timeout),
+            ..EngineConfig::default()
+        }
+    }
+
+    pub fn id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn begin(&mut self, engine: Arc<TransferEngine>) -> usize {
+        let id = self.id();
+        let memory = Memory::new(&engine, id);
+        let life = self.lives.len();
+        let messages = Arc::clone(&self.messages);
+        let on_message = move |d: fabric_engine::Delivery| {
+            let id: [u8; 8] = d.message()[..8].try_into().unwrap();
+            let mut messages = messages.lock();
+            if let Some(n) = messages.get_mut(u64::from_le_bytes(id) as usize) {
+                *n += 1;
+            }
+        };
+        engine.receive(4096, 4, on_message).unwrap();
+        let counts = std::array::from_fn(|i| {
+            let counter = match i as u8 == PLAIN {
+                true => engine.plain_counter(plain()),
+                false => engine.counter().unwrap(),
+            };
+            self.counts.push(Count::new(life, counter));
+            self.counts.len() - 1
+        });
+        let address = engine.address().clone();
+        self.lives.push(Life { engine: Some(engine), ended: None, address, memory, counts });
+        life
+    }
+
+    fn connect_all(&mut self) {
+        for life in &self.lives {
+            let Some(engine) = &life.engine else { continue };
+            for other in self.lives.iter().filter(|o| o.address.id != engine.id()) {
+                let peer = engine.peer(&other.address).unwrap();
+                engine.connect(&peer).unwrap();
+            }
+        }
+        while self.net.step_until(Time(MS)) {}
+        self.net.advance(Time(MS));
+    }
+
+    /// The present life of a node ends.
+    fn end(&mut self, node: u8) {
+        let life = self.nodes[usize::from(node)];
+        // Its regions and counters stay, to be looked at.
+        self.lives[life].engine = None;
+        self.lives[life].ended.get_or_insert(self.net.now().0);
+    }
+
+    pub fn restart(&mut self, node: u8) {
+        self.end(node);
+        let config = self.config();
+        let rails = self.case.shape.rails[usize::from(node)];
+        let engine = self.net.restart(usize::from(node), config, rails).unwrap();
+        let life = self.begin(engine);
+        self.nodes[usize::from(node)] = life;
+    }
+
+    fn go(&mut self) -> Checked {
+        let start = self.net.now().0;
+        let (mut work, mut faults) = (self.case.work.iter(), self.case.faults.iter());
+        let (mut step, mut fault) = (work.next(), faults.next());
+        loop {
+            let times = [step.map(|s| s.0), fault.map(|f| f.0)];
+            let Some(next) = times.into_iter().flatten().min() else { break };
+            self.until(start + next)?;
+            if let Some((_, what)) = step.filter(|s| s.0 == next) {
+                self.step(what)?;
+                step = work.next();
+            } else if let Some((_, what)) = fault {
+                self.net.inject(what);
+                if let Fault::Crash { node, .. } = what {
+                    self.end(*node);
+                }
+                fault = faults.next();
+            }
+            self.check()?;
+        }
+        // The longest that a fault lasts.
+        self.until(self.net.now().0 + 20 * MS)?;
+        self.net.plug_all();
+        let bound = self.net.now().0 + BOUND + 4 * self.case.shape.peer_timeout;
+        while self.is_busy() {
+            if self.net.now().0 > bound {
+                return broken("RS-4", bound, format!("no result: {:?}", self.still()));
+            }
+            if !self.net.step_until(Time(bound + 1)) {
+                return broken("IC-4", self.net.now().0, format!("never ends: {:?}", self.still()));
+            }
+            self.check()?;
+        }
+        self.until(self.net.now().0 + QUIET)?;
+        self.check_end()
+    }
+
+    /// Lets everything happen that happens by then.
+    fn until(&mut self, at: Ns) -> Checked {
+        while self.net.step_until(Time(at)) {
+            self.check()?;
+        }
+        self.net.advance(Time(at));
+        Ok(())
+    }
+
+    fn is_busy(&self) -> bool {
+        self.transfers.iter().any(|t| !t.over) || self.waits.iter().any(|w| !w.over)
+    }
+
+    fn still(&self) -> Vec<String> {
+        let transfers =
+            self.transfers.iter().filter(|t| !t.over).map(|t| format!("{:?}", t.handle));
+        let waits = self.waits.iter().filter(|w| !w.over).map(|w| format!("{:?}", w.handle));
+        transfers.chain(waits).collect()
+    }
+}
+
+pub fn plain() -> Imm {
+    Imm::plain(7).unwrap()
+}
