@@ -78,7 +78,7 @@ impl Healing {
         ours.into_iter().map(named).collect()
     }
 
-    /// Everything that waits, for want of the peer.
+    /// Everything that waits, for want of the peer, and all that it might have asked.
     pub fn take_all(&mut self) -> Vec<Slice> {
         let fallen = std::mem::take(&mut self.fallen).into_iter().map(|(_, s)| s);
         let limbos = std::mem::take(&mut self.limbos).into_iter().flat_map(|l| l.slices);

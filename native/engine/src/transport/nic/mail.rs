@@ -26,6 +26,8 @@ use crate::{
 pub(crate) const MAX_MESSAGE: usize = 64 << 10;
 /// Messages that may be on their way in one direction.
 pub(crate) const WINDOW: usize = 16;
+/// Notes that wait for slots: more than the questions about one link can be.
+const MOST_NOTES: usize = 1 << 11;
 /// Receive slots besides those for fragments.
 pub(crate) const SPARE: u32 = 2 * WINDOW as u32;
 
@@ -204,8 +206,11 @@ impl Mail {
         self.controls.push_back(Control::Bye { gone, reason: reason.to_owned() });
     }
 
+    /// Forgotten if the peer asks for more than it listens to.
     pub fn note(&mut self, note: Vec<u8>) {
-        self.notes.push_back(note);
+        if self.notes.len() < MOST_NOTES {
+            self.notes.push_back(note);
+        }
     }
 
     /// Shows life with the next frame, one that carries nothing if need be.
