@@ -138,7 +138,7 @@ impl Group {
         // Work that its link has given no number can't be asked about.
         let (lost, nameless): (Vec<_>, Vec<_>) =
             lost.into_iter().partition(|s| kind != Receipts::Numbered || s.number.is_some());
-        self.give_up(peer, nameless, (rails, place.0, cause), sink);
+        self.give_up(now, peer, nameless, (rails, place.0, cause), sink);
         if !lost.is_empty() {
             let n = lost.len();
             tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "to be made good");
@@ -163,11 +163,11 @@ impl Group {
             }
         }
         // Also for a question that was lost with this link.
-        self.ask(peer, rails, sink);
+        self.ask(now, peer, rails, sink);
     }
 
     /// Asks what became of the slices of lost links, over a link that is up.
-    pub(super) fn ask(&mut self, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
+    pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
         let route = &mut self.peers[peer as usize];
         if route.state != State::Up || route.healing.limbos.is_empty() {
             return;
@@ -178,7 +178,7 @@ impl Group {
         if able.is_empty() {
             // The transport that replaced the lost one can't ask.
             for l in std::mem::take(&mut route.healing.limbos) {
-                self.give_up(peer, l.slices, (rails, l.rail, &l.cause), sink);
+                self.give_up(now, peer, l.slices, (rails, l.rail, &l.cause), sink);
             }
             return;
         }
@@ -276,7 +276,7 @@ impl Group {
                 }
                 self.drain_backlog(now, peer, rails, sink);
             }
-            Err(slices) => self.give_up(peer, slices, (rails, rail, &cause), sink),
+            Err(slices) => self.give_up(now, peer, slices, (rails, rail, &cause), sink),
         }
     }
 
@@ -313,18 +313,23 @@ impl Group {
         self.settle(key, sink);
     }
 
-    /// What became of these slices will never be known.
+    /// What became of these slices will never be known. Whether their rail was lost or the peer, as with
+    /// all that a rail fails, is found out first.
     fn give_up(
         &mut self,
+        now: Time,
         peer: PeerKey,
         slices: Vec<Slice>,
         (rails, rail, cause): (&Rails, usize, &DomainError),
         sink: &dyn Sink,
     ) {
         for slice in slices {
-            let name = self.transfers[slice.owner.slot as usize].name;
-            let error = self.peers[peer as usize].blame(rails, rail, name, cause.clone());
-            self.slice_lost(&slice, error, sink);
+            let key = slice.owner;
+            let transfer = &mut self.transfers[key.slot as usize];
+            transfer.outstanding -= 1;
+            transfer.unproven = true;
+            self.fail(now, key, peer, (rails, rail, cause.clone()));
+            self.settle(key, sink);
         }
     }
 
@@ -343,7 +348,7 @@ impl Group {
         for l in late {
             let why = format!("{}; what had arrived could not be found out in time", l.cause);
             let cause = DomainError::LinkDown(why);
-            self.give_up(peer, l.slices, (rails, l.rail, &cause), sink);
+            self.give_up(now, peer, l.slices, (rails, l.rail, &cause), sink);
         }
     }
 }

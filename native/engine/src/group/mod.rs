@@ -233,7 +233,7 @@ impl Group {
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
-                self.ask(key, rails, sink);
+                self.ask(now, key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {

@@ -368,7 +368,8 @@ impl Route {
         let rail = &rails[rail];
         // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
         let heals = rail.receipts() != Receipts::None && !matches!(e, DomainError::Gone(_));
-        let last = self.active().iter().all(|l| l.pair.rail == rail_of) && !heals;
+        let last = self.state == State::Lost
+            || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
         let lost = |cause: String| {
             let (transport, device) = (rail.kind().to_string(), rail.device());
             let cause = match device {
