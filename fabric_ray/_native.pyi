@@ -1,7 +1,7 @@
 """The native core."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ __all__ = [
 
 __version__: str
 
+_Priority: TypeAlias = Literal["latency", "bulk", "background"]
 _Slice: TypeAlias = slice  # the classes below have a method of that name
 
 # values that travel between processes
@@ -166,6 +167,11 @@ class Region:
 
         Raises:
             NotQuiesced: it can't be shown in time; the engine keeps the memory.
+        """
+    def revoke(self) -> Transfer:
+        """Ends the registration for all views, without waiting: peers that use the descriptor from
+        now on fail with ``Stale``. The transfer is done when no byte of a peer can land any more and
+        no transfer of this engine uses the memory: then it may be reused.
         """
     def numpy(self) -> NDArray[np.uint8]:
         """The memory as a flat array of bytes; it keeps the region."""
@@ -500,6 +506,8 @@ class Engine:
         inline_bytes: int,
         stage_foreign: bool,
         heal: bool,
+        rail_window: int,
+        receive_window: int,
         peer_timeout: float,
         op_timeout: float,
         nics: Mapping[str, object],
@@ -542,6 +550,7 @@ class Engine:
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Writes ``nbytes`` bytes of ``src`` to ``dst``.
 
@@ -554,6 +563,9 @@ class Engine:
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
             rail: the one NIC that may carry it, counted from 0 among those of the transport in
                 use; by default the load is spread over all of them.
+            priority: who shares a rail with what is more urgent leaves room for it: ``latency``
+                where somebody waits, ``bulk`` (the default), ``background`` for what may take its
+                time. Nobody starves.
 
         Raises:
             OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
@@ -569,6 +581,7 @@ class Engine:
         dst_offset: int = 0,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Reads ``nbytes`` bytes of the peer's ``src`` into ``dst``; arguments as for
         :meth:`write`."""
@@ -583,6 +596,7 @@ class Engine:
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Writes pages of ``page_nbytes`` bytes: page ``i`` of ``src_pages`` to page ``i`` of
         ``dst_pages``.
@@ -605,6 +619,7 @@ class Engine:
         *,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Reads pages: page ``i`` of the peer's ``src_pages`` into page ``i`` of ``dst_pages``."""
     def scatter(
@@ -616,6 +631,7 @@ class Engine:
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Writes a part of ``src`` to each of several peers.
 
@@ -639,6 +655,7 @@ class Engine:
         imm: CounterRef | int | None = None,
         timeout: float | None = None,
         rail: int | None = None,
+        priority: _Priority | None = None,
     ) -> Transfer:
         """Submits a batch: one transfer, done when all its operations are.
 
@@ -679,6 +696,11 @@ class Engine:
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
         earlier use, not counted), ``regions`` registered now, and those ``retiring``."""
+    def drain(self) -> Transfer:
+        """Takes nothing new from now on: requests and expectations raise ``EngineClosed``. The
+        transfer is done when all that was begun here is over, by its deadline at the latest; then
+        ``close()``. Peers can write until then.
+        """
     def close(self) -> None:
         """Ends everything: outstanding transfers fail with `EngineClosed`, peers see this engine
         as lost. May be called more than once."""

@@ -15,6 +15,8 @@ _ENVIRONMENT = {
     "require": "FABRIC_RAY_REQUIRE",
     "token": "FABRIC_RAY_TOKEN",
     "heal": "FABRIC_RAY_HEAL",
+    "rail_window": "FABRIC_RAY_RAIL_WINDOW",
+    "receive_window": "FABRIC_RAY_RECEIVE_WINDOW",
     "spin": "FABRIC_RAY_SPIN",
     "copy_threads": "FABRIC_RAY_COPY_THREADS",
     "tcp_streams": "FABRIC_RAY_TCP_STREAMS",
@@ -81,6 +83,13 @@ class EngineConfig(BaseModel):
 
     heal: bool = True
     """Lost links are replaced and what they carried is sent again; without it, it fails at once."""
+
+    rail_window: int = Field(default=16 << 20, ge=64 << 10)
+    """Bytes that may be under way on one NIC or tcp peer (five of the largest slices at least):
+    what is urgent waits behind no more than that."""
+
+    receive_window: int = Field(default=64 << 20, ge=64 << 10)
+    """Bytes that may be on their way to this engine, divided among the peers that send it much."""
 
     nics: tuple[str, ...] = ()
     """NICs by name or glob (``mlx5_*``) in the order of the rails; by topology when empty."""

@@ -88,6 +88,8 @@ class TransferEngine(_native.Engine):
             inline_bytes=c.inline_bytes,
             stage_foreign=c.stage_foreign,
             heal=c.heal,
+            rail_window=c.rail_window,
+            receive_window=c.receive_window,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
             nics=c.nic_options,

@@ -44,6 +44,9 @@ pub enum EngineError {
     #[error("the engine is closed; open a new one")]
     Closed,
 
+    #[error("the engine is being drained: it ends what it has begun and takes nothing new; open another one")]
+    Draining,
+
     #[error("this engine belongs to process {owner}, this is process {here}; open one engine per process, after fork")]
     Forked { owner: u32, here: u32 },
 

@@ -50,7 +50,7 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             "TransferTimeout"
         }
         EngineError::NotQuiesced { .. } => "NotQuiesced",
-        EngineError::Closed => "EngineClosed",
+        EngineError::Closed | EngineError::Draining => "EngineClosed",
         EngineError::Forked { .. } => "ForkedEngine",
         EngineError::Handshake { peer, .. } => {
             fields.set_item("peer", peer)?;

@@ -13,7 +13,7 @@ import torch
 
 from fabric_ray import Batch, RegionDescriptor, TransferEngine, pages
 from fabric_ray.engine import EngineAddress, Region, RemoteRegion
-from fabric_ray.errors import Cancelled, PeerLost, TransferTimeout
+from fabric_ray.errors import Cancelled, EngineClosed, PeerLost, Stale, TransferTimeout
 from tests.processes import within
 
 Pair = tuple[TransferEngine, TransferEngine]
@@ -352,3 +352,60 @@ def test_the_transport_is_visible_everywhere(open_engine: Callable[..., Transfer
         assert {v.transport: v.chosen for v in explanation.verdicts}[transport]
         assert all(v.reason for v in explanation.verdicts)
     assert "not shm" in str(a.explain(a.peer(c.address)))
+
+
+def test_a_drained_engine_ends_what_it_has_begun_and_takes_nothing_new(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 1 << 20), b.alloc(1 << 20)
+    remote = importing(a, dst)
+    there, here = b.counter(), a.counter()
+    transfer = a.write(src, remote, imm=there.ref)
+    waiting = here.expect(1)
+    drained = a.drain()
+    with pytest.raises(EngineClosed, match="drained"):
+        a.write(src, remote)
+    with pytest.raises(EngineClosed, match="drained"):
+        here.expect(1)
+    transfer.wait(10)
+    assert not drained.done()
+    back = b.import_region(src.descriptor())
+    b.write(dst, back, imm=here.ref).wait(10)
+    waiting.wait(10)
+    drained.wait(10)
+    assert there.value == 1
+    a.drain().wait(10)
+
+
+def test_mr_2_a_revoked_region_is_stale_and_then_reusable(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 4096), b.alloc(4096)
+    remote = importing(a, dst)
+    a.write(src, remote).wait(10)
+    memory = dst.numpy()
+    revoked = dst.revoke()
+    revoked.wait(10)
+    assert revoked.quiesced
+    memory[:] = 0
+    with pytest.raises(Stale):
+        a.write(src, remote).wait(10)
+    assert not memory.any()
+    with pytest.raises(Stale):
+        b.write(dst, b.import_region(src.descriptor()))
+    dst.revoke().wait(10)
+
+
+@pytest.mark.parametrize("priority", ["latency", "bulk", "background"])
+def test_every_priority_arrives(pair: Pair, priority: str) -> None:
+    a, b = pair
+    src, dst = filled(a, 20 << 20), b.alloc(20 << 20)
+    counter = b.counter()
+    a.write(src, importing(a, dst), imm=counter.ref, priority=priority)  # type: ignore[arg-type]
+    counter.wait(1, timeout=30)
+    assert (dst.numpy() == src.numpy()).all()
+
+
+def test_an_unknown_priority_is_named(pair: Pair) -> None:
+    a, b = pair
+    src, dst = filled(a, 8), b.alloc(8)
+    with pytest.raises(ValueError, match="use 'latency'"):
+        a.write(src, importing(a, dst), priority="urgent")  # type: ignore[arg-type]

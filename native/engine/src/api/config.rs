@@ -60,6 +60,11 @@ pub struct EngineConfig {
     pub op_timeout: Duration,
     /// Lost links are replaced, and what they carried is sent again; without it, it fails at once.
     pub heal: bool,
+    /// Bytes that may be under way on one rail (of large slices, five at least): what is urgent waits behind no
+    /// more than that.
+    pub rail_window: u64,
+    /// Bytes that may be on their way to this engine, divided among the peers that send it much (incast).
+    pub receive_window: u64,
     pub nics: NicConfig,
 }
 
@@ -125,6 +130,8 @@ impl Default for EngineConfig {
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
             heal: true,
+            rail_window: 16 << 20,
+            receive_window: 64 << 20,
             nics: NicConfig::default(),
         }
     }

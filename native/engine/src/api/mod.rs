@@ -14,7 +14,7 @@ pub(crate) use descriptor::check_range;
 pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;
 pub use imm::{Imm, FIRST_ALLOCATED_SLOT};
-pub use op::{IndexList, Local, Op, PageIndices, Pages, Remote, ScatterDst};
+pub use op::{IndexList, Local, Op, PageIndices, Pages, Priority, Remote, ScatterDst};
 
 use serde::{Deserialize, Serialize};
 

@@ -19,10 +19,10 @@ use super::{
 };
 use crate::{
     domain::{Assist, Completion, Domain, Pinner},
-    engine::Shared,
+    engine::{HandleRef, Shared},
     group::{Group, Policy},
     time::Time,
-    Result,
+    EngineError, Result,
 };
 
 /// How long after a caller stopped polling the worker takes over. Long enough that a caller who
@@ -48,6 +48,8 @@ pub(crate) struct Core {
     /// Peers and the kernel will signal; nobody needs to poll.
     armed: bool,
     pub closed: bool,
+    /// Nothing new is taken; these are told when all that was begun is over.
+    pub drains: Vec<HandleRef>,
 }
 
 impl Core {
@@ -72,7 +74,27 @@ impl Core {
         }
         moved |= self.group.progress(now, &mut self.domains, shared);
         moved |= shared.counters.expire(now);
+        self.end_drains(shared);
         moved
+    }
+
+    /// Tells those who drain the engine, if nothing is left.
+    pub fn end_drains(&mut self, shared: &Shared) {
+        if self.drains.iter().any(|d| !d.is_done())
+            && self.group.is_idle()
+            && !shared.counters.is_expecting()
+        {
+            self.drains.iter().for_each(|d| d.complete(Ok(())));
+        }
+    }
+
+    /// Whether requests are taken.
+    pub fn check_open(&self) -> Result<()> {
+        match (self.closed, self.drains.is_empty()) {
+            (true, _) => Err(EngineError::Closed),
+            (false, false) => Err(EngineError::Draining),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn next_timer(&self, shared: &Shared) -> Time {
@@ -125,6 +147,7 @@ impl Cell {
                 completions: Vec::new(),
                 armed: false,
                 closed: false,
+                drains: Vec::new(),
             }),
             pollers: AtomicU32::new(0),
             left_at: AtomicU64::new(0),

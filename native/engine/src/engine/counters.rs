@@ -301,6 +301,12 @@ impl Counters {
         });
     }
 
+    /// Whether anybody waits for counts.
+    pub fn is_expecting(&self) -> bool {
+        let mut cells = self.pages.iter().filter_map(OnceLock::get).flat_map(|page| page.iter());
+        cells.any(|cell| cell.threshold.load(SeqCst) != u64::MAX)
+    }
+
     pub fn close(&self) {
         for page in self.pages.iter().filter_map(OnceLock::get) {
             for cell in page.iter() {

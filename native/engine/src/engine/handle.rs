@@ -284,7 +284,10 @@ impl Handle {
             &shared,
             Box::new(move |core, shared| match pending.source.get() {
                 Some(Source::Transfer(key)) => core.group.cancel(*key, &**shared),
-                Some(Source::Expectation(imm)) => shared.counters.cancel(*imm, &pending),
+                Some(Source::Expectation(imm)) => {
+                    shared.counters.cancel(*imm, &pending);
+                    core.end_drains(shared);
+                }
                 None => {}
             }),
         );

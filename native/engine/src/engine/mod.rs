@@ -14,7 +14,7 @@ mod shared;
 mod watcher;
 
 use std::{
-    sync::{Arc, Weak},
+    sync::{atomic::Ordering::SeqCst, Arc, Weak},
     time::Duration,
 };
 
@@ -22,7 +22,9 @@ use parking_lot::Mutex;
 
 use self::register::Segments;
 use crate::{
-    api::{CounterRef, EngineAddress, EngineId, Imm, Op, RegionDescriptor, TransportKind},
+    api::{
+        CounterRef, EngineAddress, EngineId, Imm, Op, Priority, RegionDescriptor, TransportKind,
+    },
     driver::Worker,
     group::{PeerKey, Submitted, Verdict},
     memory::device::DeviceWord,
@@ -150,6 +152,18 @@ pub struct Submit {
     pub timeout: Option<Duration>,
     /// The one rail that may carry it, counted among the NICs of the transport in use.
     pub rail: Option<u8>,
+    /// If `None`: [`Priority::Latency`] for messages and barriers, [`Priority::Bulk`] for what moves data.
+    pub priority: Option<Priority>,
+}
+
+impl Submit {
+    fn priority(&self, ops: &[Op<'_>]) -> Priority {
+        let control = |op: &Op<'_>| matches!(op, Op::Send { .. } | Op::Barrier { .. });
+        self.priority.unwrap_or_else(|| match ops.iter().all(control) {
+            true => Priority::Latency,
+            false => Priority::Bulk,
+        })
+    }
 }
 
 /// What the engine knows of its way to a peer.
@@ -296,6 +310,27 @@ impl TransferEngine {
         Way { shared: Arc::downgrade(&self.shared), peer: peer.key }
     }
 
+    /// Takes nothing new from now on: requests and expectations fail with [`EngineError::Draining`]. The handle is
+    /// done when everything that was begun here is over, as it is by its deadline at the latest. Peers can still
+    /// write; they see the engine as lost when it is closed, which comes next.
+    pub fn drain(&self) -> Result<Handle> {
+        self.shared.check_open()?;
+        let pending = handle::Pending::new(&self.shared);
+        let theirs = Arc::clone(&pending);
+        self.shared.draining.store(true, SeqCst);
+        self.shared.cell.post(
+            &self.shared,
+            Box::new(move |core, shared| {
+                if core.closed {
+                    return theirs.complete(Err(EngineError::Closed));
+                }
+                core.drains.push(theirs);
+                core.end_drains(shared);
+            }),
+        );
+        Ok(Handle::pending("drain", pending))
+    }
+
     /// Ends everything; may be called more than once, from any thread but not from under a lock
     /// that callbacks need.
     pub fn close(&self) {
@@ -352,14 +387,13 @@ impl Shared {
             _ => "batch",
         };
         let timeout = options.timeout.unwrap_or(self.op_timeout);
+        let priority = options.priority(ops);
         if let Some(mut core) = self.cell.try_lock(self) {
             let core = &mut *core;
-            if core.closed {
-                return Err(EngineError::Closed);
-            }
+            core.check_open()?;
             let now = self.now();
             core.domains.iter_mut().for_each(|d| d.begin_request());
-            let key = core.group.open(name);
+            let key = core.group.open(name, priority);
             for op in ops {
                 self.bind(op, (options.rail, only_prepare), &mut |bound| {
                     core.group.push(now, key, bound, &mut core.domains, &**self);
@@ -389,12 +423,13 @@ impl Shared {
         self.cell.post(
             self,
             Box::new(move |core, shared| {
-                if core.closed {
-                    return pending.complete(Err(EngineError::Closed));
+                if let Err(e) = core.check_open() {
+                    shared.unkeep(keep);
+                    return pending.complete(Err(e));
                 }
                 let now = shared.now();
                 core.domains.iter_mut().for_each(|d| d.begin_request());
-                let key = core.group.open(name);
+                let key = core.group.open(name, priority);
                 for b in bound {
                     core.group.push(now, key, b, &mut core.domains, &**shared);
                 }

@@ -113,8 +113,9 @@ fn max_message(domains: &[Box<dyn Domain>]) -> usize {
 
 fn policy(config: &EngineConfig) -> Policy {
     let tcp_was_asked_for = config.transports.contains(&TransportKind::Tcp);
-    let EngineConfig { peer_timeout, heal, .. } = *config;
-    Policy { tcp_was_asked_for, peer_timeout, spray: config.nics.spray, heal }
+    let EngineConfig { peer_timeout, heal, rail_window, receive_window, .. } = *config;
+    let spray = config.nics.spray;
+    Policy { tcp_was_asked_for, peer_timeout, spray, heal, rail_window, receive_window }
 }
 
 /// RS-2: what is required is there, or nothing opens.

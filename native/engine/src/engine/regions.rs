@@ -114,30 +114,29 @@ impl Region {
     /// [`EngineError::NotQuiesced`] if a peer doesn't let go within `timeout`; the engine then
     /// keeps the memory.
     pub fn deregister(&self, timeout: Duration) -> Result<()> {
-        let inner = &self.inner;
-        inner.shared.check_process()?;
-        let pending = {
-            let mut retirement = inner.retirement.lock();
-            match &*retirement {
-                // Asked for again: the answer is still the same one's.
-                Some(pending) => Arc::clone(pending),
-                None => {
-                    let pending = super::handle::Pending::new(&inner.shared);
-                    *retirement = Some(Arc::clone(&pending));
-                    inner.closed.store(true, SeqCst);
-                    inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
-                    pending
-                }
-            }
-        };
-        let handle = Handle::pending("deregistration", pending);
-        handle.wait(timeout).unwrap_or_else(|| {
+        self.revoke()?.wait(timeout).unwrap_or_else(|| {
             Err(EngineError::NotQuiesced {
                 what: format!("the region of {} bytes at {:#x}", self.len, self.addr()),
                 after: timeout,
                 cause: "a transfer is going on, or a peer that mapped it does not answer".into(),
             })
         })
+    }
+
+    /// Ends the registration for all clones and views, without waiting: the handle is done when no peer can
+    /// reach the memory any more and nothing of ours uses it (MR-1). New uses fail with [`EngineError::Stale`]
+    /// from now on, here and at peers. Asked for again, the answer is the same.
+    pub fn revoke(&self) -> Result<Handle> {
+        let inner = &self.inner;
+        inner.shared.check_process()?;
+        let mut retirement = inner.retirement.lock();
+        let pending = retirement.get_or_insert_with(|| {
+            let pending = super::handle::Pending::new(&inner.shared);
+            inner.closed.store(true, SeqCst);
+            inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
+            pending
+        });
+        Ok(Handle::pending("revocation", Arc::clone(pending)))
     }
 
     /// Copies `bytes` to `offset` of this view; for tests and small headers.

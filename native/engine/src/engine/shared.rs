@@ -63,6 +63,8 @@ pub(crate) struct Shared {
     next_region: AtomicU32,
     retiring: Mutex<Vec<Retiring>>,
     closed: AtomicBool,
+    /// No further expectations.
+    pub draining: AtomicBool,
 }
 
 /// Where the engine takes the time from.
@@ -101,6 +103,7 @@ impl Shared {
             next_region: AtomicU32::new(0),
             retiring: Mutex::default(),
             closed: AtomicBool::new(false),
+            draining: AtomicBool::new(false),
         });
         waker.set(&shared);
         shared
@@ -189,6 +192,9 @@ impl Shared {
         pending.is_of(super::Source::Expectation(imm));
         let ids = writers.iter().map(Peer::id).collect();
         let now = self.now();
+        if self.draining.load(Relaxed) {
+            return Err(EngineError::Draining);
+        }
         self.counters.expect(imm, n, (now, timeout), ids, Arc::clone(&pending));
         // After the expectation is in place, so that a loss found now or later fails it.
         for peer in writers {
@@ -245,6 +251,7 @@ impl Shared {
         }
         for Retiring { memory, handle, .. } in over {
             if let Some(handle) = handle {
+                handle.over(true);
                 handle.complete(Ok(()));
             }
             if memory.keep.is_some() {
@@ -282,6 +289,7 @@ impl Shared {
             let mut core = self.cell.lock(self);
             let core = &mut *core;
             core.closed = true;
+            core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
             core.domains.iter_mut().for_each(|d| d.close());
             core.group.close(&**self);
         }

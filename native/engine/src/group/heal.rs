@@ -9,6 +9,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use super::{
+    backlog::Waiting,
     ledger::Slice,
     missing::{self, Share},
     notes::{Came, Note, MAX_NUMBERS},
@@ -212,6 +213,8 @@ impl Group {
                 let limbo = limbos.remove(at);
                 self.make_good(now, peer, limbo, came, rails, sink);
             }
+            Ok(Note::Want(wants)) => self.on_want(now, peer, wants, rails),
+            Ok(Note::Credit(bytes)) => self.on_credit(peer, bytes),
             Ok(Note::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
             Err(e) => rails[via.0].disconnect(via.1, &e.to_string()),
         }
@@ -300,7 +303,8 @@ impl Group {
         }
         let op = BoundOp::again(slice, there, transfer);
         transfer.waiting += 1;
-        self.peers[peer as usize].backlog.push_front((key, op));
+        let waiting = Waiting { key, op, since: Time::NEVER };
+        self.peers[peer as usize].backlog.push_front(transfer.priority, waiting);
         self.backlogged += 1;
     }
 

@@ -3,8 +3,9 @@
 
 use slab::Slab;
 
-use super::{PeerKey, TransferKey};
+use super::{policy::admit::UnderWay, PeerKey, TransferKey};
 use crate::{
+    api::Priority,
     domain::{Count, LinkId, Token, WorkRequest},
     time::Time,
 };
@@ -25,6 +26,7 @@ pub(super) struct Slice {
     /// How often its bytes have been sent before.
     pub tries: u8,
     pub posted: Time,
+    pub priority: Priority,
     /// Its bytes, and those that its link had under way before it.
     pub bytes: u64,
     pub queued: u64,
@@ -54,14 +56,47 @@ impl Slice {
 pub(super) struct Ledger {
     slices: Slab<Slice>,
     order: u64,
+    rails: Vec<Rail>,
+    /// What may be under way on a rail of which nothing else was said, bytes.
+    window: u64,
+}
+
+/// What is under way on one rail, and how much may be.
+#[derive(Debug, Default)]
+struct Rail {
+    under_way: UnderWay,
+    window: Option<u64>,
 }
 
 impl Ledger {
+    pub fn new(window: u64) -> Self {
+        Self { window, ..Self::default() }
+    }
+
+    #[inline]
+    pub fn window(&self, rail: usize) -> u64 {
+        self.rails.get(rail).and_then(|r| r.window).unwrap_or(self.window)
+    }
+
+    /// Bytes under way over one of our rails, whoever they are for.
+    #[inline]
+    pub fn under_way(&self, rail: usize) -> UnderWay {
+        self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()
+    }
+
+    fn rail(&mut self, rail: usize) -> &mut Rail {
+        if self.rails.len() <= rail {
+            self.rails.resize_with(rail + 1, Rail::default);
+        }
+        &mut self.rails[rail]
+    }
+
     /// Enters a slice; the token that its completion will bring.
     #[inline]
     pub fn enter(&mut self, slice: Slice) -> Token {
         self.order += 1;
         let order = self.order;
+        *self.rail(slice.link.0).under_way.of_mut(slice.priority) += slice.bytes;
         let slot = self.slices.insert(Slice { order, ..slice }) as u32;
         Token { slot, serial: order as u32, part: SLICE }
     }
@@ -72,7 +107,11 @@ impl Ledger {
         let slot = token.slot as usize;
         let known = token.part == SLICE
             && self.slices.get(slot).is_some_and(|s| s.order as u32 == token.serial);
-        known.then(|| self.slices.remove(slot))
+        known.then(|| {
+            let slice = self.slices.remove(slot);
+            *self.rail(slice.link.0).under_way.of_mut(slice.priority) -= slice.bytes;
+            slice
+        })
     }
 
     pub fn is_slice(token: Token) -> bool {
@@ -81,5 +120,6 @@ impl Ledger {
 
     pub fn clear(&mut self) {
         self.slices.clear();
+        self.rails.clear();
     }
 }

@@ -146,12 +146,13 @@ impl Group {
     fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
         let route = &mut self.peers[peer as usize];
         route.state = State::Lost;
+        (route.asking, route.credit) = (false, u64::MAX);
+        self.credits.forget(peer);
         route.lost = Some(error.clone());
         let id = route.address.id;
         let slices = route.healing.take_all();
-        let backlog = std::mem::take(&mut route.backlog);
-        self.backlogged -= backlog.len();
-        let mut keys: Vec<_> = backlog.into_iter().map(|(key, _)| key).collect();
+        let mut keys: Vec<_> = route.backlog.take().collect();
+        self.backlogged -= keys.len();
         for key in &keys {
             let transfer = &mut self.transfers[key.slot as usize];
             transfer.waiting -= 1;

@@ -41,7 +41,7 @@ pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<Came, Vec<Sl
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{domain::WorkRequest, group::TransferKey, time::Time};
+    use crate::{api::Priority, domain::WorkRequest, group::TransferKey, time::Time};
 
     fn slice(order: u64, n: u32) -> Slice {
         Slice {
@@ -55,6 +55,7 @@ mod tests {
             confirm: None,
             tries: 0,
             posted: Time(0),
+            priority: Priority::Bulk,
             bytes: 0,
             queued: 0,
             number: None,

@@ -4,7 +4,10 @@
 //! through the [`Domain`] seam, results through [`Sink`]. The same code runs under a worker thread
 //! and inside the simulator.
 
+mod backlog;
+mod credit;
 mod heal;
+mod lanes;
 mod ledger;
 mod links;
 mod missing;
@@ -21,13 +24,15 @@ use std::collections::{BTreeSet, HashMap};
 use slab::Slab;
 
 use crate::{
-    api::{EngineAddress, EngineId, Spray},
+    api::{EngineAddress, EngineId, Priority, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
     engine::{HandleRef, Source},
     time::Time,
     EngineError,
 };
 
+use backlog::{Backlog, Waiting};
+use credit::Credits;
 use ledger::Ledger;
 #[cfg(any(test, fuzzing))]
 pub(crate) use notes::fuzz_note;
@@ -65,6 +70,10 @@ pub(crate) struct Policy {
     pub spray: Spray,
     /// What a lost link carried is sent again, and lost links are replaced.
     pub heal: bool,
+    /// Bytes that may be under way on one rail.
+    pub rail_window: u64,
+    /// Bytes that may be on their way to us, from all peers together.
+    pub receive_window: u64,
 }
 
 impl Policy {
@@ -97,18 +106,24 @@ pub(crate) struct Group {
     /// When peers should have said what came over a lost link.
     patience: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
+    credits: Credits,
     /// When links are looked at that may have stalled.
     look_at: Time,
     /// When it is clear that a rail was lost, and not its peer.
     verdicts: BTreeSet<(Time, TransferKey)>,
     policy: Policy,
-    /// Routes whose backlog may be able to move.
+    /// Operations in backlogs, and when some may move though nothing is over.
     backlogged: usize,
+    move_at: Time,
+    /// Whose backlog moves first.
+    first: usize,
 }
 
 impl Group {
     pub fn new(policy: Policy) -> Self {
-        Self { policy, look_at: Time::NEVER, ..Self::default() }
+        let ledger = Ledger::new(policy.rail_window);
+        let (look_at, move_at) = (Time::NEVER, Time::NEVER);
+        Self { policy, ledger, look_at, move_at, ..Self::default() }
     }
 
     /// The peer with this address; made known if it wasn't.
@@ -122,10 +137,10 @@ impl Group {
     }
 
     /// Begins a request; `push` its operations, then `seal` it.
-    pub fn open(&mut self, name: &'static str) -> TransferKey {
+    pub fn open(&mut self, name: &'static str, priority: Priority) -> TransferKey {
         self.serial = self.serial.wrapping_add(1);
         let serial = self.serial;
-        let slot = self.transfers.insert(Transfer::new(name, serial)) as u32;
+        let slot = self.transfers.insert(Transfer::new(name, serial, priority)) as u32;
         TransferKey { slot, serial }
     }
 
@@ -142,18 +157,27 @@ impl Group {
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
         let route = &mut self.peers[peer as usize];
-        if route.state == State::Up && route.backlog.is_empty() {
-            match post_slices(now, key, transfer, &mut op, route, (rails, &mut self.ledger)) {
-                Posted::All => return self.look_soon(now, peer),
+        transfer.unposted += op.bytes();
+        let priority = transfer.priority;
+        let mut since = Time::NEVER;
+        if route.state == State::Up && !route.backlog.holds_up(priority) {
+            let means = (rails as &mut Rails, &mut self.ledger);
+            match post_slices((now, now), key, transfer, &mut op, route, means) {
+                Posted::All => return self.posted(now, peer, rails),
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part => {}
+                Posted::Part(again) => {
+                    since = now;
+                    self.move_at = self.move_at.min(again);
+                }
             }
         }
         transfer.waiting += 1;
-        route.backlog.push_back((key, op));
+        route.backlog.push_back(priority, Waiting { key, op, since });
         self.backlogged += 1;
-        if matches!(route.state, State::Idle | State::Lost) {
-            self.connect(now, peer, rails, sink);
+        match route.state {
+            State::Up => self.posted(now, peer, rails),
+            State::Idle | State::Lost => self.connect(now, peer, rails, sink),
+            State::Connecting => {}
         }
     }
 
@@ -262,7 +286,12 @@ impl Group {
     pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn Sink) -> bool {
         let mut moved = false;
         if self.backlogged > 0 {
-            for key in 0..self.peers.capacity() {
+            self.move_at = Time::NEVER;
+            // Peers share rails: each is first in its turn.
+            let n = self.peers.capacity();
+            self.first = (self.first + 1) % n.max(1);
+            for i in 0..n {
+                let key = (self.first + i) % n;
                 let Some(route) = self.peers.get(key) else { continue };
                 if route.state == State::Up && !route.backlog.is_empty() {
                     moved |= self.drain_backlog(now, key as PeerKey, rails, sink);
@@ -287,6 +316,10 @@ impl Group {
             self.returns.remove(&(at, peer));
             self.seek_missing(now, peer, rails);
         }
+        if self.credits.next() <= now {
+            moved = true;
+            self.ask_again(now, rails);
+        }
         if self.look_at <= now {
             moved = true;
             self.look(now, rails);
@@ -305,13 +338,24 @@ impl Group {
         let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
         let patience = self.patience.first().map_or(Time::NEVER, |(t, _)| *t);
-        first.min(returns).min(verdicts).min(patience).min(self.look_at)
+        first
+            .min(returns)
+            .min(verdicts)
+            .min(patience)
+            .min(self.look_at)
+            .min(self.move_at)
+            .min(self.credits.next())
+    }
+
+    /// Whether no request is under way or waits.
+    pub fn is_idle(&self) -> bool {
+        self.transfers.is_empty()
     }
 
     /// Fails whatever is left, once and for all.
     pub fn close(&mut self, sink: &dyn Sink) {
         for (_, route) in &mut self.peers {
-            route.backlog.clear();
+            route.backlog = Backlog::default();
             route.state = State::Lost;
         }
         self.backlogged = 0;
@@ -320,7 +364,8 @@ impl Group {
         self.verdicts.clear();
         self.patience.clear();
         self.ledger.clear();
-        self.look_at = Time::NEVER;
+        self.credits = Credits::default();
+        (self.look_at, self.move_at) = (Time::NEVER, Time::NEVER);
         for mut transfer in std::mem::take(&mut self.transfers) {
             // What is under way may still land at its peer.
             transfer.1.unproven |= transfer.1.outstanding > 0;
@@ -425,9 +470,7 @@ impl Group {
     /// Takes what a failed transfer has not posted yet out of the backlogs.
     fn purge(&mut self, key: TransferKey) {
         for (_, route) in &mut self.peers {
-            let before = route.backlog.len();
-            route.backlog.retain(|(k, _)| *k != key);
-            self.backlogged -= before - route.backlog.len();
+            self.backlogged -= route.backlog.remove(key);
         }
         self.transfers[key.slot as usize].waiting = 0;
     }
@@ -469,23 +512,51 @@ impl Group {
         sink: &dyn Sink,
     ) -> bool {
         let mut moved = false;
+        // What is less urgent has its turn though what is more urgent has to wait.
+        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails, sink);
+        for pressed in [true, false] {
+            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails, sink);
+            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails, sink);
+        }
+        moved
+    }
+
+    /// Posts what waits with one priority; if `pressed`, only what is about to miss its deadline.
+    fn drain_queue(
+        &mut self,
+        now: Time,
+        peer: PeerKey,
+        (priority, pressed): (Priority, bool),
+        rails: &mut Rails,
+        sink: &dyn Sink,
+    ) -> bool {
+        let mut moved = false;
         loop {
             let route = &mut self.peers[peer as usize];
             if route.state != State::Up {
                 return moved;
             }
-            let Some((key, mut op)) = route.backlog.pop_front() else { return moved };
+            let Some(mut first) = route.backlog.pop(priority) else { return moved };
+            first.since = first.since.min(now);
+            let (key, op) = (first.key, &mut first.op);
             let transfer = &mut self.transfers[key.slot as usize];
-            match post_slices(now, key, transfer, &mut op, route, (rails, &mut self.ledger)) {
-                Posted::Part => {
-                    route.backlog.push_front((key, op));
+            if pressed && now < transfer.urgent_at(now, route) {
+                route.backlog.push_front(priority, first);
+                return moved;
+            }
+            let means = (rails as &mut Rails, &mut self.ledger);
+            match post_slices((now, first.since), key, transfer, op, route, means) {
+                Posted::Part(again) => {
+                    route.backlog.push_front(priority, first);
+                    self.move_at = self.move_at.min(again);
+                    self.posted(now, peer, rails);
                     return moved;
                 }
                 Posted::All => {}
                 Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
             }
             moved = true;
-            self.look_soon(now, peer);
+            self.posted(now, peer, rails);
             self.transfers[key.slot as usize].waiting -= 1;
             self.backlogged -= 1;
             self.settle(key, sink);

@@ -1,4 +1,4 @@
-//! What the groups at the two ends of a lost link say to each other about it.
+//! What groups say to each other: about links that were lost, and about how much may be under way.
 //!
 //! Peers are untrusted: a note names links of its sender only, and decoding is bounded.
 
@@ -23,6 +23,10 @@ pub(crate) enum Note {
     Lost { id: u32, name: LinkName, numbers: Vec<u64> },
     /// It has ended here too.
     Ended { id: u32, came: Came },
+    /// I send you much, or have done.
+    Want(bool),
+    /// So many bytes may be on their way from you to me.
+    Credit(u64),
 }
 
 /// See [`crate::domain::Receipt`].

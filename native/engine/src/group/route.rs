@@ -5,8 +5,13 @@ use std::{collections::VecDeque, time::Duration};
 use smallvec::SmallVec;
 
 use super::{
-    heal::Healing, ledger::Slice, policy::score::Choice, returns::Returns, slices::BoundOp,
-    spray::Gauge, transfer::TransferKey, Policy, Rails,
+    backlog::Backlog,
+    heal::Healing,
+    ledger::Slice,
+    policy::{admit::UnderWay, score::Choice},
+    returns::Returns,
+    spray::Gauge,
+    Policy, Rails,
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
@@ -90,7 +95,12 @@ pub(super) struct Route {
     /// process is in the way.
     telling: Option<DomainError>,
     pub lost: Option<EngineError>,
-    pub backlog: VecDeque<(TransferKey, BoundOp)>,
+    pub backlog: Backlog,
+    /// Bytes on their way there, and how many it lets be.
+    pub under_way: UnderWay,
+    pub credit: u64,
+    /// It was told that we have much for it.
+    pub asking: bool,
     pub healing: Healing,
     /// Its last link was lost: what will be said if no other comes up.
     pub reviving: Option<EngineError>,
@@ -120,7 +130,10 @@ impl Route {
             reasons: Vec::new(),
             telling: None,
             lost: None,
-            backlog: VecDeque::new(),
+            backlog: Backlog::default(),
+            under_way: UnderWay::default(),
+            credit: u64::MAX,
+            asking: false,
             healing: Healing::default(),
             reviving: None,
             reviving_until: Time::NEVER,
@@ -320,6 +333,7 @@ impl Route {
             self.revivals.1 = 0;
         }
         let (rail, id) = slice.link;
+        *self.under_way.of_mut(slice.priority) -= slice.bytes;
         let link = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id));
         let Some(link) = link else { return };
         link.gauge.left(now, slice.bytes);
@@ -330,6 +344,13 @@ impl Route {
         if let Some(count) = slice.count() {
             link.acked += u64::from(count.n);
         }
+    }
+
+    /// How long so many bytes will take, beside what is under way.
+    pub fn expects(&self, now: Time, bytes: u64) -> Duration {
+        let n = self.active().len().max(1) as u64;
+        let all = self.active().iter().map(|l| l.gauge.expects(now, bytes / n));
+        all.min().unwrap_or(Duration::ZERO)
     }
 
     /// The links to post on, and what chooses among them.

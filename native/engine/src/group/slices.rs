@@ -1,41 +1,39 @@
 //! Cutting operations into work requests, and handing them to the links in turn.
 
-use smallvec::SmallVec;
-
 use super::{
+    lanes::Lanes,
     ledger::{Ledger, Slice},
-    policy::{
-        score::Load,
-        size::{slicing, SMALLEST},
-    },
+    policy::size::slicing,
     route::Route,
-    spray,
     transfer::{Transfer, TransferKey},
     PeerKey, Rails,
 };
 use crate::{
-    domain::{Caps, Count, Data, DomainError, Post, Receipts, WorkRequest},
+    domain::{Caps, Count, Data, DomainError, Post, WorkRequest},
     time::Time,
 };
 
 /// A contiguous write is spread over several rails only from here on: below, a second work request
 /// and the confirming one cost more than the second wire brings.
 const SPREAD: u64 = 256 << 10;
+/// Where one rail carries everything, operations are cut from here on: what is urgent would wait too long
+/// behind them.
+const WHOLE: u64 = 16 << 20;
 
 /// An operation bound to one peer, with how far it has been posted.
 #[derive(Debug)]
 pub(crate) struct BoundOp {
     pub peer: PeerKey,
     /// The one rail that may carry it, counted among those of the transport in use.
-    pin: Option<u8>,
-    wr: WorkRequest,
+    pub(super) pin: Option<u8>,
+    pub(super) wr: WorkRequest,
     page: u32,
     /// Bytes of page `page` that are posted; not 0 only where a single page must be cut.
     byte: u64,
     cut: Option<Cut>,
     confirm: Option<u32>,
     /// How often its bytes have been sent before.
-    tries: u8,
+    pub(super) tries: u8,
 }
 
 /// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
@@ -80,6 +78,13 @@ impl BoundOp {
         Self { confirm, ..Self::new(peer, wr).tried(tries) }
     }
 
+    pub fn bytes(&self) -> u64 {
+        match &self.wr {
+            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
+            _ => 0,
+        }
+    }
+
     pub fn tried(self, tries: u8) -> Self {
         Self { tries, ..self }
     }
@@ -101,8 +106,8 @@ impl BoundOp {
 
 pub(super) enum Posted {
     All,
-    /// The links are full; the rest waits.
-    Part,
+    /// The links are full; the rest waits, at most until then.
+    Part(Time),
     /// On this rail.
     Failed(usize, DomainError),
 }
@@ -110,14 +115,14 @@ pub(super) enum Posted {
 /// Posts slices of `op` until it is all posted or the links are full.
 #[inline]
 pub(super) fn post_slices(
-    now: Time,
+    (now, since): (Time, Time),
     key: TransferKey,
     transfer: &mut Transfer,
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> Posted {
-    let mut lanes = match Lanes::new(now, route, rails, ledger, op) {
+    let mut lanes = match Lanes::new((now, since), route, (rails, ledger), op, transfer) {
         Ok(lanes) => lanes,
         Err((rail, e)) => return Posted::Failed(rail, e),
     };
@@ -125,7 +130,8 @@ pub(super) fn post_slices(
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            return whole(lanes.post(key, transfer, (&op.wr, 0), op.confirm));
+            let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
+            return whole(posted, lanes.again);
         }
     };
     let cut = match op.cut {
@@ -141,9 +147,10 @@ pub(super) fn post_slices(
             *op.cut.insert(Cut { bytes, pages })
         }
         None => {
-            let cut = choose_cut(data, &lanes.caps(), lanes.len());
+            let cut = choose_cut(data, &lanes.caps(), lanes.len(), lanes.most());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
-                let posted = whole(lanes.post(key, transfer, (&op.wr, 0), op.confirm));
+                let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
+                let posted = whole(posted, lanes.again);
                 return match (posted, op.confirm) {
                     (Posted::All, Some(confirm)) => {
                         all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
@@ -171,7 +178,7 @@ pub(super) fn post_slices(
         let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
         let behind = behind.saturating_sub(slice_bytes);
         match lanes.post(key, transfer, (&wr, behind), op.confirm) {
-            Ok(Post::Full) => return Posted::Part,
+            Ok(Post::Full) => return Posted::Part(lanes.again),
             Ok(_) => {}
             Err((rail, e)) => return Posted::Failed(rail, e),
         }
@@ -202,226 +209,32 @@ fn all_posted(
         Some(count) => {
             op.wr = WorkRequest::Count(count);
             op.confirm = None;
-            post_slices(now, key, transfer, op, route, (rails, ledger))
+            post_slices((now, now), key, transfer, op, route, (rails, ledger))
         }
         None => Posted::All,
     }
 }
 
 #[inline]
-fn whole(posted: Result<Post, (usize, DomainError)>) -> Posted {
+fn whole(posted: Result<Post, (usize, DomainError)>, again: Time) -> Posted {
     match posted {
-        Ok(Post::Full) => Posted::Part,
+        Ok(Post::Full) => Posted::Part(again),
         Ok(_) => Posted::All,
         Err((rail, e)) => Posted::Failed(rail, e),
     }
 }
 
-/// The links of a peer that an operation may use.
-struct Lanes<'a> {
-    now: Time,
-    route: &'a mut Route,
-    rails: &'a mut Rails,
-    ledger: &'a mut Ledger,
-    peer: PeerKey,
-    tries: u8,
-    /// The only one, as a place among the active links.
-    only: Option<usize>,
-}
-
-impl<'a> Lanes<'a> {
-    #[inline]
-    fn new(
-        now: Time,
-        route: &'a mut Route,
-        rails: &'a mut Rails,
-        ledger: &'a mut Ledger,
-        op: &BoundOp,
-    ) -> Result<Self, (usize, DomainError)> {
-        let only = match (op.pin, &op.wr) {
-            (Some(pin), _) => Some(pinned(route, rails, pin)?),
-            // Messages keep to one link, so that most arrive in the order in which they were sent.
-            (None, WorkRequest::Send(_)) => Some(0),
-            (None, _) if route.active().len() == 1 => Some(0),
-            (None, _) => None,
-        };
-        let (peer, tries) = (op.peer, op.tries);
-        Ok(Self { now, route, rails, ledger, peer, tries, only })
-    }
-
-    #[inline]
-    fn len(&self) -> usize {
-        self.only.map_or(self.route.active().len(), |_| 1)
-    }
-
-    /// What every link takes.
-    #[inline]
-    fn caps(&self) -> Caps {
-        let links = self.route.active();
-        if let Some(only) = self.only {
-            return self.rails[links[only].pair.rail].caps();
-        }
-        let all = links.iter().map(|l| self.rails[l.pair.rail].caps());
-        all.reduce(|a, b| Caps {
-            max_bytes: a.max_bytes.min(b.max_bytes),
-            max_pages: a.max_pages.min(b.max_pages),
-            max_message: a.max_message.min(b.max_message),
-        })
-        .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
-    }
-
-    /// Posts on one of the links: small work on the one whose turn it is, or on the next one that has
-    /// room; large work where the policy says. `behind`: bytes of the same operation after these.
-    #[inline]
-    fn post(
-        &mut self,
-        key: TransferKey,
-        transfer: &mut Transfer,
-        (wr, behind): (&WorkRequest, u64),
-        confirm: Option<u32>,
-    ) -> Result<Post, (usize, DomainError)> {
-        let bytes = match wr {
-            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
-            _ => 0,
-        };
-        let n = self.route.active().len();
-        let mut tried = Tried { full: SmallVec::from_elem(false, n), waits: false, failed: None };
-        if let Some(only) = self.only {
-            if let Some(post) =
-                self.post_on(only, key, transfer, (wr, bytes), confirm, &mut tried)?
-            {
-                return Ok(post);
-            }
-            return tried.end();
-        }
-        if bytes < SMALLEST {
-            let first = self.route.turn();
-            for i in 0..n {
-                let at = (first + i) % n;
-                if let Some(post) =
-                    self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)?
-                {
-                    return Ok(post);
-                }
-            }
-            return tried.end();
-        }
-        loop {
-            let (links, choice) = self.route.links_and_choice();
-            let views = spray::views(self.now, links, &tried.full, bytes);
-            let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
-                return tried.end();
-            };
-            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)? {
-                return Ok(post);
-            }
-        }
-    }
-
-    /// Posts on one link, if it has room and isn't failing.
-    #[inline]
-    fn post_on(
-        &mut self,
-        at: usize,
-        key: TransferKey,
-        transfer: &mut Transfer,
-        (wr, bytes): (&WorkRequest, u64),
-        confirm: Option<u32>,
-        tried: &mut Tried,
-    ) -> Result<Option<Post>, (usize, DomainError)> {
-        let policy = self.route.policy;
-        let (links, _) = self.route.links_and_choice();
-        let several = links.len() > 1;
-        let link = &mut links[at];
-        let rail = link.pair.rail;
-        let domain = &mut self.rails[rail];
-        let heals = policy.receipts(&**domain) != Receipts::None;
-        let known = heals || several;
-        let token = match known {
-            false => Transfer::token(key, confirm),
-            true => self.ledger.enter(Slice {
-                owner: key,
-                peer: self.peer,
-                link: (rail, link.id),
-                wr: wr.clone(),
-                confirm,
-                tries: self.tries,
-                posted: self.now,
-                bytes,
-                queued: link.gauge.queued,
-                number: None,
-                order: 0,
-            }),
-        };
-        let posted = domain.post(link.id, token, wr);
-        if known && posted != Ok(Post::Queued) {
-            self.ledger.take(token);
-        }
-        match posted {
-            Ok(Post::Full) => (tried.full[at], tried.waits) = (true, true),
-            Ok(post) => {
-                if known && post == Post::Queued {
-                    link.gauge.posted(self.now, bytes);
-                }
-                transfer.slice_posted(confirm, post == Post::Queued);
-                return Ok(Some(post));
-            }
-            // Nothing was posted: another may carry it, or the link that replaces this one.
-            Err(e) if e.is_loss() => {
-                tried.full[at] = true;
-                match heals {
-                    true => tried.waits = true,
-                    false => tried.failed = Some((rail, e)),
-                }
-            }
-            Err(e) => return Err((rail, e)),
-        }
-        Ok(None)
-    }
-}
-
-/// Links that didn't take a work request.
-struct Tried {
-    full: SmallVec<[bool; spray::MOST_LINKS]>,
-    /// One of them may take it later.
-    waits: bool,
-    failed: Option<(usize, DomainError)>,
-}
-
-impl Tried {
-    /// None took it: it waits, unless none ever will.
-    fn end(self) -> Result<Post, (usize, DomainError)> {
-        match self.failed.filter(|_| !self.waits) {
-            Some(failed) => Err(failed),
-            None => Ok(Post::Full),
-        }
-    }
-}
-
-/// The active link over the pinned rail.
-fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, DomainError)> {
-    let links = route.active();
-    let kind = rails[links[0].pair.rail].kind();
-    let rail = (0..rails.len()).filter(|r| rails[*r].kind() == kind).nth(pin.into());
-    let at = rail.and_then(|rail| links.iter().position(|l| l.pair.rail == rail));
-    at.ok_or_else(|| match rail {
-        // The others may not know yet that the peer is gone.
-        Some(rail) => {
-            let why = format!("rail {pin}, to which it is pinned, does not reach this peer now");
-            (rail, DomainError::LinkDown(why))
-        }
-        None => {
-            let n = rails.iter().filter(|r| r.kind() == kind).count();
-            let why = format!("it is pinned to rail {pin}, but {kind} has {n} here");
-            (links[0].pair.rail, DomainError::Unavailable(why))
-        }
-    })
-}
-
-fn choose_cut(data: &Data, caps: &Caps, links: usize) -> Cut {
+/// `most`: bytes of one slice, so that neither a rail nor a receiver is taken for long at a time.
+fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut {
     let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
+    if let Some(most) = most.filter(|_| data.bytes() >= WHOLE) {
+        let slice = slicing(data.bytes(), links).size.min(most);
+        cut.bytes = cut.bytes.min(slice);
+        cut.pages =
+            cut.pages.min(u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX)).max(1);
+    }
     if links > 1 {
-        let slice = slicing(data.bytes(), links).size;
+        let slice = slicing(data.bytes(), links).size.min(most.unwrap_or(u64::MAX));
         let chunk = u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX);
         cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).min(chunk).max(1);
         if (data.pages as usize) < links && data.page_len >= SPREAD {
@@ -497,7 +310,7 @@ mod tests {
     #[test]
     fn writes_spread_over_all_rails_and_small_ones_stay_whole() {
         let caps = Caps { max_bytes: 1 << 30, max_pages: 32, max_message: 0 };
-        let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links);
+        let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links, None);
         assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
         assert_eq!(cut(1 << 20, 1, 4).bytes, 64 << 10);
         assert_eq!(cut(1 << 30, 1, 4).bytes, 8 << 20);

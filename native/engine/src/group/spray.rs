@@ -84,6 +84,12 @@ impl Gauge {
         self.estimate.completed(now, slice.posted, slice.bytes, slice.queued);
     }
 
+    /// How long so many bytes will take, beside what is under way.
+    pub fn expects(&self, now: Time, bytes: u64) -> Duration {
+        let speed = self.estimate.speed(now, self.queued);
+        Duration::from_nanos(speed.takes(bytes + self.queued) as u64)
+    }
+
     fn has_room(&self, length: u64) -> bool {
         self.queued == 0 || self.queued + length <= WINDOW.max(WINDOW_SLICES * length)
     }
@@ -128,10 +134,11 @@ impl Spray {
 impl Group {
     /// Something was posted to a peer: if it has several links, one of them may stall.
     #[inline]
-    pub(super) fn look_soon(&mut self, now: Time, peer: PeerKey) {
+    pub(super) fn posted(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
             self.look_at = now.after(LOOK);
         }
+        self.seek_credit(now, peer, rails);
     }
 
     /// Gives up links that have stalled while others of the same peer go on: what they carry is sent

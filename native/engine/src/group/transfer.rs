@@ -2,8 +2,9 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{slices::BoundOp, PeerKey, Sink};
+use super::{policy::admit::urgent_at, route::Route, slices::BoundOp, PeerKey, Sink};
 use crate::{
+    api::Priority,
     domain::{Count, Token, WorkRequest},
     engine::{HandleRef, Region},
     time::Time,
@@ -35,12 +36,15 @@ pub(super) struct Confirm {
 pub(super) struct Transfer {
     pub name: &'static str,
     pub serial: u32,
+    pub priority: Priority,
     /// The peer of its latest operation; who is named when the request as a whole fails.
     pub peer: PeerKey,
     /// Work requests posted and not completed.
     pub outstanding: u32,
     /// Operations in some backlog.
     pub waiting: u32,
+    /// Bytes that are not posted yet.
+    pub unposted: u64,
     pub sealed: bool,
     pub error: Option<EngineError>,
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
@@ -57,13 +61,15 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    pub fn new(name: &'static str, serial: u32) -> Self {
+    pub fn new(name: &'static str, serial: u32, priority: Priority) -> Self {
         Self {
             name,
             serial,
+            priority,
             peer: 0,
             outstanding: 0,
             waiting: 0,
+            unposted: 0,
             sealed: false,
             error: None,
             undecided: None,
@@ -84,6 +90,14 @@ impl Transfer {
             None => !confirming(),
         };
         self.outstanding == 0 && self.waiting == 0 && result_known
+    }
+
+    /// From when on it may miss its deadline.
+    pub fn urgent_at(&self, now: Time, route: &Route) -> Time {
+        match self.deadline {
+            Time::NEVER => Time::NEVER,
+            deadline => urgent_at(deadline, route.expects(now, self.unposted)),
+        }
     }
 
     /// Ends it before everything of it is over, for whoever waits. The last word: what failed before

@@ -2,6 +2,7 @@
 //! on every world below. Those that need NICs are ignored: `tests/rdma` runs them in a guest that has
 //! some.
 
+mod admission;
 mod losses;
 mod nics;
 mod rails;

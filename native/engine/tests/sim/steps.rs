@@ -148,7 +148,8 @@ impl Run<'_> {
         let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
         let now = self.net.now().0;
         let deadline = now + within.unwrap_or(OP_TIMEOUT);
-        let submit = Submit { timeout: within.map(Duration::from_nanos), rail };
+        let submit =
+            Submit { timeout: within.map(Duration::from_nanos), rail, ..Submit::default() };
         // Peers that are known to be lost are refused at once: nothing was asked for.
         let Ok(handle) = ask(self, &engine, submit) else { return Ok(()) };
         let Asked { units, sources, targets, message, old_key } = asked;

@@ -2,10 +2,10 @@ use std::time::Duration;
 
 use fabric_engine as fe;
 use fe::{
-    api::{EngineConfig, Local, Op, Remote, Spin},
+    api::{EngineConfig, Local, Op, Priority, Remote, Spin},
     Submit,
 };
-use pyo3::{prelude::*, types::PyDict};
+use pyo3::{exceptions::PyValueError, prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, Owned},
@@ -24,6 +24,25 @@ use crate::errors::OrRaise;
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
 const BRIEF: u64 = 16 << 10;
 
+/// One of `latency`, `bulk` and `background`.
+#[derive(Clone, Copy)]
+struct PriorityArg(Priority);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for PriorityArg {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        match obj.extract::<&str>()? {
+            "latency" => Ok(Self(Priority::Latency)),
+            "bulk" => Ok(Self(Priority::Bulk)),
+            "background" => Ok(Self(Priority::Background)),
+            other => Err(PyValueError::new_err(format!(
+                "priority {other:?}: use 'latency', 'bulk' or 'background'"
+            ))),
+        }
+    }
+}
+
 /// The native engine; `fabric_ray.TransferEngine` is the class to use.
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
@@ -32,12 +51,16 @@ pub(crate) struct Engine {
 }
 
 /// What the keywords of a request say.
-fn options(timeout: Option<f64>, rail: Option<u8>) -> PyResult<Submit> {
+fn options(
+    timeout: Option<f64>,
+    rail: Option<u8>,
+    priority: Option<PriorityArg>,
+) -> PyResult<Submit> {
     let timeout = match timeout {
         None => None,
         some => Some(seconds(some, Duration::ZERO)?),
     };
-    Ok(Submit { timeout, rail })
+    Ok(Submit { timeout, rail, priority: priority.map(|p| p.0) })
 }
 
 impl Engine {
@@ -47,9 +70,9 @@ impl Engine {
         py: Python<'_>,
         op: Op<'_>,
         (bytes, peer): (u64, Option<&fe::Peer>),
-        (timeout, rail): (Option<f64>, Option<u8>),
+        (timeout, rail, priority): (Option<f64>, Option<u8>, Option<PriorityArg>),
     ) -> PyResult<Transfer> {
-        let options = options(timeout, rail)?;
+        let options = options(timeout, rail, priority)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
         let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
         Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
@@ -60,7 +83,7 @@ impl Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, nics))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -76,6 +99,8 @@ impl Engine {
         peer_timeout: f64,
         op_timeout: f64,
         heal: bool,
+        rail_window: u64,
+        receive_window: u64,
         nics: Nics,
     ) -> PyResult<Self> {
         let defaults = EngineConfig::default();
@@ -98,6 +123,8 @@ impl Engine {
             peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
             heal,
+            rail_window,
+            receive_window,
             nics: nics.into(),
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
@@ -184,7 +211,7 @@ impl Engine {
     /// Writes `nbytes` bytes of `src` to `dst`. Without `nbytes`, all of both, which must be
     /// equally long. With `imm`, the receiver's counter counts 1 when they are readable there.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None, timeout=None, rail=None))]
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, imm=None, timeout=None, rail=None, priority=None))]
     fn write(
         &self,
         py: Python<'_>,
@@ -196,6 +223,7 @@ impl Engine {
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
         let op = Op::Write {
@@ -204,12 +232,12 @@ impl Engine {
             len,
             imm,
         };
-        self.submit_one(py, op, (len, Some(dst.0.peer())), (timeout, rail))
+        self.submit_one(py, op, (len, Some(dst.0.peer())), (timeout, rail, priority))
     }
 
     /// Reads `nbytes` bytes of the peer's `src` into `dst`.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, timeout=None, rail=None))]
+    #[pyo3(signature = (src, dst, nbytes=None, *, src_offset=0, dst_offset=0, timeout=None, rail=None, priority=None))]
     fn read(
         &self,
         py: Python<'_>,
@@ -220,6 +248,7 @@ impl Engine {
         dst_offset: u64,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
         let op = Op::Read {
@@ -227,13 +256,13 @@ impl Engine {
             dst: Local { region: &dst.0, offset: dst_offset },
             len,
         };
-        self.submit_one(py, op, (len, Some(src.0.peer())), (timeout, rail))
+        self.submit_one(py, op, (len, Some(src.0.peer())), (timeout, rail, priority))
     }
 
     /// Writes pages of `page_nbytes` bytes: page `i` of `src_pages` to page `i` of `dst_pages`. With
     /// `imm`, the receiver's counter counts 1 for each page.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None, rail=None))]
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None, rail=None, priority=None))]
     fn write_pages(
         &self,
         py: Python<'_>,
@@ -245,6 +274,7 @@ impl Engine {
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let imm = imm
             .map(|i| super::counter::ImmArg::extract(i)?.for_peer(py, dst.0.peer()))
@@ -258,12 +288,12 @@ impl Engine {
             imm,
         };
         let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
-        self.submit_one(py, op, (bytes, Some(dst.0.peer())), (timeout, rail))
+        self.submit_one(py, op, (bytes, Some(dst.0.peer())), (timeout, rail, priority))
     }
 
     /// Reads pages: page `i` of the peer's `src_pages` into page `i` of `dst_pages`.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, timeout=None, rail=None))]
+    #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, timeout=None, rail=None, priority=None))]
     fn read_pages(
         &self,
         py: Python<'_>,
@@ -274,6 +304,7 @@ impl Engine {
         dst_pages: &Pages,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let op = Op::ReadPages {
             page_len: page_nbytes,
@@ -283,13 +314,13 @@ impl Engine {
             dst_pages: &dst_pages.0,
         };
         let bytes = page_nbytes.saturating_mul(u64::from(src_pages.0.indices.len()));
-        self.submit_one(py, op, (bytes, Some(src.0.peer())), (timeout, rail))
+        self.submit_one(py, op, (bytes, Some(src.0.peer())), (timeout, rail, priority))
     }
 
     /// Writes a part of `src` to each of several peers: parts are `(dst, dst_offset, src_offset,
     /// nbytes)`. With `imm`, each receiver's counter counts 1.
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None, rail=None))]
+    #[pyo3(signature = (src, parts, *, group=None, imm=None, timeout=None, rail=None, priority=None))]
     fn scatter(
         &self,
         py: Python<'_>,
@@ -299,9 +330,10 @@ impl Engine {
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let owned = build::scatter(py, src, parts, group, imm)?;
-        self.submit_one(py, owned.op(), (u64::MAX, None), (timeout, rail))
+        self.submit_one(py, owned.op(), (u64::MAX, None), (timeout, rail, priority))
     }
 
     /// An immediate, and nothing else, to every peer of the group.
@@ -314,7 +346,7 @@ impl Engine {
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
         let owned = build::barrier(py, group, imm)?;
-        self.submit_one(py, owned.op(), (0, None), (timeout, None))
+        self.submit_one(py, owned.op(), (0, None), (timeout, None, None))
     }
 
     /// Sends a small message to the peer's receive pool; done when the pool has taken it.
@@ -330,13 +362,13 @@ impl Engine {
             py,
             Op::Send { peer: &peer.0, message },
             (0, Some(&peer.0)),
-            (timeout, None),
+            (timeout, None, None),
         )
     }
 
     /// Submits a batch: one transfer, done when all its operations are. May be called again and
     /// again with the same batch; `imm` stands in for the immediates of its writes this time.
-    #[pyo3(signature = (batch, *, imm=None, timeout=None, rail=None))]
+    #[pyo3(signature = (batch, *, imm=None, timeout=None, rail=None, priority=None))]
     fn submit(
         &self,
         py: Python<'_>,
@@ -344,8 +376,9 @@ impl Engine {
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         rail: Option<u8>,
+        priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
-        let options = options(timeout, rail)?;
+        let options = options(timeout, rail, priority)?;
         let imm = imm.map(super::counter::ImmArg::extract).transpose()?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, imm.as_ref())).collect::<PyResult<_>>()?;
@@ -360,7 +393,7 @@ impl Engine {
     /// first of many pushes over the same ranges is then as quick as the others. No byte moves.
     #[pyo3(signature = (batch, *, timeout=None))]
     fn prepare(&self, py: Python<'_>, batch: &Batch, timeout: Option<f64>) -> PyResult<Transfer> {
-        let options = options(timeout, None)?;
+        let options = options(timeout, None, None)?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, None)).collect::<PyResult<_>>()?;
         let handle = py.detach(|| self.engine.prepare(&ops, options)).or_raise(py)?;
@@ -423,6 +456,11 @@ impl Engine {
         d.set_item("regions", s.regions)?;
         d.set_item("retiring", s.retiring)?;
         Ok(d)
+    }
+
+    /// Takes nothing new from now on; the transfer is done when all that was begun here is over.
+    fn drain(&self, py: Python<'_>) -> PyResult<Transfer> {
+        Ok(Transfer::new(self.engine.drain().or_raise(py)?, None))
     }
 
     /// Ends everything: outstanding transfers fail with `EngineClosed`, peers see this engine as

@@ -8,7 +8,7 @@ use pyo3::{
     types::{PyBytes, PyDict, PySlice},
 };
 
-use super::{peers::Peer, values::RegionDescriptor, watcher::gpu_array};
+use super::{peers::Peer, transfer::Transfer, values::RegionDescriptor, watcher::gpu_array};
 use crate::errors::{raise, OrRaise};
 
 /// A registered memory region of this engine, or a part of one. Keeps the memory alive; when the
@@ -56,6 +56,12 @@ impl Region {
     fn deregister(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = super::seconds(Some(timeout), Duration::ZERO)?;
         py.detach(|| self.0.deregister(timeout)).or_raise(py)
+    }
+
+    /// Ends the registration for all views, without waiting: the transfer is done when no peer can
+    /// reach the memory.
+    fn revoke(&self, py: Python<'_>) -> PyResult<Transfer> {
+        Ok(Transfer::new(self.0.revoke().or_raise(py)?, None))
     }
 
     /// `region[a:b]`: the bytes from `a` to `b`.

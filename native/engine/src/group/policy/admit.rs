@@ -13,24 +13,18 @@
 //! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
 //!    way may go.
 //! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
-//!    class above: background as bulk, bulk with the whole window, though still behind latency.
+//!    class above: background as bulk, bulk with the whole window, though still behind latency. It is asked
+//!    for before what isn't urgent.
 //! 5. A slice whose deadline is past isn't posted.
 
 use std::time::Duration;
 
-use crate::time::Time;
+use crate::{api::Priority, time::Time};
 
 /// How long background may be kept waiting with nothing under way on the rail.
 pub const TURN: Duration = Duration::from_millis(10);
 /// What every sender is granted at least: one smallest slice.
 pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Class {
-    Latency,
-    Bulk,
-    Background,
-}
 
 /// Bytes under way, by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,20 +35,32 @@ pub struct UnderWay {
 }
 
 impl UnderWay {
-    pub fn of(&self, class: Class) -> u64 {
+    pub fn of(&self, class: Priority) -> u64 {
         match class {
-            Class::Latency => self.latency,
-            Class::Bulk => self.bulk,
-            Class::Background => self.background,
+            Priority::Latency => self.latency,
+            Priority::Bulk => self.bulk,
+            Priority::Background => self.background,
         }
     }
 
-    /// Of a class and those above it.
-    fn up_to(&self, class: Class) -> u64 {
+    pub fn of_mut(&mut self, class: Priority) -> &mut u64 {
         match class {
-            Class::Latency => self.latency,
-            Class::Bulk => self.latency.saturating_add(self.bulk),
-            Class::Background => self.up_to(Class::Bulk).saturating_add(self.background),
+            Priority::Latency => &mut self.latency,
+            Priority::Bulk => &mut self.bulk,
+            Priority::Background => &mut self.background,
+        }
+    }
+
+    pub fn total(&self) -> u64 {
+        self.up_to(Priority::Background)
+    }
+
+    /// Of a class and those above it.
+    fn up_to(&self, class: Priority) -> u64 {
+        match class {
+            Priority::Latency => self.latency,
+            Priority::Bulk => self.latency.saturating_add(self.bulk),
+            Priority::Background => self.up_to(Priority::Bulk).saturating_add(self.background),
         }
     }
 }
@@ -69,7 +75,7 @@ pub struct Window {
 /// The slice that would be posted.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
-    pub class: Class,
+    pub class: Priority,
     pub bytes: u64,
     /// Since when it is the next of its class to be posted.
     pub since: Time,
@@ -80,11 +86,22 @@ pub struct Ask {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    Post,
+    /// As one of this class, while it is under way.
+    Post(Priority),
     /// To be asked again after a completion, and at this time at the latest.
     Wait(Time),
     /// The deadline is past.
     Expired,
+}
+
+/// When what is left would miss its deadline at twice the expected pace (rule 4). Without a deadline nothing
+/// becomes urgent.
+pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
+    let twice = u64::try_from(remaining.as_nanos()).unwrap_or(u64::MAX).saturating_mul(2);
+    match deadline {
+        Time::NEVER => Time::NEVER,
+        deadline => Time(deadline.0.saturating_sub(twice)),
+    }
 }
 
 /// Whether both the rail and the receiver's credit have room.
@@ -92,43 +109,55 @@ pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
     if now >= ask.deadline {
         return Verdict::Expired;
     }
-    let urgent_at = Time(ask.deadline.0.saturating_sub(
-        u64::try_from(ask.remaining.as_nanos()).unwrap_or(u64::MAX).saturating_mul(2),
-    ));
-    // Without a deadline nothing becomes urgent.
-    let urgent = ask.deadline != Time::NEVER && now >= urgent_at;
+    let urgent_at = urgent_at(ask.deadline, ask.remaining);
+    let urgent = now >= urgent_at;
     if [rail, receiver].iter().all(|w| w.admits(now, ask, urgent)) {
-        return Verdict::Post;
+        return Verdict::Post(ask.judged(urgent));
     }
     let mut again = ask.deadline;
-    if !urgent && ask.deadline != Time::NEVER {
+    if !urgent {
         again = again.min(urgent_at);
     }
     let turn = ask.since.after(TURN);
-    if ask.class == Class::Background && now < turn {
+    if ask.class == Priority::Background && now < turn {
         again = again.min(turn);
     }
     Verdict::Wait(again)
 }
 
+impl Ask {
+    fn judged(&self, urgent: bool) -> Priority {
+        match (self.class, urgent) {
+            (Priority::Background, true) => Priority::Bulk,
+            (class, _) => class,
+        }
+    }
+}
+
 impl Window {
+    /// Whether there is room at once: then `admit` says so too, whatever the time and the deadline.
+    #[inline]
+    pub fn has_room(&self, class: Priority, bytes: u64) -> bool {
+        let limit = match class {
+            Priority::Latency => self.bytes,
+            Priority::Bulk => self.most_bulk(),
+            Priority::Background => self.bytes / 4,
+        };
+        self.under_way.up_to(class).saturating_add(bytes) <= limit
+    }
+
     fn admits(&self, now: Time, ask: Ask, urgent: bool) -> bool {
-        let (class, limit) = match (ask.class, urgent) {
-            (Class::Latency, _) => (Class::Latency, self.bytes),
-            (Class::Bulk, true) => (Class::Bulk, self.bytes),
-            (Class::Bulk, false) | (Class::Background, true) => (Class::Bulk, self.most_bulk()),
-            (Class::Background, false) => (Class::Background, self.bytes / 4),
+        let class = ask.judged(urgent);
+        let limit = match (ask.class, urgent) {
+            (Priority::Latency, _) | (Priority::Bulk, true) => self.bytes,
+            (Priority::Bulk, false) | (Priority::Background, true) => self.most_bulk(),
+            (Priority::Background, false) => self.bytes / 4,
         };
-        // Background that is judged as bulk is still background's own bytes.
-        let counted = match (ask.class, class) {
-            (Class::Background, Class::Bulk) => self.under_way.up_to(Class::Background),
-            _ => self.under_way.up_to(class),
-        };
-        if counted.saturating_add(ask.bytes) <= limit {
+        if self.under_way.up_to(class).saturating_add(ask.bytes) <= limit {
             return true;
         }
         let none = self.under_way.of(ask.class) == 0;
-        none && (class != Class::Background || now.since(ask.since) >= TURN)
+        none && (class != Priority::Background || now.since(ask.since) >= TURN)
     }
 
     fn most_bulk(&self) -> u64 {
@@ -155,7 +184,7 @@ mod tests {
     const K64: u64 = 64 << 10;
     const LATE: Time = Time(1_000_000_000);
 
-    fn ask(class: Class) -> Ask {
+    fn ask(class: Priority) -> Ask {
         let remaining = Duration::from_millis(1);
         Ask { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
     }
@@ -169,7 +198,7 @@ mod tests {
 
     #[test]
     fn each_class_has_its_window() {
-        use Class::{Background, Bulk, Latency};
+        use Priority::{Background, Bulk, Latency};
         let now = Time(1);
         #[rustfmt::skip]
         let table = [
@@ -192,7 +221,11 @@ mod tests {
         for (class, w, expected, name) in table {
             for (rail, receiver) in [(w, OPEN), (OPEN, w)] {
                 let verdict = admit(now, ask(class), rail, receiver);
-                assert_eq!(verdict == Verdict::Post, expected, "{class:?} {name}: {verdict:?}");
+                assert_eq!(
+                    matches!(verdict, Verdict::Post(_)),
+                    expected,
+                    "{class:?} {name}: {verdict:?}"
+                );
             }
         }
     }
@@ -201,10 +234,10 @@ mod tests {
     fn background_gets_its_turn_after_a_while() {
         let busy = window(M, M, 0);
         let turn = Time(0).after(TURN);
-        let a = ask(Class::Background);
+        let a = ask(Priority::Background);
         assert_eq!(admit(Time(1), a, busy, OPEN), Verdict::Wait(turn));
         assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Verdict::Wait(turn));
-        assert_eq!(admit(turn, a, busy, busy), Verdict::Post);
+        assert_eq!(admit(turn, a, busy, busy), Verdict::Post(Priority::Background));
         // One slice at a time.
         assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Verdict::Wait(_)));
     }
@@ -213,17 +246,21 @@ mod tests {
     fn a_near_deadline_moves_a_slice_up_but_not_past_latency() {
         let near = Time(LATE.0 - 2_000_000);
         let bulk = window(0, M - K64, 0);
-        assert_eq!(admit(Time(1), ask(Class::Bulk), bulk, OPEN), Verdict::Wait(near));
-        assert_eq!(admit(near, ask(Class::Bulk), bulk, OPEN), Verdict::Post);
+        assert_eq!(admit(Time(1), ask(Priority::Bulk), bulk, OPEN), Verdict::Wait(near));
+        assert_eq!(admit(near, ask(Priority::Bulk), bulk, OPEN), Verdict::Post(Priority::Bulk));
         let behind = window(M, K64, 0);
-        assert_eq!(admit(near, ask(Class::Bulk), behind, OPEN), Verdict::Wait(LATE));
+        assert_eq!(admit(near, ask(Priority::Bulk), behind, OPEN), Verdict::Wait(LATE));
         let half = window(0, M / 2, K64);
-        assert_eq!(admit(near, ask(Class::Background), half, OPEN), Verdict::Post);
-        let more = window(0, M / 2, M / 2);
-        assert_eq!(admit(near, ask(Class::Background), more, OPEN), Verdict::Wait(LATE));
-        assert_eq!(admit(LATE, ask(Class::Latency), OPEN, OPEN), Verdict::Expired);
+        assert_eq!(
+            admit(near, ask(Priority::Background), half, OPEN),
+            Verdict::Post(Priority::Bulk)
+        );
+        let more = window(0, 7 * M / 8, K64);
+        assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Verdict::Wait(LATE));
+        assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Verdict::Expired);
 
-        let timeless = Ask { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Class::Bulk) };
+        let timeless =
+            Ask { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Priority::Bulk) };
         assert_eq!(admit(near, timeless, bulk, OPEN), Verdict::Wait(Time::NEVER));
     }
 
@@ -240,8 +277,8 @@ mod tests {
         }
     }
 
-    fn any_class() -> impl Strategy<Value = Class> {
-        prop_oneof![Just(Class::Latency), Just(Class::Bulk), Just(Class::Background)]
+    fn any_class() -> impl Strategy<Value = Priority> {
+        prop_oneof![Just(Priority::Latency), Just(Priority::Bulk), Just(Priority::Background)]
     }
 
     prop_compose! {
@@ -265,8 +302,8 @@ mod tests {
         ) {
             let ask = Ask { bytes, ..ask(class) };
             let without = |mut w: Window| {
-                if class < Class::Bulk { w.under_way.bulk = 0 }
-                if class < Class::Background { w.under_way.background = 0 }
+                if class < Priority::Bulk { w.under_way.bulk = 0 }
+                if class < Priority::Background { w.under_way.background = 0 }
                 w
             };
             prop_assert_eq!(
@@ -275,19 +312,32 @@ mod tests {
             );
         }
 
+        #[test]
+        fn room_at_once_is_room(
+            class in any_class(), rail in any_window(), receiver in any_window(),
+            now in 0u64..LATE.0, bytes in 1u64..1 << 22,
+        ) {
+            let ask = Ask { bytes, ..ask(class) };
+            if rail.has_room(class, bytes) && receiver.has_room(class, bytes) {
+                let posted = matches!(admit(Time(now), ask, rail, receiver), Verdict::Post(_));
+                prop_assert!(posted);
+            }
+        }
+
         /// A class with nothing under way goes within its turn, whatever the others do.
         #[test]
         fn nobody_starves(class in any_class(), rail in any_window(), receiver in any_window()) {
             let mut windows = [rail, receiver];
             for w in &mut windows {
                 match class {
-                    Class::Latency => w.under_way.latency = 0,
-                    Class::Bulk => w.under_way.bulk = 0,
-                    Class::Background => w.under_way.background = 0,
+                    Priority::Latency => w.under_way.latency = 0,
+                    Priority::Bulk => w.under_way.bulk = 0,
+                    Priority::Background => w.under_way.background = 0,
                 }
             }
             let then = Time(0).after(TURN);
-            prop_assert_eq!(admit(then, ask(class), windows[0], windows[1]), Verdict::Post);
+            let posted = admit(then, ask(class), windows[0], windows[1]);
+            prop_assert!(matches!(posted, Verdict::Post(_)));
         }
 
         /// Nobody who waits is asked again later than the answer could change by itself.
@@ -314,19 +364,20 @@ mod tests {
             let mut w = Window { bytes, under_way: UnderWay::default() };
             let mut first = 0;
             for bytes in slices {
-                if admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN) == Verdict::Post {
+                let verdict = admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN);
+                if matches!(verdict, Verdict::Post(_)) {
                     if first == 0 { first = bytes }
                     match class {
-                        Class::Latency => w.under_way.latency += bytes,
-                        Class::Bulk => w.under_way.bulk += bytes,
-                        Class::Background => w.under_way.background += bytes,
+                        Priority::Latency => w.under_way.latency += bytes,
+                        Priority::Bulk => w.under_way.bulk += bytes,
+                        Priority::Background => w.under_way.background += bytes,
                     }
                 }
             }
             let limit = match class {
-                Class::Latency => w.bytes,
-                Class::Bulk => w.bytes - w.bytes / 8,
-                Class::Background => w.bytes / 4,
+                Priority::Latency => w.bytes,
+                Priority::Bulk => w.bytes - w.bytes / 8,
+                Priority::Background => w.bytes / 4,
             };
             prop_assert!(w.under_way.of(class) <= limit.max(first));
         }

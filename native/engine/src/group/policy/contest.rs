@@ -7,12 +7,12 @@ use std::{
 };
 
 use super::{
-    admit::{admit, Ask, Class, UnderWay, Verdict, Window},
+    admit::{admit, Ask, UnderWay, Verdict, Window},
     estimate::Estimate,
     score::{Choice, Load, RailView, Tier},
     size::slicing,
 };
-use crate::time::Time;
+use crate::{api::Priority, time::Time};
 
 const REQUEST: u64 = 4 << 20;
 /// How long a run is; a rail that slows down does so in the middle.
@@ -141,7 +141,7 @@ impl Run {
     fn post(&mut self, now: u64) {
         while let Some(slice) = self.backlog.front() {
             let ask = Ask {
-                class: Class::Bulk,
+                class: Priority::Bulk,
                 bytes: slice.bytes,
                 since: Time(now),
                 deadline: Time::NEVER,
@@ -159,7 +159,7 @@ impl Run {
                         speed: r.estimate.speed(Time(now), r.queued),
                         tier: Tier::Near,
                         excluded: false,
-                        room: admit(Time(now), ask, window, open) == Verdict::Post,
+                        room: matches!(admit(Time(now), ask, window, open), Verdict::Post(_)),
                         paired: true,
                     }
                 })

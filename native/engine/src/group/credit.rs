@@ -1,0 +1,115 @@
+//! Credits against incast: a receiver divides what may be under way to it among those who send much.
+//!
+//! A sender with much under way says so, again and again while that lasts; the receiver answers with the
+//! sender's credit. Nothing depends on a note's arrival: one that is lost is followed by the next. Small
+//! work neither asks nor waits, and over transports that carry no notes there are no credits.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Duration,
+};
+
+use super::{
+    notes::Note,
+    policy::admit::credit,
+    route::{PeerKey, State},
+    Group, Rails,
+};
+use crate::{domain::Receipts, time::Time};
+
+/// A sender asks from so many bytes under way on.
+const MUCH: u64 = 1 << 20;
+/// How often it asks again.
+const AGAIN: Duration = Duration::from_millis(100);
+/// Who hasn't asked for so long doesn't count any more.
+const FORGOTTEN: Duration = Duration::from_millis(350);
+
+#[derive(Debug, Default)]
+pub(super) struct Credits {
+    /// Peers that want to send much to us: when they said so last, and what they were granted.
+    senders: HashMap<PeerKey, (Time, u64)>,
+    /// When we ask again those to whom we send much.
+    asking: BTreeSet<(Time, PeerKey)>,
+}
+
+impl Credits {
+    pub fn next(&self) -> Time {
+        self.asking.first().map_or(Time::NEVER, |(at, _)| *at)
+    }
+
+    /// A peer is lost: it sends nothing, and gets nothing.
+    pub fn forget(&mut self, peer: PeerKey) {
+        self.senders.remove(&peer);
+        self.asking.retain(|(_, p)| *p != peer);
+    }
+}
+
+impl Group {
+    /// Something was posted to a peer.
+    #[inline]
+    pub(super) fn seek_credit(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+        let route = &mut self.peers[peer as usize];
+        if !route.asking && route.under_way.total() >= MUCH {
+            route.asking = true;
+            self.credits.asking.insert((now.after(AGAIN), peer));
+            self.tell(peer, &Note::Want(true), rails);
+        }
+    }
+
+    /// Those who asked some time ago ask again, or say that they have done.
+    pub(super) fn ask_again(&mut self, now: Time, rails: &mut Rails) {
+        while let Some((at, peer)) = self.credits.asking.first().copied().filter(|(t, _)| *t <= now)
+        {
+            self.credits.asking.remove(&(at, peer));
+            let route = &mut self.peers[peer as usize];
+            route.asking = route.under_way.total() > 0 || !route.backlog.is_empty();
+            let wants = route.asking;
+            match wants {
+                true => _ = self.credits.asking.insert((now.after(AGAIN), peer)),
+                false => route.credit = u64::MAX,
+            }
+            self.tell(peer, &Note::Want(wants), rails);
+        }
+    }
+
+    /// A peer wants to send much, or has done.
+    pub(super) fn on_want(&mut self, now: Time, peer: PeerKey, wants: bool, rails: &mut Rails) {
+        let senders = &mut self.credits.senders;
+        match wants {
+            true => senders.entry(peer).or_insert((now, 0)).0 = now,
+            false => _ = senders.remove(&peer),
+        }
+        senders.retain(|_, (said, _)| now.since(*said) < FORGOTTEN);
+        // Rounded up, so that not everybody is told whenever one comes or goes.
+        let share = credit(self.policy.receive_window, senders.len().next_power_of_two());
+        let mut told = Vec::new();
+        for (sender, (_, granted)) in senders {
+            if *granted != share || *sender == peer {
+                *granted = share;
+                told.push(*sender);
+            }
+        }
+        for sender in told {
+            self.tell(sender, &Note::Credit(share), rails);
+        }
+    }
+
+    pub(super) fn on_credit(&mut self, peer: PeerKey, bytes: u64) {
+        let route = &mut self.peers[peer as usize];
+        if route.asking {
+            // Nobody can be stopped altogether: one slice always goes.
+            route.credit = bytes;
+        }
+    }
+
+    /// Sends a note by any link that carries notes.
+    fn tell(&mut self, peer: PeerKey, note: &Note, rails: &mut Rails) {
+        let route = &self.peers[peer as usize];
+        if route.state != State::Up {
+            return;
+        }
+        let able = |rail: usize| self.policy.receipts(&*rails[rail]) != Receipts::None;
+        let Some(link) = route.active().iter().find(|l| able(l.pair.rail)) else { return };
+        rails[link.pair.rail].note(link.id, note.encode());
+    }
+}

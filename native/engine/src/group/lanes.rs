@@ -1,0 +1,303 @@
+//! Handing one work request to one of a peer's links: which of them may take it now, and which does.
+
+use smallvec::SmallVec;
+
+use super::{
+    ledger::{Ledger, Slice},
+    policy::{
+        admit::{admit, Ask, Verdict, Window},
+        score::Load,
+        size::SMALLEST,
+    },
+    route::Route,
+    slices::BoundOp,
+    spray,
+    transfer::{Transfer, TransferKey},
+    PeerKey, Rails,
+};
+use crate::{
+    api::Priority,
+    domain::{Caps, DomainError, Post, Receipts, WorkRequest},
+    time::Time,
+};
+
+/// So many slices of an operation may be under way on one rail, however large they are.
+const SLICES: u64 = 5;
+
+/// The links of a peer that an operation may use.
+pub(super) struct Lanes<'a> {
+    now: Time,
+    pub route: &'a mut Route,
+    rails: &'a mut Rails,
+    ledger: &'a mut Ledger,
+    peer: PeerKey,
+    tries: u8,
+    /// The only one, as a place among the active links.
+    only: Option<usize>,
+    priority: Priority,
+    deadline: Time,
+    /// Since when it is this operation's turn.
+    since: Time,
+    /// When what may not be posted now is to be tried again, if nothing happens before.
+    pub again: Time,
+}
+
+impl<'a> Lanes<'a> {
+    #[inline]
+    pub fn new(
+        (now, since): (Time, Time),
+        route: &'a mut Route,
+        (rails, ledger): (&'a mut Rails, &'a mut Ledger),
+        op: &BoundOp,
+        transfer: &Transfer,
+    ) -> Result<Self, (usize, DomainError)> {
+        let only = match (op.pin, &op.wr) {
+            (Some(pin), _) => Some(pinned(route, rails, pin)?),
+            // Messages keep to one link, so that most arrive in the order in which they were sent.
+            (None, WorkRequest::Send(_)) => Some(0),
+            (None, _) if route.active().len() == 1 => Some(0),
+            (None, _) => None,
+        };
+        let (peer, tries, again) = (op.peer, op.tries, Time::NEVER);
+        let (priority, deadline, since) = (transfer.priority, transfer.deadline, since.min(now));
+        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, again })
+    }
+
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.only.map_or(self.route.active().len(), |_| 1)
+    }
+
+    /// What every link takes.
+    #[inline]
+    pub fn caps(&self) -> Caps {
+        let links = self.route.active();
+        if let Some(only) = self.only {
+            return self.rails[links[only].pair.rail].caps();
+        }
+        let all = links.iter().map(|l| self.rails[l.pair.rail].caps());
+        all.reduce(|a, b| Caps {
+            max_bytes: a.max_bytes.min(b.max_bytes),
+            max_pages: a.max_pages.min(b.max_pages),
+            max_message: a.max_message.min(b.max_message),
+        })
+        .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
+    }
+
+    /// The largest slice, where what is under way is limited.
+    pub fn most(&self) -> Option<u64> {
+        let link = &self.route.active()[self.only.unwrap_or(0)];
+        let limited = self.is_known(link.pair.rail);
+        limited.then(|| (self.route.credit / u64::from(SLICES as u32)).max(SMALLEST))
+    }
+
+    /// Whether work over a rail is kept until it is over, so that it can be sent again and is counted as under
+    /// way.
+    #[inline]
+    fn is_known(&self, rail: usize) -> bool {
+        let (policy, domain) = (self.route.policy, &*self.rails[rail]);
+        let heals = policy.receipts(domain) != Receipts::None;
+        heals || self.route.active().len() > 1 || (policy.heal && domain.kind().has_nics())
+    }
+
+    /// Posts on one of the links: small work on the one whose turn it is, or on the next one that has
+    /// room; large work where the policy says. `behind`: bytes of the same operation after these.
+    #[inline]
+    pub fn post(
+        &mut self,
+        key: TransferKey,
+        transfer: &mut Transfer,
+        (wr, behind): (&WorkRequest, u64),
+        confirm: Option<u32>,
+    ) -> Result<Post, (usize, DomainError)> {
+        let bytes = match wr {
+            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
+            _ => 0,
+        };
+        let n = self.route.active().len();
+        let mut tried = Tried::new(n, self.priority);
+        if bytes > 0 {
+            for at in 0..n {
+                match self.admits(at, bytes, transfer.unposted) {
+                    Some(class) => tried.class[at] = class,
+                    None => (tried.full[at], tried.waits) = (true, true),
+                }
+            }
+        }
+        if let Some(only) = self.only {
+            if tried.full[only] {
+                return Ok(Post::Full);
+            }
+            if let Some(post) =
+                self.post_on(only, key, transfer, (wr, bytes), confirm, &mut tried)?
+            {
+                return Ok(post);
+            }
+            return tried.end();
+        }
+        if bytes < SMALLEST {
+            let first = self.route.turn();
+            for i in 0..n {
+                let at = (first + i) % n;
+                if tried.full[at] {
+                    continue;
+                }
+                if let Some(post) =
+                    self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)?
+                {
+                    return Ok(post);
+                }
+            }
+            return tried.end();
+        }
+        loop {
+            let (links, choice) = self.route.links_and_choice();
+            let views = spray::views(self.now, links, &tried.full, bytes);
+            let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
+                return tried.end();
+            };
+            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)? {
+                return Ok(post);
+            }
+        }
+    }
+
+    /// Whether so many bytes may go over a link now: the rail's window and the receiver's credit have room.
+    #[inline]
+    fn admits(&mut self, at: usize, bytes: u64, unposted: u64) -> Option<Priority> {
+        let link = &self.route.active()[at];
+        let rail = Window {
+            // Of the largest slices, a few are under way at once.
+            bytes: self.ledger.window(link.pair.rail).max(SLICES * bytes),
+            under_way: self.ledger.under_way(link.pair.rail),
+        };
+        let receiver = Window { bytes: self.route.credit, under_way: self.route.under_way };
+        if rail.has_room(self.priority, bytes) && receiver.has_room(self.priority, bytes) {
+            return Some(self.priority);
+        }
+        let remaining = self.route.expects(self.now, unposted);
+        let (class, since, deadline) = (self.priority, self.since, self.deadline);
+        match admit(self.now, Ask { class, bytes, since, deadline, remaining }, rail, receiver) {
+            Verdict::Post(class) => Some(class),
+            Verdict::Wait(at) => {
+                self.again = self.again.min(at);
+                None
+            }
+            // Its deadline strikes next.
+            Verdict::Expired => None,
+        }
+    }
+
+    /// Posts on one link, if it has room and isn't failing.
+    #[inline]
+    fn post_on(
+        &mut self,
+        at: usize,
+        key: TransferKey,
+        transfer: &mut Transfer,
+        (wr, bytes): (&WorkRequest, u64),
+        confirm: Option<u32>,
+        tried: &mut Tried,
+    ) -> Result<Option<Post>, (usize, DomainError)> {
+        let policy = self.route.policy;
+        let known = self.is_known(self.route.active()[at].pair.rail);
+        let (links, _) = self.route.links_and_choice();
+        let link = &mut links[at];
+        let rail = link.pair.rail;
+        let domain = &mut self.rails[rail];
+        let heals = policy.receipts(&**domain) != Receipts::None;
+        let token = match known {
+            false => Transfer::token(key, confirm),
+            true => self.ledger.enter(Slice {
+                owner: key,
+                peer: self.peer,
+                link: (rail, link.id),
+                wr: wr.clone(),
+                confirm,
+                tries: self.tries,
+                posted: self.now,
+                priority: tried.class[at],
+                bytes,
+                queued: link.gauge.queued,
+                number: None,
+                order: 0,
+            }),
+        };
+        let posted = domain.post(link.id, token, wr);
+        if known && posted != Ok(Post::Queued) {
+            self.ledger.take(token);
+        }
+        match posted {
+            Ok(Post::Full) => (tried.full[at], tried.waits) = (true, true),
+            Ok(post) => {
+                if known && post == Post::Queued {
+                    link.gauge.posted(self.now, bytes);
+                    *self.route.under_way.of_mut(tried.class[at]) += bytes;
+                }
+                transfer.unposted = transfer.unposted.saturating_sub(bytes);
+                transfer.slice_posted(confirm, post == Post::Queued);
+                return Ok(Some(post));
+            }
+            // Nothing was posted: another may carry it, or the link that replaces this one.
+            Err(e) if e.is_loss() => {
+                tried.full[at] = true;
+                match heals {
+                    true => tried.waits = true,
+                    false => tried.failed = Some((rail, e)),
+                }
+            }
+            Err(e) => return Err((rail, e)),
+        }
+        Ok(None)
+    }
+}
+
+/// Links that didn't take a work request.
+struct Tried {
+    full: SmallVec<[bool; spray::MOST_LINKS]>,
+    /// What it would be under way as.
+    class: SmallVec<[Priority; spray::MOST_LINKS]>,
+    /// One of them may take it later.
+    waits: bool,
+    failed: Option<(usize, DomainError)>,
+}
+
+impl Tried {
+    #[inline]
+    fn new(links: usize, class: Priority) -> Self {
+        Self {
+            full: SmallVec::from_elem(false, links),
+            class: SmallVec::from_elem(class, links),
+            waits: false,
+            failed: None,
+        }
+    }
+
+    /// None took it: it waits, unless none ever will.
+    fn end(self) -> Result<Post, (usize, DomainError)> {
+        match self.failed.filter(|_| !self.waits) {
+            Some(failed) => Err(failed),
+            None => Ok(Post::Full),
+        }
+    }
+}
+
+/// The active link over the pinned rail.
+fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, DomainError)> {
+    let links = route.active();
+    let kind = rails[links[0].pair.rail].kind();
+    let rail = (0..rails.len()).filter(|r| rails[*r].kind() == kind).nth(pin.into());
+    let at = rail.and_then(|rail| links.iter().position(|l| l.pair.rail == rail));
+    at.ok_or_else(|| match rail {
+        // The others may not know yet that the peer is gone.
+        Some(rail) => {
+            let why = format!("rail {pin}, to which it is pinned, does not reach this peer now");
+            (rail, DomainError::LinkDown(why))
+        }
+        None => {
+            let n = rails.iter().filter(|r| r.kind() == kind).count();
+            let why = format!("it is pinned to rail {pin}, but {kind} has {n} here");
+            (links[0].pair.rail, DomainError::Unavailable(why))
+        }
+    })
+}

@@ -1,0 +1,197 @@
+//! Who may have how much under way: priorities on one rail, and senders of one receiver.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, Local, Op, Priority, Remote},
+    transport::sim::{SimConfig, SimNet},
+    Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+};
+
+const M: u64 = 1 << 20;
+const MS: u64 = 1_000_000;
+/// Bytes per nanosecond: 10 Gb/s.
+const RATE: f64 = 1.25;
+
+/// Several senders, one receiver.
+struct World {
+    net: SimNet,
+    senders: Vec<(Arc<TransferEngine>, Region, RemoteRegion)>,
+    _receiver: (Arc<TransferEngine>, Region),
+}
+
+impl World {
+    fn new(senders: usize, engine: &EngineConfig) -> Self {
+        let sim = SimConfig {
+            max_bytes: 1 << 30,
+            max_pages: 1 << 10,
+            window: 1 << 10,
+            delay: 1000..2000,
+            port_rate: Some(RATE),
+            ordered: true,
+            ..SimConfig::default()
+        };
+        let mut net = SimNet::new(sim);
+        let receiver = net.engine(engine.clone()).unwrap();
+        let dst = receiver.alloc(M).unwrap();
+        let senders: Vec<_> = (0..senders)
+            .map(|_| {
+                let sender = net.engine(engine.clone()).unwrap();
+                let src = sender.alloc(64 * M).unwrap();
+                let there = sender.import(&dst.descriptor()).unwrap();
+                sender.connect(there.peer()).unwrap();
+                (sender, src, there)
+            })
+            .collect();
+        let mut world = Self { net, senders, _receiver: (receiver, dst) };
+        world.until(5 * MS);
+        world
+    }
+
+    fn now(&self) -> u64 {
+        self.net.now().0
+    }
+
+    fn until(&mut self, at: u64) {
+        while self.net.step_until(Time(at)) {}
+        self.net.advance(Time(at));
+    }
+
+    /// `pages` pages of 1 MiB, all to the same place: what matters is how long they take.
+    fn send(&self, sender: usize, pages: u64, priority: Priority) -> Handle {
+        let (engine, src, there) = &self.senders[sender];
+        let op = |_| Op::Write {
+            src: Local { region: src, offset: 0 },
+            dst: Remote { region: there, offset: 0 },
+            len: M,
+            imm: None,
+        };
+        let ops: Vec<_> = (0..pages).map(op).collect();
+        engine.submit(&ops, Submit { priority: Some(priority), ..Submit::default() }).unwrap()
+    }
+
+    fn small(&self, sender: usize, priority: Priority) -> Handle {
+        let (engine, src, there) = &self.senders[sender];
+        let op = Op::Write {
+            src: Local { region: src, offset: 0 },
+            dst: Remote { region: there, offset: 0 },
+            len: 4096,
+            imm: None,
+        };
+        engine.submit(&[op], Submit { priority: Some(priority), ..Submit::default() }).unwrap()
+    }
+
+    /// Virtual nanoseconds until it is over.
+    fn takes(&mut self, handle: &Handle) -> u64 {
+        let start = self.now();
+        while handle.poll().is_none() && self.net.step() {}
+        assert_eq!(handle.poll(), Some(Ok(())));
+        self.now() - start
+    }
+}
+
+fn config() -> EngineConfig {
+    EngineConfig { op_timeout: Duration::from_secs(600), ..EngineConfig::default() }
+}
+
+/// Nanoseconds that so many bytes take on the wire.
+fn wire(bytes: u64) -> u64 {
+    (bytes as f64 / RATE) as u64
+}
+
+#[test]
+fn what_is_urgent_waits_behind_no_more_than_a_window() {
+    let window = 4 * M;
+    let mut world = World::new(1, &EngineConfig { rail_window: window, ..config() });
+    let bulk = world.send(0, 256, Priority::Bulk);
+    world.until(10 * MS);
+    let urgent = world.small(0, Priority::Latency);
+    let took = world.takes(&urgent);
+    // Slices of 1 MiB: five of them, where that is more than the window.
+    assert!(took < wire(5 * M) + 2 * MS, "{took} ns");
+    let queued = world.small(0, Priority::Bulk);
+    let took = world.takes(&queued);
+    assert!(took > wire(200 * M), "bulk keeps its place in the queue: {took} ns");
+    world.takes(&bulk);
+}
+
+#[test]
+fn background_takes_what_is_left_and_does_not_starve() {
+    let mut world = World::new(1, &config());
+    let background = world.send(0, 128, Priority::Background);
+    let bulk = world.send(0, 512, Priority::Bulk);
+    let start = world.now();
+    let took = world.takes(&bulk);
+    // A page every ten milliseconds is all that it may have of a busy rail.
+    let turns = took / (10 * MS) + 1;
+    assert!(took < wire(512 * M) + turns * wire(M) + 20 * MS, "{took} ns");
+    assert!(background.poll().is_none());
+    world.takes(&background);
+    let all = world.now() - start;
+    assert!(all < wire(640 * M) + 20 * MS, "the rail is never idle: {all} ns");
+    assert!(all < wire(640 * M - turns / 2 * M) + took, "{all} ns");
+}
+
+#[test]
+fn a_deadline_moves_background_up() {
+    let mut world = World::new(1, &config());
+    let bulk = world.send(0, 512, Priority::Bulk);
+    let (engine, src, there) = &world.senders[0];
+    let op = |_| Op::Write {
+        src: Local { region: src, offset: 0 },
+        dst: Remote { region: there, offset: 0 },
+        len: M,
+        imm: None,
+    };
+    let ops: Vec<_> = (0..16).map(op).collect();
+    let submit = |ms| Submit {
+        timeout: Some(Duration::from_millis(ms)),
+        priority: Some(Priority::Background),
+        ..Submit::default()
+    };
+    // By its turns alone it would have 16 of 512 pages in as many turns of ten milliseconds.
+    let soon = engine.submit(&ops, submit(120)).unwrap();
+    let took = world.takes(&soon);
+    assert!(took < 120 * MS, "{took} ns");
+    world.takes(&bulk);
+}
+
+/// Many senders at once: the receiver's port has a queue of what is on its way, and that is bounded.
+#[test]
+fn a_receiver_is_not_overrun() {
+    let queue = |receive_window| {
+        let mut world = World::new(17, &EngineConfig { receive_window, ..config() });
+        let bulk: Vec<_> = (0..16).map(|s| world.send(s, 48, Priority::Bulk)).collect();
+        let start = world.now();
+        world.until(start + 300 * MS);
+        let small = world.small(16, Priority::Latency);
+        let took = world.takes(&small);
+        for handle in &bulk {
+            world.takes(handle);
+        }
+        let all = world.now() - start;
+        // Credits cost no throughput: the port is never idle.
+        assert!(all < wire(16 * 48 * M) * 11 / 10, "{all} ns");
+        took
+    };
+    let (with, without) = (queue(24 * M), queue(u64::MAX));
+    assert!(with < wire(24 * M) + 2 * MS, "{with} ns");
+    assert!(without > 3 * with, "{without} ns without credits, {with} ns with them");
+}
+
+/// The senders' demand ends: who is left has all of the receiver again.
+#[test]
+fn credits_come_back() {
+    let mut world = World::new(8, &EngineConfig { receive_window: 8 * M, ..config() });
+    for round in 0..3 {
+        let many: Vec<_> = (0..8).map(|s| world.send(s, 8, Priority::Bulk)).collect();
+        for handle in &many {
+            world.takes(handle);
+        }
+        let now = world.now();
+        world.until(now + 1000 * MS);
+        let alone = world.send(0, 64, Priority::Bulk);
+        let took = world.takes(&alone);
+        assert!(took < wire(64 * M) * 11 / 10 + MS, "round {round}: {took} ns");
+    }
+}
