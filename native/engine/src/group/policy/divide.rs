@@ -76,6 +76,11 @@ pub struct Windows {
 }
 
 impl Windows {
+    /// For one who has no others to regard.
+    pub fn whole(window: u64) -> Self {
+        Self { latency: window, bulk: window, background: window }
+    }
+
     pub fn of(&self, class: Class) -> u64 {
         match class {
             Class::Latency => self.latency,
@@ -250,7 +255,7 @@ mod tests {
         #[test]
         fn alone_means_all(own in any_party(), idle in 0usize..9, weight in any::<u32>()) {
             let w = divide(WINDOW, own, &vec![party(weight, 0, 0, 0); idle]);
-            prop_assert_eq!(w, Windows { latency: WINDOW, bulk: WINDOW, background: WINDOW });
+            prop_assert_eq!(w, Windows::whole(WINDOW));
         }
 
         #[test]
