@@ -145,6 +145,7 @@ impl Member {
 
     /// SIGKILL, wherever it is.
     fn kill(mut self) {
+        assert!(self.process.try_wait().unwrap().is_none(), "it has failed before");
         self.process.kill().unwrap();
         self.process.wait().unwrap();
     }
@@ -152,6 +153,13 @@ impl Member {
     fn leave(mut self) {
         self.input = None;
         assert!(self.process.wait().unwrap().success());
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
@@ -197,8 +205,8 @@ fn a_child_that_outlives_its_parent_keeps_no_place() {
         share.window(WINDOW, Class::Bulk)
     };
     until("the other doesn't come", || part() == WINDOW / 2);
+    until("the child doesn't come", || parent.child.load(SeqCst) != 0);
     let child = parent.child.load(SeqCst) as i32;
-    assert!(child > 0);
     parent.kill();
     until("the part doesn't come back", || part() == WINDOW);
     // Nobody waits for being silent long enough: the lock has ended.

@@ -148,6 +148,25 @@ fn the_last_to_leave_removes_the_table() {
 }
 
 #[test]
+fn of_those_who_leave_at_once_one_is_the_last() {
+    let place = Place::new();
+    let start = std::sync::Barrier::new(4);
+    for _ in 0..200 {
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                let (place, start) = (&place, &start);
+                s.spawn(move || {
+                    let share = place.join(1);
+                    start.wait();
+                    drop(share);
+                });
+            }
+        });
+        assert!(!place.table().exists());
+    }
+}
+
+#[test]
 fn a_table_has_room_for_many_and_who_finds_none_has_no_quota() {
     let place = Place::new();
     let mut shares: Vec<_> = (0..SLOTS).map(|_| place.join(1)).collect();
@@ -226,6 +245,22 @@ fn what_a_dead_host_or_another_version_left_is_used_again() {
 }
 
 #[test]
+fn a_table_of_another_version_that_is_in_use_is_left_to_its_users() {
+    let place = Place::new();
+    let theirs = place.join(1);
+    let mut bytes = fs::read(place.table()).unwrap();
+    bytes[8] += 1;
+    fs::write(place.table(), &bytes).unwrap();
+    let mut late = place.join(1);
+    assert!(late.table.is_none() && late.warned);
+    assert_eq!(settle(&mut 0, &mut [(&mut late, BUSY)]), [WINDOW]);
+    assert_eq!(fs::read(place.table()).unwrap(), bytes);
+    drop(theirs);
+    assert_eq!(settle(&mut 2000, &mut [(&mut late, BUSY)]), [WINDOW]);
+    assert!(late.table.is_some());
+}
+
+#[test]
 fn a_file_that_is_not_ours_alone_is_left_as_it_is() {
     let others_may_read = |t: &Path| {
         fs::write(t, b"theirs").unwrap();
@@ -234,6 +269,7 @@ fn a_file_that_is_not_ours_alone_is_left_as_it_is() {
     let link = |t: &Path| {
         let target = t.with_extension("target");
         fs::write(&target, b"theirs").unwrap();
+        fs::set_permissions(&target, fs::Permissions::from_mode(0o600)).unwrap();
         symlink(target, t).unwrap();
     };
     let folder = |t: &Path| fs::create_dir(t).unwrap();
@@ -286,4 +322,31 @@ fn a_child_by_fork_neither_writes_nor_keeps_a_place() {
     assert_eq!(fs::read(place.table()).unwrap(), before);
     let b = place.join(1);
     assert!(b.table.as_ref().unwrap().is_held(slot), "the parent still has its place");
+}
+
+#[test]
+#[ignore = "prints what calls cost"]
+fn costs() {
+    let place = Place::new();
+    let (mut a, mut others) = (place.join(1), [(); 7].map(|()| place.join(1)));
+    let at = &mut 0;
+    for share in &mut others {
+        settle(at, &mut [(share, BUSY)]);
+    }
+    let time = |what: &str, n: u32, call: &mut dyn FnMut(u64)| {
+        let start = std::time::Instant::now();
+        (0..n).for_each(|i| call(u64::from(i)));
+        let each = start.elapsed() / n;
+        println!("{what}: {each:?}");
+    };
+    let now = *at;
+    a.publish(ms(now), BUSY);
+    time("publish and window between looks", 10_000_000, &mut |i| {
+        a.publish(Time(ms(now).0 + 1), bulk(99 * M + i));
+        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+    });
+    time("publish with a look at seven others", 100_000, &mut |i| {
+        a.publish(ms(now + 10 * (i + 1)), bulk(99 * M + i));
+        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+    });
 }
