@@ -8,6 +8,7 @@
 //! | what does a slice say about its rail | [`judge`] |
 //! | is a rail fit for use | [`breaker`] |
 //! | may a slice be posted now | [`admit`] |
+//! | what of a NIC's window is ours, if other engines of the host use it too | [`divide`] |
 //! | what becomes of a slice that failed | [`retry`] |
 //!
 //! Nothing here reads a clock, holds a lock or knows a link. What must be remembered from one
@@ -20,6 +21,7 @@
 
 pub mod admit;
 pub mod breaker;
+pub mod divide;
 pub mod estimate;
 pub mod judge;
 pub mod retry;

@@ -1,0 +1,126 @@
+//! Who else is at the NIC: what the table says, less those who are dead, hung or gone.
+
+use std::time::Duration;
+
+use super::record::{Found, Record, SLOTS};
+use crate::{group::policy::divide::Party, time::Time};
+
+/// Who has something under way and hasn't written for so long is asked for: the kernel knows whether
+/// its lock is still held. Then again after as long.
+pub(super) const ASK: Duration = Duration::from_millis(50);
+/// Whose lock is held, but who hasn't written for so long, is stopped or hung, or another process
+/// holds what it left. What it has wanted is for others until it writes again.
+pub(super) const SILENT: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    record: Record,
+    /// When it last changed.
+    moved: Time,
+    /// When its lock is looked at next.
+    ask: Time,
+    dead: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Others {
+    seen: Box<[Option<Seen>]>,
+    parties: Vec<Party>,
+}
+
+impl Others {
+    pub fn new() -> Self {
+        Self { seen: vec![None; SLOTS].into(), parties: Vec::with_capacity(SLOTS) }
+    }
+
+    pub fn parties(&self) -> &[Party] {
+        &self.parties
+    }
+
+    /// Takes what stands in the slots of all others. `holds` says whether a slot's lock is held.
+    pub fn see(
+        &mut self,
+        now: Time,
+        found: impl Iterator<Item = (usize, Found)>,
+        mut holds: impl FnMut(usize) -> bool,
+    ) {
+        self.parties.clear();
+        for (slot, found) in found {
+            let seen = &mut self.seen[slot];
+            match found {
+                Found::Nobody => *seen = None,
+                // What was there before counts, until it has been silent for too long.
+                Found::Torn => {}
+                Found::Record(record) => match seen {
+                    Some(seen) if seen.record == record => {}
+                    Some(seen) if seen.record.id == record.id => {
+                        *seen = Seen { record, moved: now, ask: now.after(ASK), dead: false };
+                    }
+                    // Of somebody new; or what somebody left who died long ago.
+                    _ => *seen = Some(Seen { record, moved: now, ask: now, dead: false }),
+                },
+            }
+            let Some(seen) = seen else { continue };
+            let wants = seen.record.party.demand.total() > 0;
+            if wants && !seen.dead && now >= seen.ask {
+                seen.dead = !holds(slot);
+                seen.ask = now.after(ASK);
+            }
+            if wants && !seen.dead && now.since(seen.moved) < SILENT {
+                self.parties.push(seen.record.party);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::group::policy::divide::Demand;
+
+    fn record(id: u64, beat: u64, bulk: u64) -> Found {
+        let party = Party { weight: 1, demand: Demand { bulk, ..Demand::default() } };
+        Found::Record(Record { id, beat, party })
+    }
+
+    fn ms(n: u64) -> Time {
+        Time(n * 1_000_000)
+    }
+
+    #[test]
+    fn who_is_dead_or_silent_has_no_part_and_who_returns_has() {
+        let mut others = Others::new();
+        let (asked, alive) = (Cell::new(0), Cell::new(true));
+        let mut at = |now, found| {
+            asked.set(0);
+            others.see(ms(now), std::iter::once((5, found)), |slot| {
+                assert_eq!(slot, 5);
+                asked.set(asked.get() + 1);
+                alive.get()
+            });
+            (others.parties().len(), asked.get())
+        };
+        assert_eq!(at(0, Found::Nobody), (0, 0));
+        assert_eq!(at(10, record(1, 1, 9)), (1, 1), "who comes is asked for");
+        assert_eq!(at(20, record(1, 2, 9)), (1, 0));
+        assert_eq!(at(30, record(1, 3, 0)), (0, 0), "who wants nothing has no part");
+        assert_eq!(at(40, record(1, 4, 9)), (1, 0));
+        assert_eq!(at(80, Found::Torn), (1, 0));
+        assert_eq!(at(100, record(1, 4, 9)), (1, 1), "who doesn't write is asked for");
+        assert_eq!(at(110, record(1, 4, 9)), (1, 0), "now and then");
+        assert_eq!(at(1039, record(1, 4, 9)), (1, 1));
+        assert_eq!(at(1040, record(1, 4, 9)).0, 0, "held but silent");
+        assert_eq!(at(2000, record(1, 5, 9)), (1, 0), "it goes on");
+
+        alive.set(false);
+        assert_eq!(at(2049, record(1, 5, 9)), (1, 0));
+        assert_eq!(at(2050, record(1, 5, 9)), (0, 1), "dead");
+        assert_eq!(at(2500, record(1, 5, 9)), (0, 0), "for ever");
+        assert_eq!(at(2510, record(2, 1, 9)), (0, 1), "what a dead one left");
+        alive.set(true);
+        assert_eq!(at(2520, record(3, 1, 9)), (1, 1), "the next in its slot");
+        assert_eq!(at(2530, Found::Nobody), (0, 0));
+    }
+}

@@ -1,0 +1,241 @@
+//! Several processes, stopped and killed at any moment: this test binary runs itself again, with
+//! nothing but [`member`] to do.
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::{
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+        Arc,
+    },
+    time::Instant,
+};
+
+use super::{
+    tests::{Place, BUSY, WINDOW},
+    *,
+};
+
+/// Which place a process of the test works in, and how.
+const WHERE: &str = "FABRIC_RAY_TEST_SHARE";
+const HOW: &str = "FABRIC_RAY_TEST_SHARE_AS";
+/// Against tests that hang; nothing is expected to take anywhere near as long.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Tables that were made and left by many at once may need another attempt.
+const STEP: Duration = Duration::from_millis(1);
+
+/// Joins; later, if somebody was held up in the middle of leaving.
+fn join(place: &Path) -> HostShare {
+    let start = Instant::now();
+    loop {
+        let share = HostShare::join_in(place, "mlx5_0", 1);
+        if share.table.is_some() {
+            return share;
+        }
+        assert!(start.elapsed() < PATIENCE, "the table is wedged");
+    }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(STEP);
+    }
+}
+
+/// What a process of the test does, until its input ends; nothing if it isn't one.
+#[test]
+fn member() {
+    let (Some(place), Ok(how)) = (std::env::var_os(WHERE), std::env::var(HOW)) else { return };
+    let stop = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&stop);
+    std::thread::spawn(move || {
+        let _ = std::io::stdin().read(&mut [0]);
+        seen.store(true, SeqCst);
+    });
+    let going_on = || !stop.load(SeqCst);
+    match how.as_str() {
+        "churn" => churn(Path::new(&place), going_on),
+        how => work(Path::new(&place), how == "fork", going_on),
+    }
+}
+
+/// Has more to do than the window takes, and says what part it has.
+fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
+    let mut share = join(place);
+    if forks {
+        // SAFETY: the child only sleeps, and dies at the latest by the alarm.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: takes a number; ends the child if nobody else does.
+            unsafe { libc::alarm(2 * PATIENCE.as_secs() as u32) };
+            loop {
+                // SAFETY: waits for a signal.
+                unsafe { libc::pause() };
+            }
+        }
+        println!("\nchild {child}");
+    }
+    let mut said = 0;
+    while going_on() {
+        share.publish(Time::now(), BUSY);
+        let part = share.window(WINDOW, Class::Bulk);
+        if part != std::mem::replace(&mut said, part) {
+            println!("\npart {part}");
+        }
+        std::thread::sleep(2 * STEP);
+    }
+}
+
+/// Comes and goes as fast as it can. While it is there, its table is the one that all find.
+fn churn(place: &Path, going_on: impl Fn() -> bool) {
+    while going_on() {
+        let mut share = join(place);
+        for _ in 0..fastrand::u32(..8) {
+            let table = share.table.as_ref().expect("nobody damages tables here");
+            assert!(table.is_named(), "others meet in another table");
+            share.publish(Time::now(), BUSY);
+            assert!(share.window(WINDOW, Class::Bulk) >= LEAST);
+        }
+    }
+}
+
+struct Member {
+    process: Child,
+    input: Option<ChildStdin>,
+    part: Arc<AtomicU64>,
+    child: Arc<AtomicU64>,
+}
+
+impl Member {
+    fn spawn(place: &Place, how: &str) -> Self {
+        let mut process = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "driver::share::processes::member", "--nocapture"])
+            .env(WHERE, &place.0)
+            .env(HOW, how)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = process.stdin.take();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let (part, child) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let told = [("part ", Arc::clone(&part)), ("child ", Arc::clone(&child))];
+        std::thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                for (name, value) in &told {
+                    if let Some(n) = line.strip_prefix(name) {
+                        value.store(n.parse().unwrap(), SeqCst);
+                    }
+                }
+            }
+        });
+        Self { process, input, part, child }
+    }
+
+    fn part(&self) -> u64 {
+        self.part.load(SeqCst)
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a process of ours that wasn't waited for.
+        unsafe { libc::kill(self.process.id() as i32, signal) };
+    }
+
+    /// SIGKILL, wherever it is.
+    fn kill(mut self) {
+        assert!(self.process.try_wait().unwrap().is_none(), "it has failed before");
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    fn leave(mut self) {
+        self.input = None;
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn all_have(members: &[Member], part: u64) {
+    until("the parts don't settle", || members.iter().all(|m| m.part() == part));
+}
+
+#[test]
+fn the_part_of_a_process_that_ends_in_any_way_comes_back() {
+    let place = Place::new();
+    let mut dice = fastrand::Rng::with_seed(33);
+    let mut members = Vec::new();
+    for round in 0..24 {
+        let n = members.len();
+        match dice.u8(..3) {
+            _ if n < 2 || round % 4 == 0 => members.push(Member::spawn(&place, "work")),
+            0 => members.swap_remove(dice.usize(..n)).leave(),
+            _ => members.swap_remove(dice.usize(..n)).kill(),
+        }
+        all_have(&members, WINDOW / members.len() as u64);
+    }
+    members.push(Member::spawn(&place, "work"));
+    let n = members.len() as u64;
+    all_have(&members, WINDOW / n);
+    // A process that hangs holds its place and no part.
+    let hangs = members.pop().unwrap();
+    hangs.signal(libc::SIGSTOP);
+    all_have(&members, WINDOW / (n - 1));
+    hangs.signal(libc::SIGCONT);
+    all_have(&members, WINDOW / n);
+    members.push(hangs);
+    members.into_iter().for_each(Member::leave);
+    assert!(!place.table().exists());
+}
+
+#[test]
+fn a_child_that_outlives_its_parent_keeps_no_place() {
+    let place = Place::new();
+    let mut share = join(&place.0);
+    let parent = Member::spawn(&place, "fork");
+    let mut part = || {
+        share.publish(Time::now(), BUSY);
+        share.window(WINDOW, Class::Bulk)
+    };
+    until("the other doesn't come", || part() == WINDOW / 2);
+    until("the child doesn't come", || parent.child.load(SeqCst) != 0);
+    let child = parent.child.load(SeqCst) as i32;
+    parent.kill();
+    until("the part doesn't come back", || part() == WINDOW);
+    // Nobody waits for being silent long enough: the lock has ended.
+    let table = share.table.as_ref().unwrap();
+    let held = (0..record::SLOTS).filter(|slot| table.is_held(*slot)).count();
+    // SAFETY: signal 0 only asks whether it is there.
+    let lives = unsafe { libc::kill(child, 0) } == 0;
+    // SAFETY: the sleeping child.
+    unsafe { libc::kill(child, libc::SIGKILL) };
+    assert_eq!((held, lives), (0, true));
+}
+
+#[test]
+fn coming_going_and_dying_at_any_moment_wedges_nothing() {
+    let place = Place::new();
+    let mut dice = fastrand::Rng::with_seed(34);
+    let mut members: Vec<_> = (0..3).map(|_| Member::spawn(&place, "churn")).collect();
+    for _ in 0..150 {
+        std::thread::sleep(Duration::from_micros(dice.u64(..25_000)));
+        let victim = dice.usize(..3);
+        std::mem::replace(&mut members[victim], Member::spawn(&place, "churn")).kill();
+        let share = join(&place.0);
+        assert!(share.table.as_ref().unwrap().is_named());
+    }
+    members.into_iter().for_each(Member::leave);
+    let mut share = join(&place.0);
+    share.publish(Time::now(), BUSY);
+    // What the dead have left has no part.
+    assert_eq!(share.window(WINDOW, Class::Bulk), WINDOW);
+    drop(share);
+    assert!(!place.table().exists());
+}

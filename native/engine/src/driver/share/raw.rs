@@ -1,0 +1,112 @@
+//! The unsafe half: locks on parts of a file that end with the process, and what a child by fork must
+//! not keep.
+
+use std::{
+    mem::ManuallyDrop,
+    ops::Range,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    sync::{
+        atomic::{
+            AtomicI32, AtomicU32,
+            Ordering::{AcqRel, Acquire, Relaxed, Release},
+        },
+        Once,
+    },
+};
+
+use rustix::io::Errno;
+
+/// Locks belong to what was opened, not to the process: two engines of one process have one each.
+/// The kernel ends them when the last descriptor is closed, and so with the process, whatever ends
+/// it and in whatever PID namespace it is.
+fn lock(fd: BorrowedFd<'_>, command: i32, kind: i32, at: Range<u64>) -> Result<i32, Errno> {
+    let mut lock = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: at.start as libc::off_t,
+        l_len: (at.end - at.start) as libc::off_t,
+        l_pid: 0,
+    };
+    // SAFETY: the commands used here take a `flock`, which outlives the call.
+    match unsafe { libc::fcntl(fd.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(i32::from(lock.l_type)),
+        _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    }
+}
+
+/// False if somebody else has a lock there.
+pub(super) fn try_lock(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<bool, Errno> {
+    match lock(fd, libc::F_OFD_SETLK, libc::F_WRLCK, at) {
+        Ok(_) => Ok(true),
+        Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+pub(super) fn unlock(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<(), Errno> {
+    lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, at).map(drop)
+}
+
+/// Whether somebody else has a lock there.
+pub(super) fn is_locked(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<bool, Errno> {
+    Ok(lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, at)? != libc::F_UNLCK)
+}
+
+const NONE: i32 = -1;
+/// The descriptors that a child closes. In an array of atomics, because a forked child may not wait
+/// for a lock that a thread of its parent had.
+static PRIVATE: [AtomicI32; 512] = [const { AtomicI32::new(NONE) }; 512];
+/// How often this process's ancestors forked to make it, as far as they had such descriptors. A
+/// process id would not do: a child in a PID namespace of its own may have its parent's.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// A descriptor that a child by fork doesn't keep: it would keep the locks too.
+#[derive(Debug)]
+pub(super) struct Private {
+    fd: ManuallyDrop<OwnedFd>,
+    entry: usize,
+    forks: u32,
+}
+
+impl Private {
+    pub fn new(fd: OwnedFd) -> Result<Self, Errno> {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            // SAFETY: the handler only uses atomics and closes, which is safe in a forked child.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        });
+        let forks = FORKS.load(Acquire);
+        let free =
+            |e: &AtomicI32| e.compare_exchange(NONE, fd.as_raw_fd(), AcqRel, Relaxed).is_ok();
+        let entry = PRIVATE.iter().position(free).ok_or(Errno::MFILE)?;
+        Ok(Self { fd: ManuallyDrop::new(fd), entry, forks })
+    }
+
+    /// `None` in a child by fork: there it is closed, and its number may be another file's.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        (self.forks == FORKS.load(Acquire)).then(|| self.fd.as_fd())
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        if self.fd().is_none() {
+            return;
+        }
+        PRIVATE[self.entry].store(NONE, Release);
+        // SAFETY: it isn't used again.
+        unsafe { ManuallyDrop::drop(&mut self.fd) };
+    }
+}
+
+extern "C" fn in_child() {
+    FORKS.fetch_add(1, AcqRel);
+    for entry in &PRIVATE {
+        let fd = entry.swap(NONE, AcqRel);
+        if fd != NONE {
+            // SAFETY: what has this number here is the copy of the parent's; `Private::fd` gives it to
+            // nobody in this process.
+            unsafe { libc::close(fd) };
+        }
+    }
+}

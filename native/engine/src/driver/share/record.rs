@@ -1,0 +1,118 @@
+//! What stands in the table: a header, and for each engine a record.
+//!
+//! Nobody waits for anybody to write or read, so a record may be read while it is being written: a
+//! checksum tells. It also tells what was never a record.
+
+use std::ops::Range;
+
+use crate::group::policy::divide::{Demand, Party};
+
+/// The header is as large as a slot.
+pub(super) const SLOT: usize = 64;
+pub(super) const SLOTS: usize = 127;
+pub(super) const SIZE: usize = SLOT * (SLOTS + 1);
+const VERSION: u32 = 1;
+
+/// Where a slot lies in the table; its lock is on the same bytes.
+pub(super) fn place(slot: usize) -> Range<u64> {
+    let start = (slot + 1) * SLOT;
+    start as u64..(start + SLOT) as u64
+}
+
+/// Of all slots.
+pub(super) fn all() -> Range<u64> {
+    SLOT as u64..SIZE as u64
+}
+
+/// Sizes are known by the version, and never taken from the table.
+pub(super) fn header() -> [u8; SLOT] {
+    let mut bytes = [0; SLOT];
+    bytes[..8].copy_from_slice(b"fabquota");
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Record {
+    /// Drawn anew by whoever takes the slot.
+    pub id: u64,
+    /// One more each time the record is written: who is silent may be dead, or stopped.
+    pub beat: u64,
+    pub party: Party,
+}
+
+/// What is found in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    Nobody,
+    /// In the middle of being written, or damaged.
+    Torn,
+    Record(Record),
+}
+
+impl Record {
+    pub fn encode(&self) -> [u8; SLOT] {
+        let Demand { latency, bulk, background } = self.party.demand;
+        let mut bytes = [0; SLOT];
+        let words = [self.id, self.beat, u64::from(self.party.weight), latency, bulk, background];
+        for (at, word) in bytes.chunks_exact_mut(8).zip(words) {
+            at.copy_from_slice(&word.to_le_bytes());
+        }
+        let sum = crc32fast::hash(&bytes[..SLOT - 4]);
+        bytes[SLOT - 4..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+}
+
+impl Found {
+    pub fn decode(bytes: &[u8; SLOT]) -> Self {
+        if *bytes == [0; SLOT] {
+            return Self::Nobody;
+        }
+        let (body, sum) = bytes.split_at(SLOT - 4);
+        if crc32fast::hash(body).to_le_bytes() != sum {
+            return Self::Torn;
+        }
+        let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|k| bytes[8 * i + k]));
+        let demand = Demand { latency: word(3), bulk: word(4), background: word(5) };
+        let party = Party { weight: u32::try_from(word(2)).unwrap_or(u32::MAX), demand };
+        Self::Record(Record { id: word(0), beat: word(1), party })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn record(n: u64) -> Record {
+        let demand = Demand { latency: n, bulk: n.rotate_left(20), background: !n };
+        Record { id: n ^ 77, beat: n, party: Party { weight: n as u32, demand } }
+    }
+
+    #[test]
+    fn the_bytes_of_version_1() {
+        let demand = Demand { latency: 4, bulk: 5, background: 6 };
+        let bytes = Record { id: 1, beat: 2, party: Party { weight: 3, demand } }.encode();
+        assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");
+        assert_eq!((place(0), place(SLOTS - 1).end), (64..128, SIZE as u64));
+        assert_eq!(Found::decode(&[0; SLOT]), Found::Nobody);
+    }
+
+    proptest! {
+        #[test]
+        fn a_record_survives_whole_or_not_at_all(
+            n in any::<u64>(), m in any::<u64>(), cut in 0usize..=SLOT,
+        ) {
+            let (a, b) = (record(n), record(m));
+            prop_assert_eq!(Found::decode(&a.encode()), Found::Record(a));
+            let mut mixed = a.encode();
+            mixed[..cut].copy_from_slice(&b.encode()[..cut]);
+            let found = Found::decode(&mixed);
+            let whole = [Found::Torn, Found::Record(a), Found::Record(b)];
+            prop_assert!(whole.contains(&found), "{found:?}");
+        }
+    }
+}

@@ -1,0 +1,353 @@
+//! Several engines of one process: each has its own place in the table, and time is what we say.
+
+use std::{
+    fs,
+    os::{
+        fd::AsFd,
+        unix::fs::{symlink, MetadataExt, PermissionsExt},
+    },
+    path::PathBuf,
+};
+
+use rustix::fs::OFlags;
+
+use super::{others::SILENT, record::SLOTS, *};
+use crate::group::policy::divide::LEAST;
+
+const M: u64 = 1 << 20;
+pub(super) const WINDOW: u64 = 8 * M;
+
+/// A place for tables that is removed in the end.
+pub(super) struct Place(pub PathBuf);
+
+impl Place {
+    pub fn new() -> Self {
+        let name = format!("fabric-ray-test-{}-{}", std::process::id(), fastrand::u64(..));
+        let path = Path::new(PLACE).join(name);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn join(&self, weight: u32) -> HostShare {
+        HostShare::join_in(&self.0, "mlx5_0", weight)
+    }
+
+    pub fn table(&self) -> PathBuf {
+        self.0.join(file_name("mlx5_0"))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn bulk(bytes: u64) -> Demand {
+    Demand { bulk: bytes, ..Demand::default() }
+}
+
+pub(super) const BUSY: Demand = Demand { latency: 0, bulk: 99 * M, background: 0 };
+const IDLE: Demand = Demand { latency: 0, bulk: 0, background: 0 };
+
+fn ms(n: u64) -> Time {
+    Time(n * 1_000_000)
+}
+
+/// Each publishes at that time, twice round, so that all know of all.
+fn settle(at: &mut u64, shares: &mut [(&mut HostShare, Demand)]) -> Vec<u64> {
+    for _ in 0..3 {
+        *at += 10;
+        shares.iter_mut().for_each(|(s, demand)| s.publish(ms(*at), *demand));
+    }
+    shares.iter_mut().map(|(s, _)| s.window(WINDOW, Class::Bulk)).collect()
+}
+
+#[test]
+fn alone_has_all_and_those_who_are_busy_divide_it_by_weight() {
+    let place = Place::new();
+    let (mut a, mut b, mut c) = (place.join(1), place.join(1), place.join(2));
+    assert_eq!(a.window(WINDOW, Class::Bulk), WINDOW);
+    let at = &mut 0;
+    assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, IDLE), (&mut c, IDLE)])[0], WINDOW);
+    let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, BUSY)]);
+    assert_eq!(parts, [2 * M, 2 * M, 4 * M]);
+    assert_eq!((a.window(4 * M, Class::Bulk), a.window(4 * M, Class::Latency)), (M, 4 * M));
+    // Who is done gives its part back; who leaves, too.
+    let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, IDLE)]);
+    assert_eq!(parts[..2], [4 * M, 4 * M]);
+    drop(b);
+    assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut c, IDLE)])[0], WINDOW);
+}
+
+#[test]
+fn another_device_is_another_matter_whatever_it_is_called() {
+    let place = Place::new();
+    let names = ["mlx5_0", "mlx5_1", "../mlx5_0", "", ".", "a/b", "efa 0%"];
+    let mut shares: Vec<_> = names.iter().map(|n| HostShare::join_in(&place.0, n, 1)).collect();
+    assert_eq!(fs::read_dir(&place.0).unwrap().count(), names.len());
+    let mut busy: Vec<_> = shares.iter_mut().map(|s| (s, BUSY)).collect();
+    assert_eq!(settle(&mut 0, &mut busy), [WINDOW; 7]);
+    drop(shares);
+    assert_eq!(fs::read_dir(&place.0).unwrap().count(), 0);
+}
+
+#[test]
+fn who_wants_little_says_nothing_and_needs_no_timer() {
+    let place = Place::new();
+    let mut a = place.join(1);
+    let before = fs::read(place.table()).unwrap();
+    for t in 0..100 {
+        a.publish(ms(7 * t), bulk(LEAST - 1));
+        assert_eq!((a.next_timer(), a.window(WINDOW, Class::Bulk)), (Time::NEVER, WINDOW));
+    }
+    assert_eq!(fs::read(place.table()).unwrap(), before);
+    // Who wants something is to say that it goes on, and in the end that it is over.
+    a.publish(ms(1000), BUSY);
+    assert_ne!(fs::read(place.table()).unwrap(), before);
+    assert_eq!(a.next_timer(), ms(1000).after(BEAT));
+    a.publish(ms(1001), IDLE);
+    assert_eq!(a.next_timer(), ms(1000).after(LOOK));
+    // The most that was wanted since the last look.
+    a.publish(ms(1010), IDLE);
+    assert_eq!(a.next_timer(), ms(1020));
+    a.publish(ms(1020), IDLE);
+    assert_eq!(a.next_timer(), Time::NEVER);
+}
+
+#[test]
+fn who_hangs_has_no_part_until_it_goes_on() {
+    let place = Place::new();
+    let (mut a, mut b) = (place.join(1), place.join(1));
+    let at = &mut 0;
+    settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]);
+    let hangs_at = *at;
+    while *at < hangs_at + SILENT.as_millis() as u64 - 40 {
+        assert_eq!(settle(at, &mut [(&mut a, BUSY)]), [4 * M]);
+    }
+    *at += 40;
+    assert_eq!(settle(at, &mut [(&mut a, BUSY)]), [WINDOW]);
+    assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]), [4 * M, 4 * M]);
+    // As long as it says that it lives, a constant wish counts.
+    for _ in 0..100 {
+        assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]), [4 * M, 4 * M]);
+    }
+}
+
+#[test]
+fn the_last_to_leave_removes_the_table() {
+    let place = Place::new();
+    let shares: Vec<_> = (0..5).map(|_| place.join(1)).collect();
+    let inode = fs::metadata(place.table()).unwrap().ino();
+    assert_eq!(fs::metadata(place.table()).unwrap().mode() & 0o777, 0o600);
+    for share in shares {
+        assert_eq!(fs::metadata(place.table()).unwrap().ino(), inode);
+        drop(share);
+    }
+    assert!(!place.table().exists());
+}
+
+#[test]
+fn of_those_who_leave_at_once_one_is_the_last() {
+    let place = Place::new();
+    let start = std::sync::Barrier::new(4);
+    for _ in 0..200 {
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                let (place, start) = (&place, &start);
+                s.spawn(move || {
+                    let share = place.join(1);
+                    start.wait();
+                    drop(share);
+                });
+            }
+        });
+        assert!(!place.table().exists());
+    }
+}
+
+#[test]
+fn a_table_has_room_for_many_and_who_finds_none_has_no_quota() {
+    let place = Place::new();
+    let mut shares: Vec<_> = (0..SLOTS).map(|_| place.join(1)).collect();
+    let mut late = place.join(1);
+    assert!(late.table.is_none() && late.warned);
+    let mut busy: Vec<_> = shares.iter_mut().map(|s| (s, BUSY)).collect();
+    assert_eq!(settle(&mut 0, &mut busy), [WINDOW / SLOTS as u64; SLOTS]);
+    late.publish(ms(1), BUSY);
+    assert_eq!(late.window(WINDOW, Class::Bulk), WINDOW);
+    drop(shares.swap_remove(9));
+    late.publish(ms(2000), BUSY);
+    assert_eq!(late.table.as_ref().unwrap().slot(), 9);
+    assert!(late.window(WINDOW, Class::Bulk) < WINDOW);
+}
+
+/// Something happens to the table of two who use it: both go on, and meet again.
+fn survives(what: &str, harm: impl Fn(&Path)) {
+    let place = Place::new();
+    let (mut a, mut b) = (place.join(1), place.join(1));
+    let at = &mut 0;
+    settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]);
+    harm(&place.table());
+    for _ in 0..100 {
+        for part in settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]) {
+            assert!(part == WINDOW || part == WINDOW / 2, "{what}: {part}");
+        }
+    }
+    let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]);
+    assert_eq!(parts, [WINDOW / 2; 2], "{what}");
+    let mut late = place.join(1);
+    let shares = &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut late, BUSY)];
+    assert_eq!(settle(at, shares), [WINDOW / 3; 3], "{what}");
+    drop((a, b, late));
+    assert!(!place.table().exists(), "{what}");
+}
+
+#[test]
+fn a_damaged_table_crashes_nobody_and_is_made_anew() {
+    survives("nothing", |_| {});
+    survives("removed", |t| fs::remove_file(t).unwrap());
+    for size in [0, 1, 64, 100, 4096, 1 << 20] {
+        survives(&format!("cut to {size}"), |t| {
+            fs::OpenOptions::new().write(true).open(t).unwrap().set_len(size).unwrap();
+        });
+    }
+    survives("garbage", |t| fs::write(t, [0xa5; 9000]).unwrap());
+    survives("garbage after the header", |t| {
+        let mut bytes = fs::read(t).unwrap();
+        bytes[64..].fill(0xff);
+        fs::write(t, bytes).unwrap();
+    });
+    survives("another version", |t| {
+        let mut bytes = fs::read(t).unwrap();
+        bytes[8] = 99;
+        fs::write(t, bytes).unwrap();
+    });
+    survives("numbers without sense", |t| {
+        let party = Party { weight: u32::MAX, demand: bulk(u64::MAX) };
+        let mut bytes = fs::read(t).unwrap();
+        for slot in bytes[64 * 5..].chunks_exact_mut(64) {
+            slot.copy_from_slice(&Record { id: 1, beat: 1, party }.encode());
+        }
+        fs::write(t, bytes).unwrap();
+    });
+}
+
+#[test]
+fn what_a_dead_host_or_another_version_left_is_used_again() {
+    for left in [vec![], vec![7; 10], vec![0; 8192], vec![0xff; 10_000]] {
+        let place = Place::new();
+        fs::write(place.table(), left).unwrap();
+        fs::set_permissions(place.table(), fs::Permissions::from_mode(0o600)).unwrap();
+        let (mut a, mut b) = (place.join(1), place.join(1));
+        assert_eq!(settle(&mut 0, &mut [(&mut a, BUSY), (&mut b, BUSY)]), [WINDOW / 2; 2]);
+    }
+}
+
+#[test]
+fn a_table_of_another_version_that_is_in_use_is_left_to_its_users() {
+    let place = Place::new();
+    let theirs = place.join(1);
+    let mut bytes = fs::read(place.table()).unwrap();
+    bytes[8] += 1;
+    fs::write(place.table(), &bytes).unwrap();
+    let mut late = place.join(1);
+    assert!(late.table.is_none() && late.warned);
+    assert_eq!(settle(&mut 0, &mut [(&mut late, BUSY)]), [WINDOW]);
+    assert_eq!(fs::read(place.table()).unwrap(), bytes);
+    drop(theirs);
+    assert_eq!(settle(&mut 2000, &mut [(&mut late, BUSY)]), [WINDOW]);
+    assert!(late.table.is_some());
+}
+
+#[test]
+fn a_file_that_is_not_ours_alone_is_left_as_it_is() {
+    let others_may_read = |t: &Path| {
+        fs::write(t, b"theirs").unwrap();
+        fs::set_permissions(t, fs::Permissions::from_mode(0o644)).unwrap();
+    };
+    let link = |t: &Path| {
+        let target = t.with_extension("target");
+        fs::write(&target, b"").unwrap();
+        fs::set_permissions(&target, fs::Permissions::from_mode(0o600)).unwrap();
+        symlink(target, t).unwrap();
+    };
+    let folder = |t: &Path| fs::create_dir(t).unwrap();
+    let pipe = |t: &Path| {
+        use rustix::fs::{mknodat, FileType, Mode, CWD};
+        mknodat(CWD, t, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    };
+    type Way<'a> = (&'a str, &'a dyn Fn(&Path));
+    let ways: [Way<'_>; 4] = [
+        ("others may read it", &others_may_read),
+        ("a symbolic link", &link),
+        ("a folder", &folder),
+        ("a pipe", &pipe),
+    ];
+    for (what, make) in ways {
+        let place = Place::new();
+        make(&place.table());
+        let mut a = place.join(1);
+        assert_eq!(settle(&mut 0, &mut [(&mut a, BUSY)]), [WINDOW], "{what}");
+        assert!(a.table.is_none() && a.warned, "{what}");
+        drop(a);
+        assert!(fs::symlink_metadata(place.table()).is_ok(), "{what}");
+        let kept = fs::read(place.table().with_extension("target"));
+        assert!(kept.is_err() || kept.unwrap().is_empty(), "{what}");
+    }
+}
+
+#[test]
+fn a_child_by_fork_neither_writes_nor_keeps_a_place() {
+    let place = Place::new();
+    let mut a = place.join(1);
+    a.publish(ms(0), BUSY);
+    let slot = a.table.as_ref().unwrap().slot();
+    let before = fs::read(place.table()).unwrap();
+    // SAFETY: the child calls nothing that takes a lock of another thread, and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let table = a.table.as_ref().unwrap();
+        let gone = !table.is_ours() && !table.is_named() && a.exchange(ms(900), BUSY).is_err();
+        // What has the number of the parent's descriptor now stays open when the copy goes.
+        let other = rustix::fs::open("/dev/null", OFlags::RDONLY, rustix::fs::Mode::empty());
+        a.table = None;
+        let open = other.is_ok_and(|fd| rustix::fs::fstat(fd.as_fd()).is_ok());
+        // SAFETY: ends the child, without the harness of the tests.
+        unsafe { libc::_exit(if gone && open { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child made above.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(fs::read(place.table()).unwrap(), before);
+    let b = place.join(1);
+    assert!(b.table.as_ref().unwrap().is_held(slot), "the parent still has its place");
+}
+
+#[test]
+#[ignore = "prints what calls cost"]
+fn costs() {
+    let place = Place::new();
+    let (mut a, mut others) = (place.join(1), [(); 7].map(|()| place.join(1)));
+    let at = &mut 0;
+    for share in &mut others {
+        settle(at, &mut [(share, BUSY)]);
+    }
+    let time = |what: &str, n: u32, call: &mut dyn FnMut(u64)| {
+        let start = std::time::Instant::now();
+        (0..n).for_each(|i| call(u64::from(i)));
+        let each = start.elapsed() / n;
+        println!("{what}: {each:?}");
+    };
+    let now = *at;
+    a.publish(ms(now), BUSY);
+    time("publish and window between looks", 10_000_000, &mut |i| {
+        a.publish(Time(ms(now).0 + 1), bulk(99 * M + i));
+        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+    });
+    time("publish with a look at seven others", 100_000, &mut |i| {
+        a.publish(ms(now + 10 * (i + 1)), bulk(99 * M + i));
+        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+    });
+}

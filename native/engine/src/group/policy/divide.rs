@@ -1,0 +1,306 @@
+//! What each engine of a host may have under way on a NIC that they share.
+//!
+//! TENT §3.3.2 keeps quotas between processes in shared memory, so that none saturates a NIC, and
+//! doesn't say how they are divided. Here every engine computes its own part from what all of them
+//! have told, so that nobody has to decide for the others:
+//!
+//! 1. Classes come one after another, as in [`admit`](super::admit): bulk divides what latency
+//!    leaves, background what both leave.
+//! 2. Within a class the division is max-min fair by weight. Who wants less than its part gets what it
+//!    wants, and the rest is divided among the others.
+//! 3. An engine's own window is what it would get if it wanted everything in that class, so that it
+//!    needn't be computed anew with each slice. If all engines see the same, what they use adds up
+//!    to no more than the window.
+//! 4. Everyone may have [`LEAST`] under way, so that nobody starves: the sum exceeds the window by
+//!    that much for each engine at most.
+
+use super::admit::Class;
+
+/// One smallest slice.
+pub const LEAST: u64 = super::size::SMALLEST;
+/// No engine counts for more than so many others.
+pub const HEAVIEST: u32 = 1024;
+
+const CLASSES: [Class; 3] = [Class::Latency, Class::Bulk, Class::Background];
+
+/// Bytes that an engine has under way on a NIC, or would have if it could; by class.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Demand {
+    pub latency: u64,
+    pub bulk: u64,
+    pub background: u64,
+}
+
+impl Demand {
+    pub fn of(&self, class: Class) -> u64 {
+        match class {
+            Class::Latency => self.latency,
+            Class::Bulk => self.bulk,
+            Class::Background => self.background,
+        }
+    }
+
+    pub fn total(&self) -> u64 {
+        self.latency.saturating_add(self.bulk).saturating_add(self.background)
+    }
+
+    /// The larger one of each class.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            latency: self.latency.max(other.latency),
+            bulk: self.bulk.max(other.bulk),
+            background: self.background.max(other.background),
+        }
+    }
+}
+
+/// One of the engines that share a NIC, as it presents itself: any numbers are survived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Party {
+    pub weight: u32,
+    pub demand: Demand,
+}
+
+impl Party {
+    fn weight(&self) -> u64 {
+        u64::from(self.weight.clamp(1, HEAVIEST))
+    }
+}
+
+/// How many bytes of a class *and those above it* an engine may have under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Windows {
+    pub latency: u64,
+    pub bulk: u64,
+    pub background: u64,
+}
+
+impl Windows {
+    /// For one who has no others to regard.
+    pub fn whole(window: u64) -> Self {
+        Self { latency: window, bulk: window, background: window }
+    }
+
+    pub fn of(&self, class: Class) -> u64 {
+        match class {
+            Class::Latency => self.latency,
+            Class::Bulk => self.bulk,
+            Class::Background => self.background,
+        }
+    }
+}
+
+/// The part of `window` that is `own`'s.
+pub fn divide(window: u64, own: Party, others: &[Party]) -> Windows {
+    // What the classes above leave, and what of theirs is ours.
+    let (mut left, mut above) = (window, 0);
+    let [latency, bulk, background] = CLASSES.map(|class| {
+        let most = part(left, own.weight(), others, class);
+        let limit = (above + most).max(LEAST.min(window));
+        let wanted = own.demand.of(class);
+        above += most.min(wanted);
+        // Max-min fairness leaves nothing unused that anyone wants.
+        let all = others.iter().fold(wanted, |n, p| n.saturating_add(p.demand.of(class)));
+        left = left.saturating_sub(all);
+        limit
+    });
+    Windows { latency, bulk, background }
+}
+
+/// What is left to one of this weight that wants everything.
+fn part(bytes: u64, weight: u64, others: &[Party], class: Class) -> u64 {
+    let mut satisfied = usize::MAX;
+    // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want
+    // less, which leaves more to the others, until nobody is set aside any more.
+    let (mut left, mut weights) =
+        (bytes, others.iter().fold(weight, |n, p| n.saturating_add(p.weight())));
+    loop {
+        let is_satisfied = |p: &&Party| {
+            u128::from(p.demand.of(class)) * u128::from(weights)
+                <= u128::from(left) * u128::from(p.weight())
+        };
+        let (mut count, mut wanted, mut theirs) = (0, 0u64, 0);
+        for party in others.iter().filter(is_satisfied) {
+            count += 1;
+            wanted = wanted.saturating_add(party.demand.of(class));
+            theirs += party.weight();
+        }
+        if count == satisfied {
+            return (u128::from(left) * u128::from(weight) / u128::from(weights)) as u64;
+        }
+        satisfied = count;
+        left = bytes.saturating_sub(wanted);
+        weights = others.iter().fold(weight, |n, p| n.saturating_add(p.weight())) - theirs;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const M: u64 = 1 << 20;
+    const WINDOW: u64 = 8 * M;
+
+    fn party(weight: u32, latency: u64, bulk: u64, background: u64) -> Party {
+        Party { weight, demand: Demand { latency, bulk, background } }
+    }
+
+    fn bulk(bytes: u64) -> Party {
+        party(1, 0, bytes, 0)
+    }
+
+    #[test]
+    fn a_window_is_divided_among_those_who_want_it() {
+        let idle = bulk(0);
+        let busy = bulk(99 * M);
+        #[rustfmt::skip]
+        let table: [(&str, Party, &[Party], [u64; 3]); 13] = [
+            ("alone",                busy, &[],                              [8 * M, 8 * M, 8 * M]),
+            ("alone and idle",       idle, &[],                              [8 * M, 8 * M, 8 * M]),
+            ("others idle",          busy, &[idle, idle],                    [8 * M, 8 * M, 8 * M]),
+            ("two busy",             busy, &[busy],                          [8 * M, 4 * M, 4 * M]),
+            ("four busy, one idle",  busy, &[busy, idle, busy, busy],        [8 * M, 2 * M, 2 * M]),
+            ("who begins",           idle, &[busy],                          [8 * M, 4 * M, LEAST]),
+            ("who wants little",     busy, &[bulk(M), busy],                 [8 * M, 7 * M / 2, 7 * M / 2]),
+            ("small ones first",     busy, &[bulk(M), bulk(2 * M)],          [8 * M, 5 * M, 5 * M]),
+            ("three times as heavy", party(3, 0, 99 * M, 0), &[busy],        [8 * M, 6 * M, 6 * M]),
+            ("a third as heavy",     busy, &[party(3, 0, 99 * M, 0)],        [8 * M, 2 * M, 2 * M]),
+            ("their latency first",  busy, &[party(1, 6 * M, 99 * M, 0)],    [4 * M, M, M]),
+            ("our latency first",    party(1, 2 * M, 99 * M, 0), &[busy],    [8 * M, 5 * M, 5 * M]),
+            ("background last",      party(1, 0, 0, 99 * M), &[bulk(M), party(1, 0, 0, 99 * M)],
+                                                                             [8 * M, 7 * M, 7 * M / 2]),
+        ];
+        for (name, own, others, [latency, bulk, background]) in table {
+            let expected = Windows { latency, bulk, background };
+            assert_eq!(divide(WINDOW, own, others), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn numbers_without_sense_are_survived() {
+        let mad = party(u32::MAX, u64::MAX, u64::MAX, u64::MAX);
+        let crowd = [mad; 200];
+        for window in [0, 1, LEAST - 1, WINDOW, u64::MAX] {
+            for own in [mad, party(0, 0, 0, 0), bulk(1)] {
+                let w = divide(window, own, &crowd);
+                assert!(w.latency <= window && w.background >= LEAST.min(window), "{w:?}");
+            }
+        }
+        // Weight 0 counts as 1, and nobody for more than the heaviest.
+        assert_eq!(divide(WINDOW, party(0, 0, M, 0), &[bulk(99 * M)]).bulk, 4 * M);
+        let half = divide(WINDOW, party(u32::MAX, 0, M, 0), &[party(HEAVIEST, 0, 99 * M, 0)]);
+        assert_eq!(half.bulk, 4 * M);
+    }
+
+    fn any_bytes() -> impl Strategy<Value = u64> {
+        prop_oneof![3 => Just(0), 3 => 0..4 * M, 2 => Just(99 * M), 1 => any::<u64>()]
+    }
+
+    prop_compose! {
+        fn any_party()(
+            weight in prop_oneof![4 => Just(1), 2 => 0u32..9, 1 => any::<u32>()],
+            latency in any_bytes(), bulk in any_bytes(), background in any_bytes(),
+        ) -> Party {
+            party(weight, latency, bulk, background)
+        }
+    }
+
+    fn any_parties() -> impl Strategy<Value = Vec<Party>> {
+        prop::collection::vec(any_party(), 1..12)
+    }
+
+    /// Each engine's windows, as it computes them itself.
+    fn all(window: u64, parties: &[Party]) -> Vec<Windows> {
+        let others = |i: usize| {
+            let theirs = parties.iter().enumerate().filter(|(j, _)| *j != i);
+            theirs.map(|(_, p)| *p).collect::<Vec<_>>()
+        };
+        (0..parties.len()).map(|i| divide(window, parties[i], &others(i))).collect()
+    }
+
+    /// What an engine with these windows has under way if it posts all that it may.
+    fn use_of(party: &Party, windows: &Windows) -> u64 {
+        CLASSES.iter().fold(0u64, |used, class| {
+            let room = windows.of(*class).saturating_sub(used);
+            used + party.demand.of(*class).min(room)
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_all_use_adds_up_to_the_window(
+            parties in any_parties(), window in prop_oneof![Just(WINDOW), 0..64 * M],
+        ) {
+            let windows = all(window, &parties);
+            let uses = parties.iter().zip(&windows).map(|(p, w)| use_of(p, w));
+            let sum: u64 = uses.sum();
+            let n = parties.len() as u64;
+            prop_assert!(sum <= window + n * LEAST, "{sum} of {window}");
+            // And nothing is left that anyone wants, but for fractions of a byte.
+            let wanted = parties.iter().fold(0u64, |n, p| n.saturating_add(p.demand.total()));
+            prop_assert!(sum + 3 * n >= window.min(wanted), "{sum} of {window}, {wanted} wanted");
+        }
+
+        #[test]
+        fn nobody_starves_and_a_class_has_no_less_than_the_one_below(
+            own in any_party(), others in any_parties(), window in 0..64 * M,
+        ) {
+            let w = divide(window, own, &others);
+            prop_assert!(w.background >= LEAST.min(window));
+            prop_assert!(w.latency <= window && w.bulk <= w.latency && w.background <= w.bulk, "{w:?}");
+        }
+
+        #[test]
+        fn alone_means_all(own in any_party(), idle in 0usize..9, weight in any::<u32>()) {
+            let w = divide(WINDOW, own, &vec![party(weight, 0, 0, 0); idle]);
+            prop_assert_eq!(w, Windows::whole(WINDOW));
+        }
+
+        #[test]
+        fn what_others_do_in_a_lower_class_never_matters(own in any_party(), others in any_parties()) {
+            let strip = |from: Class| {
+                let mut rest = others.clone();
+                for p in &mut rest {
+                    p.demand.background = 0;
+                    if from == Class::Bulk { p.demand.bulk = 0 }
+                }
+                rest
+            };
+            let w = divide(WINDOW, own, &others);
+            prop_assert_eq!(w.latency, divide(WINDOW, own, &strip(Class::Bulk)).latency);
+            prop_assert_eq!(w.bulk, divide(WINDOW, own, &strip(Class::Background)).bulk);
+        }
+
+        #[test]
+        fn who_wants_everything_gets_by_weight(weights in prop::collection::vec(1u32..9, 1..9)) {
+            let parties: Vec<_> = weights.iter().map(|w| party(*w, 0, 99 * M, 0)).collect();
+            let sum: u64 = weights.iter().map(|w| u64::from(*w)).sum();
+            for (weight, w) in weights.iter().zip(all(WINDOW, &parties)) {
+                prop_assert_eq!(w.bulk, (WINDOW * u64::from(*weight) / sum).max(LEAST));
+            }
+        }
+
+        /// Else an engine could gain by claiming less, or lose by another's leaving.
+        #[test]
+        fn less_demand_elsewhere_is_never_less_window_here(
+            own in any_party(), mut others in any_parties(), which in any::<prop::sample::Index>(),
+            less in any_party(),
+        ) {
+            let before = divide(WINDOW, own, &others);
+            let other = which.get_mut(&mut others);
+            let min = |a: u64, b: u64| a.min(b);
+            other.demand = Demand {
+                latency: min(other.demand.latency, less.demand.latency),
+                bulk: min(other.demand.bulk, less.demand.bulk),
+                background: min(other.demand.background, less.demand.background),
+            };
+            let after = divide(WINDOW, own, &others);
+            // Rounding may take a byte of each class.
+            for class in CLASSES {
+                prop_assert!(after.of(class) + 3 >= before.of(class), "{before:?} {after:?}");
+            }
+        }
+    }
+}
