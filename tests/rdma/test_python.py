@@ -42,10 +42,11 @@ class _Steps:
 
     def output(self, name: str) -> str:
         """What a step printed; fails if it failed."""
+        status = self.status(name)
         text = (self._folder / f"{name}.out").read_text(errors="replace")
-        if self.status(name):
+        if status:
             err = (self._folder / f"{name}.err").read_text(errors="replace")
-            pytest.fail(f"{name} ended with {self.status(name)}:\n{text[-3000:]}\n{err[-3000:]}")
+            pytest.fail(f"{name} ended with {status}:\n{text[-3000:]}\n{err[-3000:]}")
         return text
 
     def findings(self, name: str) -> dict[str, list[dict[str, Any]]]:

@@ -15,9 +15,11 @@ use std::{
 
 use super::{
     baton::{Baton, CarryOut, Held},
+    share::HostShare,
     sleep::Bed,
 };
 use crate::{
+    api::Priority,
     domain::{Assist, Completion, Domain, Pinner},
     engine::{HandleRef, Shared},
     group::{Group, Policy},
@@ -50,6 +52,9 @@ pub(crate) struct Core {
     pub closed: bool,
     /// Nothing new is taken; these are told when all that was begun is over.
     pub drains: Vec<HandleRef>,
+    /// For rails whose NIC other engines of this host may use as well.
+    shares: Vec<(usize, HostShare)>,
+    rail_window: u64,
 }
 
 impl Core {
@@ -74,6 +79,10 @@ impl Core {
         }
         moved |= self.group.progress(now, &mut self.domains, shared);
         moved |= shared.counters.expire(now);
+        for (rail, share) in &mut self.shares {
+            share.publish(now, self.group.demand(*rail));
+            self.group.limit(*rail, share.window(self.rail_window, Priority::Bulk));
+        }
         self.end_drains(shared);
         moved
     }
@@ -100,7 +109,8 @@ impl Core {
     pub(crate) fn next_timer(&self, shared: &Shared) -> Time {
         let domains = self.domains.iter().map(|d| d.next_timer());
         let ours = self.group.next_deadline().min(shared.counters.next_deadline());
-        domains.fold(ours, Time::min)
+        let shares = self.shares.iter().map(|(_, share)| share.next_timer());
+        domains.chain(shares).fold(ours, Time::min)
     }
 }
 
@@ -139,6 +149,11 @@ impl Cell {
     ) -> Result<Self> {
         let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
+        // Where the clock is not the machine's, nor are the NICs.
+        let is_shared = |d: &Box<dyn Domain>| threaded && d.kind().has_nics();
+        let shares = domains.iter().enumerate().filter(|(_, d)| is_shared(d));
+        let shares = shares.map(|(rail, d)| (rail, HostShare::join(d.device(), 1))).collect();
+        let rail_window = policy.rail_window;
         let pinners = domains.iter().map(|d| d.pinner()).collect();
         Ok(Self {
             core: Baton::new(Core {
@@ -148,6 +163,8 @@ impl Cell {
                 armed: false,
                 closed: false,
                 drains: Vec::new(),
+                shares,
+                rail_window,
             }),
             pollers: AtomicU32::new(0),
             left_at: AtomicU64::new(0),

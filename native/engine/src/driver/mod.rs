@@ -2,8 +2,6 @@
 
 mod baton;
 mod cell;
-// The group doesn't ask it yet.
-#[allow(dead_code)]
 mod share;
 mod sleep;
 mod worker;

@@ -20,6 +20,11 @@ impl Backlog {
         self.0.iter().all(VecDeque::is_empty)
     }
 
+    /// Whether anything waits with this priority.
+    pub fn waits(&self, priority: Priority) -> bool {
+        !self.0[priority as usize].is_empty()
+    }
+
     pub fn len(&self) -> usize {
         self.0.iter().map(VecDeque::len).sum()
     }

@@ -84,6 +84,11 @@ impl Ledger {
         self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()
     }
 
+    /// What may be under way on a rail from now on.
+    pub fn set_window(&mut self, rail: usize, bytes: u64) {
+        self.rail(rail).window = Some(bytes);
+    }
+
     fn rail(&mut self, rail: usize) -> &mut Rail {
         if self.rails.len() <= rail {
             self.rails.resize_with(rail + 1, Rail::default);

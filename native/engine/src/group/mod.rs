@@ -38,6 +38,7 @@ use ledger::Ledger;
 pub(crate) use notes::fuzz_note;
 #[cfg(test)]
 pub(crate) use notes::sample_note;
+use policy::{admit::UnderWay, divide::Demand};
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
@@ -345,6 +346,26 @@ impl Group {
             .min(self.look_at)
             .min(self.move_at)
             .min(self.credits.next())
+    }
+
+    /// What this group has for one of its rails: what is under way there, and as much as a window again for
+    /// each priority with which something waits.
+    pub fn demand(&self, rail: usize) -> Demand {
+        let UnderWay { latency, bulk, background } = self.ledger.under_way(rail);
+        let mut demand = Demand { latency, bulk, background };
+        if self.backlogged > 0 {
+            let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p));
+            let more = |p| if waits(p) { self.policy.rail_window } else { 0 };
+            demand.latency += more(Priority::Latency);
+            demand.bulk += more(Priority::Bulk);
+            demand.background += more(Priority::Background);
+        }
+        demand
+    }
+
+    /// How much of its window a rail may use: others of this host share the NIC.
+    pub fn limit(&mut self, rail: usize, bytes: u64) {
+        self.ledger.set_window(rail, bytes);
     }
 
     /// Whether no request is under way or waits.

@@ -31,11 +31,9 @@ use record::Record;
 use table::Table;
 
 use crate::{
+    api::Priority,
     domain::DomainError,
-    group::policy::{
-        admit::Class,
-        divide::{divide, Demand, Party, Windows, LEAST},
-    },
+    group::policy::divide::{divide, Demand, Party, Windows, LEAST},
     time::Time,
 };
 
@@ -123,7 +121,7 @@ impl HostShare {
     /// How much of `window` this engine may have under way of a class and those above it. It changes
     /// with a look only.
     #[inline]
-    pub fn window(&mut self, window: u64, class: Class) -> u64 {
+    pub fn window(&mut self, window: u64, class: Priority) -> u64 {
         if self.divided.0 != window {
             self.divide(window);
         }

@@ -80,7 +80,7 @@ fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
     let mut said = 0;
     while going_on() {
         share.publish(Time::now(), BUSY);
-        let part = share.window(WINDOW, Class::Bulk);
+        let part = share.window(WINDOW, Priority::Bulk);
         if part != std::mem::replace(&mut said, part) {
             println!("\npart {part}");
         }
@@ -96,7 +96,7 @@ fn churn(place: &Path, going_on: impl Fn() -> bool) {
             let table = share.table.as_ref().expect("nobody damages tables here");
             assert!(table.is_named(), "others meet in another table");
             share.publish(Time::now(), BUSY);
-            assert!(share.window(WINDOW, Class::Bulk) >= LEAST);
+            assert!(share.window(WINDOW, Priority::Bulk) >= LEAST);
         }
     }
 }
@@ -202,7 +202,7 @@ fn a_child_that_outlives_its_parent_keeps_no_place() {
     let parent = Member::spawn(&place, "fork");
     let mut part = || {
         share.publish(Time::now(), BUSY);
-        share.window(WINDOW, Class::Bulk)
+        share.window(WINDOW, Priority::Bulk)
     };
     until("the other doesn't come", || part() == WINDOW / 2);
     until("the child doesn't come", || parent.child.load(SeqCst) != 0);
@@ -235,7 +235,7 @@ fn coming_going_and_dying_at_any_moment_wedges_nothing() {
     let mut share = join(&place.0);
     share.publish(Time::now(), BUSY);
     // What the dead have left has no part.
-    assert_eq!(share.window(WINDOW, Class::Bulk), WINDOW);
+    assert_eq!(share.window(WINDOW, Priority::Bulk), WINDOW);
     drop(share);
     assert!(!place.table().exists());
 }

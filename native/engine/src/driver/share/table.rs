@@ -111,6 +111,7 @@ impl Table {
     }
 
     /// Whether this process is the one that joined. A child by fork isn't.
+    #[cfg(test)]
     pub fn is_ours(&self) -> bool {
         self.file.fd().is_some()
     }

@@ -60,19 +60,19 @@ fn settle(at: &mut u64, shares: &mut [(&mut HostShare, Demand)]) -> Vec<u64> {
         *at += 10;
         shares.iter_mut().for_each(|(s, demand)| s.publish(ms(*at), *demand));
     }
-    shares.iter_mut().map(|(s, _)| s.window(WINDOW, Class::Bulk)).collect()
+    shares.iter_mut().map(|(s, _)| s.window(WINDOW, Priority::Bulk)).collect()
 }
 
 #[test]
 fn alone_has_all_and_those_who_are_busy_divide_it_by_weight() {
     let place = Place::new();
     let (mut a, mut b, mut c) = (place.join(1), place.join(1), place.join(2));
-    assert_eq!(a.window(WINDOW, Class::Bulk), WINDOW);
+    assert_eq!(a.window(WINDOW, Priority::Bulk), WINDOW);
     let at = &mut 0;
     assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, IDLE), (&mut c, IDLE)])[0], WINDOW);
     let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, BUSY)]);
     assert_eq!(parts, [2 * M, 2 * M, 4 * M]);
-    assert_eq!((a.window(4 * M, Class::Bulk), a.window(4 * M, Class::Latency)), (M, 4 * M));
+    assert_eq!((a.window(4 * M, Priority::Bulk), a.window(4 * M, Priority::Latency)), (M, 4 * M));
     // Who is done gives its part back; who leaves, too.
     let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, IDLE)]);
     assert_eq!(parts[..2], [4 * M, 4 * M]);
@@ -99,7 +99,7 @@ fn who_wants_little_says_nothing_and_needs_no_timer() {
     let before = fs::read(place.table()).unwrap();
     for t in 0..100 {
         a.publish(ms(7 * t), bulk(LEAST - 1));
-        assert_eq!((a.next_timer(), a.window(WINDOW, Class::Bulk)), (Time::NEVER, WINDOW));
+        assert_eq!((a.next_timer(), a.window(WINDOW, Priority::Bulk)), (Time::NEVER, WINDOW));
     }
     assert_eq!(fs::read(place.table()).unwrap(), before);
     // Who wants something is to say that it goes on, and in the end that it is over.
@@ -175,11 +175,11 @@ fn a_table_has_room_for_many_and_who_finds_none_has_no_quota() {
     let mut busy: Vec<_> = shares.iter_mut().map(|s| (s, BUSY)).collect();
     assert_eq!(settle(&mut 0, &mut busy), [WINDOW / SLOTS as u64; SLOTS]);
     late.publish(ms(1), BUSY);
-    assert_eq!(late.window(WINDOW, Class::Bulk), WINDOW);
+    assert_eq!(late.window(WINDOW, Priority::Bulk), WINDOW);
     drop(shares.swap_remove(9));
     late.publish(ms(2000), BUSY);
     assert_eq!(late.table.as_ref().unwrap().slot(), 9);
-    assert!(late.window(WINDOW, Class::Bulk) < WINDOW);
+    assert!(late.window(WINDOW, Priority::Bulk) < WINDOW);
 }
 
 /// Something happens to the table of two who use it: both go on, and meet again.
@@ -344,10 +344,10 @@ fn costs() {
     a.publish(ms(now), BUSY);
     time("publish and window between looks", 10_000_000, &mut |i| {
         a.publish(Time(ms(now).0 + 1), bulk(99 * M + i));
-        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+        std::hint::black_box(a.window(WINDOW, Priority::Bulk));
     });
     time("publish with a look at seven others", 100_000, &mut |i| {
         a.publish(ms(now + 10 * (i + 1)), bulk(99 * M + i));
-        std::hint::black_box(a.window(WINDOW, Class::Bulk));
+        std::hint::black_box(a.window(WINDOW, Priority::Bulk));
     });
 }

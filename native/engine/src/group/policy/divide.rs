@@ -14,14 +14,12 @@
 //! 4. Everyone may have [`LEAST`] under way, so that nobody starves: the sum exceeds the window by
 //!    that much for each engine at most.
 
-use super::admit::Class;
+use crate::api::Priority;
 
 /// One smallest slice.
 pub const LEAST: u64 = super::size::SMALLEST;
 /// No engine counts for more than so many others.
 pub const HEAVIEST: u32 = 1024;
-
-const CLASSES: [Class; 3] = [Class::Latency, Class::Bulk, Class::Background];
 
 /// Bytes that an engine has under way on a NIC, or would have if it could; by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,11 +30,11 @@ pub struct Demand {
 }
 
 impl Demand {
-    pub fn of(&self, class: Class) -> u64 {
+    pub fn of(&self, class: Priority) -> u64 {
         match class {
-            Class::Latency => self.latency,
-            Class::Bulk => self.bulk,
-            Class::Background => self.background,
+            Priority::Latency => self.latency,
+            Priority::Bulk => self.bulk,
+            Priority::Background => self.background,
         }
     }
 
@@ -81,11 +79,11 @@ impl Windows {
         Self { latency: window, bulk: window, background: window }
     }
 
-    pub fn of(&self, class: Class) -> u64 {
+    pub fn of(&self, class: Priority) -> u64 {
         match class {
-            Class::Latency => self.latency,
-            Class::Bulk => self.bulk,
-            Class::Background => self.background,
+            Priority::Latency => self.latency,
+            Priority::Bulk => self.bulk,
+            Priority::Background => self.background,
         }
     }
 }
@@ -94,7 +92,7 @@ impl Windows {
 pub fn divide(window: u64, own: Party, others: &[Party]) -> Windows {
     // What the classes above leave, and what of theirs is ours.
     let (mut left, mut above) = (window, 0);
-    let [latency, bulk, background] = CLASSES.map(|class| {
+    let [latency, bulk, background] = Priority::ALL.map(|class| {
         let most = part(left, own.weight(), others, class);
         let limit = (above + most).max(LEAST.min(window));
         let wanted = own.demand.of(class);
@@ -108,7 +106,7 @@ pub fn divide(window: u64, own: Party, others: &[Party]) -> Windows {
 }
 
 /// What is left to one of this weight that wants everything.
-fn part(bytes: u64, weight: u64, others: &[Party], class: Class) -> u64 {
+fn part(bytes: u64, weight: u64, others: &[Party], class: Priority) -> u64 {
     let mut satisfied = usize::MAX;
     // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want
     // less, which leaves more to the others, until nobody is set aside any more.
@@ -222,7 +220,7 @@ mod tests {
 
     /// What an engine with these windows has under way if it posts all that it may.
     fn use_of(party: &Party, windows: &Windows) -> u64 {
-        CLASSES.iter().fold(0u64, |used, class| {
+        Priority::ALL.iter().fold(0u64, |used, class| {
             let room = windows.of(*class).saturating_sub(used);
             used + party.demand.of(*class).min(room)
         })
@@ -260,17 +258,17 @@ mod tests {
 
         #[test]
         fn what_others_do_in_a_lower_class_never_matters(own in any_party(), others in any_parties()) {
-            let strip = |from: Class| {
+            let strip = |from: Priority| {
                 let mut rest = others.clone();
                 for p in &mut rest {
                     p.demand.background = 0;
-                    if from == Class::Bulk { p.demand.bulk = 0 }
+                    if from == Priority::Bulk { p.demand.bulk = 0 }
                 }
                 rest
             };
             let w = divide(WINDOW, own, &others);
-            prop_assert_eq!(w.latency, divide(WINDOW, own, &strip(Class::Bulk)).latency);
-            prop_assert_eq!(w.bulk, divide(WINDOW, own, &strip(Class::Background)).bulk);
+            prop_assert_eq!(w.latency, divide(WINDOW, own, &strip(Priority::Bulk)).latency);
+            prop_assert_eq!(w.bulk, divide(WINDOW, own, &strip(Priority::Background)).bulk);
         }
 
         #[test]
@@ -298,7 +296,7 @@ mod tests {
             };
             let after = divide(WINDOW, own, &others);
             // Rounding may take a byte of each class.
-            for class in CLASSES {
+            for class in Priority::ALL {
                 prop_assert!(after.of(class) + 3 >= before.of(class), "{before:?} {after:?}");
             }
         }

@@ -9,14 +9,13 @@
 //! | is a rail fit for use | [`breaker`] |
 //! | may a slice be posted now | [`admit`] |
 //! | what of a NIC's window is ours, if other engines of the host use it too | [`divide`] |
-//! | what becomes of a slice that failed | [`retry`] |
 //!
 //! Nothing here reads a clock, holds a lock or knows a link. What must be remembered from one
 //! decision to the next (an estimate, a turn, a breaker) is a plain value that the group keeps.
 //! The mechanisms follow TENT ("A Declarative Slice Spraying Engine for Performant and Resilient
 //! Data Movement in Disaggregated LLM Serving"); each file names the section and what differs.
 
-// The group's state machine does not ask all of these yet.
+// Some answers are asked for in tests only.
 #![allow(dead_code)]
 
 pub mod admit;
@@ -24,7 +23,6 @@ pub mod breaker;
 pub mod divide;
 pub mod estimate;
 pub mod judge;
-pub mod retry;
 pub mod score;
 pub mod size;
 
