@@ -361,6 +361,12 @@ pub trait Domain: Send {
     /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);
 
+    /// Reports a link of this name up, if it was accepted and waits for its initiator to use it first: only
+    /// links that are up end with a receipt. False if there is none.
+    fn surface(&mut self, _name: LinkName) -> bool {
+        false
+    }
+
     /// What its links end with. Without receipts, what a lost link had under way fails.
     fn receipts(&self) -> Receipts {
         Receipts::None

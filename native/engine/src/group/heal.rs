@@ -13,7 +13,7 @@ use super::{
     ledger::Slice,
     missing::{self, Share},
     notes::{Came, Note, MAX_NUMBERS},
-    route::{Link, PeerKey, State},
+    route::{Link, PeerKey, Route, State},
     slices::BoundOp,
     Group, Rails, Sink, TransferKey,
 };
@@ -91,6 +91,16 @@ impl Healing {
             self.receipts.pop_front();
         }
         self.receipts.push_back((name, receipt));
+    }
+
+    /// Whether a link of this name was up and is down.
+    fn is_over(&self, name: LinkName) -> bool {
+        self.receipts.iter().any(|(n, _)| *n == name)
+    }
+
+    /// Whether the peer has lost this link already and waits for its end here.
+    pub fn is_lost(&self, name: LinkName) -> bool {
+        self.questions.iter().any(|q| q.name == name)
     }
 
     /// The answer to a question about a link that is down here. One that never was up may still come up:
@@ -224,16 +234,24 @@ impl Group {
     fn on_question(&mut self, peer: PeerKey, question: Question, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         let via = question.via;
+        let wait = |route: &mut Route, question| {
+            if route.healing.questions.len() < MOST_QUESTIONS {
+                route.healing.questions.push(question);
+            }
+        };
         match route.named(question.name) {
-            None => self.answer(peer, &question, rails),
+            None if route.healing.is_over(question.name) => self.answer(peer, &question, rails),
+            // It may be one that the peer has lost before it used it: ended when it is up.
+            None => match rails.iter_mut().any(|r| r.surface(question.name)) {
+                true => wait(route, question),
+                false => self.answer(peer, &question, rails),
+            },
             // It can't have lost the link by which it asks.
             Some(same) if same == via => {
                 rails[via.0].disconnect(via.1, "it asks about this very link");
             }
             Some((rail, link)) => {
-                if route.healing.questions.len() < MOST_QUESTIONS {
-                    route.healing.questions.push(question);
-                }
+                wait(route, question);
                 rails[rail].disconnect(link, "the peer has lost it");
             }
         }

@@ -270,6 +270,9 @@ impl Group {
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
+                if route.healing.is_lost(name) {
+                    rails[rail].disconnect(link, "the peer has lost it");
+                }
                 self.ask(now, key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
             }

@@ -165,6 +165,25 @@ fn rs_4_the_switch_of_a_rail_fails_and_returns() {
     second_rail_fails("rail1");
 }
 
+/// The accepting end has not seen its rail used yet, and has to find out that there is a link to end.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn ic_4_the_first_write_over_a_rail_survives_its_loss() {
+    let (a, b) = (engine(Side::A), engine(Side::B));
+    let (src, dst) = (filled(&a, BYTES, 8), b.alloc(BYTES as u64).unwrap());
+    let there = import(&a, &dst.descriptor().to_bytes());
+    let from = b.peer(a.address()).unwrap();
+    a.connect(there.peer()).unwrap();
+    let pair = Pair { a, b, src, dst, there, from };
+    until("the initiator has both rails", SOON, || pair.second_in_use()[0]);
+    assert_eq!(pair.second_in_use(), [true, false]);
+    let up = Undo::with("ip link set rail1 up");
+    run("ip link set rail1 down");
+    assert_eq!(wait(&pair.write(BYTES, None)), Ok(()));
+    assert!(pair.dst.get(0, BYTES as u64).unwrap() == pattern(BYTES, 8));
+    drop(up);
+}
+
 #[test]
 #[ignore = "needs RDMA devices"]
 fn rs_4_with_the_last_rail_the_peer_is_lost_at_both_ends() {

@@ -21,8 +21,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
-        Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
@@ -285,6 +285,10 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         self.inner.disconnect(link, cause);
+    }
+
+    fn surface(&mut self, name: LinkName) -> bool {
+        self.inner.surface(name)
     }
 
     fn receipts(&self) -> Receipts {

@@ -54,8 +54,8 @@ use self::{
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Pinner, Post,
-        Quiet, Receipts, Token, WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys, Pinned,
+        Pinner, Post, Quiet, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -331,6 +331,13 @@ impl Domain for VerbsDomain {
         self.now = now;
         self.tick_at = Time(0);
         self.begin(now, peer, endpoint)
+    }
+
+    fn surface(&mut self, name: LinkName) -> bool {
+        let unused = |s: &Slot| matches!(&s.state, State::Up(l) if l.name == name && !l.announced);
+        let found = self.slots.iter().find(|(_, s)| unused(s)).map(|(_, s)| s.id);
+        found.into_iter().for_each(|id| self.first_use(id));
+        found.is_some()
     }
 
     fn receipts(&self) -> Receipts {
