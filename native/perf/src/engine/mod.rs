@@ -156,7 +156,7 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
+pub fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
     writeln!(to, "{}", serde_json::to_string(value).map_err(text)?).map_err(text)?;
     to.flush().map_err(text)
 }
