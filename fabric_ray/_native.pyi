@@ -499,6 +499,7 @@ class Engine:
         copy_threads: int | None,
         inline_bytes: int,
         stage_foreign: bool,
+        heal: bool,
         peer_timeout: float,
         op_timeout: float,
         nics: Mapping[str, object],

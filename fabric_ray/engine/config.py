@@ -14,6 +14,7 @@ _ENVIRONMENT = {
     "transport": "FABRIC_RAY_TRANSPORT",
     "require": "FABRIC_RAY_REQUIRE",
     "token": "FABRIC_RAY_TOKEN",
+    "heal": "FABRIC_RAY_HEAL",
     "spin": "FABRIC_RAY_SPIN",
     "copy_threads": "FABRIC_RAY_COPY_THREADS",
     "tcp_streams": "FABRIC_RAY_TCP_STREAMS",
@@ -77,6 +78,9 @@ class EngineConfig(BaseModel):
 
     op_timeout: float = Field(default=60.0, gt=0)
     """Seconds until transfers and expectations that name no deadline fail."""
+
+    heal: bool = True
+    """Lost links are replaced and what they carried is sent again; without it, it fails at once."""
 
     nics: tuple[str, ...] = ()
     """NICs by name or glob (``mlx5_*``) in the order of the rails; by topology when empty."""

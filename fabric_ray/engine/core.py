@@ -87,6 +87,7 @@ class TransferEngine(_native.Engine):
             copy_threads=c.copy_threads,
             inline_bytes=c.inline_bytes,
             stage_foreign=c.stage_foreign,
+            heal=c.heal,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
             nics=c.nic_options,

@@ -58,6 +58,8 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
     pub op_timeout: Duration,
+    /// Lost links are replaced, and what they carried is sent again; without it, it fails at once.
+    pub heal: bool,
     pub nics: NicConfig,
 }
 
@@ -122,6 +124,7 @@ impl Default for EngineConfig {
             stage_foreign: false,
             peer_timeout: Duration::from_secs(2),
             op_timeout: Duration::from_secs(60),
+            heal: true,
             nics: NicConfig::default(),
         }
     }

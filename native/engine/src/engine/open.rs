@@ -113,7 +113,8 @@ fn max_message(domains: &[Box<dyn Domain>]) -> usize {
 
 fn policy(config: &EngineConfig) -> Policy {
     let tcp_was_asked_for = config.transports.contains(&TransportKind::Tcp);
-    Policy { tcp_was_asked_for, peer_timeout: config.peer_timeout, spray: config.nics.spray }
+    let EngineConfig { peer_timeout, heal, .. } = *config;
+    Policy { tcp_was_asked_for, peer_timeout, spray: config.nics.spray, heal }
 }
 
 /// RS-2: what is required is there, or nothing opens.

@@ -134,7 +134,7 @@ impl Group {
         // A read's bytes land here, and nothing of this link does any more.
         back.into_iter().for_each(|s| self.send_again(s, 0, rails, sink));
         self.drain_backlog(now, peer, rails, sink);
-        let kind = rails[place.0].receipts();
+        let kind = self.policy.receipts(&*rails[place.0]);
         // Work that its link has given no number can't be asked about.
         let (lost, nameless): (Vec<_>, Vec<_>) =
             lost.into_iter().partition(|s| kind != Receipts::Numbered || s.number.is_some());
@@ -172,7 +172,8 @@ impl Group {
         if route.state != State::Up || route.healing.limbos.is_empty() {
             return;
         }
-        let heals = |l: &&Link| rails[l.pair.rail].receipts() != Receipts::None;
+        let policy = self.policy;
+        let heals = |l: &&Link| policy.receipts(&*rails[l.pair.rail]) != Receipts::None;
         let able: Vec<_> =
             route.active().iter().filter(heals).map(|l| (l.pair.rail, l.id)).collect();
         if able.is_empty() {

@@ -15,7 +15,7 @@ impl Group {
     pub(super) fn connect(&mut self, now: Time, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
         let route = &mut self.peers[peer as usize];
         if route.state != State::Connecting {
-            route.begin(rails, self.policy);
+            route.begin(rails);
         }
         loop {
             while let Some(pairs) = route.next_pairs(rails) {
@@ -29,7 +29,7 @@ impl Group {
                     return;
                 }
             }
-            if !route.try_again(rails, self.policy) {
+            if !route.try_again(rails) {
                 break;
             }
         }
@@ -111,7 +111,7 @@ impl Group {
         let route = &mut self.peers[peer as usize];
         let blamed = DomainError::Gone(cause.to_string());
         let error = route.blame(rails, rail, "link", blamed);
-        let heals = rails[rail].receipts() != Receipts::None;
+        let heals = self.policy.receipts(&*rails[rail]) != Receipts::None;
         let lost = matches!(cause, DomainError::LinkDown(_) | DomainError::Io { .. });
         if !heals || !lost || !route.may_revive(now) {
             return self.lose(peer, error, sink);

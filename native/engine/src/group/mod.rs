@@ -63,6 +63,19 @@ pub(crate) struct Policy {
     /// How long a dead peer may look alive on some of its rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,
+    /// What a lost link carried is sent again, and lost links are replaced.
+    pub heal: bool,
+}
+
+impl Policy {
+    /// What a rail's links end with, as far as the user wants it used.
+    #[inline]
+    pub fn receipts(self, rail: &dyn Domain) -> Receipts {
+        match self.heal {
+            true => rail.receipts(),
+            false => Receipts::None,
+        }
+    }
 }
 
 /// What became of a request when `seal` was called.
@@ -103,8 +116,7 @@ impl Group {
         if let Some(key) = self.by_id.get(&address.id) {
             return *key;
         }
-        let key =
-            self.peers.insert(Route::new(address.clone(), self.policy.spray.choice())) as PeerKey;
+        let key = self.peers.insert(Route::new(address.clone(), self.policy)) as PeerKey;
         self.by_id.insert(address.id, key);
         key
     }
@@ -319,7 +331,7 @@ impl Group {
     }
 
     pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
-        self.peers[peer as usize].explain(rails, self.policy)
+        self.peers[peer as usize].explain(rails)
     }
 
     pub fn kind(&self, peer: PeerKey, rails: &Rails) -> Option<crate::api::TransportKind> {
@@ -340,7 +352,7 @@ impl Group {
             false => Transfer::of_token(token),
             true => {
                 let Some(slice) = self.ledger.take(token) else { return };
-                let heals = rails[rail].receipts() != Receipts::None;
+                let heals = self.policy.receipts(&*rails[rail]) != Receipts::None;
                 let route = &mut self.peers[slice.peer as usize];
                 route.ended(now, &slice, result.is_ok());
                 if result.as_ref().is_err_and(DomainError::is_loss) && heals && slice.may_return() {

@@ -69,6 +69,7 @@ pub(super) struct Link {
 /// See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
+    pub policy: Policy,
     pub state: State,
     /// The preferred transport first, its rails in order. Two links over one pair where both sides
     /// connected at once.
@@ -103,14 +104,15 @@ pub(super) struct Route {
 }
 
 impl Route {
-    pub fn new(address: EngineAddress, choice: Choice) -> Self {
+    pub fn new(address: EngineAddress, policy: Policy) -> Self {
         Self {
             address,
+            policy,
             state: State::Idle,
             links: SmallVec::new(),
             active: 0,
             turn: 0,
-            choice,
+            choice: policy.spray.choice(),
             trying: SmallVec::new(),
             untried: VecDeque::new(),
             returns: Returns::default(),
@@ -146,22 +148,22 @@ impl Route {
     }
 
     /// Starts over: every transport that is fit for this peer is tried in order of preference.
-    pub fn begin(&mut self, rails: &Rails, policy: Policy) {
+    pub fn begin(&mut self, rails: &Rails) {
         self.attempts = 0;
-        self.start_over(rails, policy);
+        self.start_over(rails);
     }
 
     /// Once more, if an attempt was cut off in its middle: a peer whose links break may well be alive.
-    pub fn try_again(&mut self, rails: &Rails, policy: Policy) -> bool {
+    pub fn try_again(&mut self, rails: &Rails) -> bool {
         let again = self.cut_off && self.attempts < MOST_ATTEMPTS;
         if again {
             self.attempts += 1;
-            self.start_over(rails, policy);
+            self.start_over(rails);
         }
         again
     }
 
-    fn start_over(&mut self, rails: &Rails, policy: Policy) {
+    fn start_over(&mut self, rails: &Rails) {
         self.state = State::Connecting;
         self.cut_off = false;
         self.reasons.clear();
@@ -170,7 +172,7 @@ impl Route {
         self.failed.clear();
         self.telling = None;
         for kind in kinds(rails) {
-            match self.unfit(kind, rails, policy) {
+            match self.unfit(kind, rails) {
                 None => self.untried.push_back(kind),
                 Some(reason) => self.reasons.push((None, kind, reason)),
             }
@@ -178,7 +180,7 @@ impl Route {
     }
 
     /// Why a transport isn't even tried, if so.
-    fn unfit(&self, kind: TransportKind, rails: &Rails, policy: Policy) -> Option<String> {
+    fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
         let theirs = |k| self.address.endpoints_of(k).next().is_some();
         if !theirs(kind) {
             let mut offers: Vec<_> =
@@ -190,7 +192,7 @@ impl Route {
             };
             return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
         }
-        if kind == TransportKind::Tcp && !policy.tcp_was_asked_for {
+        if kind == TransportKind::Tcp && !self.policy.tcp_was_asked_for {
             // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.
             let ours = kinds(rails).into_iter().find(|k| k.has_nics());
             if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
@@ -367,7 +369,8 @@ impl Route {
         let rail_of = rail;
         let rail = &rails[rail];
         // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
-        let heals = rail.receipts() != Receipts::None && !matches!(e, DomainError::Gone(_));
+        let heals =
+            self.policy.receipts(&**rail) != Receipts::None && !matches!(e, DomainError::Gone(_));
         let last = self.state == State::Lost
             || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
         let lost = |cause: String| {
@@ -417,7 +420,7 @@ impl Route {
         }
     }
 
-    pub fn explain(&self, rails: &Rails, policy: Policy) -> (Option<String>, Vec<Verdict>) {
+    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
         let used = self.active().first().map(|l| rails[l.pair.rail].kind());
         let verdicts = rails.iter().enumerate().map(|(i, rail)| {
             let transport = rail.kind();
@@ -434,7 +437,7 @@ impl Route {
             };
             let reason = match self.reasons.iter().rfind(of_rail) {
                 Some((.., reason)) => reason.clone(),
-                None => match self.unfit(transport, rails, policy) {
+                None => match self.unfit(transport, rails) {
                     Some(reason) => reason,
                     None if used.is_some() => "not needed: a preferred one works".into(),
                     None => "not tried yet".into(),

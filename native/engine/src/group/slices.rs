@@ -329,12 +329,13 @@ impl<'a> Lanes<'a> {
         confirm: Option<u32>,
         tried: &mut Tried,
     ) -> Result<Option<Post>, (usize, DomainError)> {
+        let policy = self.route.policy;
         let (links, _) = self.route.links_and_choice();
         let several = links.len() > 1;
         let link = &mut links[at];
         let rail = link.pair.rail;
         let domain = &mut self.rails[rail];
-        let heals = domain.receipts() != Receipts::None;
+        let heals = policy.receipts(&**domain) != Receipts::None;
         let known = heals || several;
         let token = match known {
             false => Transfer::token(key, confirm),

@@ -149,7 +149,7 @@ impl Group {
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;
                 if link.gauge.is_late(now)
-                    && rails[link.pair.rail].receipts() != Receipts::None
+                    && self.policy.receipts(&*rails[link.pair.rail]) != Receipts::None
                     && judge::is_at_fault(i, since, now, &finished)
                 {
                     let waited = now.since(since);

@@ -60,7 +60,7 @@ impl Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, nics))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -75,6 +75,7 @@ impl Engine {
         stage_foreign: bool,
         peer_timeout: f64,
         op_timeout: f64,
+        heal: bool,
         nics: Nics,
     ) -> PyResult<Self> {
         let defaults = EngineConfig::default();
@@ -96,6 +97,7 @@ impl Engine {
             stage_foreign,
             peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
+            heal,
             nics: nics.into(),
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
