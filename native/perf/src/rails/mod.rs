@@ -49,7 +49,7 @@ pub enum Policy {
 }
 
 impl Policy {
-    fn spray(self) -> Spray {
+    pub fn spray(self) -> Spray {
         match self {
             Self::Adaptive => Spray::Adaptive,
             Self::RoundRobin => Spray::RoundRobin,

@@ -227,11 +227,7 @@ impl Sim {
 
     /// Notes what has ended, and has its threads go on.
     fn collect(&mut self, transfer: Transfer) -> Outcome<()> {
-        let mut ended = self.net.ended();
-        if ended.is_empty() {
-            return Ok(());
-        }
-        self.slices.append(&mut ended);
+        self.slices.append(&mut self.net.ended());
         let now = self.now();
         let mut over = false;
         for slot in &mut self.slots {

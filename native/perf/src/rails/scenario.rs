@@ -72,9 +72,7 @@ impl Transfer {
     pub fn bytes(self) -> u64 {
         match self {
             Self::Write { bytes } => bytes,
-            Self::Kv { layers, blocks, bytes } => {
-                u64::from(layers) * u64::from(blocks) * bytes
-            }
+            Self::Kv { layers, blocks, bytes } => u64::from(layers) * u64::from(blocks) * bytes,
         }
     }
 }
@@ -143,7 +141,7 @@ pub fn named() -> Vec<Scenario> {
             .then(200.0, 1, What::Rate(400.0)),
         Scenario::new("dies", "one of unequal rails dies, both ends are told, and returns", &UNEQUAL, 400.0, four())
             .then(60.0, 1, What::Lost(1.0))
-            .then(160.0, 1, What::Back),
+            .then(170.0, 1, What::Back),
         Scenario::new("silent", "one of unequal rails dies, nobody is told, and returns", &UNEQUAL, 500.0, four())
             .then(60.0, 1, What::Silent)
             .then(200.0, 1, What::Back),
@@ -156,8 +154,17 @@ pub fn named() -> Vec<Scenario> {
         )
         .then(80.0, 2, What::Rate(100.0))
         .then(160.0, 1, What::Lost(1.0))
-        .then(260.0, 1, What::Back)
+        .then(270.0, 1, What::Back)
         .then(420.0, 2, What::Rate(400.0)),
+        Scenario::new(
+            "watch",
+            "slow enough to see single slices: a rail dies, both ends are told after 1 ms, and it returns",
+            &[40.0, 40.0, 40.0, 10.0],
+            300.0,
+            Load::writes(4 * MIB, 1, 4),
+        )
+        .then(50.0, 1, What::Lost(1.0))
+        .then(160.0, 1, What::Back),
     ];
     all.extend(tent());
     all
@@ -173,7 +180,13 @@ fn tent() -> Vec<Scenario> {
         };
         let run_ms = if bytes >= 16 * MIB { 80.0 } else { 20.0 };
         let load = Load::writes(bytes, 2, 4);
-        all.push(Scenario::new(&name, "two threads, four blocks in flight each", &UNEQUAL, run_ms, load));
+        all.push(Scenario::new(
+            &name,
+            "two threads, four blocks in flight each",
+            &UNEQUAL,
+            run_ms,
+            load,
+        ));
     }
     let transfer = Transfer::Kv { layers: 61, blocks: 32, bytes: 144 * KIB };
     let load = Load { threads: 1, in_flight: 1, transfer };

@@ -101,8 +101,9 @@ pub fn by_rail(scenario: &Scenario, run: &Run) -> Vec<Vec<u64>> {
 
 pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
     let by_rail = by_rail(scenario, run);
-    let arrived: Vec<u64> =
-        (0..scenario.run_ms.ceil() as usize).map(|ms| by_rail.iter().map(|r| r[ms]).sum()).collect();
+    let arrived: Vec<u64> = (0..scenario.run_ms.ceil() as usize)
+        .map(|ms| by_rail.iter().map(|r| r[ms]).sum())
+        .collect();
     let capacities = capacities(scenario);
     let losses: Vec<Loss> = scenario
         .changes
@@ -118,7 +119,8 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
             let at = (c.at_ms * MS as f64) as u64;
             let rates = capacities.iter().rfind(|(t, _)| *t <= at).map(|(_, rates)| rates);
             let capacity = rates.map_or(0.0, |r| r.iter().sum::<f64>() / 8.0);
-            let seen = |s: &&super::run::Slice| s.rail == c.rail && s.ended > at && s.fate == Fate::Done;
+            let seen =
+                |s: &&super::run::Slice| s.rail == c.rail && s.ended > at && s.fate == Fate::Done;
             let used = run.slices.iter().filter(seen).map(|s| s.ended).min();
             Return {
                 at_ms: c.at_ms,
@@ -168,7 +170,8 @@ fn times(run: &Run, from: u64, to: u64) -> Times {
     let begun = run.transfers.iter().filter(|t| (from..to).contains(&t.submitted));
     let mut took: Vec<u64> = begun.map(|t| t.ended - t.submitted).collect();
     took.sort_unstable();
-    let at = |share: usize| took.get(took.len() * share / 100).map_or(f64::NAN, |t| *t as f64 / 1e3);
+    let at =
+        |share: usize| took.get(took.len() * share / 100).map_or(f64::NAN, |t| *t as f64 / 1e3);
     Times { transfers: took.len(), median_us: at(50), p99_us: at(99) }
 }
 

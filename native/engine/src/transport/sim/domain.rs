@@ -154,7 +154,9 @@ impl Domain for SimDomain {
             let message = Arc::clone(message);
             let event = Event::Message { from, to, token, number, message };
             world.send(self.way(to.0, name), 0, event);
-        } else if let Some(job) = Job::new((from, to, name), (token, number), wr, (page_counts, carries)) {
+        } else if let Some(job) =
+            Job::new((from, to, name), (token, number), wr, (page_counts, carries))
+        {
             let job = Arc::new(job);
             for (piece, bytes) in job.deliveries().into_iter().enumerate() {
                 world.send(job.way(), bytes, Event::Land { job: Arc::clone(&job), piece });
