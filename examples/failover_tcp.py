@@ -43,7 +43,8 @@ def main() -> None:
         there = sender.import_region(inbox.descriptor())
         counter = receiver.counter()
         rng = np.random.default_rng(0)
-        calm, broken = [], []
+        calm: list[float] = []
+        broken: list[float] = []
         for number in range(WRITES):
             source.numpy()[:] = rng.integers(0, 256, NBYTES, dtype=np.uint8)
             breaks = number % EVERY == EVERY // 2

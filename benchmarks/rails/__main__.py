@@ -74,7 +74,7 @@ def failover(
     around: Annotated[
         tuple[float, float], typer.Option(help="The ms of which slices are drawn")
     ] = _SPAN,
-    out: Annotated[Path, typer.Option(help="The picture")] = Path("failover.svg"),
+    out: Annotated[Path, typer.Option(help="The picture")] = Path("failover.png"),
 ) -> None:
     """Watch a rail die and return: draw its slices, and say what it cost."""
     with _told():
@@ -90,10 +90,10 @@ def draw(
 ) -> None:
     """Make the pictures of the documentation."""
     with _told():
-        plots.draw_failover(simulate("watch", slices=_SPAN), _SPAN, out / "failover.svg")
-        plots.draw_story([simulate("story", policy) for policy in _STORY], out / "rails.svg")
+        plots.draw_failover(simulate("watch", slices=_SPAN), _SPAN, out / "failover.png")
+        plots.draw_story([simulate("story", policy) for policy in _STORY], out / "rails.png")
         blocks = [s.name for s in scenarios() if s.name.startswith("tent-") and "iB" in s.name]
-        plots.draw_blocks(simulate_all(blocks), out / "rails-blocks.svg")
+        plots.draw_blocks(simulate_all(blocks), out / "rails-blocks.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of runs, as SVG files of which the same data make the same file."""
+"""Pictures of runs, as PNG files: thousands of slices are too much for SVG."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ _LOST, _AGAIN, _GRID = "#d62728", "#ff9500", "#888888"
 _MS, _GB = 1e6, 1e9
 
 
-def _pyplot(name: str) -> Any:
+def _pyplot() -> Any:
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "path.simplify": True}
-    )
+    matplotlib.rcParams.update({"font.size": 9})
     return importlib.import_module("matplotlib.pyplot")
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
+    figure.savefig(path, format="png", dpi=120, facecolor="white")
     pyplot.close(figure)
 
 
@@ -80,7 +78,7 @@ def _name_changes(axes: Any, report: Report) -> None:
 
 def draw_story(reports: Sequence[Report], path: Path) -> None:
     """What arrives over time by two policies: a panel for each."""
-    pyplot = _pyplot(path.stem)
+    pyplot = _pyplot()
     figure, panels = pyplot.subplots(
         len(reports), 1, figsize=(8.4, 2.3 * len(reports) + 0.5), sharex=True, sharey=True,
         layout="constrained",
@@ -102,7 +100,7 @@ def draw_failover(report: Report, span: tuple[float, float], path: Path) -> None
     A slice is drawn while its rail serves it: from the end of the one before, or since it was
     posted. One that was lost is drawn from when it was posted until its sender was told.
     """
-    pyplot = _pyplot(path.stem)
+    pyplot = _pyplot()
     figure, (slices, rates) = pyplot.subplots(
         2, 1, figsize=(8.4, 6.0), height_ratios=(3, 2), layout="constrained"
     )
@@ -168,7 +166,7 @@ def _draw_slices(axes: Any, report: Report, span: tuple[float, float]) -> None:
 
 def draw_blocks(reports: Sequence[Report], path: Path) -> None:
     """Rates and 99th percentiles over block sizes, by each policy."""
-    pyplot = _pyplot(path.stem)
+    pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")
     sizes = list(dict.fromkeys(r.scenario.name for r in reports))
     labels = [name.removeprefix("tent-") for name in sizes]
