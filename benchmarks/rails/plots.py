@@ -85,8 +85,15 @@ def draw_story(reports: Sequence[Report], path: Path) -> None:
     )  # fmt: skip
     for axes, report in zip(panels, reports, strict=True):
         _draw_rails(axes, report)
-        axes.text(0.995, 0.97, report.policy, transform=axes.transAxes, ha="right", va="top",
-                  fontweight="bold", color=_POLICIES[report.policy])  # fmt: skip
+        axes.text(
+            0.01,
+            0.08,
+            report.policy,
+            transform=axes.transAxes,
+            fontweight="bold",
+            color=_POLICIES[report.policy],
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2},
+        )
     _name_changes(panels[0], reports[0])
     panels[-1].set_xlabel("ms")
     handles, labels = panels[0].get_legend_handles_labels()

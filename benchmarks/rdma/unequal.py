@@ -29,6 +29,8 @@ _MTU = 1280
 _PAYLOAD = 1024 / (1024 + 78)
 _BYTES, _IN_FLIGHT = 512 * KIB, 8
 _STEP_SECONDS = 8
+# Engines of emulated CPUs take a while to meet.
+_WARM_SECONDS = 10
 _POLICIES = ("adaptive", "round-robin")
 _BOOT_SECONDS, _RUN_SECONDS = 60.0, 150.0
 
@@ -78,9 +80,10 @@ def _script(policy: str) -> str:
         for step in STEPS
     )
     warm, measured = (shlex.quote(text) for text in requests)
+    feed = f"( echo {warm}; sleep {_WARM_SECONDS}; echo {measured} )"
     return (
-        f"{shape}( echo {warm}; sleep 5; echo {measured} ) | {shlex.join(command)} & writer=$!\n"
-        f"sleep 5\n{steps}echo step $(cut -d' ' -f1 /proc/uptime)\nwait $writer\n"
+        f"{shape}{feed} | {shlex.join(command)} & writer=$!\n"
+        f"sleep {_WARM_SECONDS}\n{steps}echo step $(cut -d' ' -f1 /proc/uptime)\nwait $writer\n"
     )
 
 
