@@ -172,3 +172,19 @@ impl Group {
         self.look_at = if busy { now.after(LOOK) } else { Time::NEVER };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_bytes_can_stall_as_well() {
+        let mut gauge = Gauge { samples: SAMPLES, ..Gauge::new(Time(0)) };
+        let second = Time(1_000_000_000);
+        assert!(!gauge.is_late(second), "nothing is under way");
+        gauge.posted(Time(0), 0);
+        assert!(gauge.is_late(second) && !gauge.seen().idle);
+        gauge.left(second, 0);
+        assert!(!gauge.is_late(Time(2 * second.0)) && gauge.seen().idle);
+    }
+}
