@@ -33,19 +33,26 @@ def unusable() -> str | None:
 class FabricRust:
     """`fabric-perf engine serve`: no Python between the engine and the clock."""
 
-    family: Family = "ours"
+    family: Family
     obtain = perf.OBTAIN
 
-    def __init__(self, name: str, *, threads: int = 1, batch: bool = False) -> None:
+    def __init__(
+        self, name: str, *, threads: int = 1, batch: bool = False, heals: bool = True
+    ) -> None:
         self.name = name
         self.threads = threads
+        # Without healing it is what healing is measured by.
+        self.family = "ours" if heals else "floor"
         self._batch = batch
+        self._heals = heals
         self._service: perf.Service | None = None
 
     def available(self) -> str | None:
         return perf.missing()
 
     def supports(self, case: Case) -> bool:
+        if not self._heals:
+            return case.suite == "healing"
         if self._batch:
             return case.operation == "rate" and case.language == "native"
         if self.threads > 1:
@@ -55,9 +62,11 @@ class FabricRust:
             return case.waiter in _NOTICES
         if case.operation == "rate":
             return case.language == "native"
-        return case.operation in ("write", "pages")
+        return case.operation in ("write", "pages", "flight")
 
     def describe(self, case: Case) -> str:
+        if not self._heals:
+            return "no retry, no revival"
         if case.operation == "rate":
             return f"{_BATCH} writes a submit" if self._batch else "one write a submit"
         if case.operation == "latency":
@@ -82,6 +91,8 @@ class FabricRust:
         arguments += ["--copy-threads", str(self.threads), "--region", str(case.region)]
         if case.memory == "ordinary":
             arguments.append("--foreign")
+        if not self._heals:
+            arguments.append("--no-heal")
         if self._service is not None and self._service.arguments == tuple(arguments):
             return
         self.stop()
@@ -130,6 +141,9 @@ class FabricRust:
                 return {**request, "kind": "pages", "pages": case.pages}
             case "window":
                 return {**request, "kind": "window", "pages": WINDOW}
+            case "flight":
+                both = {"pages": case.window, "threads": case.submitters}
+                return {**request, "kind": "window", **both}
             case "latency" if case.waiter == "spin-native":
                 return {**request, "kind": "echo"}
             case "latency":

@@ -52,6 +52,7 @@ def _ours() -> list[Contender]:
         FabricRust("fabric-rust"),
         FabricRust("fabric-rust x2", threads=2),
         FabricRust("fabric-rust batch", batch=True),
+        FabricRust("fabric-rust no-heal", heals=False),
         FabricPython("fabric-python"),
         FabricPython("fabric-python batch", batch=True),
         WeightPush(),

@@ -13,7 +13,7 @@ REGION = 256 * MIB
 WINDOW = 64
 """Writes in flight of the cases that say how many."""
 
-Operation = Literal["write", "pages", "latency", "rate", "window", "push"]
+Operation = Literal["write", "pages", "latency", "rate", "window", "flight", "push"]
 Link = Literal["shm", "tcp"]
 Temperature = Literal["cold", "hot"]
 Memory = Literal["library", "ordinary"]
@@ -27,6 +27,7 @@ _UNITS: dict[Operation, Unit] = {
     "write": "GB/s",
     "pages": "GB/s",
     "window": "GB/s",
+    "flight": "GB/s",
     "push": "GB/s",
     "latency": "us",
     "rate": "op/s",
@@ -40,7 +41,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     in one call, from successive places to shuffled ones. latency: `bytes` bytes and a
     notification into a `waiter`. rate: one of many small writes from one thread. window: one of
     many writes of `bytes` bytes and a notification each, 64 in flight; every contender makes
-    equally many. push: `bytes` bytes of weights to all receivers.
+    equally many. flight: the same with `window` in flight from `submitters` threads, of ours and of
+    plain copies. push: `bytes` bytes of weights to all receivers.
     """
 
     suite: str
@@ -52,6 +54,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory = "library"
     waiter: Waiter | None = None
     language: Language | None = None
+    window: int = WINDOW
+    submitters: int = 1
     region: int = REGION
     label: str = ""
 
@@ -61,7 +65,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         parts: list[str] = [self.suite, self.link]
         if self.memory == "ordinary":
             parts.append("ordinary")
-        if self.operation in ("write", "window"):
+        if self.operation in ("write", "window", "flight"):
             parts += [self.temperature, size(self.bytes)]
         elif self.operation == "pages":
             parts.append(f"{self.pages}x{size(self.bytes)}")
@@ -82,6 +86,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             return max(1, min(256, MIB // self.bytes))
         if self.operation == "window":
             return max(4, min(128, GIB // self.bytes // WINDOW)) * WINDOW
+        if self.operation == "flight":
+            return max(4 * self.window, min(8192, GIB // self.bytes))
         if self.operation == "latency":
             return 100 if self.waiter in ("spin-native", "poll-python") else 1
         return 4096 if self.operation == "rate" else 1

@@ -34,7 +34,7 @@ def ordinary_memory(count: int) -> Bytes:
 
 def pages_in(case: Case) -> int:
     """Blocks or pages of the region that the case walks through."""
-    if case.operation in ("write", "pages", "window") and case.temperature == "cold":
+    if case.operation in ("write", "pages", "window", "flight") and case.temperature == "cold":
         return max(1, case.region // case.bytes)
     return case.pages
 

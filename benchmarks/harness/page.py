@@ -127,7 +127,7 @@ def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
     for row in rows:
         case = row.case
         parts = [case.suite, case.link]
-        if case.operation in ("write", "window"):
+        if case.operation in ("write", "window", "flight"):
             parts.append(case.temperature)
         if case.memory == "ordinary":
             parts.append("ordinary memory")

@@ -49,7 +49,7 @@ def svg_of(rows: list[Row], title: str, colours: dict[str, str]) -> str:
     # Text stays text, and the file is the same for the same data.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9})
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    lines = rows[0].case.operation in ("write", "pages", "window")
+    lines = rows[0].case.operation in ("write", "pages", "window", "flight")
     height = 3.8 if lines else 0.9 + 0.24 * sum(len(row.figures) + 1 for row in rows)
     figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
     if lines:

@@ -15,9 +15,10 @@ from rich.table import Table
 
 from benchmarks.contenders import perf
 from benchmarks.harness.machine import machine
-from benchmarks.rdma.cases import Result, Row, Verdict, judge
+from benchmarks.rdma.cases import Part, Result, Row, Verdict, judge
 from benchmarks.rdma.suites import aims, beside_perftest, contenders, four_rails
 from benchmarks.rdma.turns import packages
+from benchmarks.rdma.unequal import unequal_rails
 from tests.rdma.boot import why_no_guest
 
 
@@ -43,9 +44,22 @@ def show(rows: Sequence[Row], verdicts: Sequence[Verdict], console: Console) -> 
     console.print(table)
 
 
+def show_parts(parts: Sequence[Part], console: Console) -> None:
+    """A line for each step by each policy."""
+    table = Table("step", "policy", "share of what is up", title="unequal soft-RoCE rails")
+    for name in ("median, ms", "P99, ms", "0.95 after, ms"):
+        table.add_column(name, justify="right")
+    for part in parts:
+        recovered = "-" if part.recovered_ms is None else f"{part.recovered_ms:.0f}"
+        times = (f"{part.median_ms:.0f}", f"{part.p99_ms:.0f}", recovered)
+        table.add_row(part.step, part.policy, f"{part.share:.3f}", *times)
+    console.print(table)
+
+
 def main(
     turns: Annotated[int, typer.Option(min=1, help="Turns per contender and case")] = 5,
     rails: Annotated[bool, typer.Option(help="Measure four rails beside one as well")] = True,
+    unequal: Annotated[bool, typer.Option(help="Unequal rails that slow down and fail")] = False,
     single: Annotated[bool, typer.Option(help="Measure one rail beside perftest")] = True,
     out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
 ) -> None:
@@ -59,19 +73,23 @@ def main(
         console.print(f"[yellow]{why}; run `{perf.OBTAIN}`[/]", soft_wrap=True)
     began, load_before = datetime.datetime.now().astimezone(), os.getloadavg()
     rows: list[Row] = []
+    parts: list[Part] = []
     try:
         if single:
             rows += beside_perftest(turns=turns)
         if rails and not perf.missing():
             rows += four_rails(turns=turns)
+        if unequal and not perf.missing():
+            parts = unequal_rails()
     except ValueError as error:
         console.print(f"[red]{error}[/]", soft_wrap=True)
         raise typer.Exit(1) from error
     verdicts = judge(rows, aims())
     show(rows, verdicts, console)
+    show_parts(parts, console)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"rdma-{began:%Y%m%d-%H%M%S}.json"
-    result = Result(began.isoformat(), machine(load_before), rows, verdicts)
+    result = Result(began.isoformat(), machine(load_before), rows, verdicts, parts)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
     console.print(f"figures: {path}")
 

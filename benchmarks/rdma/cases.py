@@ -75,6 +75,19 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.ratio >= self.aim.least
 
 
+class Part(msgspec.Struct, frozen=True):
+    """One policy's figures of one step of unequal rails."""
+
+    policy: str
+    step: str
+    share: float
+    """Of what is up, from a second after the change to the next."""
+    median_ms: float
+    p99_ms: float
+    recovered_ms: float | None
+    """After the change, until a second's worth of bytes is 0.95 of what is up."""
+
+
 class Result(msgspec.Struct, frozen=True):
     """All that one run leaves behind."""
 
@@ -82,6 +95,7 @@ class Result(msgspec.Struct, frozen=True):
     machine: Machine
     rows: list[Row]
     verdicts: list[Verdict]
+    parts: list[Part]
 
 
 def judge(rows: Sequence[Row], aims: Sequence[Aim]) -> list[Verdict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.harness.cases import Case
-from benchmarks.suites import latency, nics, pages, rate, weights, write
+from benchmarks.suites import healing, latency, nics, pages, rate, tent, weights, write
 
 Suite = Callable[[bool], list[Case]]
 """Cases of a suite; True asks for the few that `--quick` runs."""
@@ -16,5 +16,7 @@ SUITES: dict[str, Suite] = {
     "latency": latency.cases,
     "rate": rate.cases,
     "nics": nics.cases,
+    "tent": tent.cases,
+    "healing": healing.cases,
     "weights": weights.cases,
 }

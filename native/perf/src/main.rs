@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod engine;
 mod floor;
+mod rails;
 
 #[derive(Debug, Parser)]
 #[command(version, about = "Measures the engine and the physical floors beside it")]
@@ -22,12 +23,16 @@ enum Command {
     /// The engine between two processes
     #[command(subcommand)]
     Engine(engine::Command),
+    /// The engine over rails that differ and fail, in the simulator
+    #[command(subcommand)]
+    Rails(rails::Command),
 }
 
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
         Command::Floor(command) => floor::run(command),
         Command::Engine(command) => engine::run(command),
+        Command::Rails(command) => rails::run(command),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -198,7 +198,10 @@ impl Group {
             // Another rail's link is less likely to be the next that is lost.
             let via = able.iter().find(|(rail, _)| *rail != limbo.rail).unwrap_or(&able[0]);
             limbo.asked_by = Some(*via);
-            let numbers = limbo.slices.iter().filter_map(|s| s.number).collect();
+            // Where work comes in order, a count says it all, however much work it is.
+            let numbered = limbo.kind == Receipts::Numbered;
+            let slices = limbo.slices.iter().filter(|_| numbered);
+            let numbers = slices.filter_map(|s| s.number).collect();
             let note = Note::Lost { id: limbo.id, name: limbo.name, numbers };
             rails[via.0].note(via.1, note.encode());
         }

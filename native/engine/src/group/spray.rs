@@ -36,6 +36,11 @@ const LOOK: Duration = Duration::from_millis(10);
 const SAMPLES: u32 = 8;
 const SLOWEST: u32 = 4;
 
+/// What has no bytes can stall as well.
+fn weight(bytes: u64) -> u64 {
+    bytes.max(1)
+}
+
 /// What is measured of one link.
 #[derive(Debug)]
 pub(super) struct Gauge {
@@ -67,13 +72,13 @@ impl Gauge {
         if self.queued == 0 {
             self.waiting_since = now;
         }
-        self.queued += bytes;
+        self.queued += weight(bytes);
     }
 
     /// A slice is over, however it ended.
     #[inline]
     pub fn left(&mut self, now: Time, bytes: u64) {
-        self.queued = self.queued.saturating_sub(bytes);
+        self.queued = self.queued.saturating_sub(weight(bytes));
         (self.waiting_since, self.finished) = (now, now);
     }
 
@@ -92,6 +97,10 @@ impl Gauge {
 
     fn has_room(&self, length: u64) -> bool {
         self.queued == 0 || self.queued + length <= WINDOW.max(WINDOW_SLICES * length)
+    }
+
+    fn seen(&self) -> judge::Seen {
+        judge::Seen { finished: self.finished, idle: self.queued == 0 }
     }
 
     /// Whether it is overdue with what it has.
@@ -151,13 +160,13 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let finished: SmallVec<[Time; MOST_LINKS]> =
-                links.iter().map(|l| l.gauge.finished).collect();
+            let seen: SmallVec<[judge::Seen; MOST_LINKS]> =
+                links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;
                 if link.gauge.is_late(now)
                     && self.policy.receipts(&*rails[link.pair.rail]) != Receipts::None
-                    && judge::is_at_fault(i, since, now, &finished)
+                    && judge::is_at_fault(i, since, now, &seen)
                 {
                     let waited = now.since(since);
                     tracing::warn!(peer = %route.address.label(), device = rails[link.pair.rail].device(), ?waited, "a rail has stalled");
@@ -168,5 +177,21 @@ impl Group {
             }
         }
         self.look_at = if busy { now.after(LOOK) } else { Time::NEVER };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_bytes_can_stall_as_well() {
+        let mut gauge = Gauge { samples: SAMPLES, ..Gauge::new(Time(0)) };
+        let second = Time(1_000_000_000);
+        assert!(!gauge.is_late(second), "nothing is under way");
+        gauge.posted(Time(0), 0);
+        assert!(gauge.is_late(second) && !gauge.seen().idle);
+        gauge.left(second, 0);
+        assert!(!gauge.is_late(Time(2 * second.0)) && gauge.seen().idle);
     }
 }

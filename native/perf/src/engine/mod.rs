@@ -21,7 +21,10 @@ mod target;
 mod walk;
 mod writer;
 
-use crate::floor::{Outcome, Temperature};
+use crate::{
+    floor::{Outcome, Temperature},
+    rails::Policy,
+};
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -59,6 +62,12 @@ pub struct Options {
     /// Microseconds that threads look for work before they sleep
     #[arg(long, default_value_t = 50)]
     pub spin_us: u64,
+    /// Do without retry and revival
+    #[arg(long)]
+    pub no_heal: bool,
+    /// How large writes are spread over several NICs
+    #[arg(long, value_enum, default_value = "adaptive")]
+    pub policy: Policy,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -74,7 +83,7 @@ pub enum Kind {
     Rate,
     /// The same, `pages` of them in a submit
     Batch,
-    /// Counted writes with at most `pages` of them in flight
+    /// Counted writes with at most `pages` of them in flight, shared by `threads` threads that submit
     Window,
 }
 
@@ -99,6 +108,9 @@ pub struct Request {
     pub bytes: u64,
     #[serde(default = "one")]
     pub pages: u32,
+    /// Threads that submit: those of a window
+    #[serde(default = "one")]
+    pub threads: u32,
     /// Operations in one sample
     #[serde(default = "one")]
     pub operations: u32,
@@ -111,6 +123,9 @@ pub struct Request {
     /// Microseconds of silence before each sample, so that the receiver sleeps
     #[serde(default)]
     pub rest_us: u64,
+    /// Tell of each write of a window when it was submitted and when it was acknowledged
+    #[serde(default)]
+    pub trace: bool,
     /// Zero the target first, and compare its whole region afterwards; an error if it differs
     #[serde(default)]
     pub verify: bool,
@@ -128,6 +143,9 @@ fn one() -> u32 {
 struct Reply {
     seconds: Vec<f64>,
     transport: String,
+    /// Nanoseconds of the monotonic clock
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    trace: Vec<(u64, u64)>,
 }
 
 pub fn run(command: Command) -> Outcome<()> {
@@ -156,7 +174,7 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
+pub fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
     writeln!(to, "{}", serde_json::to_string(value).map_err(text)?).map_err(text)?;
     to.flush().map_err(text)
 }
@@ -181,8 +199,10 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
         token: Some(b"fabric-perf".to_vec()),
         bind: vec![std::net::Ipv4Addr::LOCALHOST.into()],
         spin: Spin::For(Duration::from_micros(options.spin_us)),
+        heal: !options.no_heal,
         nics: NicConfig {
             names: options.nics.clone(),
+            spray: options.policy.spray(),
             provider: options.provider.clone(),
             ..NicConfig::default()
         },

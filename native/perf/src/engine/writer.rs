@@ -3,7 +3,9 @@
 use std::{
     collections::VecDeque,
     io::BufReader,
+    ops::Range,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::Mutex,
     time::Duration,
 };
 
@@ -50,6 +52,9 @@ impl Target {
         if options.foreign {
             command.arg("--foreign");
         }
+        if options.no_heal {
+            command.arg("--no-heal");
+        }
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(text)?;
         let to = child.stdin.take().ok_or("no pipe to the target")?;
@@ -80,6 +85,8 @@ pub struct Writer {
     step: u64,
     /// Built once: the list of a walk's places is long.
     places: Option<(Walk, Vec<u32>)>,
+    /// What is known of the writes of a window, if somebody asked.
+    trace: Mutex<Vec<(u64, u64)>>,
     _inbox: Region,
 }
 
@@ -94,7 +101,8 @@ impl Writer {
         let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
         let _: bool = target.order(&Order::Meet(Card::new(&inbox, ANSWERS)))?;
         let (step, places) = (0, None);
-        let this = Self { target, engine, src, dst, imm, answers, step, places, _inbox: inbox };
+        let (trace, _inbox) = (Mutex::default(), inbox);
+        let this = Self { target, engine, src, dst, imm, answers, step, places, trace, _inbox };
         this.touch()?;
         Ok(this)
     }
@@ -111,8 +119,9 @@ impl Writer {
 
     pub(super) fn measure(&mut self, request: &Request) -> Outcome<Reply> {
         let walk = Walk::new(request, self.src.len())?;
-        if request.operations == 0 || request.pages == 0 || request.samples == 0 {
-            return Err("operations, pages and samples must be positive".into());
+        let positive = [request.operations, request.pages, request.samples, request.threads];
+        if positive.contains(&0) {
+            return Err("operations, pages, samples and threads must be positive".into());
         }
         if request.verify {
             let _: bool = self.target.order(&Order::Clear)?;
@@ -130,7 +139,8 @@ impl Writer {
         }
         let kind = self.engine.transport(self.dst.peer());
         let transport = kind.map_or("none".into(), |k| k.to_string());
-        Ok(Reply { seconds, transport })
+        let trace = std::mem::take(&mut *self.trace.lock().map_err(text)?);
+        Ok(Reply { seconds, transport, trace })
     }
 
     fn one_way(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
@@ -221,22 +231,53 @@ impl Writer {
                 last.as_ref().map_or(Ok(()), finish)
             }
             Kind::Window => {
-                let mut flying = VecDeque::with_capacity(request.pages as usize);
-                for step in first..end {
-                    if flying.len() == request.pages as usize {
-                        flying.pop_front().as_ref().map_or(Ok(()), finish)?;
-                    }
-                    let handle = self.submit(&[self.write(walk, step)])?;
-                    // Who polls keeps the worker asleep, which would take a core from the target.
-                    handle.drive();
-                    flying.push_back(handle);
-                }
-                flying.iter().try_for_each(finish)
+                let (this, threads) = (&*self, u64::from(request.threads));
+                let each = (request.pages as usize).div_ceil(request.threads as usize);
+                let each = (each, request.trace);
+                let share = |n: u64| first + u64::from(request.operations) * n / threads;
+                std::thread::scope(|scope| {
+                    let others: Vec<_> = (1..threads)
+                        .map(|n| {
+                            scope.spawn(move || this.window(walk, share(n)..share(n + 1), each))
+                        })
+                        .collect();
+                    let mine = this.window(walk, share(0)..share(1), each);
+                    let joined = |t: std::thread::ScopedJoinHandle<'_, _>| {
+                        t.join().unwrap_or_else(|_| Err("a submitting thread panicked".into()))
+                    };
+                    others.into_iter().map(joined).fold(mine, Result::and)
+                })
             }
             Kind::Write | Kind::Echo => {
                 (first..end).try_for_each(|step| finish(&self.submit(&[self.write(walk, step)])?))
             }
         }
+    }
+
+    /// Writes one after the other, of which so many are in flight at most.
+    fn window(&self, walk: &Walk, steps: Range<u64>, (most, trace): (usize, bool)) -> Outcome<()> {
+        let mut flying: VecDeque<(u64, Handle)> = VecDeque::with_capacity(most);
+        let mut over = Vec::new();
+        let mut land = |(began, handle): (u64, Handle)| {
+            finish(&handle)?;
+            if trace {
+                over.push((began, Time::now().0));
+            }
+            Ok::<_, String>(())
+        };
+        for step in steps {
+            if flying.len() == most {
+                flying.pop_front().map_or(Ok(()), &mut land)?;
+            }
+            let began = if trace { Time::now().0 } else { 0 };
+            let handle = self.submit(&[self.write(walk, step)])?;
+            // Who polls keeps the worker asleep, which would take a core from the target.
+            handle.drive();
+            flying.push_back((began, handle));
+        }
+        flying.into_iter().try_for_each(land)?;
+        self.trace.lock().map_err(text)?.append(&mut over);
+        Ok(())
     }
 
     fn write(&self, walk: &Walk, step: u64) -> Op<'_> {

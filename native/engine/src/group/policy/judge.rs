@@ -28,13 +28,24 @@ pub fn judge(took: Duration, expected: Duration) -> Outcome {
     }
 }
 
+/// What was seen of a rail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// When it last finished something.
+    pub finished: Time,
+    /// It has nothing under way.
+    pub idle: bool,
+}
+
 /// Whether a stalled slice is the rail's fault, and not that of a peer that has stopped: another
-/// rail to the same peer must have finished something in the second half of the wait.
-/// `finished`: when each rail last did.
-pub fn is_at_fault(rail: usize, posted: Time, now: Time, finished: &[Time]) -> bool {
+/// rail to the same peer must have finished something in the second half of the wait. Or all that
+/// it had, at any time of the wait: whoever waits for the stalled slice may give the others nothing
+/// to do meanwhile.
+pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[Seen]) -> bool {
     let half = Time(posted.0.saturating_add(now.since(posted).as_nanos() as u64 / 2));
-    let others = finished.iter().enumerate().filter(|(i, _)| *i != rail);
-    finished.get(rail).is_none_or(|t| *t < half) && others.into_iter().any(|(_, t)| *t >= half)
+    let goes_on = |s: &Seen| s.finished >= half || (s.idle && s.finished > posted);
+    let others = seen.iter().enumerate().filter(|(i, _)| *i != rail);
+    seen.get(rail).is_none_or(|s| s.finished < half) && others.into_iter().any(|(_, s)| goes_on(s))
 }
 
 /// How a slice ended, for its rail.
@@ -53,18 +64,22 @@ mod tests {
 
     #[test]
     fn a_rail_is_at_fault_only_if_another_moves() {
+        let busy = |at| Seen { finished: Time(at), idle: false };
+        let idle = |at| Seen { finished: Time(at), idle: true };
         #[rustfmt::skip]
         let table = [
             // posted at 100, looked at at 200
-            (vec![0, 160],      true,  "the other goes on"),
-            (vec![0, 149],      false, "the other has stopped as well"),
-            (vec![160, 160],    false, "it goes on itself"),
-            (vec![0],           false, "there is no other"),
-            (vec![0, 0, 150],   true,  "one of several goes on"),
+            (vec![busy(0), busy(160)],           true,  "the other goes on"),
+            (vec![busy(0), busy(149)],           false, "the other has stopped as well"),
+            (vec![busy(160), busy(160)],         false, "it goes on itself"),
+            (vec![busy(0)],                      false, "there is no other"),
+            (vec![busy(0), busy(0), busy(150)],  true,  "one of several goes on"),
+            (vec![busy(0), idle(101)],           true,  "the other was done with all it had"),
+            (vec![busy(0), idle(99)],            false, "the other had nothing to do"),
+            (vec![busy(0), busy(101), idle(0)],  false, "nobody goes on"),
         ];
-        for (finished, expected, name) in table {
-            let finished: Vec<_> = finished.into_iter().map(Time).collect();
-            assert_eq!(is_at_fault(0, Time(100), Time(200), &finished), expected, "{name}");
+        for (seen, expected, name) in table {
+            assert_eq!(is_at_fault(0, Time(100), Time(200), &seen), expected, "{name}");
         }
     }
 

@@ -25,6 +25,8 @@ pub struct SimConfig {
     pub max_pages: u32,
     /// Work requests that a link takes at a time.
     pub window: usize,
+    /// Bytes are carried. Else only time passes: for measuring rates that no memory keeps up with.
+    pub carries: bool,
 }
 
 impl SimConfig {
@@ -50,6 +52,7 @@ impl Default for SimConfig {
             max_bytes: 4096,
             max_pages: 4,
             window: 16,
+            carries: true,
         }
     }
 }

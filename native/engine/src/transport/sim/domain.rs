@@ -6,6 +6,7 @@ use super::{
     land::Job,
     node::{Port, Side},
     wire::{Event, Way, World},
+    SimConfig,
 };
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
@@ -133,7 +134,7 @@ impl Domain for SimDomain {
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut world = self.world.lock();
-        let (window, page_counts) = (world.config.window, world.config.page_counts);
+        let SimConfig { window, page_counts, carries, .. } = world.config;
         let Some((to, name)) = self.there(&world, link) else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
@@ -148,11 +149,14 @@ impl Domain for SimDomain {
         let number = end.begin(token);
         node.posts += 1;
         let from = (self.port, link);
+        world.trace_posted(from, token, wr);
         if let WorkRequest::Send(message) = wr {
             let message = Arc::clone(message);
             let event = Event::Message { from, to, token, number, message };
             world.send(self.way(to.0, name), 0, event);
-        } else if let Some(job) = Job::new((from, to, name), (token, number), wr, page_counts) {
+        } else if let Some(job) =
+            Job::new((from, to, name), (token, number), wr, (page_counts, carries))
+        {
             let job = Arc::new(job);
             for (piece, bytes) in job.deliveries().into_iter().enumerate() {
                 world.send(job.way(), bytes, Event::Land { job: Arc::clone(&job), piece });
@@ -166,6 +170,8 @@ impl Domain for SimDomain {
         let mut world = self.world.lock();
         let Some(node) = world.nodes.get_mut(&self.port) else { return false };
         out.extend(node.inbox.drain(..));
+        world.trace_told(self.port, &out[before..]);
+        let Some(node) = world.nodes.get_mut(&self.port) else { return false };
         if let Some(held) = node.held.pop_front() {
             let len = held.message.len();
             let result = match room.admit(len) {

@@ -32,8 +32,9 @@ struct Piece {
     here: usize,
     there: u64,
     page: usize,
+    len: usize,
     /// What travels: of a write, taken when it was posted, and again when it lands if the sender's end is
-    /// still at it, as an adapter that sends anew would.
+    /// still at it, as an adapter that sends anew would. Empty where nothing is carried.
     bytes: Mutex<Vec<u8>>,
 }
 
@@ -67,7 +68,7 @@ impl Job {
         (from, to, name): (Side, Side, LinkName),
         (token, number): (Token, u64),
         wr: &WorkRequest,
-        page_counts: bool,
+        (page_counts, carries): (bool, bool),
     ) -> Option<Self> {
         let (data, kind, count) = match wr {
             WorkRequest::Write { data, count } => (Some(data), Kind::Write, *count),
@@ -75,7 +76,7 @@ impl Job {
             WorkRequest::Count(count) => (None, Kind::Count, Some(*count)),
             WorkRequest::Send(_) | WorkRequest::Prepare { .. } => return None,
         };
-        let pieces = data.map(|d| cut(d, kind == Kind::Write)).unwrap_or_default();
+        let pieces = data.map(|d| cut(d, kind == Kind::Write, carries)).unwrap_or_default();
         let pages = data.map_or(0, |d| d.pages);
         let mut of_pages = vec![0; pages as usize];
         pieces.iter().for_each(|p| of_pages[p.page] += 1);
@@ -108,29 +109,30 @@ impl Job {
         match (self.pieces.is_empty(), self.kind) {
             (true, _) => vec![0],
             (_, Kind::Read) => vec![0; self.pieces.len()],
-            _ => self.pieces.iter().map(|p| p.bytes.lock().len()).collect(),
+            _ => self.pieces.iter().map(|p| p.len).collect(),
         }
     }
 }
 
 /// The pieces in which a work request's bytes land.
-fn cut(data: &Data, write: bool) -> Vec<Piece> {
+fn cut(data: &Data, write: bool, carries: bool) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for page in 0..data.pages {
         let n = data.page_len as usize;
-        let half = if n > WHOLE { n / 2 } else { n };
+        let half = if n > WHOLE && carries { n / 2 } else { n };
         for (from, to) in [(0, half), (half, n)] {
             if from == to {
                 continue;
             }
             let here = data.local.0 + data.local_seq.nth(page) as usize + from;
-            let mut bytes = vec![0; to - from];
+            let len = to - from;
+            let mut bytes = vec![0; if carries { len } else { 0 }];
             if write {
                 // SAFETY: the request keeps its local region registered, and its bounds were checked.
                 unsafe { take(here, &mut bytes) };
             }
             let there = data.remote_seq.nth(page) + from as u64;
-            pieces.push(Piece { here, there, page: page as usize, bytes: Mutex::new(bytes) });
+            pieces.push(Piece { here, there, page: page as usize, len, bytes: Mutex::new(bytes) });
         }
     }
     pieces
@@ -162,7 +164,7 @@ impl World {
         let mut error = None;
         if let Some(piece) = job.pieces.get(at) {
             let mut bytes = piece.bytes.lock();
-            match target.book.resolve(job.key, piece.there, bytes.len() as u64) {
+            match target.book.resolve(job.key, piece.there, piece.len as u64) {
                 Err(e) => error = Some(e),
                 Ok(addr) => {
                     // SAFETY: the book holds the peer's region registered, and the range lies inside. While
@@ -183,7 +185,7 @@ impl World {
             }
         }
         if job.kind == Kind::Read && error.is_none() {
-            let n = job.pieces.get(at).map_or(0, |p| p.bytes.lock().len());
+            let n = job.pieces.get(at).map_or(0, |p| p.len);
             if let Some(end) = self.end_of(job.to) {
                 end.over_here(job.number, true);
             }

@@ -10,9 +10,11 @@ mod fault;
 mod land;
 mod net;
 mod node;
+mod trace;
 mod wire;
 
 pub use config::SimConfig;
 pub use domain::SimDomain;
 pub use fault::Fault;
 pub use net::SimNet;
+pub use trace::{Traced, Work};

@@ -7,8 +7,9 @@ use parking_lot::Mutex;
 
 use super::{
     node::{Node, Port},
+    trace::Trace,
     wire::World,
-    Fault, SimConfig, SimDomain,
+    Fault, SimConfig, SimDomain, Traced,
 };
 use crate::{
     api::{EngineConfig, EngineId},
@@ -136,6 +137,23 @@ impl SimNet {
     /// Frames between groups that have arrived so far.
     pub fn notes(&self) -> u64 {
         self.world.lock().notes
+    }
+
+    /// From now on, what becomes of each work request is noted.
+    pub fn trace(&mut self) {
+        self.world.lock().trace.get_or_insert_default();
+    }
+
+    /// Work requests that have ended since the last call, in that order.
+    pub fn ended(&mut self) -> Vec<Traced> {
+        self.world.lock().trace.as_mut().map(Trace::take).unwrap_or_default()
+    }
+
+    /// Those that are under way, in the order in which they were posted.
+    pub fn under_way(&self) -> Vec<Traced> {
+        let mut all: Vec<_> = self.world.lock().trace.iter().flat_map(Trace::open).collect();
+        all.sort_by_key(|t| (t.posted, t.rail, t.offset));
+        all
     }
 
     /// Virtual time.

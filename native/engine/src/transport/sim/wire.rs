@@ -11,6 +11,7 @@ use std::{
 use super::{
     land::Job,
     node::{Node, Port, Side},
+    trace::Trace,
     SimConfig,
 };
 use crate::{
@@ -126,6 +127,7 @@ pub(super) struct World {
     pub partitions: Vec<Partition>,
     /// Frames between groups that have arrived.
     pub notes: u64,
+    pub trace: Option<Trace>,
     events: BinaryHeap<Scheduled>,
     lanes: HashMap<(LinkName, Port), Lane>,
     order: u64,
@@ -142,6 +144,7 @@ impl World {
             stalls: HashMap::new(),
             partitions: Vec::new(),
             notes: 0,
+            trace: None,
             events: BinaryHeap::new(),
             lanes: HashMap::new(),
             order: 0,

@@ -1,0 +1,101 @@
+//! What became of each work request, for whoever measures.
+
+use std::collections::HashMap;
+
+use super::{
+    node::{Port, Side},
+    wire::World,
+};
+use crate::{
+    api::EngineId,
+    domain::{Completion, LinkId, Token, WorkRequest},
+};
+
+/// What a work request was for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Work {
+    Write,
+    Read,
+    /// It brings a count, and no bytes.
+    Count,
+    Message,
+}
+
+/// One work request that a NIC was given. Times are virtual nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Traced {
+    pub engine: EngineId,
+    pub rail: u8,
+    pub work: Work,
+    pub bytes: u64,
+    /// Where its first byte lies in the peer's region: what is sent again has the same place.
+    pub offset: u64,
+    pub posted: u64,
+    /// When its sender was told, and whether it succeeded; `None` while it is under way.
+    pub ended: Option<(u64, bool)>,
+}
+
+/// See [`super::SimNet::trace`].
+#[derive(Default)]
+pub(super) struct Trace {
+    done: Vec<Traced>,
+    open: HashMap<(Port, LinkId, Token), Traced>,
+}
+
+impl Trace {
+    pub fn posted(&mut self, now: u64, port: Port, link: LinkId, token: Token, wr: &WorkRequest) {
+        let (work, data) = match wr {
+            WorkRequest::Write { data, .. } => (Work::Write, Some(data)),
+            WorkRequest::Read { data } => (Work::Read, Some(data)),
+            WorkRequest::Count(_) => (Work::Count, None),
+            WorkRequest::Send(_) => (Work::Message, None),
+            WorkRequest::Prepare { .. } => return,
+        };
+        let traced = Traced {
+            engine: port.engine,
+            rail: port.rail,
+            work,
+            bytes: data.map_or(0, |d| d.bytes()),
+            offset: data.map_or(0, |d| d.remote_seq.nth(0)),
+            posted: now,
+            ended: None,
+        };
+        self.open.insert((port, link, token), traced);
+    }
+
+    /// Its sender is told.
+    pub fn told(&mut self, now: u64, port: Port, completion: &Completion) {
+        let Completion::Done { link, token, result } = completion else { return };
+        if let Some(mut traced) = self.open.remove(&(port, *link, *token)) {
+            traced.ended = Some((now, result.is_ok()));
+            self.done.push(traced);
+        }
+    }
+
+    /// What has ended since the last time.
+    pub fn take(&mut self) -> Vec<Traced> {
+        std::mem::take(&mut self.done)
+    }
+
+    /// What is under way.
+    pub fn open(&self) -> impl Iterator<Item = Traced> + '_ {
+        self.open.values().copied()
+    }
+}
+
+impl World {
+    pub(super) fn trace_posted(&mut self, (port, link): Side, token: Token, wr: &WorkRequest) {
+        let now = self.now();
+        if let Some(trace) = &mut self.trace {
+            trace.posted(now, port, link, token, wr);
+        }
+    }
+
+    pub(super) fn trace_told(&mut self, port: Port, completions: &[Completion]) {
+        let now = self.now();
+        if let Some(trace) = &mut self.trace {
+            completions.iter().for_each(|c| trace.told(now, port, c));
+        }
+    }
+}
