@@ -10,6 +10,7 @@ mod peers;
 mod receives;
 mod regions;
 mod register;
+mod segment;
 mod shared;
 mod watcher;
 
@@ -36,6 +37,7 @@ pub use open::Transports;
 pub use peers::{Peer, PeerGroup};
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
+pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;
 pub use shared::Stats;
@@ -48,6 +50,7 @@ pub use watcher::Watcher;
 pub struct TransferEngine {
     shared: Arc<Shared>,
     stage_foreign: bool,
+    takes_files: bool,
     segments: Segments,
     worker: Mutex<Option<Worker>>,
 }

@@ -36,8 +36,8 @@ pub(crate) use notes::sample_note;
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
-pub(crate) use slices::BoundOp;
 use slices::{post_slices, Posted};
+pub(crate) use slices::{BoundOp, Joint};
 use transfer::Transfer;
 pub(crate) use transfer::TransferKey;
 
@@ -129,6 +129,7 @@ impl Group {
         let peer = op.peer;
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
+        op.join(transfer);
         let route = &mut self.peers[peer as usize];
         if route.state == State::Up && route.backlog.is_empty() {
             match post_slices(now, key, transfer, &mut op, route, (rails, &mut self.ledger)) {

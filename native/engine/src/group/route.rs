@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{DomainError, LinkId, LinkName, Receipts},
+    domain::{Domain, DomainError, LinkId, LinkName, Receipts},
     time::Time,
     EngineError,
 };
@@ -179,10 +179,17 @@ impl Route {
 
     /// Why a transport isn't even tried, if so.
     fn unfit(&self, kind: TransportKind, rails: &Rails, policy: Policy) -> Option<String> {
+        let itself = |r: &&Box<dyn Domain>| {
+            r.kind() == TransportKind::File && r.unfit(&self.address).is_none()
+        };
+        if kind != TransportKind::File && rails.iter().find(itself).is_some() {
+            return Some("the peer is this engine itself, which needs no link".into());
+        }
         let theirs = |k| self.address.endpoints_of(k).next().is_some();
         if !theirs(kind) {
             let mut offers: Vec<_> =
                 self.address.endpoints.iter().map(|e| e.transport.name()).collect();
+            offers.retain(|name| *name != TransportKind::File.name());
             offers.dedup();
             let mismatch = match kind.has_nics() && self.address.has_nics() {
                 true => "; the two don't speak to each other: give both sides the same one",
@@ -391,6 +398,7 @@ impl Route {
             DomainError::Refused(cause) => EngineError::Refused { peer, op, cause },
             DomainError::Handshake(cause) => EngineError::Handshake { peer, cause },
             DomainError::Unavailable(reasons) => EngineError::Unreachable { peer, reasons },
+            DomainError::Storage(cause) => EngineError::Storage { peer, op, cause },
         }
     }
 

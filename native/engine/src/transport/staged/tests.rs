@@ -12,7 +12,10 @@ use crate::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
         Quiet, Seq, Token, WorkRequest,
     },
-    memory::{Backing, RegionMemory, HIDDEN},
+    memory::{
+        file::{FileQueue, Means},
+        Backing, RegionMemory, HIDDEN,
+    },
     time::Time,
     transport::{shm::ShmDomain, tcp::TcpDomain, Waker},
 };
@@ -36,7 +39,7 @@ struct End<D> {
 
 impl<D: Whispers> End<D> {
     fn new(id: EngineId, inner: D) -> Self {
-        let mut domain = Staged::new(inner);
+        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), Means::Best));
         domain.everything = true;
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };
