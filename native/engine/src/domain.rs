@@ -384,6 +384,11 @@ pub trait Domain: Send {
     /// Pushes out what was held back to be sent in one go (acknowledgements, small frames).
     fn flush(&mut self) {}
 
+    /// Whether bytes of a region with this key take a detour through host memory.
+    fn stages(&self, _key: RegionKey) -> bool {
+        false
+    }
+
     /// Whether it leads to other engines.
     fn reaches_peers(&self) -> bool {
         true

@@ -5,5 +5,5 @@ mod cell;
 mod sleep;
 mod worker;
 
-pub(crate) use cell::Cell;
+pub(crate) use cell::{Cell, Core};
 pub(crate) use worker::Worker;

@@ -6,6 +6,7 @@ mod callbacks;
 mod counters;
 mod handle;
 mod open;
+mod paths;
 mod peers;
 mod receives;
 mod regions;
@@ -34,6 +35,7 @@ use crate::{
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
 pub use open::Transports;
+pub use paths::Path;
 pub use peers::{Peer, PeerGroup};
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};

@@ -76,12 +76,11 @@ fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPar
     };
     let described = region.descriptor();
     let has_key = |rail| described.rail_keys.find(rail, u64::MAX).is_some();
-    let carries = |(rail, d): &(usize, &Box<dyn Domain>)| match d.kind().has_nics() {
+    let rails = domains.iter().enumerate().filter(|(rail, d)| match d.kind().has_nics() {
         true => has_key(*rail as u8),
         false => d.reaches_peers() && (place != Place::File || d.takes_files()),
-    };
-    let mut transports: Vec<_> =
-        domains.iter().enumerate().filter(carries).map(|(_, d)| d.kind()).collect();
+    });
+    let mut transports: Vec<_> = rails.map(|(_, d)| d.kind()).collect();
     transports.dedup();
     SegmentPart {
         at,

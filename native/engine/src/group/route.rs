@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{Domain, DomainError, LinkId, LinkName, Receipts},
+    domain::{DomainError, LinkId, LinkName, Receipts},
     time::Time,
     EngineError,
 };
@@ -179,10 +179,8 @@ impl Route {
 
     /// Why a transport isn't even tried, if so.
     fn unfit(&self, kind: TransportKind, rails: &Rails, policy: Policy) -> Option<String> {
-        let itself = |r: &&Box<dyn Domain>| {
-            r.kind() == TransportKind::File && r.unfit(&self.address).is_none()
-        };
-        if kind != TransportKind::File && rails.iter().find(itself).is_some() {
+        let mut to_itself = rails.iter().filter(|r| r.kind() == TransportKind::File);
+        if kind != TransportKind::File && to_itself.any(|r| r.unfit(&self.address).is_none()) {
             return Some("the peer is this engine itself, which needs no link".into());
         }
         let theirs = |k| self.address.endpoints_of(k).next().is_some();

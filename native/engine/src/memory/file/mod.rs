@@ -5,6 +5,8 @@ mod pool;
 mod queue;
 mod raw;
 mod ring;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod work;
 
 use std::{

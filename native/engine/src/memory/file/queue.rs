@@ -71,7 +71,7 @@ impl Inbox {
 pub(crate) enum Means {
     /// io_uring if the kernel lets us, else threads.
     Best,
-    #[cfg_attr(not(test), allow(dead_code))] // tests compare both
+    #[cfg(test)]
     Threads,
 }
 
@@ -177,6 +177,7 @@ impl Running {
         let mut running = Self { inbox, threads: Vec::new(), by: "io_uring" };
         let ring = match means {
             Means::Best => raw::open_ring(DEPTH * 2),
+            #[cfg(test)]
             Means::Threads => Err(std::io::Error::other("threads were asked for")),
         };
         match ring {

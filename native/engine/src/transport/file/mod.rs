@@ -6,8 +6,6 @@
 //! places that no processor reaches, a file and a file or a GPU, bytes take a slot of host memory.
 
 mod job;
-#[cfg(test)]
-mod tests;
 
 use std::{collections::VecDeque, sync::Arc};
 

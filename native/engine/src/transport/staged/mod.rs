@@ -19,7 +19,7 @@ use std::{collections::HashMap, sync::Arc};
 use slab::Slab;
 
 use crate::{
-    api::{Endpoint, EngineAddress, TransportKind},
+    api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
         Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
         Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
@@ -364,6 +364,10 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn wake_fds(&self) -> WakeFds {
         self.inner.wake_fds()
+    }
+
+    fn stages(&self, key: RegionKey) -> bool {
+        !self.inner.reaches(key.nature())
     }
 
     fn takes_files(&self) -> bool {
