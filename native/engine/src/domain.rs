@@ -384,6 +384,11 @@ pub trait Domain: Send {
     /// Pushes out what was held back to be sent in one go (acknowledgements, small frames).
     fn flush(&mut self) {}
 
+    /// Whether a link has work that waits for a disk or a copy engine: it is slow for no fault of its own.
+    fn is_staging(&self, _link: LinkId) -> bool {
+        false
+    }
+
     /// Whether bytes of a region with this key take a detour through host memory.
     fn stages(&self, _key: RegionKey) -> bool {
         false

@@ -95,7 +95,8 @@ def test_rs_1_a_file_cut_short_is_an_error_that_names_it(pair: Pair, tmp_path: P
     a, b = pair
     path = tmp_path / "checkpoint.bin"
     path.write_bytes(random(1 << 20).tobytes())
-    there = importing(a, b.register_file(path))
+    file = b.register_file(path)
+    there = importing(a, file)
     with path.open("r+b") as f:
         f.truncate(1000)
     into = a.alloc(1 << 20)
@@ -103,6 +104,7 @@ def test_rs_1_a_file_cut_short_is_an_error_that_names_it(pair: Pair, tmp_path: P
         a.read(there, into).wait(20)
     assert raised.value.peer.startswith("b#")
     a.read(there, into, 1000).wait(20)
+    file.deregister()
 
 
 FULL = """
@@ -115,10 +117,11 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 b = TransferEngine(name="b", transport=transport)
 a = b if transport == "file" else TransferEngine(name="a", transport=transport)
 spill = b.register_file(path, nbytes=8 << 20, create=True)
-# From here on the system takes no byte beyond 1 MiB of any file.
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 there = a.import_region(spill.descriptor())
 source, counter = a.alloc(4 << 20), b.counter()
+a.write(source, there, 1).wait(20)
+# From here on the system takes no byte beyond 1 MiB of any file.
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 for _ in range(2):
     try:
         a.write(source, there, 4 << 20, imm=counter.ref).wait(20)

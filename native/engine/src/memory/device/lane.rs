@@ -171,6 +171,11 @@ impl Lanes {
         self.files.by().unwrap_or("the file's owner")
     }
 
+    /// Ends the file queue, of all transports of the engine.
+    pub fn close_files(&self) {
+        self.files.close();
+    }
+
     /// Has somebody poll the transports.
     pub fn wake(&self) {
         self.files.wake();

@@ -370,6 +370,8 @@ impl Domain for FileDomain {
         // After this nothing lands (MR-1).
         self.lanes.close();
         self.moving.iter().for_each(|m| m.ticket.quiesce());
+        // The engine closes all its transports; this is the one that every engine has.
+        self.lanes.close_files();
         (self.link, self.closing) = (None, None);
         self.queue.clear();
         self.moving.clear();

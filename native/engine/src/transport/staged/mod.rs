@@ -366,6 +366,10 @@ impl<D: Whispers> Domain for Staged<D> {
         self.inner.wake_fds()
     }
 
+    fn is_staging(&self, link: LinkId) -> bool {
+        self.sides.get(&link).is_some_and(|side| side.jobs > 0)
+    }
+
     fn stages(&self, key: RegionKey) -> bool {
         !self.inner.reaches(key.nature())
     }

@@ -280,6 +280,7 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
             };
             a.post(slot, &wr);
         }
+        assert!(a.domain.is_staging(a.link.unwrap()), "it is not to be taken for a stalled link");
         for _ in 0..polls {
             a.poll(&mut |_| {});
             b.poll(&mut |_| {});
@@ -291,6 +292,7 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
             a.poll(&mut |_| {});
         }
         assert_eq!(a.done.len(), 20);
+        assert!(a.link.is_none_or(|link| !a.domain.is_staging(link)));
         assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty());
         assert!(a.domain.sides.is_empty());
         assert_eq!(a.domain.own.as_ref().map(|o| o.idle()), Some(usize::from(SLOTS)));
