@@ -124,7 +124,7 @@ fn bytes_go_between_files_and_memory_in_every_direction_and_count() {
                     None => there_memory.put(0, &zeroes).unwrap(),
                 }
                 let remote = a.import(&dst.descriptor()).unwrap();
-                let arrived = counter.expect(1, &[peer.clone()], PATIENCE).unwrap();
+                let arrived = counter.expect(1, std::slice::from_ref(&peer), PATIENCE).unwrap();
                 let handle = write(a, (src, 3), (&remote, 1001), n, Some(counter.imm()));
                 done(arrived).unwrap();
                 // IC-2: by the count the bytes are readable.
@@ -430,9 +430,9 @@ fn an_engine_is_its_own_peer() {
         let (src, dst) = (memory(&engine, &random(3 << 20, 1)), memory(&engine, &[0; 3 << 20]));
         let remote = engine.import(&dst.descriptor()).unwrap();
         let counter = engine.counter().unwrap();
-        let all = counter.expect(2, &[own.clone()], PATIENCE).unwrap();
+        let all = counter.expect(2, std::slice::from_ref(&own), PATIENCE).unwrap();
         done(write(&engine, (&src, 0), (&remote, 0), 3 << 20, Some(counter.imm()))).unwrap();
-        let group = engine.peer_group(&[own.clone()]).unwrap();
+        let group = engine.peer_group(std::slice::from_ref(&own)).unwrap();
         let barrier = Op::Barrier { group: &group, imm: counter.imm() };
         done(engine.submit(&[barrier], Submit::default()).unwrap()).unwrap();
         done(all).unwrap();
