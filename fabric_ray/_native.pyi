@@ -1,6 +1,8 @@
 """The native core."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -25,6 +27,9 @@ __all__ = [
     "Region",
     "RegionDescriptor",
     "RemoteRegion",
+    "RemoteSegment",
+    "Segment",
+    "SegmentDescriptor",
     "Transfer",
     "Watcher",
     "__version__",
@@ -103,6 +108,37 @@ class RegionDescriptor:
     def __hash__(self, /) -> int: ...
 
 @final
+class SegmentDescriptor:
+    """A segment as peers see it: one address space over many regions of one engine.
+
+    A value: it pickles, compares and hashes by what it says.
+    """
+
+    @property
+    def owner(self) -> EngineAddress:
+        """The engine whose segment it is."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes, from offset 0 to the end of the last part."""
+    @property
+    def parts(self) -> list[tuple[int, int, str, list[str]]]:
+        """Of each part: its offset, its bytes, where it lies (``host:0`` with its NUMA node,
+        ``cuda:1``, ``file``), and the transports by which peers reach it."""
+    def to_bytes(self) -> bytes:
+        """The encoded form: versioned, checksummed."""
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decodes.
+
+        Raises:
+            DecodeError: anything but an intact encoding.
+        """
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
 class CounterRef:
     """A counter of some engine, for those who write to it.
 
@@ -140,7 +176,14 @@ class Region:
         """Bytes."""
     @property
     def addr(self) -> int:
-        """Address of the first byte in this process."""
+        """Address of the first byte in this process.
+
+        Raises:
+            InvalidArgument: a file region; it has none.
+        """
+    @property
+    def path(self) -> Path | None:
+        """The file that it lies in; ``None`` for memory."""
     @property
     def mappable(self) -> bool:
         """Whether peers on this host can map it: memory that the engine allocated."""
@@ -159,6 +202,13 @@ class Region:
         """
     def descriptor(self) -> RegionDescriptor:
         """What a peer needs to write here."""
+    def sync(self) -> None:
+        """Returns when what was written to a file region is on its disk, and not only in the page
+        cache; at once for memory.
+
+        Raises:
+            ResourceError: the disk refused; the message names the file.
+        """
     def deregister(self, timeout: float = 10.0) -> None:
         """Ends the registration for all views and waits until no peer can reach the memory.
 
@@ -203,6 +253,35 @@ class RemoteRegion:
     def __len__(self, /) -> int: ...
     def __getitem__(self, part: _Slice, /) -> RemoteRegion:
         """``region[a:b]``: the bytes from ``a`` to ``b``."""
+
+@final
+class Segment:
+    """One address space over regions of this engine: host memory, GPU memory and files alike.
+
+    Made by `TransferEngine.segment`. Keeps its regions.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, from offset 0 to the end of the last part."""
+    @property
+    def regions(self) -> list[Region]:
+        """The parts' regions, in order."""
+    def descriptor(self) -> SegmentDescriptor:
+        """What a peer needs to open it."""
+    def __len__(self, /) -> int: ...
+
+@final
+class RemoteSegment:
+    """A peer's segment, ready to be named in requests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, from offset 0 to the end of the last part."""
+    @property
+    def peer(self) -> Peer:
+        """The engine whose segment it is."""
+    def __len__(self, /) -> int: ...
 
 @final
 class Pages:
@@ -467,6 +546,34 @@ class Batch:
         dst_pages: Pages,
     ) -> None:
         """Adds a paged read; see `TransferEngine.read_pages`."""
+    def write_segment(
+        self,
+        local: Segment,
+        local_offset: int,
+        remote: RemoteSegment,
+        remote_offset: int,
+        nbytes: int,
+        *,
+        imm: CounterRef | int | None = None,
+    ) -> None:
+        """Adds a write from a range of a segment to a range of a peer's.
+
+        Both ranges may cross the borders of parts. With ``imm``, the receiver's counter counts 1,
+        when all of it is in place.
+
+        Raises:
+            OutOfBounds: the range passes the end of a segment.
+            InvalidArgument: it touches a gap between parts, or is empty.
+        """
+    def read_segment(
+        self,
+        local: Segment,
+        local_offset: int,
+        remote: RemoteSegment,
+        remote_offset: int,
+        nbytes: int,
+    ) -> None:
+        """Adds a read of a range of a peer's segment into a range of one; as `write_segment`."""
     def scatter(
         self,
         src: Region,
@@ -527,6 +634,40 @@ class Engine:
     def _register(
         self, addr: int, nbytes: int, keep: object, segment: tuple[int, int] | None = None
     ) -> Region: ...
+    def register_file(
+        self,
+        path: str | PathLike[str],
+        *,
+        nbytes: int | None = None,
+        offset: int = 0,
+        create: bool = False,
+        writable: bool = True,
+    ) -> Region:
+        """Makes a file, or a part of one, a region that peers and this engine write to and read
+        from with the same requests as memory.
+
+        It has no address and is never mapped. Between it and this engine's own memory go requests
+        to the engine itself: ``engine.import_region(region.descriptor())``.
+
+        Args:
+            nbytes: the region's bytes; by default the rest of the file.
+            offset: where the region begins in the file.
+            create: make the file if there is none, and lengthen it to the region's end. The new
+                bytes are zeroes that take no room until they are written.
+            writable: false to open it for reading only.
+
+        Raises:
+            InvalidArgument: neither a file nor a disk, or shorter than the region.
+            ResourceError: the system refused to open or to lengthen it.
+        """
+    def segment(self, parts: Sequence[Region | tuple[int, Region]]) -> Segment:
+        """One address space over regions: each after the one before it, or at its own offset.
+
+        Raises:
+            InvalidArgument: no part, parts out of order or one over another, or somebody else's.
+        """
+    def open_segment(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+        """A peer's segment, or one of this engine's own, to be named in requests."""
     def peer(self, address: EngineAddress) -> Peer:
         """Makes a peer known; the first use connects."""
     def import_region(self, descriptor: RegionDescriptor) -> RemoteRegion:
@@ -693,6 +834,9 @@ class Engine:
             ResourceError: there is no such GPU here.
         """
     def _explain(self, peer: Peer) -> tuple[str, str | None, list[tuple[str, str, bool, str]]]: ...
+    def _paths(
+        self, batch: Batch
+    ) -> list[tuple[int, bool, int, str, str, str, str | None, str]]: ...
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
         earlier use, not counted), ``regions`` registered now, and those ``retiring``."""

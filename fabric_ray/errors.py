@@ -52,6 +52,16 @@ class Refused(FabricError):
     peer: str
 
 
+class StorageError(FabricError, OSError):
+    """A file could not be read or written: a full disk, a broken one, a file that was cut short.
+
+    The message names the file and the cause. The transfer's bytes may have arrived in part; none of
+    it was counted. ``peer`` is the other end of the transfer.
+    """
+
+    peer: str
+
+
 class PeerError(FabricError):
     """Something about a peer."""
 
@@ -147,6 +157,7 @@ __all__ = [
     "Refused",
     "ResourceError",
     "Stale",
+    "StorageError",
     "TransferTimeout",
     "TransportUnavailable",
     "Unreachable",

@@ -13,11 +13,14 @@ from fabric_ray._native import (
     Region,
     RegionDescriptor,
     RemoteRegion,
+    RemoteSegment,
+    Segment,
+    SegmentDescriptor,
     Transfer,
     Watcher,
 )
 from fabric_ray.engine.config import EngineConfig
-from fabric_ray.engine.core import Explanation, TransferEngine, Verdict
+from fabric_ray.engine.core import Explanation, Path, Paths, TransferEngine, Verdict
 from fabric_ray.engine.memory import pages
 
 __all__ = [
@@ -30,11 +33,16 @@ __all__ = [
     "Flag",
     "Message",
     "Pages",
+    "Path",
+    "Paths",
     "Peer",
     "PeerGroup",
     "Region",
     "RegionDescriptor",
     "RemoteRegion",
+    "RemoteSegment",
+    "Segment",
+    "SegmentDescriptor",
     "Transfer",
     "TransferEngine",
     "Verdict",

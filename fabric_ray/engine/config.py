@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp"]
+TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp", "file"]
 
 _ENVIRONMENT = {
     "name": "FABRIC_RAY_NAME",
@@ -46,7 +46,8 @@ class EngineConfig(BaseModel):
     ``auto`` takes shared memory where a handshake proves that both are on one host (``cuda_ipc``
     where both processes use CUDA before the engine opens, else ``shm``), else RDMA NICs (verbs,
     then libfabric), and tcp where one side has none. Two sides whose NICs can't speak to each
-    other are an error unless ``tcp`` is named here.
+    other are an error unless ``tcp`` is named here. ``file`` alone makes an engine that reaches its
+    own files and memory only; every other engine has it as well.
     """
 
     require: TransportName | Literal["rdma"] | None = None

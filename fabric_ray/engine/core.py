@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 import numpy as np
 from typing_extensions import Self
 
 from fabric_ray import _native
-from fabric_ray._native import Message, Peer, Region
+from fabric_ray._native import Batch, Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.memory import memory_of, segment_of
 
@@ -46,6 +46,39 @@ class Explanation(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         head = f"{self.peer}: {self.transport or 'not connected'}"
         return "\n".join([head, *(f"  {v}" for v in self.verdicts)])
+
+
+class Path(msgspec.Struct, frozen=True):
+    """The way that one piece of a batch takes."""
+
+    op: int
+    """Which operation of the batch, from 0."""
+    write: bool
+    """Out of this engine's memory or files, or into them."""
+    nbytes: int
+    local: str
+    """What lies at this end: ``host``, ``cuda:1``, ``file /path``."""
+    peer: str
+    remote: str
+    """What lies at the other end: ``host``, ``cuda``, ``file``."""
+    transport: str | None
+    """The one in use; ``None`` before the first connection."""
+    way: str
+    """Directly, or through host memory, and at which end."""
+
+    def __str__(self) -> str:
+        arrow = "->" if self.write else "<-"
+        ends = f"{self.local} {arrow} {self.remote} of {self.peer}"
+        return f"{self.op}: {self.nbytes} bytes, {ends}: {self.way}"
+
+
+class Paths(msgspec.Struct, frozen=True):
+    """The ways of all pieces of a batch."""
+
+    pieces: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(str(p) for p in self.pieces)
 
 
 class TransferEngine(_native.Engine):
@@ -163,9 +196,18 @@ class TransferEngine(_native.Engine):
         for end in list(self._readers):
             end()
 
-    def explain(self, peer: Peer) -> Explanation:
-        """Which transport leads to a peer, and why not the others."""
-        name, transport, verdicts = self._explain(peer)
+    @overload
+    def explain(self, what: Peer) -> Explanation: ...
+
+    @overload
+    def explain(self, what: Batch) -> Paths: ...
+
+    def explain(self, what: Peer | Batch) -> Explanation | Paths:
+        """Which transport leads to a peer, and why not the others; or the way of each piece of a
+        batch."""
+        if isinstance(what, Batch):
+            return Paths(tuple(Path(*path) for path in self._paths(what)))
+        name, transport, verdicts = self._explain(what)
         return Explanation(name, transport, tuple(Verdict(*v) for v in verdicts))
 
     def __enter__(self) -> Self:

@@ -174,6 +174,9 @@ pub enum DomainError {
     Io { call: &'static str, errno: rustix::io::Errno },
     #[error("{0}")]
     Unavailable(String),
+    /// A file could not be read or written; the text names it.
+    #[error("{0}")]
+    Storage(String),
 }
 
 impl DomainError {
@@ -386,6 +389,26 @@ pub trait Domain: Send {
 
     /// Pushes out what was held back to be sent in one go (acknowledgements, small frames).
     fn flush(&mut self) {}
+
+    /// Whether a link has work that waits for a disk or a copy engine: it is slow for no fault of its own.
+    fn is_staging(&self, _link: LinkId) -> bool {
+        false
+    }
+
+    /// Whether bytes of a region with this key take a detour through host memory.
+    fn stages(&self, _key: RegionKey) -> bool {
+        false
+    }
+
+    /// Whether it leads to other engines.
+    fn reaches_peers(&self) -> bool {
+        true
+    }
+
+    /// Whether it takes memory that has no address and lies in a file.
+    fn takes_files(&self) -> bool {
+        false
+    }
 
     /// Gets ready to sleep: from now on `wake_fds` fire. False if there is something to do already.
     fn arm(&mut self) -> bool;

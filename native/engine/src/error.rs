@@ -34,6 +34,10 @@ pub enum EngineError {
     #[error("peer {peer} refused the {op}: {cause}")]
     Refused { peer: String, op: &'static str, cause: String },
 
+    /// The cause names the file.
+    #[error("the {op} with {peer} failed at a file: {cause}; its bytes may have arrived in part, and were not counted: mend the file or its disk, then send again")]
+    Storage { peer: String, op: &'static str, cause: String },
+
     /// `peer` is empty where nobody is named; `missing` counts the writes that an expectation lacks.
     #[error("{op}{with} did not finish within {after:?}{lack}{note}", with = with(.peer), lack = lack(*.missing), note = if *.quiesced { "" } else { "; it may still touch memory until the link is closed, so keep the buffers" })]
     Timeout { op: &'static str, peer: String, missing: u64, after: Duration, quiesced: bool },

@@ -2,7 +2,7 @@
 //! odd its input, and holds what it says as assertions.
 
 use crate::{
-    api::{CounterRef, EngineAddress, EngineId, Envelope, RegionDescriptor},
+    api::{CounterRef, EngineAddress, EngineId, Envelope, RegionDescriptor, SegmentDescriptor},
     transport::handshake::{Acceptor, Credentials, Initiator},
 };
 
@@ -36,8 +36,9 @@ pub fn values(bytes: &[u8]) {
     let _ = EngineAddress::from_bytes(bytes);
     let _ = RegionDescriptor::from_bytes(bytes);
     let _ = CounterRef::from_bytes(bytes);
+    let _ = SegmentDescriptor::from_bytes(bytes);
     let Some((kind, body)) = bytes.split_first() else { return };
-    match kind % 5 {
+    match kind % 6 {
         0 => {
             let Ok(a) = EngineAddress::from_bytes(&sealed(b"FRad", body)) else { return };
             assert_eq!(EngineAddress::from_bytes(&a.to_bytes()), Ok(a));
@@ -52,6 +53,11 @@ pub fn values(bytes: &[u8]) {
             assert_eq!(CounterRef::from_bytes(&c.to_bytes()), Ok(c));
         }
         3 => crate::group::fuzz_note(body),
+        5 => {
+            let Ok(d) = SegmentDescriptor::from_bytes(&sealed(b"FRsg", body)) else { return };
+            assert!(d.parts.iter().all(|p| p.at + p.len <= d.len()));
+            assert_eq!(SegmentDescriptor::from_bytes(&d.to_bytes()), Ok(d));
+        }
         _ => crate::transport::tcp::fuzz::endpoint(&sealed(b"FRte", body)),
     }
 }
@@ -114,7 +120,7 @@ mod tests {
     mod seeds {
         use super::super::*;
         use crate::{
-            api::{Endpoint, Imm, RailKey, RegionKey, TransportKind},
+            api::{Endpoint, Imm, Place, RailKey, RegionKey, SegmentPart, TransportKind},
             transport::{shm, tcp, verbs},
         };
 
@@ -150,7 +156,19 @@ mod tests {
                 len: 4096,
                 rail_keys: vec![RailKey { rail: 1, offset: 0, base: 1 << 47, key: 9 }].into(),
             };
+            let part = SegmentPart {
+                at: 64,
+                len: 4096,
+                key: region.key,
+                offset: 1 << 20,
+                rail_keys: region.rail_keys.clone(),
+                place: Place::Cuda { device: 1, pci: "0000:01:00.0".into() },
+                transports: vec![TransportKind::Shm, TransportKind::Tcp],
+            };
+            let file = SegmentPart { at: 4160, place: Place::File, ..part.clone() };
+            let segment = SegmentDescriptor { owner: owner.clone(), parts: vec![part, file] };
             vec![
+                ("segment", numbered(5, &segment.to_bytes())),
                 ("address", numbered(0, &owner.to_bytes())),
                 ("region", numbered(1, &region.to_bytes())),
                 ("counter", numbered(2, &counter.to_bytes())),

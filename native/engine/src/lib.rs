@@ -20,9 +20,10 @@ pub mod topology;
 pub mod transport;
 
 pub use engine::{
-    Counter, Delivery, Explanation, Handle, Notify, Peer, PeerGroup, Quiet, Region, RemoteRegion,
-    Stats, Submit, TransferEngine, Transports, Watcher, Way,
+    Counter, Delivery, Explanation, Handle, Notify, Path, Peer, PeerGroup, Quiet, Region,
+    RemoteRegion, RemoteSegment, Segment, Stats, Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, Result};
 pub use group::Verdict;
+pub use memory::file::FileOptions;
 pub use time::Time;

@@ -3,7 +3,7 @@
 use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, TransportKind},
+    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, SegmentPiece, TransportKind},
     Submit, TransferEngine,
 };
 
@@ -52,6 +52,14 @@ fn ic_3_what_a_broken_tcp_link_carried_arrives_and_counts_once() {
     let from_a = b.peer(a.address()).unwrap();
     let counter = b.counter().unwrap();
     let pages = Pages::new(PageIndices::range(0, PAGES).unwrap(), PAGE, 0);
+    let piece = |offset, len| SegmentPiece {
+        local: src.clone(),
+        local_offset: offset,
+        remote: there.clone(),
+        remote_offset: offset,
+        len,
+    };
+    let pieces = [piece(0, 8), piece(8, 100_000), piece(len - 70_000, 70_000)];
     let mut rng = fastrand::Rng::with_seed(4);
     let rounds: u32 = std::env::var("FABRIC_TEST_ROUNDS").map_or(100, |n| n.parse().unwrap());
     for round in 1..=rounds {
@@ -72,14 +80,15 @@ fn ic_3_what_a_broken_tcp_link_carried_arrives_and_counts_once() {
             Op::Write { src: from, dst: to, len, imm },
             Op::Write { src: from, dst: to, len: 8, imm },
             Op::Write { src: from, dst: to, len: 0, imm },
+            Op::WritePieces { pieces: &pieces, imm },
         ];
-        let arrived = counter.expect(PAGES + 3, std::slice::from_ref(&from_a), LONG).unwrap();
+        let arrived = counter.expect(PAGES + 4, std::slice::from_ref(&from_a), LONG).unwrap();
         let done = a.submit(&ops, Submit::default()).unwrap();
         std::thread::sleep(Duration::from_micros(rng.u64(..1500)));
         break_one(&mut rng);
         assert_eq!(done.wait(LONG), Some(Ok(())), "round {round}");
         assert_eq!(arrived.wait(LONG), Some(Ok(())), "round {round}");
-        assert_eq!(counter.arrived(), u64::from(round * (PAGES + 3)));
+        assert_eq!(counter.arrived(), u64::from(round * (PAGES + 4)));
         assert!(dst.get(0, len).unwrap() == bytes, "round {round}");
         // Far below the number of losses in a row for which a peer is given up.
         std::thread::sleep(Duration::from_millis(20));

@@ -49,6 +49,10 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             fields.set_item("quiesced", quiesced)?;
             "TransferTimeout"
         }
+        EngineError::Storage { peer, .. } => {
+            fields.set_item("peer", peer)?;
+            "StorageError"
+        }
         EngineError::NotQuiesced { .. } => "NotQuiesced",
         EngineError::Closed | EngineError::Draining => "EngineClosed",
         EngineError::Forked { .. } => "ForkedEngine",

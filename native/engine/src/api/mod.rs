@@ -7,6 +7,7 @@ mod envelope;
 pub(crate) use envelope::Envelope;
 mod imm;
 mod op;
+mod segment;
 
 pub use address::{Endpoint, EngineAddress, EngineId};
 pub use config::{EngineConfig, NicConfig, Requirement, Spin, Spray, MAX_RAILS};
@@ -14,7 +15,11 @@ pub(crate) use descriptor::check_range;
 pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;
 pub use imm::{Imm, FIRST_ALLOCATED_SLOT};
-pub use op::{IndexList, Local, Op, PageIndices, Pages, Priority, Remote, ScatterDst};
+pub use op::{
+    IndexList, Local, Op, PageIndices, Pages, Priority, Remote, ScatterDst, SegmentPiece,
+};
+pub(crate) use segment::{check_parts, cut, Cut};
+pub use segment::{Place, SegmentDescriptor, SegmentPart, MOST_PARTS};
 
 use serde::{Deserialize, Serialize};
 
@@ -29,11 +34,21 @@ pub enum TransportKind {
     Verbs,
     Libfabric,
     CudaIpc,
+    /// From an engine to itself: between its memory and its files.
+    File,
 }
 
 impl TransportKind {
-    const ALL: [Self; 7] =
-        [Self::Shm, Self::Tcp, Self::Sim, Self::Null, Self::Verbs, Self::Libfabric, Self::CudaIpc];
+    const ALL: [Self; 8] = [
+        Self::Shm,
+        Self::Tcp,
+        Self::Sim,
+        Self::Null,
+        Self::Verbs,
+        Self::Libfabric,
+        Self::CudaIpc,
+        Self::File,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -44,6 +59,7 @@ impl TransportKind {
             Self::Verbs => "verbs",
             Self::Libfabric => "libfabric",
             Self::CudaIpc => "cuda_ipc",
+            Self::File => "file",
         }
     }
 
@@ -65,7 +81,7 @@ impl std::str::FromStr for TransportKind {
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         Self::ALL.into_iter().find(|k| k.name() == s).ok_or_else(|| {
             crate::EngineError::Invalid(format!(
-                "unknown transport {s:?}: use shm, tcp, verbs, libfabric or cuda_ipc"
+                "unknown transport {s:?}: use shm, tcp, verbs, libfabric, cuda_ipc or file"
             ))
         })
     }

@@ -125,10 +125,20 @@ pub struct ScatterDst {
     pub dst_offset: u64,
 }
 
+/// Bytes between a local region and a peer's, cut out of a request on segments.
+#[derive(Clone, Debug)]
+pub struct SegmentPiece {
+    pub local: Region,
+    pub local_offset: u64,
+    pub remote: RemoteRegion,
+    pub remote_offset: u64,
+    pub len: u64,
+}
+
 /// One operation; a request is a slice of them, which may mix kinds and peers.
 ///
 /// There is no order among operations, not even of one request. Counts (IC-1): a write counts 1, a
-/// paged write 1 for each page, a scatter 1 at each destination, a barrier 1 at each peer.
+/// paged write 1 for each page, a write in pieces 1, a scatter 1 at each destination, a barrier 1 at each peer.
 #[derive(Clone, Debug)]
 pub enum Op<'a> {
     Write {
@@ -159,6 +169,16 @@ pub enum Op<'a> {
         dst: &'a Region,
         dst_pages: &'a Pages,
     },
+    /// One logical write in several pieces, all to regions of one peer: it counts 1, when all of them
+    /// are in place.
+    WritePieces {
+        pieces: &'a [SegmentPiece],
+        imm: Option<Imm>,
+    },
+    /// One logical read in several pieces.
+    ReadPieces {
+        pieces: &'a [SegmentPiece],
+    },
     /// With a group, `parts[i]` must belong to the group's peer `i`.
     Scatter {
         group: Option<&'a PeerGroup>,
@@ -185,6 +205,8 @@ impl Op<'_> {
             Self::Read { .. } => "read",
             Self::WritePages { .. } => "paged write",
             Self::ReadPages { .. } => "paged read",
+            Self::WritePieces { .. } => "write",
+            Self::ReadPieces { .. } => "read",
             Self::Scatter { .. } => "scatter",
             Self::Barrier { .. } => "barrier",
             Self::Send { .. } => "send",

@@ -6,5 +6,5 @@ mod share;
 mod sleep;
 mod worker;
 
-pub(crate) use cell::Cell;
+pub(crate) use cell::{Cell, Core};
 pub(crate) use worker::Worker;

@@ -6,7 +6,7 @@ use super::{peers::Peer, Region, RemoteRegion, Shared};
 use crate::{
     api::{check_range, Imm, Op, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, WorkRequest},
-    group::BoundOp,
+    group::{BoundOp, Joint},
     EngineError, Result,
 };
 
@@ -20,14 +20,18 @@ impl Shared {
         )))
     }
 
-    fn check_local(&self, region: &Region, offset: u64, len: u64) -> Result<()> {
+    pub(super) fn check_own(&self, region: &Region) -> Result<()> {
         if !std::ptr::eq(Arc::as_ptr(&region.inner.shared), self) {
             return Err(EngineError::Invalid(
                 "the local region belongs to another engine; register it with this one".into(),
             ));
         }
-        check_range("local region", offset, len, region.len())?;
         region.check_open()
+    }
+
+    fn check_local(&self, region: &Region, offset: u64, len: u64) -> Result<()> {
+        self.check_own(region)?;
+        check_range("local region", offset, len, region.len())
     }
 
     fn check_remote(&self, region: &RemoteRegion, offset: u64, len: u64) -> Result<()> {
@@ -94,6 +98,25 @@ impl Shared {
             }
             Op::ReadPages { page_len, src, src_pages, dst, dst_pages } => {
                 self.check_paged(*page_len, (dst, dst_pages), (src, src_pages))
+            }
+            Op::WritePieces { pieces, .. } | Op::ReadPieces { pieces } => {
+                let Some(first) = pieces.first() else {
+                    return Err(EngineError::Invalid("a request needs at least one piece".into()));
+                };
+                for p in *pieces {
+                    if p.len == 0 {
+                        return Err(EngineError::Invalid("a piece of zero bytes".into()));
+                    }
+                    self.check_local(&p.local, p.local_offset, p.len)?;
+                    self.check_remote(&p.remote, p.remote_offset, p.len)?;
+                    if p.remote.peer.key != first.remote.peer.key {
+                        return Err(EngineError::Invalid(
+                            "the pieces of one write or read are of one peer; make it several"
+                                .into(),
+                        ));
+                    }
+                }
+                Ok(())
             }
             Op::Scatter { group, src, parts, imm } => {
                 if parts.is_empty() {
@@ -181,6 +204,27 @@ impl Shared {
                 let data = paged(*page_len, (dst, dst_pages), (src, src_pages));
                 push(BoundOp::new(src.peer.key, WorkRequest::Read { data }));
             }
+            Op::WritePieces { pieces, imm } => {
+                let of = pieces.len() as u32;
+                for (i, p) in pieces.iter().enumerate() {
+                    let (local, remote) =
+                        ((&p.local, p.local_offset), (&p.remote, p.remote_offset));
+                    let one = |imm| write(local.0, local.1, remote.0, remote.1, p.len, imm);
+                    push(match imm {
+                        Some(imm) if of > 1 => {
+                            let count = Count { imm: imm.to_wire(), n: 1 };
+                            one(None).joined(Joint { count, of, first: i == 0 })
+                        }
+                        imm => one(*imm),
+                    });
+                }
+            }
+            Op::ReadPieces { pieces } => {
+                for p in *pieces {
+                    let data = single(&p.local, p.local_offset, &p.remote, p.remote_offset, p.len);
+                    push(BoundOp::new(p.remote.peer.key, WorkRequest::Read { data }));
+                }
+            }
             Op::Scatter { src, parts, imm, .. } => {
                 for p in *parts {
                     push(write(src, p.src_offset, &p.dst, p.dst_offset, p.len, *imm));
@@ -201,18 +245,25 @@ impl Shared {
     /// The local regions that a pending request needs (MR-1: no reuse while it is going on).
     pub(super) fn keep(&self, ops: &[Op<'_>]) -> Vec<Region> {
         let mut keep: Vec<Region> = Vec::new();
+        let mut add = |region: &Region| {
+            if !keep.last().is_some_and(|k| Arc::ptr_eq(&k.inner, &region.inner)) {
+                region.inner.memory.users.fetch_add(1, Relaxed);
+                keep.push(region.clone());
+            }
+        };
         for op in ops {
             let region = match op {
                 Op::Write { src, .. } => src.region,
                 Op::Read { dst, .. } => dst.region,
                 Op::WritePages { src, .. } | Op::Scatter { src, .. } => src,
                 Op::ReadPages { dst, .. } => dst,
+                Op::WritePieces { pieces, .. } | Op::ReadPieces { pieces } => {
+                    pieces.iter().for_each(|p| add(&p.local));
+                    continue;
+                }
                 Op::Barrier { .. } | Op::Send { .. } => continue,
             };
-            if !keep.last().is_some_and(|k| Arc::ptr_eq(&k.inner, &region.inner)) {
-                region.inner.memory.users.fetch_add(1, Relaxed);
-                keep.push(region.clone());
-            }
+            add(region);
         }
         keep
     }

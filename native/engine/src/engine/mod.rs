@@ -6,10 +6,12 @@ mod callbacks;
 mod counters;
 mod handle;
 mod open;
+mod paths;
 mod peers;
 mod receives;
 mod regions;
 mod register;
+mod segment;
 mod shared;
 mod watcher;
 
@@ -35,9 +37,11 @@ use crate::{
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
 pub use open::Transports;
+pub use paths::Path;
 pub use peers::{Peer, PeerGroup};
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
+pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;
 pub use shared::Stats;
@@ -50,6 +54,7 @@ pub use watcher::Watcher;
 pub struct TransferEngine {
     shared: Arc<Shared>,
     stage_foreign: bool,
+    takes_files: bool,
     segments: Segments,
     worker: Mutex<Option<Worker>>,
 }

@@ -12,6 +12,7 @@ use crate::{
     domain::{Domain, DomainError},
     driver::{Cell, Worker},
     group::Policy,
+    memory::file::{FileQueue, Means},
     transport, EngineError, Result,
 };
 
@@ -41,8 +42,9 @@ impl TransferEngine {
         let mut domains: Vec<Box<dyn Domain>> = Vec::new();
         let mut failures: Vec<(TransportKind, String)> = Vec::new();
         let waker = transport::Waker::default();
+        let files = FileQueue::new(&waker, Means::Best);
         for kind in kinds {
-            match transport::open(kind, id, &config, &waker) {
+            match transport::open(kind, id, &config, (&waker, &files)) {
                 Ok(opened) => domains.extend(opened),
                 // A transport that is left out for want of a few descriptors would be missed later.
                 Err(DomainError::Io { call, errno }) if EngineError::is_limit(errno) => {
@@ -81,7 +83,7 @@ impl TransferEngine {
         let worker = Worker::start(&shared, always, cpus)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
-        Ok(Self { shared, stage_foreign, segments, worker })
+        Ok(Self { shared, stage_foreign, takes_files: true, segments, worker })
     }
 
     /// An engine without threads, over domains made by hand; [`TransferEngine::drive`] moves it.
@@ -94,7 +96,8 @@ impl TransferEngine {
         let waker = transport::Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
         let (segments, worker) = (Segments::default(), Mutex::new(None));
-        Ok(Self { shared, stage_foreign: false, segments, worker })
+        let (stage_foreign, takes_files) = (false, false);
+        Ok(Self { shared, stage_foreign, takes_files, segments, worker })
     }
 }
 
@@ -125,7 +128,9 @@ fn check_required(
     failures: &[(TransportKind, String)],
 ) -> Result<()> {
     let met = match config.require {
-        None => !domains.is_empty(),
+        None => domains
+            .iter()
+            .any(|d| d.kind() != TransportKind::File || config.transports == [TransportKind::File]),
         Some(Requirement::Transport(kind)) => domains.iter().any(|d| d.kind() == kind),
         Some(Requirement::Rdma) => domains.iter().any(|d| d.is_rdma()),
     };
@@ -175,6 +180,10 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
         }
         // Sockets would be the slow path that the user wants to hear about, not to take.
         Some(Requirement::Rdma) => kinds.retain(|k| *k != TransportKind::Tcp),
+    }
+    // It leads to nobody else, so that nothing has to allow it.
+    if !kinds.contains(&TransportKind::File) {
+        kinds.push(TransportKind::File);
     }
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let public = config.bind.iter().find(|ip| !ip.is_loopback());

@@ -47,7 +47,10 @@ pub struct Region {
 
 impl std::fmt::Debug for Region {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Region({} bytes at {:#x})", self.len, self.addr())
+        match self.location().file() {
+            Some(file) => write!(f, "Region({} bytes of file {})", self.len, file.name()),
+            None => write!(f, "Region({} bytes at {:#x})", self.len, self.addr()),
+        }
     }
 }
 
@@ -78,7 +81,8 @@ impl Region {
         self.len == 0
     }
 
-    /// The address of this view's first byte in this process.
+    /// The address of this view's first byte in this process; of a file region, its offset in the
+    /// file.
     pub fn addr(&self) -> usize {
         self.inner.memory.base + self.offset as usize
     }
@@ -116,7 +120,7 @@ impl Region {
     pub fn deregister(&self, timeout: Duration) -> Result<()> {
         self.revoke()?.wait(timeout).unwrap_or_else(|| {
             Err(EngineError::NotQuiesced {
-                what: format!("the region of {} bytes at {:#x}", self.len, self.addr()),
+                what: format!("{self:?}"),
                 after: timeout,
                 cause: "a transfer is going on, or a peer that mapped it does not answer".into(),
             })
@@ -174,14 +178,26 @@ impl Region {
     }
 
     fn check_host(&self) -> Result<()> {
-        match self.location().cuda() {
-            None => Ok(()),
-            Some(range) => Err(EngineError::Invalid(format!(
-                "the region lies in memory of cuda:{}, which this process can't read itself; copy \
-                 it to the host first",
+        let what = match self.location() {
+            Location::Host | Location::Managed => return Ok(()),
+            Location::Cuda(range) => format!(
+                "in memory of cuda:{}, which this process can't read itself; copy it to the host \
+                 first",
                 range.device
-            ))),
-        }
+            ),
+            Location::File(file) => format!(
+                "in the file {}, which has no address; read it into memory first, with a read from \
+                 this engine's own address",
+                file.name()
+            ),
+        };
+        Err(EngineError::Invalid(format!("the region lies {what}")))
+    }
+
+    /// Returns when what was written to a file region is on its disk; at once for memory.
+    pub fn sync(&self) -> Result<()> {
+        self.check_open()?;
+        self.location().file().map_or(Ok(()), |file| file.sync())
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {

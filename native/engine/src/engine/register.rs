@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    path::Path,
     sync::{atomic::Ordering::SeqCst, Arc, Weak},
 };
 
@@ -15,6 +16,7 @@ use crate::{
     api::{RailKey, RegionKey},
     memory::{
         device::{self, Location, Nature},
+        file::{FileMemory, FileOptions},
         Allocation, Backing, Keep, RegionMemory,
     },
     EngineError, Result,
@@ -130,16 +132,44 @@ impl TransferEngine {
         backing: Backing,
         keep: Keep,
     ) -> Result<Region> {
+        let location = match &backing {
+            Backing::Owned { .. } => Location::Host,
+            Backing::Foreign => device::locate(base, len)?,
+        };
+        self.register_at(location, (base, len), backing, keep)
+    }
+
+    /// Makes a file, or a part of one, a region: it has no address, and is read and written by
+    /// offset, with the same requests as any other. Between it and this engine's own memory go
+    /// requests to the engine's own address.
+    ///
+    /// # Errors
+    /// See [`FileMemory::open`]; [`EngineError::Invalid`] on an engine none of whose transports takes
+    /// files.
+    pub fn register_file(&self, path: &Path, options: FileOptions) -> Result<Region> {
+        self.shared.check_open()?;
+        if !self.takes_files {
+            return Err(EngineError::Invalid("a simulated engine has no files".into()));
+        }
+        let (file, len) = FileMemory::open(path, options)?;
+        let location = Location::File(Arc::new(file));
+        self.register_at(location, (options.offset as usize, len), Backing::Foreign, None)
+    }
+
+    fn register_at(
+        &self,
+        location: Location,
+        (base, len): (usize, u64),
+        backing: Backing,
+        keep: Keep,
+    ) -> Result<Region> {
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
             call: "getrandom",
             cause: e.to_string(),
             hint: "the system's random source must be readable".into(),
         })?;
-        let location = match &backing {
-            Backing::Owned { .. } => Location::Host,
-            Backing::Foreign => device::locate(base, len)?,
-        };
+        let in_file = location.file().is_some();
         let nature = Nature::of(&location, &backing, self.stage_foreign);
         let rkey = nature.mark(u64::from_le_bytes(rkey));
         let key = RegionKey { index: self.shared.take_region_index(), rkey };
@@ -151,7 +181,7 @@ impl TransferEngine {
         };
         let pinners = self.shared.cell.pinners().iter();
         let pinned: Vec<_> = pinners
-            .map(|p| p.as_ref().map(|p| p.pin(&memory)).transpose())
+            .map(|p| p.as_ref().filter(|_| !in_file).map(|p| p.pin(&memory)).transpose())
             .collect::<Result<_, _>>()
             .map_err(refused)?;
         let mut core = self.shared.cell.lock(&self.shared);
@@ -160,6 +190,9 @@ impl TransferEngine {
         }
         let mut keys = Vec::new();
         for (i, pinned) in pinned.into_iter().enumerate() {
+            if in_file && !core.domains[i].takes_files() {
+                continue;
+            }
             match core.domains[i].register(&memory, pinned) {
                 Ok(nic) => keys.extend(nic.iter().map(|k| RailKey { rail: i as u8, ..*k })),
                 Err(e) => {

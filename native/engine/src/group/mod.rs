@@ -42,8 +42,8 @@ use policy::{admit::UnderWay, divide::Demand};
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
-pub(crate) use slices::BoundOp;
 use slices::{post_slices, Posted};
+pub(crate) use slices::{BoundOp, Joint};
 use transfer::Transfer;
 pub(crate) use transfer::TransferKey;
 
@@ -157,6 +157,7 @@ impl Group {
         let peer = op.peer;
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
+        op.join(transfer);
         let route = &mut self.peers[peer as usize];
         transfer.unposted += op.bytes();
         let priority = transfer.priority;

@@ -194,10 +194,15 @@ impl Route {
 
     /// Why a transport isn't even tried, if so.
     fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
+        let mut to_itself = rails.iter().filter(|r| r.kind() == TransportKind::File);
+        if kind != TransportKind::File && to_itself.any(|r| r.unfit(&self.address).is_none()) {
+            return Some("the peer is this engine itself, which needs no link".into());
+        }
         let theirs = |k| self.address.endpoints_of(k).next().is_some();
         if !theirs(kind) {
             let mut offers: Vec<_> =
                 self.address.endpoints.iter().map(|e| e.transport.name()).collect();
+            offers.retain(|name| *name != TransportKind::File.name());
             offers.dedup();
             let mismatch = match kind.has_nics() && self.address.has_nics() {
                 true => "; the two don't speak to each other: give both sides the same one",
@@ -415,6 +420,7 @@ impl Route {
             DomainError::Refused(cause) => EngineError::Refused { peer, op, cause },
             DomainError::Handshake(cause) => EngineError::Handshake { peer, cause },
             DomainError::Unavailable(reasons) => EngineError::Unreachable { peer, reasons },
+            DomainError::Storage(cause) => EngineError::Storage { peer, op, cause },
         }
     }
 

@@ -32,8 +32,18 @@ pub(crate) struct BoundOp {
     byte: u64,
     cut: Option<Cut>,
     confirm: Option<u32>,
+    joint: Option<Joint>,
     /// How often its bytes have been sent before.
     pub(super) tries: u8,
+}
+
+/// One count for several operations of a transfer, which follow each other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joint {
+    pub count: Count,
+    /// How many operations.
+    pub of: u32,
+    pub first: bool,
 }
 
 /// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
@@ -45,7 +55,8 @@ struct Cut {
 
 impl BoundOp {
     pub fn new(peer: PeerKey, wr: WorkRequest) -> Self {
-        Self { peer, pin: None, wr, page: 0, byte: 0, cut: None, confirm: None, tries: 0 }
+        let (pin, cut, confirm, joint) = (None, None, None, None);
+        Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0 }
     }
 
     /// What is missing of a lost slice of which `there` counts have come with their bytes; over any rail, for
@@ -82,6 +93,18 @@ impl BoundOp {
         match &self.wr {
             WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
             _ => 0,
+        }
+    }
+
+    /// One of several whose count follows the last of them.
+    pub fn joined(self, joint: Joint) -> Self {
+        Self { joint: Some(joint), ..self }
+    }
+
+    /// Takes its place among those that share a count.
+    pub(super) fn join(&mut self, transfer: &mut Transfer) {
+        if let Some(joint) = self.joint.take() {
+            self.confirm = Some(transfer.join(self.peer, self.pin, joint));
         }
     }
 

@@ -167,6 +167,7 @@ impl Group {
                 if link.gauge.is_late(now)
                     && self.policy.receipts(&*rails[link.pair.rail]) != Receipts::None
                     && judge::is_at_fault(i, since, now, &seen)
+                    && !rails[link.pair.rail].is_staging(link.id)
                 {
                     let waited = now.since(since);
                     tracing::warn!(peer = %route.address.label(), device = rails[link.pair.rail].device(), ?waited, "a rail has stalled");

@@ -2,7 +2,12 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{policy::admit::urgent_at, route::Route, slices::BoundOp, PeerKey, Sink};
+use super::{
+    policy::admit::urgent_at,
+    route::Route,
+    slices::{BoundOp, Joint},
+    PeerKey, Sink,
+};
 use crate::{
     api::Priority,
     domain::{Count, Token, WorkRequest},
@@ -58,6 +63,8 @@ pub(super) struct Transfer {
     pub deadline: Time,
     pub timeout: Duration,
     confirms: SmallVec<[Confirm; 1]>,
+    /// The latest of them that several operations share.
+    joint: u32,
 }
 
 impl Transfer {
@@ -80,6 +87,7 @@ impl Transfer {
             deadline: Time::NEVER,
             timeout: Duration::MAX,
             confirms: SmallVec::new(),
+            joint: 0,
         }
     }
 
@@ -135,6 +143,16 @@ impl Transfer {
     ) -> u32 {
         self.confirms.push(Confirm { peer, count, pin, left: 0, open: 1, tries });
         self.confirms.len() as u32 - 1
+    }
+
+    /// The count that an operation shares with others, opened by the first of them.
+    pub fn join(&mut self, peer: PeerKey, pin: Option<u8>, joint: Joint) -> u32 {
+        if joint.first {
+            let confirm = self.open_confirm(peer, (pin, 0), Some(joint.count));
+            self.confirms[confirm as usize].open = joint.of;
+            self.joint = confirm;
+        }
+        self.joint
     }
 
     /// A slice was lost, and is posted again by an operation of its own.

@@ -3,13 +3,16 @@
 mod alloc;
 mod copy;
 pub mod device;
+pub mod file;
 mod headroom;
 mod heat;
+mod node;
 mod region;
 mod routine;
 
 pub(crate) use alloc::populate;
 pub use alloc::Allocation;
 pub use copy::Copier;
+pub(crate) use node::node_of;
 pub use region::{Backing, Keep, RegionMemory};
 pub(crate) use region::{RegionBook, HIDDEN};

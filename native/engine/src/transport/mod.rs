@@ -1,6 +1,7 @@
 //! The domains: one folder per kind of link.
 
 mod cuda_ipc;
+mod file;
 pub mod libfabric;
 pub mod null;
 pub mod shm;
@@ -22,6 +23,7 @@ use crate::{
     api::{EngineConfig, EngineId, TransportKind},
     domain::{Domain, DomainError},
     engine::Shared,
+    memory::file::FileQueue,
 };
 
 /// How a domain's helper threads tell that something is there to be polled.
@@ -45,15 +47,18 @@ pub(crate) fn open(
     kind: TransportKind,
     id: EngineId,
     config: &EngineConfig,
-    waker: &Waker,
+    (waker, files): (&Waker, &Arc<FileQueue>),
 ) -> Result<Vec<Box<dyn Domain>>, DomainError> {
     let one: Box<dyn Domain> = match kind {
-        TransportKind::Shm => Box::new(Staged::new(shm::ShmDomain::open(kind, id, config, waker)?)),
-        TransportKind::Tcp => Box::new(Staged::new(tcp::TcpDomain::open(id, config)?)),
+        TransportKind::Shm => {
+            Box::new(Staged::new(shm::ShmDomain::open(kind, id, config, waker)?, files))
+        }
+        TransportKind::Tcp => Box::new(Staged::new(tcp::TcpDomain::open(id, config)?, files)),
         TransportKind::Null => Box::new(null::NullDomain::default()),
         TransportKind::Verbs => return verbs::open(id, config),
         TransportKind::Libfabric => return libfabric::open(id, config),
-        TransportKind::CudaIpc => Box::new(Staged::new(cuda_ipc::open(id, config, waker)?)),
+        TransportKind::CudaIpc => Box::new(Staged::new(cuda_ipc::open(id, config, waker)?, files)),
+        TransportKind::File => Box::new(file::FileDomain::new(files)),
         TransportKind::Sim => {
             let why = "simulated links exist only inside a simulation";
             return Err(DomainError::Unavailable(why.into()));

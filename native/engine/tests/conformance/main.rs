@@ -59,6 +59,7 @@ on_every_transport! {
     a_write_arrives_and_counts_once,
     ic_1_counts_are_logical,
     ic_1_a_cut_write_counts_once,
+    ic_1_a_write_in_pieces_counts_once,
     ic_2_bytes_are_there_when_the_counter_says_so,
     ic_5_early_arrivals_are_kept,
     ic_6_a_released_counter_sees_no_ghosts,
@@ -80,6 +81,7 @@ on_every_transport! {
     both_sides_connect_at_once,
     bad_requests_are_refused_before_anything_is_sent,
     foreign_memory_is_reached,
+    files_are_reached_or_refused_in_words,
     many_small_writes_all_count,
     closing_in_any_order_is_safe,
 }

@@ -7,8 +7,11 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{CounterRef, Imm, Local, Op, PageIndices, Pages, RegionDescriptor, Remote, ScatterDst},
-    EngineError, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+    api::{
+        CounterRef, Imm, Local, Op, PageIndices, Pages, RegionDescriptor, Remote, ScatterDst,
+        SegmentDescriptor,
+    },
+    EngineError, FileOptions, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
 };
 
 use crate::worlds::World;
@@ -110,6 +113,53 @@ pub fn ic_1_a_cut_write_counts_once(w: &mut dyn World) {
     assert_eq!(w.wait(&done), Ok(()));
     w.idle();
     assert_eq!(counter.arrived(), 1);
+}
+
+pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n: u64 = if w.cuts() { 5_000 } else { 700_000 };
+    let (one, first) = filled(&a, n as usize, 1);
+    let (two, second) = filled(&a, 2 * n as usize, 2);
+    let here = a.segment(&[(0, one), (n, two)]).unwrap();
+    let bytes = [first, second].concat();
+    let targets = [n / 2, n, n / 3, 2 * n].map(|len| b.alloc(len).unwrap().slice(0, len).unwrap());
+    let mut at = 0;
+    let parts = targets.clone().map(|region| {
+        at += region.len();
+        (at - region.len(), region)
+    });
+    let sent = b.segment(&parts).unwrap().descriptor().to_bytes();
+    let there = a.open_segment(&SegmentDescriptor::from_bytes(&sent).unwrap()).unwrap();
+    let counter = b.counter().unwrap();
+    for (round, (from, to, len)) in
+        [(0, 0, 3 * n), (5, n / 2 - 7, n), (n - 1, n / 2 - 1, 2), (7, 9, 100)]
+            .into_iter()
+            .enumerate()
+    {
+        let pieces = here.pieces(from, (&there, to), len).unwrap();
+        let arrived = counter.expect(1, &[], SOON).unwrap();
+        let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
+        let done = submit(&a, op).unwrap();
+        let whole = || {
+            let all: Vec<u8> = targets.iter().flat_map(|t| t.get(0, t.len()).unwrap()).collect();
+            all[to as usize..(to + len) as usize] == bytes[from as usize..(from + len) as usize]
+        };
+        w.until("arrival", &mut || {
+            let there = arrived.drive().is_some();
+            assert!(!there || whole(), "round {round}: counted before all pieces are there");
+            there
+        });
+        assert_eq!(w.wait(&done), Ok(()));
+        w.idle();
+        assert_eq!(counter.arrived(), round as u64 + 1);
+        let (back, _) = filled(&a, len as usize, 9);
+        let back = a.segment(&[(0, back)]).unwrap();
+        let pieces = back.pieces(0, (&there, to), len).unwrap();
+        let done = submit(&a, Op::ReadPieces { pieces: &pieces }).unwrap();
+        assert_eq!(w.wait(&done), Ok(()));
+        let got = back.regions()[0].get(0, len).unwrap();
+        assert!(got == bytes[from as usize..(from + len) as usize]);
+    }
 }
 
 pub fn ic_2_bytes_are_there_when_the_counter_says_so(w: &mut dyn World) {
@@ -666,6 +716,47 @@ pub fn foreign_memory_is_reached(w: &mut dyn World) {
     let registrations = [src, dst].map(|r| r.deregister(SOON));
     w.idle();
     assert!(registrations.iter().all(|r| r.is_ok()), "{registrations:?}");
+}
+
+pub fn files_are_reached_or_refused_in_words(w: &mut dyn World) {
+    const N: u64 = 300_000;
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let path = |end| {
+        let name = format!("fabric-conformance-{}-{}-{end}", std::process::id(), b.id());
+        std::env::temp_dir().join(name)
+    };
+    let options = FileOptions { len: Some(N), create: true, ..Default::default() };
+    let (there, here) =
+        match (b.register_file(&path("b"), options), a.register_file(&path("a"), options)) {
+            (Ok(there), Ok(here)) => (there, here),
+            // In a simulation.
+            (e, _) => return assert!(e.unwrap_err().to_string().contains("no files")),
+        };
+    let (src, bytes) = filled(&a, N as usize, 5);
+    let counter = b.counter().unwrap();
+    let mut reached = 0;
+    let to_file = import(&a, &there);
+    let memory = b.alloc(N).unwrap();
+    let to_memory = import(&a, &memory);
+    for (from, to) in [(&src, &to_file), (&here, &to_memory)] {
+        let done = submit(&a, write(from, to, 0, N, Some(counter.imm()))).unwrap();
+        match w.wait(&done) {
+            Ok(()) => reached += 1,
+            Err(e) => assert!(e.to_string().contains("file"), "{e}"),
+        }
+    }
+    w.until("counts", &mut || counter.poll() >= reached);
+    w.idle();
+    assert_eq!(counter.arrived(), reached);
+    if reached > 0 {
+        assert!(std::fs::read(path("b")).unwrap() == bytes);
+        assert_eq!(memory.get(0, N).unwrap(), vec![0; N as usize]);
+    }
+    // Memory is reached as ever.
+    let done = submit(&a, write(&src, &to_memory, 0, N, None)).unwrap();
+    assert_eq!(w.wait(&done), Ok(()));
+    assert!(memory.get(0, N).unwrap() == bytes);
+    ["a", "b"].into_iter().for_each(|end| std::fs::remove_file(path(end)).unwrap());
 }
 
 pub fn many_small_writes_all_count(w: &mut dyn World) {

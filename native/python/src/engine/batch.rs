@@ -1,12 +1,14 @@
 use fabric_engine as fe;
-use fe::api::{Imm, Local, Op, Remote, ScatterDst};
+use fe::api::{Imm, Local, Op, Remote, ScatterDst, SegmentPiece};
 use pyo3::prelude::*;
 
 use super::{
     counter::ImmArg,
     memory::{Pages, Region, RemoteRegion},
     peers::{Peer, PeerGroup},
+    segment::{RemoteSegment, Segment},
 };
+use crate::errors::OrRaise;
 
 /// An operation that owns what it names.
 pub(crate) enum Owned {
@@ -40,6 +42,13 @@ pub(crate) enum Owned {
         dst: fe::Region,
         dst_pages: fe::api::Pages,
     },
+    WritePieces {
+        pieces: Vec<SegmentPiece>,
+        imm: Option<Imm>,
+    },
+    ReadPieces {
+        pieces: Vec<SegmentPiece>,
+    },
     Scatter {
         group: Option<fe::PeerGroup>,
         src: fe::Region,
@@ -64,11 +73,16 @@ impl Owned {
         match &mut op {
             Op::Write { dst, imm, .. } => *imm = Some(arg.for_peer(py, dst.region.peer())?),
             Op::WritePages { dst, imm, .. } => *imm = Some(arg.for_peer(py, dst.peer())?),
+            Op::WritePieces { pieces, imm } => {
+                if let Some(p) = pieces.first() {
+                    *imm = Some(arg.for_peer(py, p.remote.peer())?);
+                }
+            }
             Op::Scatter { .. } | Op::Barrier { .. } => {
                 let text = "a batch with scatters or barriers keeps its own immediates".into();
                 return Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)));
             }
-            Op::Read { .. } | Op::ReadPages { .. } | Op::Send { .. } => {}
+            Op::Read { .. } | Op::ReadPages { .. } | Op::ReadPieces { .. } | Op::Send { .. } => {}
         }
         Ok(op)
     }
@@ -92,6 +106,8 @@ impl Owned {
             Self::ReadPages { page_len, src, src_pages, dst, dst_pages } => {
                 Op::ReadPages { page_len: *page_len, src, src_pages, dst, dst_pages }
             }
+            Self::WritePieces { pieces, imm } => Op::WritePieces { pieces, imm: *imm },
+            Self::ReadPieces { pieces } => Op::ReadPieces { pieces },
             Self::Scatter { group, src, parts, imm } => {
                 Op::Scatter { group: group.as_ref(), src, parts, imm: *imm }
             }
@@ -105,6 +121,9 @@ impl Owned {
         match self {
             Self::Write { dst, .. } | Self::WritePages { dst, .. } => Some(dst.peer()),
             Self::Read { src, .. } | Self::ReadPages { src, .. } => Some(src.peer()),
+            Self::WritePieces { pieces, .. } | Self::ReadPieces { pieces } => {
+                pieces.first().map(|p| p.remote.peer())
+            }
             Self::Send { peer, .. } => Some(peer),
             Self::Scatter { .. } | Self::Barrier { .. } => None,
         }
@@ -279,6 +298,40 @@ impl Batch {
             dst: dst.0.clone(),
             dst_pages: dst_pages.0.clone(),
         });
+    }
+
+    /// Adds a write from a range of a segment to a range of a peer's.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (local, local_offset, remote, remote_offset, nbytes, *, imm=None))]
+    fn write_segment(
+        &mut self,
+        py: Python<'_>,
+        local: &Segment,
+        local_offset: u64,
+        remote: &RemoteSegment,
+        remote_offset: u64,
+        nbytes: u64,
+        imm: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
+        let imm = imm_for(py, imm, remote.0.peer())?;
+        self.ops.push(Owned::WritePieces { pieces: pieces.or_raise(py)?, imm });
+        Ok(())
+    }
+
+    /// Adds a read of a range of a peer's segment into a range of one.
+    fn read_segment(
+        &mut self,
+        py: Python<'_>,
+        local: &Segment,
+        local_offset: u64,
+        remote: &RemoteSegment,
+        remote_offset: u64,
+        nbytes: u64,
+    ) -> PyResult<()> {
+        let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
+        self.ops.push(Owned::ReadPieces { pieces: pieces.or_raise(py)? });
+        Ok(())
     }
 
     #[pyo3(signature = (src, parts, *, group=None, imm=None))]

@@ -15,8 +15,9 @@ use super::{
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     seconds,
+    segment::{self, RemoteSegment, Segment},
     transfer::Transfer,
-    values::{hex, EngineAddress, RegionDescriptor},
+    values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
     watcher::{on_change, Watcher},
 };
 use crate::errors::OrRaise;
@@ -169,6 +170,35 @@ impl Engine {
             }
         });
         region.map(Region).or_raise(py)
+    }
+
+    /// Makes a file, or a part of one, a region.
+    #[pyo3(signature = (path, *, nbytes=None, offset=0, create=false, writable=true))]
+    fn register_file(
+        &self,
+        py: Python<'_>,
+        path: std::path::PathBuf,
+        nbytes: Option<u64>,
+        offset: u64,
+        create: bool,
+        writable: bool,
+    ) -> PyResult<Region> {
+        let options = fe::FileOptions { offset, len: nbytes, create, writable };
+        py.detach(|| self.engine.register_file(&path, options)).map(Region).or_raise(py)
+    }
+
+    /// One address space over regions: laid one after the other, or each at its offset.
+    fn segment(&self, py: Python<'_>, parts: Vec<Bound<'_, PyAny>>) -> PyResult<Segment> {
+        self.engine.segment(&segment::parts(&parts)?).map(Segment).or_raise(py)
+    }
+
+    /// A peer's segment, or this engine's own, to be named in requests.
+    fn open_segment(
+        &self,
+        py: Python<'_>,
+        descriptor: &SegmentDescriptor,
+    ) -> PyResult<RemoteSegment> {
+        self.engine.open_segment(&descriptor.0).map(RemoteSegment).or_raise(py)
     }
 
     /// Makes a peer known; the first use connects.
@@ -445,6 +475,23 @@ impl Engine {
         let verdicts =
             verdicts.map(|v| (v.transport.name(), v.device, v.chosen, v.reason)).collect();
         Ok((e.peer, e.transport, verdicts))
+    }
+
+    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None, way)`
+    #[allow(clippy::type_complexity)] // a Python tuple
+    fn _paths(
+        &self,
+        py: Python<'_>,
+        batch: &Batch,
+    ) -> PyResult<Vec<(usize, bool, u64, String, String, String, Option<&'static str>, String)>>
+    {
+        let ops: Vec<Op<'_>> = batch.ops.iter().map(Owned::op).collect();
+        let paths = py.detach(|| self.engine.paths(&ops)).or_raise(py)?;
+        let tuple = |p: fe::Path| {
+            let transport = p.transport.map(|t| t.name());
+            (p.op, p.write, p.bytes, p.local, p.peer, p.remote, transport, p.way)
+        };
+        Ok(paths.into_iter().map(tuple).collect())
     }
 
     /// Counts since the engine was opened.

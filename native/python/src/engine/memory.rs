@@ -24,10 +24,22 @@ impl Region {
         self.0.len()
     }
 
-    /// Address of the first byte in this process.
+    /// Address of the first byte in this process. Files have none.
     #[getter]
-    fn addr(&self) -> usize {
-        self.0.addr()
+    fn addr(&self, py: Python<'_>) -> PyResult<usize> {
+        self.in_memory(py)?;
+        Ok(self.0.addr())
+    }
+
+    /// The file that it lies in; `None` for memory.
+    #[getter]
+    fn path(&self) -> Option<std::path::PathBuf> {
+        self.0.location().file().map(|file| file.path().to_owned())
+    }
+
+    /// Returns when what was written to a file region is on its disk; at once for memory.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.sync()).or_raise(py)
     }
 
     /// Whether peers on this host can map it: memory that the engine allocated.
@@ -82,6 +94,7 @@ impl Region {
             let text = format!("the region lies in memory of cuda:{device}; use tensor()");
             return Err(raise(slf.py(), &fe::EngineError::Invalid(text)));
         }
+        slf.get().in_memory(slf.py())?;
         PyModule::import(slf.py(), "numpy")?.call_method1("asarray", (slf,))
     }
 
@@ -116,8 +129,10 @@ impl Region {
     fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         let py = slf.py();
         let this = slf.get();
-        if this.cuda_device().is_some() {
-            return Err(PyAttributeError::new_err("GPU memory is no array of the host"));
+        if !this.0.location().is_host() {
+            return Err(PyAttributeError::new_err(
+                "GPU memory and files are no arrays of the host",
+            ));
         }
         let d = PyDict::new(py);
         d.set_item("version", 3)?;
@@ -138,12 +153,28 @@ impl Region {
     }
 
     fn __repr__(&self) -> String {
+        if let Some(path) = self.path() {
+            return format!("Region({} bytes of file {})", self.0.len(), path.display());
+        }
         let kind = match self.cuda_device() {
             _ if self.0.is_mappable() => "engine memory".to_owned(),
             None => "registered memory".to_owned(),
             Some(device) => format!("memory of cuda:{device}"),
         };
         format!("Region({} bytes of {kind} at {:#x})", self.0.len(), self.0.addr())
+    }
+}
+
+impl Region {
+    /// Raises for a file, which has neither address nor array.
+    fn in_memory(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(path) = self.path() else { return Ok(()) };
+        let text = format!(
+            "the region lies in the file {}, which has no address; read it into memory with \
+             engine.read from the engine's own import_region",
+            path.display()
+        );
+        Err(raise(py, &fe::EngineError::Invalid(text)))
     }
 }
 

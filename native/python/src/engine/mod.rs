@@ -11,6 +11,7 @@ mod keep;
 mod memory;
 mod peers;
 mod queue;
+mod segment;
 mod transfer;
 mod values;
 mod watcher;
@@ -26,12 +27,15 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<memory::Pages>()?;
     m.add_class::<memory::Region>()?;
     m.add_class::<memory::RemoteRegion>()?;
+    m.add_class::<segment::RemoteSegment>()?;
+    m.add_class::<segment::Segment>()?;
     m.add_class::<queue::CompletionQueue>()?;
     m.add_class::<transfer::Flag>()?;
     m.add_class::<transfer::Transfer>()?;
     m.add_class::<values::CounterRef>()?;
     m.add_class::<values::EngineAddress>()?;
     m.add_class::<values::RegionDescriptor>()?;
+    m.add_class::<values::SegmentDescriptor>()?;
     m.add_class::<watcher::Watcher>()
 }
 

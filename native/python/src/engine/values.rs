@@ -68,7 +68,9 @@ value! {
     /// The transports it offers.
     #[getter]
     fn transports(&self) -> Vec<&'static str> {
-        self.0.endpoints.iter().map(|e| e.transport.name()).collect()
+        let kinds = self.0.endpoints.iter().map(|e| e.transport);
+        // Leads nobody else anywhere.
+        kinds.filter(|k| *k != api::TransportKind::File).map(|k| k.name()).collect()
     }
 
     fn __repr__(&self) -> String {
@@ -98,6 +100,35 @@ value! {
 
     fn __repr__(&self) -> String {
         format!("RegionDescriptor({} bytes of {})", self.0.len, self.0.owner.label())
+    }
+    }
+}
+
+value! {
+    /// A segment as peers see it: one address space over many regions of one engine.
+    SegmentDescriptor {
+    #[getter]
+    fn owner(&self) -> EngineAddress {
+        EngineAddress(self.0.owner.clone())
+    }
+
+    /// Bytes, from offset 0 to the end of the last part.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// Of each part: its offset, its bytes, where it lies, and the transports that reach it.
+    #[getter]
+    fn parts(&self) -> Vec<(u64, u64, String, Vec<&'static str>)> {
+        let names = |kinds: &[api::TransportKind]| kinds.iter().map(|k| k.name()).collect();
+        let parts = self.0.parts.iter();
+        parts.map(|p| (p.at, p.len, p.place.to_string(), names(&p.transports))).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        let (n, owner) = (self.0.parts.len(), self.0.owner.label());
+        format!("SegmentDescriptor({} bytes in {n} parts of {owner})", self.0.len())
     }
     }
 }

@@ -1,10 +1,16 @@
-//! Copies that a GPU's copy engine carries out in order, beside whatever the user's streams do.
+//! Copies between host memory and memory of other kinds: a GPU's copy engine carries them out in
+//! order, beside whatever the user's streams do; those of files go through the engine's file queue.
+
+use std::sync::Arc;
 
 use fabric_sys::cuda as sys;
 use parking_lot::Mutex;
 
 use super::{driver::Driver, Location};
-use crate::domain::DomainError;
+use crate::{
+    domain::DomainError,
+    memory::file::{FileQueue, Work},
+};
 
 /// `len` bytes from one address to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +119,7 @@ impl Drop for Lane {
 }
 
 /// Copies under way.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 #[must_use]
 pub(crate) enum Ticket {
     Done,
@@ -123,12 +129,30 @@ pub(crate) enum Ticket {
         inward: bool,
         event: usize,
     },
+    File(Arc<Work>),
+}
+
+impl Ticket {
+    /// Whether somebody must look now, for no bell rings at its end or it has ended.
+    pub fn wants_a_look(&self) -> bool {
+        match self {
+            Self::Done | Self::Lane { .. } => true,
+            Self::File(work) => work.is_over(),
+        }
+    }
+
+    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping lanes.
+    pub fn quiesce(&self) {
+        if let Self::File(work) = self {
+            work.quiesce();
+        }
+    }
 }
 
 /// The copies of one domain between staging memory and memory of any kind.
-#[derive(Default)]
 pub(crate) struct Lanes {
     lanes: Vec<((i32, bool), Lane)>,
+    files: Arc<FileQueue>,
 }
 
 impl std::fmt::Debug for Lanes {
@@ -138,6 +162,30 @@ impl std::fmt::Debug for Lanes {
 }
 
 impl Lanes {
+    pub fn new(files: &Arc<FileQueue>) -> Self {
+        Self { lanes: Vec::new(), files: Arc::clone(files) }
+    }
+
+    /// What reads and writes files.
+    pub fn files_by(&self) -> &'static str {
+        self.files.by().unwrap_or("the file's owner")
+    }
+
+    /// Ends the file queue, of all transports of the engine.
+    pub fn close_files(&self) {
+        self.files.close();
+    }
+
+    /// Has somebody poll the transports.
+    pub fn wake(&self) {
+        self.files.wake();
+    }
+
+    /// Waits for the copy engines' end.
+    pub fn close(&mut self) {
+        self.lanes.clear();
+    }
+
     /// Begins copies into (`inward`) or out of memory that lies where `location` says. Those of one
     /// location and way end in the order in which they began.
     ///
@@ -150,12 +198,14 @@ impl Lanes {
         inward: bool,
         pieces: &[Piece],
     ) -> Result<Ticket, DomainError> {
+        if let Some(file) = location.file() {
+            // SAFETY: the caller's.
+            return Ok(Ticket::File(unsafe { self.files.start(file, inward, pieces)? }));
+        }
         let Some(range) = location.cuda() else {
             for p in pieces {
-                // SAFETY: the caller's; processors reach both ends, which are different memory.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(p.from as *const u8, p.to as *mut u8, p.len);
-                }
+                // SAFETY: the caller's; processors reach both ends.
+                unsafe { std::ptr::copy(p.from as *const u8, p.to as *mut u8, p.len) }
             }
             return Ok(Ticket::Done);
         };
@@ -179,10 +229,11 @@ impl Lanes {
 
     /// How the copies behind a ticket ended; `None` while they run.
     pub fn poll(&mut self, ticket: &Ticket) -> Option<Result<(), DomainError>> {
-        match *ticket {
+        match ticket {
             Ticket::Done => Some(Ok(())),
-            Ticket::Lane { device, inward, event } => match self.lane(device, inward) {
-                Ok(lane) => lane.poll(event),
+            Ticket::File(work) => work.result(),
+            Ticket::Lane { device, inward, event } => match self.lane(*device, *inward) {
+                Ok(lane) => lane.poll(*event),
                 Err(e) => Some(Err(e)),
             },
         }

@@ -1,11 +1,11 @@
 //! Where the bytes behind an address lie, as CUDA knows it.
 
-use std::os::fd::OwnedFd;
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use fabric_sys::cuda::{self as sys, pointer};
 
 use super::driver::Driver;
-use crate::{domain::DomainError, EngineError, Result};
+use crate::{domain::DomainError, memory::file::FileMemory, EngineError, Result};
 
 /// Where a stretch of memory lies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -15,6 +15,8 @@ pub enum Location {
     /// On the host or wherever it was used last; processors reach it like any other.
     Managed,
     Cuda(CudaRange),
+    /// In a file: what stands for an address is the offset in it.
+    File(Arc<FileMemory>),
 }
 
 /// A part of a GPU's memory, and the allocation that it is a part of.
@@ -115,8 +117,21 @@ impl Location {
     pub fn cuda(&self) -> Option<&CudaRange> {
         match self {
             Self::Cuda(range) => Some(range),
-            Self::Host | Self::Managed => None,
+            Self::Host | Self::Managed | Self::File(_) => None,
         }
+    }
+
+    /// The file, if it lies in one.
+    pub fn file(&self) -> Option<&Arc<FileMemory>> {
+        match self {
+            Self::File(file) => Some(file),
+            Self::Host | Self::Managed | Self::Cuda(_) => None,
+        }
+    }
+
+    /// Whether processors reach it by an address.
+    pub fn is_host(&self) -> bool {
+        matches!(self, Self::Host | Self::Managed)
     }
 
     /// Whether other processes of this host can map it by CUDA's IPC.

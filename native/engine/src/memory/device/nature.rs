@@ -1,4 +1,4 @@
-//! What a region's key tells a writer about the memory behind it: two bits of the random number, so
+//! What a region's key tells a writer about the memory behind it: three bits of the random number, so
 //! that a descriptor says it without saying more.
 
 use super::Location;
@@ -15,9 +15,11 @@ pub(crate) enum Nature {
     Device,
     /// A GPU; other processes of the host can map it.
     Exported,
+    /// A file: its owner only.
+    File,
 }
 
-const MASK: u64 = 3;
+const MASK: u64 = 7;
 
 impl Nature {
     /// Of memory at `location`; `keep` if the kernel must not reach other people's memory.
@@ -25,6 +27,7 @@ impl Nature {
         match (location.cuda(), backing) {
             (Some(_), _) if location.is_exportable() => Self::Exported,
             (Some(_), _) => Self::Device,
+            (None, _) if location.file().is_some() => Self::File,
             (None, Backing::Foreign) if keep => Self::Kept,
             (None, _) => Self::Plain,
         }
@@ -38,6 +41,7 @@ impl Nature {
                 Self::Kept => 1,
                 Self::Device => 2,
                 Self::Exported => 3,
+                Self::File => 4,
             }
     }
 
@@ -53,7 +57,9 @@ impl RegionKey {
             0 => Nature::Plain,
             1 => Nature::Kept,
             2 => Nature::Device,
-            _ => Nature::Exported,
+            3 => Nature::Exported,
+            // Of kinds to come, their owners know more than we do.
+            _ => Nature::File,
         }
     }
 }
@@ -63,12 +69,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_keeps_its_nature_and_sixty_two_random_bits() {
-        for nature in [Nature::Plain, Nature::Kept, Nature::Device, Nature::Exported] {
+    fn a_key_keeps_its_nature_and_sixty_one_random_bits() {
+        for nature in [Nature::Plain, Nature::Kept, Nature::Device, Nature::Exported, Nature::File]
+        {
             for random in [0, u64::MAX, 0x1234_5678_9abc_def1] {
                 let rkey = nature.mark(random);
                 assert_eq!(RegionKey { index: 0, rkey }.nature(), nature);
-                assert_eq!(rkey >> 2, random >> 2);
+                assert_eq!(rkey >> 3, random >> 3);
             }
         }
     }

@@ -12,6 +12,7 @@ use super::{
 use crate::{
     api::{Imm, RegionKey},
     domain::{Count, Data, DomainError, LinkId, Post, Token, WorkRequest},
+    transport::nic::files::refuse_files,
 };
 
 /// Bytes under way on one link: what signs of life may have to wait behind. Those that a NIC moves by
@@ -130,6 +131,7 @@ impl LibfabricDomain {
                     return Err(DomainError::Refused(why.into()));
                 }
                 None => {
+                    refuse_files(data)?;
                     let nic = link.place.label();
                     return Err(DomainError::Stale(format!(
                         "its descriptor has no key for {nic}: it lies on a GPU, was registered \
@@ -146,7 +148,7 @@ impl LibfabricDomain {
             return Ok(());
         }
         Err(DomainError::Stale(format!(
-            "local region {} is not registered here any more, or lies on a GPU, whose memory {} \
+            "local region {} is not registered here any more, or lies in a file or on a GPU, which {} \
              doesn't reach",
             data.local_region, self.offer.provider
         )))

@@ -4,7 +4,7 @@ use smallvec::{smallvec, SmallVec};
 
 use super::{
     job::{stages, Chunk, Far, Job, Own, Stage, State, OWN},
-    wire::{local_pieces, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
+    wire::{local_pieces, refused, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
     Side, Staged, Whispers, MAX_JOBS, SLOTS,
 };
 use crate::{
@@ -28,11 +28,15 @@ impl<D: Whispers> Staged<D> {
             return Ok(Post::Full);
         }
         side.device |= job.touches_device();
-        side.host |= !job.touches_device();
+        side.file |= job.touches_file();
+        side.host |= !job.touches_device() && !job.touches_file();
         side.jobs += 1;
         let key = self.jobs.insert(job);
         side.queue.push_back(key);
         self.pump(link);
+        if !self.news.is_empty() {
+            self.lanes.wake();
+        }
         Ok(Post::Queued)
     }
 
@@ -212,8 +216,8 @@ impl<D: Whispers> Staged<D> {
         let pieces = local_pieces(&chunk.data, at, inward);
         // SAFETY: the pieces lie in a region that the request keeps registered until its token is
         // completed, which this chunk holds back, and in a slot that is this chunk's.
-        let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
-            .map_err(|e| DomainError::Refused(e.to_string()))?;
+        let ticket =
+            unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(refused)?;
         Ok(State::Copying(ticket))
     }
 

@@ -9,7 +9,7 @@ use crate::{
     api::RegionKey,
     domain::{Count, Data, DomainError, LinkId, Token},
     memory::{
-        device::{Pinned, Ticket},
+        device::{Nature, Pinned, Ticket},
         RegionMemory,
     },
 };
@@ -96,6 +96,18 @@ impl Chunk {
         matches!(self.state, State::Copying(_))
     }
 
+    /// Whether its copy has ended, or ends without a sign.
+    pub fn wants_a_look(&self) -> bool {
+        matches!(&self.state, State::Copying(ticket) if ticket.wants_a_look())
+    }
+
+    /// Sees to it that its copy touches nothing any more.
+    pub fn quiesce(&self) {
+        if let State::Copying(ticket) = &self.state {
+            ticket.quiesce();
+        }
+    }
+
     pub fn stage(&self) -> Option<Stage> {
         self.stages.get(self.at).copied()
     }
@@ -132,6 +144,11 @@ impl Job {
     pub fn touches_device(&self) -> bool {
         let local = self.local.as_ref().is_some_and(|r| r.location.cuda().is_some());
         local || self.data.remote.nature().is_device()
+    }
+
+    pub fn touches_file(&self) -> bool {
+        let local = self.local.as_ref().is_some_and(|r| r.location.file().is_some());
+        local || self.data.remote.nature() == Nature::File
     }
 }
 

@@ -1,9 +1,9 @@
 //! Memory that a transport can't reach, moved through memory that it can: GPU memory over sockets
-//! and shared memory, and memory of processes that the kernel keeps apart.
+//! and shared memory, files, and memory of processes that the kernel keeps apart.
 //!
 //! Whoever owns such memory gives each peer a window: slots in pinned host memory that the transport
-//! reaches. A write is cut into chunks. Each is copied out of local GPU memory into a slot of our
-//! own, written into a slot of the peer's window, copied from there by its owner, and only then
+//! reaches. A write is cut into chunks. Each is copied out of local GPU memory or a file into a slot
+//! of our own, written into a slot of the peer's window, copied from there by its owner, and only then
 //! acknowledged or counted (IC-2); reads go the other way. Chunks are in different stages at the same
 //! time, so that copy engines and wire overlap. Everything else goes to the transport untouched.
 
@@ -19,13 +19,14 @@ use std::{collections::HashMap, sync::Arc};
 use slab::Slab;
 
 use crate::{
-    api::{Endpoint, EngineAddress, TransportKind},
+    api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
         Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
         NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
+        file::FileQueue,
         RegionBook, RegionMemory, HIDDEN,
     },
     time::Time,
@@ -71,6 +72,7 @@ struct Side {
     unfinished: Vec<(Token, u64)>,
     /// What has been staged, for `describe`.
     device: bool,
+    file: bool,
     host: bool,
 }
 
@@ -107,11 +109,11 @@ impl<D> std::fmt::Debug for Staged<D> {
 }
 
 impl<D: Whispers> Staged<D> {
-    pub fn new(inner: D) -> Self {
+    pub fn new(inner: D, files: &Arc<FileQueue>) -> Self {
         Self {
             inner,
             book: RegionBook::default(),
-            lanes: Lanes::default(),
+            lanes: Lanes::new(files),
             own: None,
             sides: HashMap::new(),
             jobs: Slab::new(),
@@ -146,10 +148,8 @@ impl<D: Whispers> Staged<D> {
     /// The region that local work begins or ends in, if the transport can't reach it.
     fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
         let region = self.book.get(data.local_region)?;
-        let staged = region.location.cuda().is_some_and(|_| {
-            let nature = region.key.nature();
-            !self.inner.reaches(nature)
-        });
+        let nature = region.key.nature();
+        let staged = !region.location.is_host() && !self.inner.reaches(nature);
         (staged || self.is_forced()).then(|| Arc::clone(region))
     }
 
@@ -355,10 +355,11 @@ impl<D: Whispers> Domain for Staged<D> {
     }
 
     fn arm(&mut self) -> bool {
-        // Copy engines ring no bell: while copies run, somebody looks.
-        let copying = !self.landings.is_empty() || self.chunks.iter().any(|(_, c)| c.is_copying());
         let armed = self.inner.arm();
-        armed && !copying && self.news.is_empty()
+        // Copy engines ring no bell: while copies run, somebody looks.
+        let look = self.landings.iter().any(|l| l.ticket.wants_a_look())
+            || self.chunks.iter().any(|(_, c)| c.wants_a_look());
+        armed && !look && self.news.is_empty()
     }
 
     fn disarm(&mut self) {
@@ -367,6 +368,18 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn wake_fds(&self) -> WakeFds {
         self.inner.wake_fds()
+    }
+
+    fn is_staging(&self, link: LinkId) -> bool {
+        self.sides.get(&link).is_some_and(|side| side.jobs > 0)
+    }
+
+    fn stages(&self, key: RegionKey) -> bool {
+        !self.inner.reaches(key.nature())
+    }
+
+    fn takes_files(&self) -> bool {
+        true
     }
 
     fn next_timer(&self) -> Time {
@@ -384,6 +397,10 @@ impl<D: Whispers> Domain for Staged<D> {
         if self.device.is_some() && here(Nature::Device) || side.is_some_and(|s| s.device) {
             said += "; GPU memory is staged through pinned host memory";
         }
+        if side.is_some_and(|s| s.file) {
+            said += "; files are staged through host memory, by ";
+            said += self.lanes.files_by();
+        }
         if side.is_some_and(|s| s.host) {
             said += "; memory that the engine did not allocate is staged through a window";
         }
@@ -393,7 +410,9 @@ impl<D: Whispers> Domain for Staged<D> {
     fn close(&mut self) {
         self.inner.close();
         // Waits for the copies under way: after this nothing lands (MR-1).
-        self.lanes = Lanes::default();
+        self.lanes.close();
+        self.landings.iter().for_each(|l| l.ticket.quiesce());
+        self.chunks.iter().for_each(|(_, c)| c.quiesce());
         self.landings.clear();
         self.chunks.clear();
         self.jobs.clear();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    wire::{counted, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
+    wire::{counted, refused, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
     Staged, Whispers, SLOTS,
 };
 use crate::{
@@ -30,7 +30,7 @@ pub(super) struct Landing {
     pub link: LinkId,
     slot: u8,
     chunk: u64,
-    ticket: Ticket,
+    pub ticket: Ticket,
     /// Kept while the copy runs (MR-1).
     pub region: Arc<RegionMemory>,
     count: Option<Count>,
@@ -83,8 +83,8 @@ impl<D: Whispers> Staged<D> {
             // SAFETY: the pieces lie in the region, which the landing keeps registered, and in the
             // slot, whose window is kept while the bit is set; a peer that writes to the slot
             // meanwhile spoils its own bytes.
-            let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
-                .map_err(|e| DomainError::Refused(e.to_string()))?;
+            let ticket =
+                unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(refused)?;
             Ok((ticket, Arc::clone(region)))
         });
         match begun {

@@ -12,7 +12,10 @@ use crate::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
         Quiet, Seq, Token, WorkRequest,
     },
-    memory::{Backing, RegionMemory, HIDDEN},
+    memory::{
+        file::{FileQueue, Means},
+        Backing, RegionMemory, HIDDEN,
+    },
     time::Time,
     transport::{shm::ShmDomain, tcp::TcpDomain, Waker},
 };
@@ -36,7 +39,7 @@ struct End<D> {
 
 impl<D: Whispers> End<D> {
     fn new(id: EngineId, inner: D) -> Self {
-        let mut domain = Staged::new(inner);
+        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), Means::Best));
         domain.everything = true;
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };
@@ -277,6 +280,7 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
             };
             a.post(slot, &wr);
         }
+        assert!(a.domain.is_staging(a.link.unwrap()), "it is not to be taken for a stalled link");
         for _ in 0..polls {
             a.poll(&mut |_| {});
             b.poll(&mut |_| {});
@@ -288,6 +292,7 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
             a.poll(&mut |_| {});
         }
         assert_eq!(a.done.len(), 20);
+        assert!(a.link.is_none_or(|link| !a.domain.is_staging(link)));
         assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty());
         assert!(a.domain.sides.is_empty());
         assert_eq!(a.domain.own.as_ref().map(|o| o.idle()), Some(usize::from(SLOTS)));

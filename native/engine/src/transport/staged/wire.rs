@@ -14,7 +14,7 @@ use crate::{
 const ENVELOPE: Envelope = Envelope { magic: *b"FRst", what: "a staging frame", limit: 3584 };
 /// Page numbers take up to 5 bytes each.
 pub(super) const MAX_INDICES: u32 = 512;
-const MAX_REASON: usize = 400;
+const MAX_REASON: usize = 1600;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Frame {
@@ -34,6 +34,7 @@ pub(super) enum Frame {
 pub(super) enum Refusal {
     Stale(String),
     Refused(String),
+    Storage(String),
 }
 
 /// Pages of a region, as a peer names them.
@@ -46,6 +47,14 @@ pub(super) struct Pages {
     pub n: u32,
     /// Empty: `0, 1, ...`
     pub indices: Vec<u32>,
+}
+
+/// A copy that can't begin is a refusal, unless a file is why.
+pub(super) fn refused(e: DomainError) -> DomainError {
+    match e {
+        DomainError::Storage(_) => e,
+        e => DomainError::Refused(e.to_string()),
+    }
 }
 
 impl Frame {
@@ -63,15 +72,17 @@ impl Refusal {
         let text: String = e.to_string().chars().take(MAX_REASON / 4).collect();
         match e {
             DomainError::Stale(_) => Self::Stale(text),
+            DomainError::Storage(_) => Self::Storage(text),
             _ => Self::Refused(text),
         }
     }
 
     pub fn into_error(self) -> DomainError {
-        let shown = |text: String| text.chars().filter(|c| !c.is_control()).collect();
+        let shown = |text: String| text.chars().filter(|c| !c.is_control()).collect::<String>();
         match self {
             Self::Stale(text) => DomainError::Stale(shown(text)),
             Self::Refused(text) => DomainError::Refused(shown(text)),
+            Self::Storage(text) => DomainError::Storage(format!("the peer's {}", shown(text))),
         }
     }
 }

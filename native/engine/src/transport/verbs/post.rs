@@ -10,6 +10,7 @@ use super::{
 use crate::{
     api::{Imm, RegionKey},
     domain::{Count, Data, DomainError, Post, Token},
+    transport::nic::files::refuse_files,
 };
 
 /// What the NIC is shown instead of a region's random key alone: its own key, masked with that one.
@@ -44,6 +45,7 @@ fn cut(
         let mut left = data.page_len;
         while left > 0 {
             let Some((key, next)) = data.remote_keys.find(rail, offset) else {
+                refuse_files(data)?;
                 return Err(DomainError::Refused(format!(
                     "the region's descriptor has no key for the peer's NIC {rail}: it was made \
                      before that NIC was opened, or for another engine"

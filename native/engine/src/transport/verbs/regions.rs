@@ -203,7 +203,11 @@ impl Regions {
             Some((r.parts.get(i)?.lkey, r.iova + offset, left)).filter(|_| left > 0)
         };
         self.get(index).and_then(at).ok_or_else(|| {
-            DomainError::Refused("the local memory is not registered with this NIC".into())
+            DomainError::Refused(
+                "the local memory is not registered with this NIC; files never are, they go over \
+                 shm or tcp"
+                    .into(),
+            )
         })
     }
 

@@ -1,0 +1,125 @@
+//! Which way the bytes of a request take: for people, before they wonder why it is slow.
+
+use super::{Region, RemoteRegion, Shared, TransferEngine};
+use crate::{
+    api::{Op, TransportKind},
+    driver::Core,
+    memory::device::{Location, Nature},
+    Result,
+};
+
+/// The way of one piece of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// Which operation of the request.
+    pub op: usize,
+    /// Out of this engine's memory, or into it.
+    pub write: bool,
+    pub bytes: u64,
+    /// What lies at this end.
+    pub local: String,
+    pub peer: String,
+    /// What lies at the other end.
+    pub remote: String,
+    /// The transport in use towards the peer; `None` before the first connection.
+    pub transport: Option<TransportKind>,
+    /// The way, in words.
+    pub way: String,
+}
+
+impl TransferEngine {
+    /// The way of each piece that a request of these operations would be cut into where its regions
+    /// end. What moves no bytes has none.
+    pub fn paths(&self, ops: &[Op<'_>]) -> Result<Vec<Path>> {
+        for op in ops {
+            self.shared.check(op)?;
+        }
+        let core = self.shared.cell.lock(&self.shared);
+        let mut paths = Vec::new();
+        for (i, op) in ops.iter().enumerate() {
+            let mut add = |write, (local, remote): (&Region, &RemoteRegion), bytes| {
+                paths.push(path(&core, &self.shared, (i, write, bytes), local, remote));
+            };
+            match op {
+                Op::Write { src, dst, len, .. } => add(true, (src.region, dst.region), *len),
+                Op::Read { src, dst, len } => add(false, (dst.region, src.region), *len),
+                Op::WritePages { page_len, src, src_pages, dst, .. } => {
+                    let bytes = page_len * u64::from(src_pages.indices.len());
+                    add(true, (src, dst), bytes);
+                }
+                Op::ReadPages { page_len, src, src_pages, dst, .. } => {
+                    let bytes = page_len * u64::from(src_pages.indices.len());
+                    add(false, (dst, src), bytes);
+                }
+                Op::WritePieces { pieces, .. } => {
+                    pieces.iter().for_each(|p| add(true, (&p.local, &p.remote), p.len));
+                }
+                Op::ReadPieces { pieces } => {
+                    pieces.iter().for_each(|p| add(false, (&p.local, &p.remote), p.len));
+                }
+                Op::Scatter { src, parts, .. } => {
+                    parts.iter().for_each(|p| add(true, (src, &p.dst), p.len));
+                }
+                Op::Barrier { .. } | Op::Send { .. } => {}
+            }
+        }
+        Ok(paths)
+    }
+}
+
+fn path(
+    core: &Core,
+    shared: &Shared,
+    (op, write, bytes): (usize, bool, u64),
+    local: &Region,
+    remote: &RemoteRegion,
+) -> Path {
+    let transport = core.group.kind(remote.peer.key, &core.domains);
+    let nature = remote.key.nature();
+    let itself = remote.peer.id() == shared.address.id;
+    let way = match transport {
+        None => "not connected yet".to_owned(),
+        Some(TransportKind::File) => match local.location().is_host() || is_host(nature) {
+            true => "inside this engine, without staging".to_owned(),
+            false => "inside this engine, through host memory".to_owned(),
+        },
+        Some(kind) => {
+            let domain = core.domains.iter().find(|d| d.kind() == kind);
+            let stages = |key| domain.is_some_and(|d| d.stages(key));
+            let here = !local.location().is_host() && stages(local.inner.memory.key);
+            let files = local.location().file().is_some() || nature == Nature::File;
+            match (here, stages(remote.key)) {
+                (false, false) if files && domain.is_some_and(|d| !d.takes_files()) => {
+                    format!("none: {kind} takes no files")
+                }
+                (false, false) => format!("direct over {kind}"),
+                (true, false) => format!("over {kind}, staged through host memory here"),
+                (false, true) => format!("over {kind}, staged through host memory at the peer"),
+                (true, true) => format!("over {kind}, staged through host memory at both ends"),
+            }
+        }
+    };
+    let remote_is = match nature {
+        Nature::Plain | Nature::Kept => "host",
+        Nature::Device | Nature::Exported => "cuda",
+        Nature::File => "file",
+    };
+    let peer = match itself {
+        true => "this engine".to_owned(),
+        false => remote.peer.address.label(),
+    };
+    let (local, remote) = (named(local), remote_is.to_owned());
+    Path { op, write, bytes, local, peer, remote, transport, way }
+}
+
+fn is_host(nature: Nature) -> bool {
+    matches!(nature, Nature::Plain | Nature::Kept)
+}
+
+fn named(region: &Region) -> String {
+    match region.location() {
+        Location::Host | Location::Managed => "host".into(),
+        Location::Cuda(range) => format!("cuda:{}", range.device),
+        Location::File(file) => format!("file {}", file.name()),
+    }
+}

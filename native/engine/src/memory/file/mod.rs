@@ -1,0 +1,155 @@
+//! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file that
+//! somebody cut short is then an error of the call that met it, where a mapping would end the process.
+
+mod pool;
+mod queue;
+mod raw;
+mod ring;
+#[cfg(all(test, not(loom)))]
+mod tests;
+mod work;
+
+use std::{
+    fs::{File, OpenOptions},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileTypeExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+};
+
+pub(crate) use queue::{FileQueue, Means};
+use rustix::fs::OFlags;
+pub(crate) use work::Work;
+
+use crate::{EngineError, Result};
+
+/// Characters of a path that errors show: its end says most.
+const SHOWN: usize = 160;
+
+/// How a file is opened to be a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileOptions {
+    /// Where the region begins in the file, bytes.
+    pub offset: u64,
+    /// Bytes of the region; all from `offset` on if `None`.
+    pub len: Option<u64>,
+    /// Make the file if there is none, and lengthen it to the region's end. The new bytes are zeroes
+    /// that take no room on the disk until they are written.
+    pub create: bool,
+    pub writable: bool,
+}
+
+impl Default for FileOptions {
+    fn default() -> Self {
+        Self { offset: 0, len: None, create: false, writable: true }
+    }
+}
+
+/// An open file that regions lie in.
+#[derive(Debug)]
+pub struct FileMemory {
+    file: File,
+    path: PathBuf,
+    writable: bool,
+}
+
+impl PartialEq for FileMemory {
+    fn eq(&self, other: &Self) -> bool {
+        self.file.as_raw_fd() == other.file.as_raw_fd()
+    }
+}
+
+impl Eq for FileMemory {}
+
+impl FileMemory {
+    /// Opens a file and returns it with the bytes of its region.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for what is no file, or too short for the region;
+    /// [`EngineError::Resource`] where the system refuses.
+    pub fn open(path: &Path, options: FileOptions) -> Result<(Self, u64)> {
+        let FileOptions { offset, len, create, writable } = options;
+        let invalid = |why: String| EngineError::Invalid(format!("{}: {why}", path.display()));
+        if create && !writable {
+            return Err(invalid("a file that is made must be writable".into()));
+        }
+        let end = offset.checked_add(len.unwrap_or(0)).filter(|end| *end <= 1 << 56);
+        let Some(end) = end else {
+            return Err(invalid(format!("{offset} and the bytes after it pass the largest file")));
+        };
+        let open = OpenOptions::new()
+            .read(true)
+            .write(writable)
+            .create(create)
+            // A pipe without a writer must not keep the caller.
+            .custom_flags(OFlags::NONBLOCK.bits() as i32)
+            .open(path);
+        let file = open.map_err(|e| failed("open", path, &e))?;
+        let meta = file.metadata().map_err(|e| failed("fstat", path, &e))?;
+        let disk = meta.file_type().is_block_device();
+        if !meta.is_file() && !disk {
+            return Err(invalid("neither a file nor a disk".into()));
+        }
+        let flags = rustix::fs::fcntl_getfl(&file);
+        flags
+            .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK))
+            .map_err(|e| EngineError::resource("fcntl", e))?;
+        let there = match disk {
+            true => end,
+            false => meta.len(),
+        };
+        if there < end {
+            if !create {
+                return Err(invalid(format!(
+                    "it has {there} bytes, the region ends at {end}; with create it is lengthened"
+                )));
+            }
+            file.set_len(end).map_err(|e| failed("ftruncate", path, &e))?;
+        }
+        let len = len.unwrap_or(there.saturating_sub(offset));
+        if len == 0 {
+            return Err(invalid("a region of zero bytes can't be registered".into()));
+        }
+        Ok((Self { file, path: path.to_owned(), writable }, len))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Returns when what was written is on the disk and not only in the page cache.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| failed("fdatasync", &self.path, &e))
+    }
+
+    fn fd(&self) -> i32 {
+        self.file.as_raw_fd()
+    }
+
+    /// As errors name it.
+    pub(crate) fn name(&self) -> String {
+        let path = self.path.to_string_lossy();
+        let n = path.chars().count();
+        match n > SHOWN {
+            true => format!("...{}", path.chars().skip(n - SHOWN).collect::<String>()),
+            false => path.into_owned(),
+        }
+    }
+}
+
+fn failed(call: &'static str, path: &Path, e: &std::io::Error) -> EngineError {
+    let cause = format!("{}: {e}", path.display());
+    let hint = match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+        Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => "free space on its disk",
+        Some(rustix::io::Errno::NOENT) => "name a file that exists, or give create",
+        Some(rustix::io::Errno::MFILE) => "raise the open-file limit of this process (ulimit -n)",
+        Some(rustix::io::Errno::FBIG) => "raise the limit on the size of files (ulimit -f)",
+        _ => "the path must lead to a file that this process may open so",
+    };
+    EngineError::Resource { call, cause, hint: hint.into() }
+}

@@ -1,0 +1,37 @@
+//! File work by threads that block in the system's calls: where io_uring isn't to be had.
+
+use super::{
+    queue::Inbox,
+    raw,
+    work::{Moved, Work},
+};
+use crate::domain::DomainError;
+
+/// Threads of one engine. Disks like several requests at a time; more cost memory and little else.
+pub(super) const THREADS: usize = 4;
+
+/// The life of one thread: ends when the inbox is closed.
+pub(super) fn serve(inbox: &Inbox) {
+    while let Some(work) = inbox.take() {
+        if work.begin() {
+            work.finish(carry_out(&work));
+            inbox.waker.wake();
+        }
+    }
+}
+
+fn carry_out(work: &Work) -> Result<(), DomainError> {
+    for piece in 0.. {
+        let Some(mut rest) = work.range(piece) else { break };
+        loop {
+            // SAFETY: whoever queued the work keeps its memory until it is over.
+            let n = unsafe { raw::move_some(work, rest) };
+            match work.after(rest, n) {
+                Moved::All => break,
+                Moved::Some(left) => rest = left,
+                Moved::Failed(e) => return Err(e),
+            }
+        }
+    }
+    Ok(())
+}

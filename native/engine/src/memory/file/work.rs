@@ -1,0 +1,208 @@
+//! One piece of work on a file: some ranges, all into it or all out of it.
+
+use std::sync::{
+    atomic::{
+        AtomicBool,
+        Ordering::{Acquire, Release},
+    },
+    Arc,
+};
+
+use parking_lot::{Condvar, Mutex};
+use smallvec::SmallVec;
+
+use super::FileMemory;
+use crate::{domain::DomainError, memory::device::Piece};
+
+#[derive(Debug)]
+enum State {
+    Queued,
+    Running,
+    Over(Result<(), DomainError>),
+}
+
+/// See the module. Ranges name the file's side by its offset in the file.
+#[derive(Debug)]
+pub(crate) struct Work {
+    pub file: Arc<FileMemory>,
+    /// Into the file.
+    pub inward: bool,
+    pub pieces: SmallVec<[Piece; 4]>,
+    state: Mutex<State>,
+    /// Told when it is over.
+    end: Condvar,
+    over: AtomicBool,
+}
+
+/// A range of a piece of work that is still to be moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rest {
+    /// In this process's memory.
+    pub addr: usize,
+    /// In the file.
+    pub at: u64,
+    pub len: usize,
+}
+
+/// What a call on a file has come to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Moved {
+    All,
+    /// The system moved less than was asked for, or nothing yet.
+    Some(Rest),
+    Failed(DomainError),
+}
+
+impl Work {
+    pub fn new(file: &Arc<FileMemory>, inward: bool, pieces: &[Piece]) -> Arc<Self> {
+        Arc::new(Self {
+            file: Arc::clone(file),
+            inward,
+            pieces: pieces.into(),
+            state: Mutex::new(State::Queued),
+            end: Condvar::new(),
+            over: AtomicBool::new(false),
+        })
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.over.load(Acquire)
+    }
+
+    /// How it ended; `None` while it goes on.
+    pub fn result(&self) -> Option<Result<(), DomainError>> {
+        if !self.is_over() {
+            return None;
+        }
+        match &*self.state.lock() {
+            State::Over(result) => Some(result.clone()),
+            State::Queued | State::Running => None,
+        }
+    }
+
+    /// Gives it up if it hasn't begun, else waits for its end: no byte of its memory is touched any
+    /// more after this (MR-1).
+    pub fn quiesce(&self) {
+        let mut state = self.state.lock();
+        if matches!(*state, State::Queued) {
+            *state = State::Over(Err(DomainError::Unavailable("the engine is closed".into())));
+            self.over.store(true, Release);
+            return;
+        }
+        while !matches!(*state, State::Over(_)) {
+            self.end.wait(&mut state);
+        }
+    }
+
+    /// Whether it is to be carried out; asked once, by whoever does.
+    pub(super) fn begin(&self) -> bool {
+        let mut state = self.state.lock();
+        let queued = matches!(*state, State::Queued);
+        if queued {
+            *state = State::Running;
+        }
+        queued
+    }
+
+    pub(super) fn finish(&self, result: Result<(), DomainError>) {
+        *self.state.lock() = State::Over(result);
+        self.over.store(true, Release);
+        self.end.notify_all();
+    }
+
+    pub(super) fn range(&self, piece: usize) -> Option<Rest> {
+        let p = self.pieces.get(piece)?;
+        let (addr, at) = if self.inward { (p.from, p.to) } else { (p.to, p.from) };
+        Some(Rest { addr, at: at as u64, len: p.len })
+    }
+
+    /// What is left of `rest` after a call that returned `n`, or its error.
+    pub(super) fn after(&self, rest: Rest, n: Result<usize, rustix::io::Errno>) -> Moved {
+        use rustix::io::Errno;
+        let (done, to) = if self.inward { ("writing", "to") } else { ("reading", "from") };
+        let what = |why: &str| {
+            let (Rest { at, len, .. }, name) = (rest, self.file.name());
+            let text = format!("file {name}: {why}, {done} {len} bytes {to} offset {at}");
+            Moved::Failed(DomainError::Storage(text))
+        };
+        match n {
+            Ok(0) if self.inward => what("the system takes no byte"),
+            Ok(0) => what("it ends before that: it was cut short since it was registered"),
+            Ok(n) if n < rest.len => {
+                Moved::Some(Rest { addr: rest.addr + n, at: rest.at + n as u64, len: rest.len - n })
+            }
+            Ok(_) => Moved::All,
+            Err(Errno::INTR | Errno::AGAIN | Errno::CANCELED) => Moved::Some(rest),
+            Err(e) => what(&std::io::Error::from(e).to_string()),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+    use rustix::io::Errno;
+
+    use super::{super::FileOptions, *};
+
+    fn work(inward: bool) -> Arc<Work> {
+        let path = std::env::current_exe().unwrap();
+        let options = FileOptions { writable: false, ..Default::default() };
+        let (file, _) = FileMemory::open(&path, options).unwrap();
+        let piece = Piece { to: 1000, from: 5000, len: 70 };
+        Work::new(&Arc::new(file), inward, &[piece])
+    }
+
+    #[test]
+    fn the_file_s_side_is_an_offset() {
+        assert_eq!(work(true).range(0), Some(Rest { addr: 5000, at: 1000, len: 70 }));
+        assert_eq!(work(false).range(0), Some(Rest { addr: 1000, at: 5000, len: 70 }));
+        assert_eq!(work(false).range(1), None);
+    }
+
+    #[test]
+    fn rs_1_errors_and_ends_of_files_name_the_file_and_never_pass_for_success() {
+        let name = std::env::current_exe().unwrap().file_name().unwrap().to_owned();
+        let name = name.to_str().unwrap();
+        for (inward, n, said) in [
+            (true, Ok(0), "takes no byte"),
+            (false, Ok(0), "cut short"),
+            (true, Err(Errno::NOSPC), "No space left"),
+            (false, Err(Errno::IO), "Input/output error"),
+        ] {
+            let work = work(inward);
+            let Moved::Failed(e) = work.after(work.range(0).unwrap(), n) else { panic!("{n:?}") };
+            let e = e.to_string();
+            assert!(e.contains(said) && e.contains(name), "{e}");
+        }
+    }
+
+    #[test]
+    fn mr_1_what_has_not_begun_never_does_once_it_was_given_up() {
+        let given_up = work(true);
+        given_up.quiesce();
+        assert!(!given_up.begin() && given_up.result().unwrap().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn short_calls_go_on_where_they_stopped(steps in proptest::collection::vec(0usize..40, 1..20)) {
+            let work = work(true);
+            let mut rest = work.range(0).unwrap();
+            let mut moved = 0;
+            for n in steps {
+                let n = match n { 0 => Err(Errno::INTR), n => Ok(n.min(rest.len)) };
+                prop_assert_eq!(rest, Rest { addr: 5000 + moved, at: 1000 + moved as u64, len: 70 - moved });
+                moved += n.unwrap_or(0);
+                match work.after(rest, n) {
+                    Moved::Some(left) => rest = left,
+                    end => {
+                        prop_assert_eq!(end, Moved::All);
+                        prop_assert_eq!(moved, 70);
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}

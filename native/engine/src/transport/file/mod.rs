@@ -1,0 +1,382 @@
+//! From an engine to itself: between its own memory and its own files, and among either. Its only peer
+//! is the engine whose domain it is, so that spilling a page and fetching it back are the requests that
+//! a peer would be sent, counted by the engine's own counters.
+//!
+//! Files are read into the memory that was named and written from it, without staging; only between two
+//! places that no processor reaches, a file and a file or a GPU, bytes take a slot of host memory.
+
+mod job;
+
+use std::{collections::VecDeque, sync::Arc};
+
+use slab::Slab;
+
+use crate::{
+    api::{Endpoint, EngineAddress, EngineId, TransportKind},
+    domain::{
+        Admit, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity,
+        Pinned, Post, Quiet, Token, WorkRequest,
+    },
+    memory::{device::Lanes, file::FileQueue, RegionBook, RegionMemory},
+    time::Time,
+};
+use job::{Job, Moving, Slots};
+
+/// Chunks under way: disks like several requests at a time.
+const MOST_MOVING: usize = 16;
+/// Work requests taken in; further ones wait in the group.
+const MOST_JOBS: usize = 1 << 12;
+/// Bytes that processors copy by one poll, under the engine's lock.
+const MOST_COPIED: u64 = 4 << 20;
+
+/// See the module.
+pub(crate) struct FileDomain {
+    own: Option<EngineAddress>,
+    book: RegionBook,
+    lanes: Lanes,
+    slots: Slots,
+    link: Option<LinkId>,
+    links: LinkId,
+    jobs: Slab<Job>,
+    /// Jobs that are not cut up yet, in order.
+    queue: VecDeque<usize>,
+    moving: Vec<Moving>,
+    messages: VecDeque<(Token, Arc<[u8]>)>,
+    /// Regions that are withdrawn when their last chunk has ended.
+    retiring: Vec<u32>,
+    news: Vec<Completion>,
+    /// A link on its way down, told when its last chunk has ended.
+    closing: Option<(LinkId, DomainError)>,
+    /// A device of this process that has memory registered: slots are pinned for it.
+    device: Option<i32>,
+}
+
+impl std::fmt::Debug for FileDomain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FileDomain({} jobs, {} chunks)", self.jobs.len(), self.moving.len())
+    }
+}
+
+impl FileDomain {
+    pub fn new(files: &Arc<FileQueue>) -> Self {
+        Self {
+            own: None,
+            book: RegionBook::default(),
+            lanes: Lanes::new(files),
+            slots: Slots::default(),
+            link: None,
+            links: 0,
+            jobs: Slab::new(),
+            queue: VecDeque::new(),
+            moving: Vec::new(),
+            messages: VecDeque::new(),
+            retiring: Vec::new(),
+            news: Vec::new(),
+            closing: None,
+            device: None,
+        }
+    }
+
+    fn id(&self) -> Option<EngineId> {
+        self.own.as_ref().map(|own| own.id)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+            && self.news.is_empty()
+            && self.messages.is_empty()
+            && self.retiring.is_empty()
+            && self.closing.is_none()
+    }
+
+    /// Begins chunks, as many as may be under way and as much as may be copied by one poll.
+    fn begin_chunks(&mut self) -> bool {
+        let (mut moved, mut copied) = (false, 0);
+        while self.moving.len() < MOST_MOVING && copied < MOST_COPIED {
+            let Some(key) = self.queue.front().copied() else { break };
+            let job = &mut self.jobs[key];
+            if job.has_begun() {
+                self.queue.pop_front();
+                moved |= self.finish(key);
+                continue;
+            }
+            let slot = match job.needs_slot() {
+                false => None,
+                true => match self.slots.take(self.device) {
+                    Ok(Some(slot)) => Some(slot),
+                    Ok(None) => break,
+                    Err(e) => {
+                        job.fail(e);
+                        continue;
+                    }
+                },
+            };
+            moved = true;
+            let job = &mut self.jobs[key];
+            match job.begin_chunk(key, slot, &mut self.lanes) {
+                Ok(moving) => {
+                    copied += moving.bytes;
+                    self.moving.push(moving);
+                }
+                Err(e) => {
+                    job.fail(e);
+                    self.slots.give_back(slot);
+                }
+            }
+        }
+        moved
+    }
+
+    /// Moves chunks on whose copy has ended.
+    fn step_chunks(&mut self) -> bool {
+        let mut moved = false;
+        let mut i = 0;
+        while i < self.moving.len() {
+            let moving = &mut self.moving[i];
+            let Some(result) = self.lanes.poll(&moving.ticket) else {
+                i += 1;
+                continue;
+            };
+            moved = true;
+            let job = &mut self.jobs[moving.job];
+            match result.and_then(|()| job.next_half(moving, &mut self.lanes)) {
+                Ok(true) => i += 1,
+                ended => {
+                    let Moving { job: key, slot, .. } = self.moving.remove(i);
+                    self.slots.give_back(slot);
+                    job.ended(ended.err());
+                    self.finish(key);
+                }
+            }
+        }
+        moved
+    }
+
+    /// Reports a job that is over: its count after its bytes are in place (IC-2), or its error.
+    fn finish(&mut self, key: usize) -> bool {
+        let job = &self.jobs[key];
+        if !job.is_over() {
+            return false;
+        }
+        let job = self.jobs.remove(key);
+        self.queue.retain(|queued| *queued != key);
+        let (link, token, result) = (job.link, job.token, job.result());
+        self.news.extend(job.count.filter(|_| result.is_ok()).map(Completion::Count));
+        self.news.push(Completion::Done { link, token, result });
+        let regions = [&job.local, &job.remote].map(|region| region.key.index);
+        for index in regions {
+            let used = |(_, job): (usize, &Job)| job.uses(index);
+            if self.retiring.contains(&index) && !self.jobs.iter().any(used) {
+                self.retiring.retain(|r| *r != index);
+                self.news.push(Completion::RegionQuiet { index });
+            }
+        }
+        true
+    }
+
+    fn deliver(&mut self, room: &dyn MessageRoom) -> bool {
+        let mut moved = false;
+        while let (Some(link), Some((token, message))) = (self.link, self.messages.pop_front()) {
+            let result = match room.admit(message.len()) {
+                Admit::Wait => {
+                    self.messages.push_front((token, message));
+                    break;
+                }
+                Admit::TooLong { limit } => Err(DomainError::Refused(format!(
+                    "a message of {} bytes, its pool takes {limit}",
+                    message.len()
+                ))),
+                Admit::Take => {
+                    self.news.push(Completion::Message { link, message: (*message).into() });
+                    Ok(())
+                }
+            };
+            moved = true;
+            self.news.push(Completion::Done { link, token, result });
+        }
+        moved
+    }
+
+    /// Tells the end of a link when the last chunk has ended (MR-1).
+    fn bury(&mut self) {
+        if !self.jobs.is_empty() {
+            return;
+        }
+        if let Some((link, cause)) = self.closing.take() {
+            let down = |token| Completion::Done { link, token, result: Err(cause.clone()) };
+            self.news.extend(self.messages.drain(..).map(|(token, _)| down(token)));
+            let (receipt, unfinished) = Default::default();
+            self.news.push(Completion::LinkDown { link, cause, receipt, unfinished });
+        }
+    }
+}
+
+impl Domain for FileDomain {
+    fn kind(&self) -> TransportKind {
+        TransportKind::File
+    }
+
+    fn caps(&self) -> Caps {
+        Caps { max_bytes: u64::MAX, max_pages: u32::MAX, max_message: usize::MAX }
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint { transport: TransportKind::File, data: Vec::new() }
+    }
+
+    fn announce(&mut self, own: &EngineAddress) {
+        self.own = Some(own.clone());
+    }
+
+    fn register(
+        &mut self,
+        region: &Arc<RegionMemory>,
+        _pinned: Option<Pinned>,
+    ) -> Result<NicKeys, DomainError> {
+        if let Some(range) = region.location.cuda() {
+            self.device = Some(range.device);
+        }
+        self.book.insert(region);
+        Ok(NicKeys::new())
+    }
+
+    fn deregister(&mut self, index: u32) -> Quiet {
+        self.book.remove(index);
+        if !self.jobs.iter().any(|(_, job)| job.uses(index)) {
+            return Quiet::Now;
+        }
+        self.retiring.push(index);
+        Quiet::Later
+    }
+
+    fn unfit(&self, peer: &EngineAddress) -> Option<String> {
+        match self.id() == Some(peer.id) {
+            true => None,
+            false => Some("it leads to this engine's own files and memory only".into()),
+        }
+    }
+
+    fn connect(
+        &mut self,
+        _now: Time,
+        peer: &EngineAddress,
+        endpoint: usize,
+    ) -> Result<LinkId, DomainError> {
+        let Some(own) = self.own.clone().filter(|own| own.id == peer.id) else {
+            return Err(DomainError::Unavailable("it leads to this engine only".into()));
+        };
+        self.links += 1;
+        let link = self.links;
+        self.link = Some(link);
+        self.news.push(Completion::LinkUp {
+            link,
+            peer: PeerIdentity { address: own },
+            endpoint,
+            name: u64::from(link),
+            note: "this engine itself".into(),
+        });
+        self.lanes.wake();
+        Ok(link)
+    }
+
+    fn disconnect(&mut self, link: LinkId, cause: &str) {
+        if self.link != Some(link) {
+            return;
+        }
+        self.link = None;
+        let cause = DomainError::LinkDown(cause.to_owned());
+        self.queue.clear();
+        self.jobs.iter_mut().for_each(|(_, job)| job.fail(cause.clone()));
+        self.closing = Some((link, cause));
+        for key in self.jobs.iter().map(|(key, _)| key).collect::<Vec<_>>() {
+            self.finish(key);
+        }
+    }
+
+    fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        if self.link != Some(link) {
+            return Err(DomainError::LinkDown("the link is down".into()));
+        }
+        let (data, count, write) = match wr {
+            WorkRequest::Prepare { .. } => return Ok(Post::Done),
+            WorkRequest::Count(count) => {
+                self.news.push(Completion::Count(*count));
+                self.lanes.wake();
+                return Ok(Post::Done);
+            }
+            WorkRequest::Send(message) => {
+                self.messages.push_back((token, Arc::clone(message)));
+                self.lanes.wake();
+                return Ok(Post::Queued);
+            }
+            WorkRequest::Write { data, count } => (data, *count, true),
+            WorkRequest::Read { data } => (data, None, false),
+        };
+        if self.jobs.len() >= MOST_JOBS {
+            return Ok(Post::Full);
+        }
+        let local = self.book.get(data.local_region).cloned();
+        let local = local.ok_or_else(|| {
+            DomainError::Refused("the local region is not registered any more".into())
+        })?;
+        let remote = Arc::clone(self.book.lookup(data.remote)?);
+        let job = Job::new((link, token), (data.clone(), count, write), (local, remote))?;
+        let key = self.jobs.insert(job);
+        self.queue.push_back(key);
+        // The worker may sleep, and nobody else rings.
+        self.lanes.wake();
+        Ok(Post::Queued)
+    }
+
+    fn poll(&mut self, _now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        if self.is_idle() {
+            return false;
+        }
+        let mut moved = self.step_chunks();
+        moved |= self.begin_chunks();
+        moved |= self.deliver(room);
+        self.bury();
+        moved |= !self.news.is_empty();
+        out.append(&mut self.news);
+        moved
+    }
+
+    fn flush(&mut self) {
+        // Disks may begin while the caller is still busy.
+        self.begin_chunks();
+    }
+
+    fn reaches_peers(&self) -> bool {
+        false
+    }
+
+    fn takes_files(&self) -> bool {
+        true
+    }
+
+    fn arm(&mut self) -> bool {
+        let room = self.moving.len() < MOST_MOVING && !self.queue.is_empty();
+        let look = self.moving.iter().any(|m| m.ticket.wants_a_look());
+        self.news.is_empty() && !look && !(room && self.slots.is_free())
+    }
+
+    fn disarm(&mut self) {}
+
+    fn describe(&self, _link: LinkId) -> String {
+        format!("files by {}, without staging", self.lanes.files_by())
+    }
+
+    fn close(&mut self) {
+        // After this nothing lands (MR-1).
+        self.lanes.close();
+        self.moving.iter().for_each(|m| m.ticket.quiesce());
+        // The engine closes all its transports; this is the one that every engine has.
+        self.lanes.close_files();
+        (self.link, self.closing) = (None, None);
+        self.queue.clear();
+        self.moving.clear();
+        self.jobs.clear();
+        self.messages.clear();
+        self.news.clear();
+    }
+}
