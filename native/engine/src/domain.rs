@@ -254,6 +254,13 @@ pub enum Completion {
         /// By which numbers the peer's receipt names what was under way; empty where it names none.
         unfinished: Vec<(Token, u64)>,
     },
+    /// A link that this peer began was accepted, never was up here, and has ended: nothing can land by it any
+    /// more.
+    Unused {
+        peer: PeerIdentity,
+        name: LinkName,
+        receipt: Receipt,
+    },
     /// What the peer's group has to say to ours.
     Note {
         link: LinkId,
@@ -364,9 +371,9 @@ pub trait Domain: Send {
     /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);
 
-    /// Reports a link of this name up, if it was accepted and waits for its initiator to use it first: only
-    /// links that are up end with a receipt. False if there is none.
-    fn surface(&mut self, _name: LinkName) -> bool {
+    /// Ends a link of this name that was accepted and waits for its initiator to use it first; `Unused`
+    /// follows. False if there is none.
+    fn end_unused(&mut self, _name: LinkName, _cause: &str) -> bool {
         false
     }
 

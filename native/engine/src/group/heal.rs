@@ -18,11 +18,14 @@ use super::{
     Group, Rails, Sink, TransferKey,
 };
 use crate::{
+    api::EngineAddress,
     domain::{DomainError, LinkId, LinkName, Receipt, Receipts, Token, WorkRequest},
     time::Time,
     EngineError,
 };
 
+/// Why a link is ended here.
+const THEIRS: &str = "the peer has lost it";
 /// How often the same bytes are sent at most.
 const MAX_TRIES: u8 = 8;
 /// Links of a peer whose receipts are remembered.
@@ -98,11 +101,6 @@ impl Healing {
         self.receipts.iter().any(|(n, _)| *n == name)
     }
 
-    /// Whether the peer has lost this link already and waits for its end here.
-    pub fn is_lost(&self, name: LinkName) -> bool {
-        self.questions.iter().any(|q| q.name == name)
-    }
-
     /// The answer to a question about a link that is down here. One that never was up may still come up:
     /// nothing can be promised of it.
     fn came(&self, name: LinkName, numbers: &[u64]) -> Came {
@@ -136,10 +134,7 @@ impl Group {
             limbo.asked_by = None;
         }
         let slices = healing.take_fallen(place, numbers);
-        let waiting = std::mem::take(&mut healing.questions);
-        let (ready, waiting): (Vec<_>, _) = waiting.into_iter().partition(|q| q.name == link.name);
-        healing.questions = waiting;
-        ready.into_iter().for_each(|q| self.answer(peer, &q, rails));
+        self.answer_all(peer, link.name, rails);
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
         // A read's bytes land here, and nothing of this link does any more.
@@ -244,8 +239,8 @@ impl Group {
         };
         match route.named(question.name) {
             None if route.healing.is_over(question.name) => self.answer(peer, &question, rails),
-            // It may be one that the peer has lost before it used it: ended when it is up.
-            None => match rails.iter_mut().any(|r| r.surface(question.name)) {
+            // It may be one that the peer has lost before it used it.
+            None => match rails.iter_mut().any(|r| r.end_unused(question.name, THEIRS)) {
                 true => wait(route, question),
                 false => self.answer(peer, &question, rails),
             },
@@ -255,9 +250,30 @@ impl Group {
             }
             Some((rail, link)) => {
                 wait(route, question);
-                rails[rail].disconnect(link, "the peer has lost it");
+                rails[rail].disconnect(link, THEIRS);
             }
         }
+    }
+
+    /// A link that the peer began has ended here before it was used.
+    pub(super) fn on_unused(
+        &mut self,
+        peer: &EngineAddress,
+        (name, receipt): (LinkName, Receipt),
+        rails: &mut Rails,
+    ) {
+        let peer = self.peer(peer);
+        self.peers[peer as usize].healing.keep_receipt(name, receipt);
+        self.answer_all(peer, name, rails);
+    }
+
+    /// A link is down: whoever waited for that is told what came over it.
+    fn answer_all(&mut self, peer: PeerKey, name: LinkName, rails: &mut Rails) {
+        let questions = &mut self.peers[peer as usize].healing.questions;
+        let (ready, waiting): (Vec<_>, _) =
+            std::mem::take(questions).into_iter().partition(|q| q.name == name);
+        *questions = waiting;
+        ready.into_iter().for_each(|q| self.answer(peer, &q, rails));
     }
 
     fn answer(&mut self, peer: PeerKey, question: &Question, rails: &mut Rails) {

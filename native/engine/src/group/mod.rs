@@ -271,14 +271,14 @@ impl Group {
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
-                if route.healing.is_lost(name) {
-                    rails[rail].disconnect(link, "the peer has lost it");
-                }
                 self.ask(now, key, rails, sink);
                 self.drain_backlog(now, key, rails, sink);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {
                 self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
+            }
+            Completion::Unused { peer, name, receipt } => {
+                self.on_unused(&peer.address, (name, receipt), rails);
             }
             Completion::Note { link, frame } => {
                 self.on_note(now, (rail, link), &frame, rails, sink);

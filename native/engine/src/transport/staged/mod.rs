@@ -287,8 +287,8 @@ impl<D: Whispers> Domain for Staged<D> {
         self.inner.disconnect(link, cause);
     }
 
-    fn surface(&mut self, name: LinkName) -> bool {
-        self.inner.surface(name)
+    fn end_unused(&mut self, name: LinkName, cause: &str) -> bool {
+        self.inner.end_unused(name, cause)
     }
 
     fn receipts(&self) -> Receipts {

@@ -65,8 +65,8 @@ impl VerbsDomain {
         }
     }
 
-    /// An accepted link is up when its initiator uses it, or asks about it.
-    pub(super) fn first_use(&mut self, id: LinkId) {
+    /// An accepted link is up when its initiator uses it.
+    fn first_use(&mut self, id: LinkId) {
         let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
         link.announced = true;
         let (peer, endpoint, name) = (link.peer.clone(), link.endpoint, link.name);

@@ -333,10 +333,10 @@ impl Domain for VerbsDomain {
         self.begin(now, peer, endpoint)
     }
 
-    fn surface(&mut self, name: LinkName) -> bool {
+    fn end_unused(&mut self, name: LinkName, cause: &str) -> bool {
         let unused = |s: &Slot| matches!(&s.state, State::Up(l) if l.name == name && !l.announced);
         let found = self.slots.iter().find(|(_, s)| unused(s)).map(|(_, s)| s.id);
-        found.into_iter().for_each(|id| self.first_use(id));
+        found.into_iter().for_each(|id| self.disconnect(id, cause));
         found.is_some()
     }
 

@@ -363,6 +363,8 @@ impl VerbsDomain {
             });
         } else {
             crate::transport::handshake::mourn(&link.peer.address.label(), &cause);
+            let (peer, name) = (link.peer.clone(), link.name);
+            self.news.push(Completion::Unused { peer, name, receipt });
         }
         if tell {
             link.mail.bye(matches!(cause, DomainError::Gone(_)), &cause.to_string());
