@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-rdma bench lint docs wheel fuzz loom clean setup
+.PHONY: demo test test-rust test-python test-rdma chaos bench lint docs wheel fuzz loom clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/native
@@ -35,6 +35,13 @@ test-python: $(DONE)/native $(DONE)/perf
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native $(DONE)/perf
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
+
+# Processes that are killed and frozen, sockets that are reset, disks that are full; `make test` runs a
+# short version. ARGS="--seed 7" draws the same again.
+ROUNDS ?= 1000
+
+chaos: $(DONE)/native
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)
 
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)

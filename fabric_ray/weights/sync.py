@@ -121,7 +121,7 @@ class WeightSync:
         ]
         arms = self._all("rollout", self._rollouts, _target_accept, "make room", shares)
         share = SourceShare(self._session, encoded, routes.containers("source"), tuple(arms))
-        shared = ray.put(share)
+        shared = self._put(share)
         self._all(
             "trainer",
             self._trainers,
@@ -299,6 +299,10 @@ class WeightSync:
                 failed=failed,
             )
         return results
+
+    def _put(self, value: Any) -> Any:
+        """A value that several actors will be given: it travels to each node once."""
+        return ray.put(value)
 
     def _some(
         self,

@@ -89,7 +89,7 @@ impl EngineError {
     /// Whether a call failed for a limit of this process rather than for what it asked.
     pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
         use rustix::io::Errno;
-        matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
+        matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::FBIG)
     }
 
     /// An operating-system call that failed for want of something the user can raise.
@@ -109,6 +109,9 @@ impl EngineError {
             Errno::NOSPC => "free space on the file system or the memory behind it",
             Errno::PERM | Errno::ACCESS => "grant the permission named by the call",
             Errno::AGAIN => "lower the number of threads or processes, or raise their limit",
+            Errno::FBIG => {
+                "raise the file-size limit of this process (ulimit -f): shared memory counts as files"
+            }
             _ => "see the errno for the cause",
         };
         Self::Resource { call, cause: errno.to_string(), hint: hint.into() }

@@ -61,6 +61,8 @@ pub(super) struct Link {
     pub deferred: VecDeque<(Token, WorkRequest)>,
     /// Copies that are done and whose count found the ring full.
     uncounted: VecDeque<(Token, Count)>,
+    /// Work whose count the peer may not have taken before it left.
+    unheard: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
     pub jobs: Vec<Arc<Job>>,
     /// Our regions that the peer may reach.
@@ -94,6 +96,7 @@ impl Link {
             resolving: HashMap::new(),
             deferred: VecDeque::new(),
             uncounted: VecDeque::new(),
+            unheard: Vec::new(),
             sends: VecDeque::new(),
             jobs: Vec::new(),
             exported: HashSet::new(),
@@ -254,14 +257,27 @@ impl Link {
         lines.produce.has_room(slots, tail)
     }
 
-    /// Sends a count. There must be room.
+    /// Sends a count; there must be room. False if its work is not over: the peer has left, perhaps
+    /// before it took the count, so the work ends with the link.
     #[inline]
-    pub fn push_count(&mut self, count: Count) {
-        if let Stage::Up(lines) = &mut self.stage {
-            let (slots, _) = counts(&lines.outbox);
-            lines.produce.push(slots, count);
-            lines.bell.ring();
+    pub fn push_count(&mut self, token: Token, count: Count) -> bool {
+        let Stage::Up(lines) = &mut self.stage else { return false };
+        let (slots, tail) = counts(&lines.outbox);
+        lines.produce.push(slots, count);
+        // Its fence is the one that `is_closed` needs.
+        lines.bell.ring();
+        if !Producer::is_closed(tail) {
+            return true;
         }
+        self.unheard.push(token);
+        let cause = "its other end has left it".to_owned();
+        self.closing.get_or_insert(DomainError::LinkDown(cause));
+        false
+    }
+
+    /// Takes no more counts after those that are here already.
+    pub fn stop_counting(&self) {
+        Consumer::close(counts(&self.inbox).1);
     }
 
     pub fn push_message(&mut self, token: Token, message: &[u8]) -> bool {
@@ -277,8 +293,9 @@ impl Link {
     /// Counts a finished copy, now or as soon as the ring has room.
     pub fn count_copy(&mut self, token: Token, count: Count, out: &mut Vec<Completion>) {
         if self.has_room() {
-            self.push_count(count);
-            out.push(Completion::Done { link: self.id, token, result: Ok(()) });
+            if self.push_count(token, count) {
+                out.push(Completion::Done { link: self.id, token, result: Ok(()) });
+            }
         } else {
             self.uncounted.push_back((token, count));
         }
@@ -291,8 +308,9 @@ impl Link {
                 self.uncounted.push_front((token, count));
                 break;
             }
-            self.push_count(count);
-            out.push(Completion::Done { link: self.id, token, result: Ok(()) });
+            if self.push_count(token, count) {
+                out.push(Completion::Done { link: self.id, token, result: Ok(()) });
+            }
             moved = true;
         }
         moved
@@ -310,7 +328,8 @@ impl Link {
         let deferred = std::mem::take(&mut self.deferred).into_iter().map(|(t, _)| t);
         let uncounted = std::mem::take(&mut self.uncounted).into_iter().map(|(t, _)| t);
         let sends = std::mem::take(&mut self.sends).into_iter().map(|(t, _)| t);
-        resolving.chain(deferred).chain(uncounted).chain(sends).collect()
+        let unheard = std::mem::take(&mut self.unheard);
+        resolving.chain(deferred).chain(uncounted).chain(sends).chain(unheard).collect()
     }
 }
 

@@ -17,6 +17,8 @@ mod messages;
 mod raw;
 mod ring;
 mod serve;
+#[cfg(test)]
+mod serve_tests;
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -200,10 +202,10 @@ impl ShmDomain {
         if inline {
             Copy { data, import, motion, device }.run(&pool.copier)?;
             self.inline_left -= data.bytes();
-            if let Some(count) = count {
-                link.push_count(count);
-            }
-            return Ok(Post::Done);
+            return Ok(match count {
+                Some(count) if !link.push_count(token, count) => Post::Queued,
+                _ => Post::Done,
+            });
         }
         let import = Arc::clone(import);
         let job = Job::new(data.clone(), import, (motion, device), (id, token, count));
@@ -336,8 +338,10 @@ impl Domain for ShmDomain {
                 if !link.has_room() {
                     return Ok(Post::Full);
                 }
-                link.push_count(*count);
-                Ok(Post::Done)
+                Ok(match link.push_count(token, *count) {
+                    true => Post::Done,
+                    false => Post::Queued,
+                })
             }
             WorkRequest::Send(message) => match link.push_message(token, message) {
                 true => Ok(Post::Queued),
@@ -359,7 +363,8 @@ impl Domain for ShmDomain {
             self.finish_job(&job, out);
         }
         for slot in 0..self.links.capacity() {
-            let Some(link) = self.links.get_mut(slot).filter(|l| l.is_up()) else { continue };
+            let open = |l: &&mut Link| l.is_up() && !l.gone;
+            let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
             moved |= link.take_arrivals(room, out) | link.flush_counts(out);
             let id = link.id;
             if !link.deferred.is_empty() {

@@ -32,13 +32,16 @@ pub(super) struct Tail {
     consumed: AtomicU64,
     /// The producer found the ring full and wants to be woken.
     stalled: AtomicU32,
+    /// The consumer takes nothing more.
+    closed: AtomicU32,
 }
 
 /// A ring in ordinary memory.
 #[cfg(test)]
 pub(super) fn memory(n: usize) -> (Box<[Slot]>, Tail) {
     let slot = || Slot { count: AtomicU64::new(0), sequence: AtomicU64::new(0) };
-    let tail = Tail { consumed: AtomicU64::new(0), stalled: AtomicU32::new(0) };
+    let (stalled, closed) = (AtomicU32::new(0), AtomicU32::new(0));
+    let tail = Tail { consumed: AtomicU64::new(0), stalled, closed };
     ((0..n).map(|_| slot()).collect(), tail)
 }
 
@@ -86,6 +89,13 @@ impl Producer {
         self.next += 1;
         slot.sequence.store(self.next, Release);
     }
+
+    /// Whether the consumer may have left before it took what was pushed last. What it hasn't seen
+    /// of that by then, it never will; a fence must lie between the push and this (IC-4).
+    #[inline]
+    pub fn is_closed(tail: &Tail) -> bool {
+        tail.closed.load(SeqCst) != 0
+    }
 }
 
 #[derive(Debug)]
@@ -114,6 +124,12 @@ impl Consumer {
         self.next += 1;
         let raw = slot.count.load(Relaxed);
         Some(Count { imm: raw as u32, n: (raw >> 32) as u32 })
+    }
+
+    /// The consumer leaves: whoever pushes from now on sees that. It must look once more after this.
+    pub fn close(tail: &Tail) {
+        tail.closed.store(1, SeqCst);
+        total_order();
     }
 
     /// Gives consumed places back; true if the producer stalled and must be woken.

@@ -359,7 +359,9 @@ impl ShmDomain {
     /// Begins to take a link down; `sweep` ends it when its copies have ended.
     pub(super) fn fail(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
         let Some(link) = self.link(id) else { return };
-        // What the peer counted before it went away has arrived and counts.
+        // What the peer counted before it went away has arrived and counts; if it is still there, it
+        // learns that nothing more does (IC-4).
+        link.stop_counting();
         while link.take_arrivals(&NoMessages, out) {}
         if !link.is_up() {
             handshake::mourn("a process on this host", &cause);

@@ -10,6 +10,8 @@ mod place;
 mod protocol;
 mod raw;
 mod setup;
+#[cfg(test)]
+mod setup_tests;
 mod stream;
 
 use std::{
@@ -192,6 +194,13 @@ impl TcpDomain {
         n > 0
     }
 
+    /// Whether frames wait in a stream's buffer since its handshake, and may be looked at.
+    fn has_leftover(&self, s: &Socket) -> bool {
+        let Role::Of(id) = s.role else { return false };
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
+        s.stream.leftover && link.is_some_and(Link::is_complete)
+    }
+
     /// Regions whose last read has been sent are out of reach now.
     fn reap(&mut self, out: &mut Vec<Completion>) {
         let sockets = &self.sockets;
@@ -306,7 +315,7 @@ impl Domain for TcpDomain {
                 continue;
             }
             let (hot, blocked) = (s.stream.hot_until > now, s.stream.blocked);
-            let heard = hot && self.readable(key, room, out);
+            let heard = (hot || self.has_leftover(s)) && self.readable(key, room, out);
             moved |= heard;
             let Some(s) = self.sockets.get_mut(key) else { continue };
             if !heard {
@@ -349,7 +358,9 @@ impl Domain for TcpDomain {
     fn arm(&mut self) -> bool {
         self.look_at = Time(0);
         let busy = |s: &Socket| {
-            (s.stream.unsent > 0 && !s.stream.blocked) || s.stream.done != s.stream.done_told
+            (s.stream.unsent > 0 && !s.stream.blocked)
+                || s.stream.done != s.stream.done_told
+                || self.has_leftover(s)
         };
         let news = !self.news.is_empty() || !self.whispers.is_empty();
         !news && !self.sockets.iter().any(|(_, s)| busy(s))

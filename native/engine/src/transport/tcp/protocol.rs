@@ -148,6 +148,9 @@ impl TcpDomain {
     ) -> Result<bool, DomainError> {
         let now = self.now;
         // What came with the handshake's last message is in the buffer already.
+        if let Some(s) = self.sockets.get_mut(key) {
+            s.stream.leftover = false;
+        }
         self.digest(key, id, room, out)?;
         let Some(s) = self.sockets.get_mut(key) else { return Ok(true) };
         if s.stream.fill()?.is_none() {
@@ -410,13 +413,16 @@ impl TcpDomain {
     /// Hands up the oldest message if the pool has room; one at a time, for each takes its place
     /// there before the next asks.
     fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+        let mut reported = out.iter().chain(&self.news);
+        let waiting = reported.any(|c| matches!(c, Completion::Message { .. }));
         let Some(link) = self.link(id) else { return false };
-        let waiting = out.iter().any(|c| matches!(c, Completion::Message { .. }));
         let Some((op, message)) = link.held.pop_front() else { return false };
         let (code, limit) = match room.admit(message.len()) {
             Admit::Take if !waiting => {
                 let message = message.into_boxed_slice();
-                out.push(Completion::Message { link: id, message });
+                // Behind the news that its link is up, if that is as fresh: nobody knows whose a message
+                // is before.
+                self.news.push(Completion::Message { link: id, message });
                 (0, 0)
             }
             Admit::TooLong { limit } => (1, limit as u64),
@@ -425,7 +431,7 @@ impl TcpDomain {
                 return false;
             }
         };
-        let Some(key) = link.quick() else { return true };
+        let Some(key) = self.link(id).and_then(|l| l.quick()) else { return true };
         let taken = Header { code, op, len: limit, ..Header::new(Kind::Taken) };
         self.sockets[key].stream.say(&taken.encode());
         true

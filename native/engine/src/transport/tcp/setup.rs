@@ -313,6 +313,7 @@ impl TcpDomain {
         let Some(s) = self.sockets.get_mut(key) else { return };
         let Role::Half(half) = std::mem::replace(&mut s.role, Role::Of(id)) else { return };
         s.stream.hot_until = now.after(super::HOT);
+        s.stream.shaken();
         if index > 0 {
             s.stream.ahead = super::stream::AHEAD;
         }

@@ -78,6 +78,8 @@ pub(super) struct Stream {
     from: usize,
     to: usize,
     state: Rx,
+    /// Frames came along with the handshake's last message: the kernel will not tell of them again.
+    pub leftover: bool,
     /// Try it at every poll until then: something came lately.
     pub hot_until: Time,
 }
@@ -100,6 +102,7 @@ impl Stream {
             from: 0,
             to: 0,
             state: Rx::Header,
+            leftover: false,
             hot_until: Time(0),
         }
     }
@@ -301,6 +304,11 @@ impl Stream {
         }
         self.to += n - placed as usize;
         Ok(Some(n))
+    }
+
+    /// The handshake is over: what has been taken beyond it is frames.
+    pub fn shaken(&mut self) {
+        self.leftover = self.from < self.to;
     }
 
     /// Bytes of the handshake: the next message, length first; `None` if it isn't complete.

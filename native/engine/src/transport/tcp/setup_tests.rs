@@ -1,0 +1,108 @@
+//! Handshakes of two domains, poll by poll.
+
+use std::sync::Arc;
+
+use super::{TcpDomain, HOT};
+use crate::{
+    api::{EngineAddress, EngineConfig, EngineId, RegionKey},
+    domain::{
+        Admit, Completion, Count, Data, Domain, LinkId, LocalAddr, MessageRoom, Seq, Token,
+        WorkRequest,
+    },
+    memory::{Backing, RegionMemory},
+    time::Time,
+};
+
+/// Enough that a write goes over a stream for bulk.
+const PAGE: usize = 16 << 10;
+const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+
+struct Room;
+
+impl MessageRoom for Room {
+    fn admit(&self, _: usize) -> Admit {
+        Admit::Take
+    }
+}
+
+fn domain(id: u8) -> (TcpDomain, EngineAddress) {
+    let id = EngineId([id; 16]);
+    let mut domain = TcpDomain::open(id, &EngineConfig::default()).unwrap();
+    let address = EngineAddress { id, name: String::new(), endpoints: vec![domain.endpoint()] };
+    domain.announce(&address);
+    (domain, address)
+}
+
+/// Polls at times so far apart that nothing is tried only because something came lately.
+fn poll(domain: &mut TcpDomain, now: &mut Time, out: &mut Vec<Completion>) {
+    *now = now.after(HOT * 2);
+    domain.poll(*now, &Room, out);
+}
+
+/// Connects `a` to `b`, up to where `b` is ready and `a` is about to be. Returns the link at `b`.
+fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, there: &EngineAddress) -> (LinkId, Time) {
+    let (mut now, mut of_a, mut of_b) = (Time(1), Vec::new(), Vec::new());
+    a.connect(now, there, 0).unwrap();
+    loop {
+        poll(a, &mut now, &mut of_a);
+        assert!(of_a.is_empty());
+        poll(b, &mut now, &mut of_b);
+        if let Some(Completion::LinkUp { link, .. }) = of_b.first() {
+            return (*link, now);
+        }
+    }
+}
+
+#[test]
+fn ic_4_what_came_with_the_end_of_a_handshake_is_not_forgotten() {
+    let ((mut a, _), (mut b, there)) = (domain(1), domain(2));
+    let (mut memory, mut source) = (vec![0u8; 4 * PAGE], vec![7u8; 4 * PAGE]);
+    let (base, len) = (memory.as_mut_ptr() as usize, memory.len() as u64);
+    let region = RegionMemory::new(KEY, base, len, Backing::Foreign, None);
+    a.register(&Arc::new(region), None).unwrap();
+
+    let (link, mut now) = half_way(&mut a, &mut b, &there);
+    let mut of_a = Vec::new();
+    // The one who was called is ready first, and its frames follow its last words on every stream.
+    for i in 0..4 {
+        let data = Data {
+            local: LocalAddr(source.as_mut_ptr() as usize),
+            local_region: 0,
+            local_seq: Seq::at(0),
+            remote: KEY,
+            remote_keys: Default::default(),
+            remote_seq: Seq::at(u64::from(i) * PAGE as u64),
+            page_len: PAGE as u64,
+            pages: 1,
+        };
+        let count = Some(Count { imm: i, n: 1 });
+        let token = Token { slot: i, ..Token::default() };
+        b.post(link, token, &WorkRequest::Write { data, count }).unwrap();
+    }
+    b.flush();
+    for _ in 0..100 {
+        poll(&mut a, &mut now, &mut of_a);
+        if a.arm() {
+            break;
+        }
+    }
+    let counted = of_a.iter().filter(|c| matches!(c, Completion::Count(_))).count();
+    assert_eq!(counted, 4);
+    assert!(memory == source);
+}
+
+#[test]
+fn ic_4_a_message_is_not_reported_before_its_link() {
+    let ((mut a, _), (mut b, there)) = (domain(1), domain(2));
+    let (link, mut now) = half_way(&mut a, &mut b, &there);
+    b.post(link, Token::default(), &WorkRequest::Send((*b"hello").into())).unwrap();
+    b.flush();
+    let mut of_a = Vec::new();
+    for _ in 0..3 {
+        poll(&mut a, &mut now, &mut of_a);
+    }
+    let [Completion::LinkUp { .. }, Completion::Message { message, .. }] = &of_a[..] else {
+        panic!("{of_a:?}");
+    };
+    assert_eq!(&message[..], b"hello");
+}
