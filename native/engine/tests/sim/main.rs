@@ -8,6 +8,7 @@ mod check;
 mod draw;
 mod judge;
 mod memory;
+mod model;
 mod run;
 mod shrink;
 mod steps;

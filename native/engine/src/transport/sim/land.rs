@@ -5,6 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{
+    free,
     node::{End, Held, Port, Side},
     wire::{Event, Way, World},
 };
@@ -95,6 +96,15 @@ impl Job {
         })
     }
 
+    pub fn words(&self) -> String {
+        let what = match self.kind {
+            Kind::Write => "write",
+            Kind::Read => "read",
+            Kind::Count => "count",
+        };
+        format!("{what} {}", self.number)
+    }
+
     pub fn way(&self) -> Way {
         Way { from: self.from.0, to: self.to.0, name: self.name }
     }
@@ -160,6 +170,7 @@ impl World {
             return;
         };
         let mut error = None;
+        let mut found = None;
         if let Some(piece) = job.pieces.get(at) {
             let mut bytes = piece.bytes.lock();
             match target.book.resolve(job.key, piece.there, bytes.len() as u64) {
@@ -172,6 +183,11 @@ impl World {
                         match job.kind {
                             Kind::Read => take(addr, &mut bytes),
                             Kind::Write | Kind::Count => {
+                                if self.free.is_some() {
+                                    let mut before = vec![u8::from(sending); bytes.len() + 1];
+                                    take(addr, &mut before[1..]);
+                                    found = Some(free::hash(&before));
+                                }
                                 if sending {
                                     take(piece.here, &mut bytes);
                                 }
@@ -181,6 +197,10 @@ impl World {
                     }
                 }
             }
+        }
+        if let (Some(free), Some(found)) = (&mut self.free, found) {
+            // What the checks of a test do at one node when something is over at another.
+            free.see(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
             let n = job.pieces.get(at).map_or(0, |p| p.bytes.lock().len());
@@ -287,7 +307,10 @@ impl World {
     }
 
     pub(super) fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
-        let name = self.rng.u64(1..);
+        let name = match &self.free {
+            Some(free) => free.name(),
+            None => self.rng.u64(1..),
+        };
         let way = Way { from, to, name };
         let half = self.config.half_open;
         let half = half > 0 && self.rng.u32(..half) == 0;

@@ -7,6 +7,7 @@
 mod config;
 mod domain;
 mod fault;
+mod free;
 mod land;
 mod net;
 mod node;
@@ -15,4 +16,5 @@ mod wire;
 pub use config::SimConfig;
 pub use domain::SimDomain;
 pub use fault::Fault;
+pub use free::Choice;
 pub use net::SimNet;

@@ -21,11 +21,11 @@ use crate::{
 /// A simulated network, its clock and the engines on it. Single-threaded by nature: everything happens inside
 /// [`SimNet::step`].
 pub struct SimNet {
-    world: Arc<Mutex<World>>,
+    pub(super) world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
     engines: Vec<Weak<TransferEngine>>,
     /// The latest life of each node, in the order in which they were opened.
-    lives: Vec<EngineId>,
+    pub(super) lives: Vec<EngineId>,
     ids: fastrand::Rng,
 }
 
@@ -182,7 +182,7 @@ impl SimNet {
         engines.map(|e| e.next_timer()).fold(Time::NEVER, Time::min)
     }
 
-    fn drive_all(&mut self) -> bool {
+    pub(super) fn drive_all(&mut self) -> bool {
         let now = self.now();
         let mut moved = false;
         let mut gone = false;

@@ -9,6 +9,7 @@ use std::{
 };
 
 use super::{
+    free::Free,
     land::Job,
     node::{Node, Port, Side},
     SimConfig,
@@ -126,6 +127,8 @@ pub(super) struct World {
     pub partitions: Vec<Partition>,
     /// Frames between groups that have arrived.
     pub notes: u64,
+    /// What is under way where nothing has a time of its own.
+    pub free: Option<Free>,
     events: BinaryHeap<Scheduled>,
     lanes: HashMap<(LinkName, Port), Lane>,
     order: u64,
@@ -137,6 +140,7 @@ impl World {
     pub fn new(config: SimConfig, clock: Arc<AtomicU64>) -> Self {
         Self {
             rng: fastrand::Rng::with_seed(config.seed),
+            free: config.free.then(Free::default),
             config,
             nodes: BTreeMap::new(),
             stalls: HashMap::new(),
@@ -165,7 +169,10 @@ impl World {
     }
 
     pub fn delay(&mut self) -> u64 {
-        self.rng.u64(self.config.delay.clone())
+        match self.free {
+            Some(_) => 0,
+            None => self.rng.u64(self.config.delay.clone()),
+        }
     }
 
     /// Has something happen at one side after a time, whatever the network is like.
@@ -175,6 +182,10 @@ impl World {
     }
 
     fn push(&mut self, at: u64, way: Option<Way>, bytes: usize, event: Event) {
+        if let Some(free) = &mut self.free {
+            let by = way.map_or(event.at().engine, |w| w.from.engine);
+            return free.add(by, way, event);
+        }
         self.order += 1;
         let scheduled = Scheduled { at, order: self.order, way, bytes, is_in: false, event };
         // Who connects finds out that nothing goes out; what was begun waits for the cable.

@@ -1,0 +1,149 @@
+//! Tries every path: a run goes along a prefix of choices and takes the first that is new after it. States that
+//! were seen before are not gone on from.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    panic::{catch_unwind, AssertUnwindSafe},
+};
+
+use super::{path::Path, scopes::Scope};
+use crate::check::Violation;
+
+/// What came out.
+#[derive(Debug, Default)]
+pub struct Explored {
+    /// Different states in which something was to be chosen.
+    pub states: usize,
+    /// Runs from the start.
+    pub runs: usize,
+    /// Complete orders of events that these runs stand for.
+    pub orders: f64,
+    pub longest: usize,
+    pub broken: Option<Broken>,
+}
+
+/// A promise that was broken, and how.
+#[derive(Debug)]
+pub struct Broken {
+    pub violation: Violation,
+    pub choices: Vec<usize>,
+    pub words: Vec<String>,
+}
+
+impl fmt::Display for Explored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { states, runs, orders, longest, .. } = self;
+        write!(f, "{states} states, {runs} runs, {orders:.3e} orders of up to {longest} events")
+    }
+}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n  {}\n  choices: {:?}", self.violation, self.words.join("\n  "), self.choices)
+    }
+}
+
+/// A state on the way, and which of its choices is being tried.
+struct Fork {
+    state: u64,
+    at: usize,
+    of: usize,
+    /// Complete orders from here on, so far.
+    orders: f64,
+}
+
+/// Tries everything, with ever more losses: the first that breaks a promise is among the shortest.
+pub fn explore(scope: &Scope) -> Explored {
+    let mut explorer = Explorer::default();
+    while explorer.explored.broken.is_none() {
+        let went = catch_unwind(AssertUnwindSafe(|| explorer.run(scope)));
+        explorer.explored.runs += 1;
+        let violation = match went {
+            Ok(Ok(orders)) => match explorer.turn_back(orders) {
+                true => continue,
+                false => break,
+            },
+            Ok(Err(violation)) => violation,
+            Err(panic) => {
+                let what = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+                Violation { promise: "a panic", at: 0, what }
+            }
+        };
+        let choices: Vec<_> = explorer.trail.iter().map(|f| f.at).collect();
+        let words = tell(scope, &choices);
+        explorer.explored.broken = Some(Broken { violation, choices, words });
+    }
+    explorer.explored.states = explorer.seen.len();
+    explorer.explored
+}
+
+#[derive(Default)]
+struct Explorer {
+    trail: Vec<Fork>,
+    /// From each state, how many complete orders there are.
+    seen: HashMap<u64, f64>,
+    explored: Explored,
+}
+
+impl Explorer {
+    /// Goes along the trail, and on to the end or to a state that is known: how many orders there are from
+    /// there.
+    fn run(&mut self, scope: &Scope) -> Result<f64, Violation> {
+        let mut path = Path::new(scope);
+        for depth in 0.. {
+            let moves = path.moves()?;
+            if moves.is_empty() {
+                self.explored.longest = self.explored.longest.max(depth);
+                path.end()?;
+                return Ok(1.0);
+            }
+            if depth == self.trail.len() {
+                let state = path.state();
+                if let Some(orders) = self.seen.get(&state) {
+                    return Ok(*orders);
+                }
+                self.trail.push(Fork { state, at: 0, of: moves.len(), orders: 0.0 });
+            }
+            let fork = &self.trail[depth];
+            assert_eq!(fork.of, moves.len(), "a run is not like the one before it");
+            path.take(moves[fork.at])?;
+        }
+        unreachable!("a run ends")
+    }
+
+    /// Moves the trail to the next that was not tried; false if there is none.
+    fn turn_back(&mut self, mut orders: f64) -> bool {
+        while let Some(fork) = self.trail.last_mut() {
+            fork.orders += orders;
+            fork.at += 1;
+            if fork.at < fork.of {
+                return true;
+            }
+            orders = fork.orders;
+            self.seen.insert(fork.state, orders);
+            self.trail.pop();
+        }
+        self.explored.orders = orders;
+        false
+    }
+}
+
+/// These choices in words, up to where a promise breaks.
+fn tell(scope: &Scope, choices: &[usize]) -> Vec<String> {
+    let mut words = Vec::new();
+    let told = catch_unwind(AssertUnwindSafe(|| {
+        let mut path = Path::new(scope);
+        for choice in choices {
+            let Some(next) = path.moves().ok().and_then(|m| m.get(*choice).copied()) else { return };
+            words.push(path.words(next));
+            if path.take(next).is_err() {
+                return;
+            }
+        }
+    }));
+    if told.is_err() {
+        words.push("and the engine panics".into());
+    }
+    words
+}

@@ -1,0 +1,53 @@
+//! Every order of events at small scope: the promises hold not only for the orders that delays happen to bring
+//! about. What is explored is the engine itself on a network without time.
+
+mod explore;
+mod path;
+mod scopes;
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use explore::{explore, Explored};
+use parking_lot::Mutex;
+use scopes::Scope;
+
+/// Explores all, two at a time.
+fn explore_all(scopes: &[Scope]) -> Vec<(String, Explored)> {
+    let next = AtomicUsize::new(0);
+    let done = Mutex::new(Vec::new());
+    std::thread::scope(|s| {
+        for _ in 0..2 {
+            s.spawn(|| {
+                while let Some(scope) = scopes.get(next.fetch_add(1, SeqCst)) {
+                    let explored = explore(scope);
+                    println!("{}: {explored}", scope.name);
+                    done.lock().push((scope.name.clone(), explored));
+                }
+            });
+        }
+    });
+    done.into_inner()
+}
+
+fn all_hold(scopes: &[Scope]) {
+    let explored = explore_all(scopes);
+    let broken = explored.iter().filter_map(|(name, e)| Some((name, e.broken.as_ref()?)));
+    let broken: Vec<_> = broken.map(|(name, broken)| format!("{name}: {broken}")).collect();
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    let states: usize = explored.iter().map(|(_, e)| e.states).sum();
+    let runs: usize = explored.iter().map(|(_, e)| e.runs).sum();
+    let orders: f64 = explored.iter().map(|(_, e)| e.orders).sum();
+    println!("{} scopes: {states} states, {runs} runs, {orders:.3e} orders", scopes.len());
+}
+
+#[test]
+fn every_order_at_small_scope_keeps_the_promises() {
+    all_hold(&scopes::small());
+}
+
+/// Minutes to hours: `make soak`.
+#[test]
+#[ignore = "takes long; make soak"]
+fn every_order_at_larger_scope_keeps_the_promises() {
+    all_hold(&scopes::large());
+}
