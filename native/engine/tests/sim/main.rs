@@ -7,6 +7,7 @@ mod case;
 mod check;
 mod draw;
 mod judge;
+mod many;
 mod memory;
 mod model;
 mod run;

@@ -1,7 +1,7 @@
 //! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
 
 use std::{
-    collections::{BTreeMap, BinaryHeap, HashMap},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap},
     sync::{
         atomic::{AtomicU64, Ordering::SeqCst},
         Arc,
@@ -127,6 +127,8 @@ pub(super) struct World {
     pub partitions: Vec<Partition>,
     /// Frames between groups that have arrived.
     pub notes: u64,
+    /// Engines that have something to look at.
+    pub stirred: BTreeSet<EngineId>,
     /// What is under way where nothing has a time of its own.
     pub free: Option<Free>,
     events: BinaryHeap<Scheduled>,
@@ -146,6 +148,7 @@ impl World {
             stalls: HashMap::new(),
             partitions: Vec::new(),
             notes: 0,
+            stirred: BTreeSet::new(),
             events: BinaryHeap::new(),
             lanes: HashMap::new(),
             order: 0,
@@ -302,6 +305,10 @@ impl World {
     }
 
     pub fn happen(&mut self, event: Event) {
+        self.stirred.insert(event.at().engine);
+        if let Event::Connect { from, .. } = event {
+            self.stirred.insert(from.engine);
+        }
         match event {
             Event::Land { job, piece } => self.land(&job, piece),
             Event::Fetched { job, piece } => self.fetched(&job, piece),

@@ -20,6 +20,8 @@ pub struct Explored {
     /// Complete orders of events that these runs stand for.
     pub orders: f64,
     pub longest: usize,
+    /// There was more, but the runs were used up.
+    pub cut_short: bool,
     pub broken: Option<Broken>,
 }
 
@@ -34,7 +36,8 @@ pub struct Broken {
 impl fmt::Display for Explored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { states, runs, orders, longest, .. } = self;
-        write!(f, "{states} states, {runs} runs, {orders:.3e} orders of up to {longest} events")
+        let all = if self.cut_short { "not all: " } else { "" };
+        write!(f, "{all}{states} states, {runs} runs, {orders:.3e} orders of up to {longest} events")
     }
 }
 
@@ -53,10 +56,14 @@ struct Fork {
     orders: f64,
 }
 
-/// Tries everything, with ever more losses: the first that breaks a promise is among the shortest.
-pub fn explore(scope: &Scope) -> Explored {
+/// Tries everything, or as much of it as `most` runs are enough for.
+pub fn explore(scope: &Scope, most: usize) -> Explored {
     let mut explorer = Explorer::default();
     while explorer.explored.broken.is_none() {
+        if explorer.explored.runs == most {
+            explorer.explored.cut_short = true;
+            break;
+        }
         let went = catch_unwind(AssertUnwindSafe(|| explorer.run(scope)));
         explorer.explored.runs += 1;
         let violation = match went {

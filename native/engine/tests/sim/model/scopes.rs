@@ -44,6 +44,7 @@ fn shape(tells: Tells, rails: u8) -> Shape {
         longest_delay: US,
         rate: None,
         peer_timeout: 2000 * MS,
+        skew: 0,
         connected: true,
     }
 }
@@ -88,31 +89,51 @@ fn losses(losses: u8) -> Budget {
     Budget { losses, ..Budget::default() }
 }
 
-/// Half a minute on two cores.
+/// What `cargo test` explores.
 pub fn small() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
     for tells in [InOrder, Numbers] {
-        for names in ["write, write", "cut write", "pages", "read", "write, expect"] {
+        for names in ["write, write", "cut write", "pages", "read", "write, expect", "message, write"] {
             scopes.push(scope(names, tells, 1, losses(1)));
         }
+        for names in ["write, write", "cut write"] {
+            scopes.push(scope(names, tells, 2, losses(1)));
+        }
+        scopes.push(scope("write", tells, 1, losses(2)));
+        scopes.push(scope("hurried cut write", tells, 1, Budget { losses: 1, crashes: 0, hurries: 1 }));
+        scopes.push(scope("write, expect", tells, 1, Budget { losses: 1, crashes: 1, hurries: 0 }));
+        scopes.push(anywhere(scope("write, write", tells, 1, losses(1))));
     }
-    scopes
+    scopes.push(scope("pages", PagesInOrder, 1, losses(1)));
+    scopes.push(scope("write, write", Nothing, 1, losses(1)));
+    only(scopes)
 }
 
+/// What `make soak` explores: two losses, two rails, three operations.
 pub fn large() -> Vec<Scope> {
-    let only = std::env::var("FABRIC_MODEL").ok();
-    let mut scopes = Vec::new();
     use Tells::*;
+    let mut scopes = Vec::new();
     for tells in [InOrder, PagesInOrder, Numbers, Nothing] {
-        for names in ["write", "write, write", "cut write", "pages", "chunks of pages", "read", "write, expect"] {
+        for names in ["cut write", "write, write", "pages", "write, back", "chunks of pages, read"] {
             for rails in [1, 2] {
-                for n in [1, 2] {
-                    scopes.push(scope(names, tells, rails, losses(n)));
-                }
+                scopes.push(scope(names, tells, rails, losses(2)));
             }
+            scopes.push(scope(names, tells, 1, Budget { losses: 1, crashes: 1, hurries: 1 }));
+            scopes.push(anywhere(scope(names, tells, 2, losses(1))));
         }
+        scopes.push(scope("write, cut write, read", tells, 2, losses(1)));
     }
-    scopes.retain(|s| only.as_ref().is_none_or(|o| s.name.contains(o.as_str())));
+    only(scopes)
+}
+
+fn anywhere(scope: Scope) -> Scope {
+    Scope { name: format!("{}, steps at any time", scope.name), anywhere: true, ..scope }
+}
+
+/// Those that `FABRIC_MODEL` names a part of.
+fn only(mut scopes: Vec<Scope>) -> Vec<Scope> {
+    let part = std::env::var("FABRIC_MODEL").unwrap_or_default();
+    scopes.retain(|s| s.name.contains(&part));
     scopes
 }
