@@ -1,12 +1,14 @@
 """Breaks the engine on purpose, line by line, and demands that the checks notice.
 
-``native/engine/mutations.toml`` names the lines. All of them are broken in one copy of the crate, each behind a
-switch that the environment sets: one build serves for all, and the engine itself knows nothing of it.
+``native/engine/mutations.toml`` names the lines. All of them are broken in one copy of the crate,
+each behind a switch that the environment sets: one build serves for all, and the engine itself
+knows nothing of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -24,8 +26,8 @@ else:
 
 NATIVE = Path(__file__).parents[1] / "native"
 TABLE = NATIVE / "engine/mutations.toml"
-# Those that the engine keeps. RS-2 is about opening devices and RS-3 about weight pushes: tests of the Python
-# package show them.
+# Those that the engine's own checks can break. RS-2 is about opening devices and RS-3 about weight
+# pushes: tests of the Python package show them.
 PROMISES = [f"IC-{i}" for i in range(1, 7)] + [f"MR-{i}" for i in range(1, 4)] + ["RS-1", "RS-4"]
 SWITCH = "FABRIC_MUTANT"
 # A run that takes longer has not been noticed by a check, but by impatience.
@@ -123,7 +125,7 @@ def broken(text: str, edits: list[tuple[int, Edit]]) -> str:
         start = place(edit, text)
         spans.setdefault((start, start + len(edit.old)), []).append((number, edit))
     ordered = sorted(spans, reverse=True)
-    for (start, _), (_, end) in zip(ordered, ordered[1:], strict=False):
+    for (start, _), (_, end) in itertools.pairwise(ordered):
         if end > start:
             raise ValueError(f"two mutations overlap: {text[start:end]!r}")
     for start, end in ordered:
@@ -139,7 +141,7 @@ def broken(text: str, edits: list[tuple[int, Edit]]) -> str:
 
 
 def write_copy(table: Table, to: Path) -> None:
-    """The workspace with all mutations; files that stay the same keep their time, for cargo's sake."""
+    """The workspace with all mutations. Files that stay the same keep their time for cargo."""
 
     def put(path: Path, content: bytes) -> None:
         if not path.exists() or path.read_bytes() != content:
@@ -193,7 +195,7 @@ def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
 
 def run(check: Check, program: Path, mutant: int | None) -> tuple[bool, str]:
     """Whether a check passes, and what it says."""
-    environment = {**os.environ, **check.environment}
+    environment = {**os.environ, "RUST_BACKTRACE": "0", **check.environment}
     if mutant is not None:
         environment[SWITCH] = str(mutant)
     try:
@@ -230,9 +232,9 @@ def main() -> int:
     write_copy(table, copy)
     programs = build(copy, {c.binary for c in table.checks.values()})
     for name, check in table.checks.items():
-        passes, said = run(check, programs[check.binary], None)
+        passes, words = run(check, programs[check.binary], None)
         if not passes:
-            print(f"{name} fails with nothing broken:\n{said}", file=sys.stderr)
+            print(f"{name} fails with nothing broken:\n{words}", file=sys.stderr)
             return 1
     unseen = 0
     for number, mutation in enumerate(table.mutations):
@@ -241,13 +243,13 @@ def main() -> int:
         for name in mutation.checks:
             check = table.check(name)
             start = time.monotonic()
-            passes, said = run(check, programs[check.binary], number)
-            seen = None if passes else notices(mutation, said)
+            passes, words = run(check, programs[check.binary], number)
+            seen = None if passes else notices(mutation, words)
             took = f"{time.monotonic() - start:.1f} s"
             result = f"{mutation.promise}  {mutation.name}: {name} "
             if seen is None:
                 unseen += 1
-                last = "\n    ".join(said.strip().splitlines()[-12:])
+                last = "\n    ".join(words.strip().splitlines()[-12:])
                 why = "notices nothing" if passes else "fails with other words"
                 print(f"{result}{why} ({took})\n    {last}", flush=True)
             else:

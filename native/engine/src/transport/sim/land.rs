@@ -52,6 +52,8 @@ pub(super) struct Job {
     count: Option<Count>,
     /// Whether each page is counted by itself.
     page_counts: bool,
+    /// Into how many parts a bare count falls: a NIC's immediate may not hold all of it.
+    parts: usize,
     left: Mutex<Left>,
 }
 
@@ -80,7 +82,11 @@ impl Job {
         let pages = data.map_or(0, |d| d.pages);
         let mut of_pages = vec![0; pages as usize];
         pieces.iter().for_each(|p| of_pages[p.page] += 1);
-        let left = Left { pieces: pieces.len().max(1), of_pages, error: None };
+        let parts = match (kind, count) {
+            (Kind::Count, Some(c)) if page_counts => c.n as usize,
+            _ => 1,
+        };
+        let left = Left { pieces: pieces.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
@@ -92,6 +98,7 @@ impl Job {
             pieces,
             count,
             page_counts: page_counts && count.is_some_and(|c| c.n == pages),
+            parts,
             left: Mutex::new(left),
         })
     }
@@ -116,7 +123,7 @@ impl Job {
     /// How many bytes each delivery of it has on its way there.
     pub fn deliveries(&self) -> Vec<usize> {
         match (self.pieces.is_empty(), self.kind) {
-            (true, _) => vec![0],
+            (true, _) => vec![0; self.parts],
             (_, Kind::Read) => vec![0; self.pieces.len()],
             _ => self.pieces.iter().map(|p| p.bytes.lock().len()).collect(),
         }
@@ -218,6 +225,7 @@ impl World {
         if let (Some(count), Some(node)) = (job.count, self.nodes.get_mut(&to)) {
             let n = match job.page_counts {
                 true => u32::from(page),
+                false if job.parts > 1 => 1,
                 false if matches!(over, Some(Ok(()))) => count.n,
                 false => 0,
             };

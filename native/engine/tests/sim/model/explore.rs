@@ -10,6 +10,9 @@ use std::{
 use super::{path::Path, scopes::Scope};
 use crate::check::Violation;
 
+/// Runs between two lines that say how far it is.
+const PROGRESS: usize = 100_000;
+
 /// What came out.
 #[derive(Debug, Default)]
 pub struct Explored {
@@ -37,13 +40,29 @@ impl fmt::Display for Explored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { states, runs, orders, longest, .. } = self;
         let all = if self.cut_short { "not all: " } else { "" };
-        write!(f, "{all}{states} states, {runs} runs, {orders:.3e} orders of up to {longest} events")
+        write!(
+            f,
+            "{all}{states} states, {runs} runs, {orders:.3e} orders of up to {longest} events"
+        )
     }
 }
 
 impl fmt::Display for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  {}\n  choices: {:?}", self.violation, self.words.join("\n  "), self.choices)
+        write!(
+            f,
+            "{}\n  {}\n  choices: {:?}",
+            self.violation,
+            self.words.join("\n  "),
+            self.choices
+        )
+    }
+}
+
+impl Broken {
+    fn new(scope: &Scope, violation: Violation, choices: Vec<usize>) -> Self {
+        let words = tell(scope, &choices);
+        Self { violation, choices, words }
     }
 }
 
@@ -64,32 +83,63 @@ pub fn explore(scope: &Scope, most: usize) -> Explored {
             explorer.explored.cut_short = true;
             break;
         }
-        let went = catch_unwind(AssertUnwindSafe(|| explorer.run(scope)));
         explorer.explored.runs += 1;
-        let violation = match went {
-            Ok(Ok(orders)) => match explorer.turn_back(orders) {
-                true => continue,
-                false => break,
-            },
-            Ok(Err(violation)) => violation,
-            Err(panic) => {
-                let what = panic.downcast_ref::<String>().cloned().unwrap_or_default();
-                Violation { promise: "a panic", at: 0, what }
+        if explorer.explored.runs % PROGRESS == 0 {
+            println!("  {}: {} runs so far", scope.name, explorer.explored.runs);
+        }
+        match guarded(|| explorer.run(scope)) {
+            Ok(orders) => {
+                if !explorer.turn_back(orders) {
+                    break;
+                }
             }
-        };
-        let choices: Vec<_> = explorer.trail.iter().map(|f| f.at).collect();
-        let words = tell(scope, &choices);
-        explorer.explored.broken = Some(Broken { violation, choices, words });
+            Err(violation) => {
+                let choices = explorer.trail.iter().map(|f| f.at).collect();
+                explorer.explored.broken = Some(Broken::new(scope, violation, choices));
+            }
+        }
     }
     explorer.explored.states = explorer.seen.len();
     explorer.explored
 }
 
+/// Takes random paths: where there is too much to try everything.
+pub fn walk(scope: &Scope, walks: usize) -> Option<Broken> {
+    for seed in 0..walks as u64 {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut choices = Vec::new();
+        let went = guarded(|| {
+            let mut path = Path::new(scope);
+            loop {
+                let moves = path.moves()?;
+                if moves.is_empty() {
+                    return path.end();
+                }
+                let choice = rng.usize(..moves.len());
+                choices.push(choice);
+                path.take(moves[choice])?;
+            }
+        });
+        if let Err(violation) = went {
+            return Some(Broken::new(scope, violation, choices));
+        }
+    }
+    None
+}
+
+/// A panic of the engine is a broken promise as well.
+fn guarded<T>(f: impl FnOnce() -> Result<T, Violation>) -> Result<T, Violation> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic| {
+        let what = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+        Err(Violation { promise: "a panic", at: 0, what })
+    })
+}
+
 #[derive(Default)]
 struct Explorer {
     trail: Vec<Fork>,
-    /// From each state, how many complete orders there are.
-    seen: HashMap<u64, f64>,
+    /// From each state, how many complete orders there are, and how many choices.
+    seen: HashMap<u64, (f64, usize)>,
     explored: Explored,
 }
 
@@ -107,7 +157,8 @@ impl Explorer {
             }
             if depth == self.trail.len() {
                 let state = path.state();
-                if let Some(orders) = self.seen.get(&state) {
+                if let Some((orders, of)) = self.seen.get(&state) {
+                    assert_eq!(*of, moves.len(), "one state, and not the same choices");
                     return Ok(*orders);
                 }
                 self.trail.push(Fork { state, at: 0, of: moves.len(), orders: 0.0 });
@@ -128,7 +179,7 @@ impl Explorer {
                 return true;
             }
             orders = fork.orders;
-            self.seen.insert(fork.state, orders);
+            self.seen.insert(fork.state, (orders, fork.of));
             self.trail.pop();
         }
         self.explored.orders = orders;
@@ -142,7 +193,9 @@ fn tell(scope: &Scope, choices: &[usize]) -> Vec<String> {
     let told = catch_unwind(AssertUnwindSafe(|| {
         let mut path = Path::new(scope);
         for choice in choices {
-            let Some(next) = path.moves().ok().and_then(|m| m.get(*choice).copied()) else { return };
+            let Some(next) = path.moves().ok().and_then(|m| m.get(*choice).copied()) else {
+                return;
+            };
             words.push(path.words(next));
             if path.take(next).is_err() {
                 return;

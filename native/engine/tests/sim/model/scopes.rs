@@ -51,10 +51,10 @@ fn shape(tells: Tells, rails: u8) -> Shape {
 
 /// Names for what is done.
 fn work(names: &str) -> Vec<Step> {
-    let write = |len, within| Step::Write { from: 0, to: 1, len, counter: Some(0), rail: None, within };
-    let pages = |pages| {
-        Step::Pages { from: 0, to: 1, len: 8, pages, counter: Some(0), within: None }
-    };
+    let write =
+        |len, within| Step::Write { from: 0, to: 1, len, counter: Some(0), rail: None, within };
+    let pages =
+        |pages| Step::Pages { from: 0, to: 1, len: 8, pages, counter: Some(0), within: None };
     let step = |name: &str| match name {
         "write" => write(16, None),
         "hurried write" => write(16, Some(MS)),
@@ -67,7 +67,9 @@ fn work(names: &str) -> Vec<Step> {
         "pages" => pages(2),
         "chunks of pages" => pages(5),
         "read" => Step::Read { from: 0, of: 1, len: 16, pages: 1, within: None },
-        "back" => Step::Write { from: 1, to: 0, len: 16, counter: Some(0), rail: None, within: None },
+        "back" => {
+            Step::Write { from: 1, to: 0, len: 16, counter: Some(0), rail: None, within: None }
+        }
         "message" => Step::Message { from: 0, to: 1, len: 8 },
         "expect" => Step::Expect { at: 1, counter: 0, n: 1, writer: Some(0), within: 10_000 * MS },
         _ => unreachable!("{name}"),
@@ -94,14 +96,21 @@ pub fn small() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
     for tells in [InOrder, Numbers] {
-        for names in ["write, write", "cut write", "pages", "read", "write, expect", "message, write"] {
+        for names in
+            ["write, write", "cut write", "pages", "read", "write, expect", "message, write"]
+        {
             scopes.push(scope(names, tells, 1, losses(1)));
         }
         for names in ["write, write", "cut write"] {
             scopes.push(scope(names, tells, 2, losses(1)));
         }
         scopes.push(scope("write", tells, 1, losses(2)));
-        scopes.push(scope("hurried cut write", tells, 1, Budget { losses: 1, crashes: 0, hurries: 1 }));
+        scopes.push(scope(
+            "hurried cut write",
+            tells,
+            1,
+            Budget { losses: 1, crashes: 0, hurries: 1 },
+        ));
         scopes.push(scope("write, expect", tells, 1, Budget { losses: 1, crashes: 1, hurries: 0 }));
         scopes.push(anywhere(scope("write, write", tells, 1, losses(1))));
     }
@@ -115,7 +124,8 @@ pub fn large() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
     for tells in [InOrder, PagesInOrder, Numbers, Nothing] {
-        for names in ["cut write", "write, write", "pages", "write, back", "chunks of pages, read"] {
+        for names in ["cut write", "write, write", "pages", "write, back", "chunks of pages, read"]
+        {
             for rails in [1, 2] {
                 scopes.push(scope(names, tells, rails, losses(2)));
             }
