@@ -77,30 +77,12 @@ struct Fork {
 
 /// Tries everything, or as much of it as `most` runs are enough for.
 pub fn explore(scope: &Scope, most: usize) -> Explored {
-    let mut explorer = Explorer::default();
-    while explorer.explored.broken.is_none() {
-        if explorer.explored.runs == most {
-            explorer.explored.cut_short = true;
-            break;
-        }
-        explorer.explored.runs += 1;
-        if explorer.explored.runs % PROGRESS == 0 {
-            println!("  {}: {} runs so far", scope.name, explorer.explored.runs);
-        }
-        match guarded(|| explorer.run(scope)) {
-            Ok(orders) => {
-                if !explorer.turn_back(orders) {
-                    break;
-                }
-            }
-            Err(violation) => {
-                let choices = explorer.trail.iter().map(|f| f.at).collect();
-                explorer.explored.broken = Some(Broken::new(scope, violation, choices));
-            }
-        }
-    }
-    explorer.explored.states = explorer.seen.len();
-    explorer.explored
+    Explorer::default().explore(scope, most)
+}
+
+/// Every order by a run of its own, for comparison.
+pub fn explore_one_by_one(scope: &Scope) -> Explored {
+    Explorer { forgetful: true, ..Explorer::default() }.explore(scope, usize::MAX)
 }
 
 /// Takes random paths: where there is too much to try everything.
@@ -140,10 +122,38 @@ struct Explorer {
     trail: Vec<Fork>,
     /// From each state, how many complete orders there are, and how many choices.
     seen: HashMap<u64, (f64, usize)>,
+    /// States that were seen before are gone on from all the same.
+    forgetful: bool,
     explored: Explored,
 }
 
 impl Explorer {
+    fn explore(mut self, scope: &Scope, most: usize) -> Explored {
+        while self.explored.broken.is_none() {
+            if self.explored.runs == most {
+                self.explored.cut_short = true;
+                break;
+            }
+            self.explored.runs += 1;
+            if self.explored.runs % PROGRESS == 0 {
+                println!("  {}: {} runs so far", scope.name, self.explored.runs);
+            }
+            match guarded(|| self.run(scope)) {
+                Ok(orders) => {
+                    if !self.turn_back(orders) {
+                        break;
+                    }
+                }
+                Err(violation) => {
+                    let choices = self.trail.iter().map(|f| f.at).collect();
+                    self.explored.broken = Some(Broken::new(scope, violation, choices));
+                }
+            }
+        }
+        self.explored.states = self.seen.len();
+        self.explored
+    }
+
     /// Goes along the trail, and on to the end or to a state that is known: how many orders there are from
     /// there.
     fn run(&mut self, scope: &Scope) -> Result<f64, Violation> {
@@ -157,7 +167,7 @@ impl Explorer {
             }
             if depth == self.trail.len() {
                 let state = path.state();
-                if let Some((orders, of)) = self.seen.get(&state) {
+                if let Some((orders, of)) = self.seen.get(&state).filter(|_| !self.forgetful) {
                     assert_eq!(*of, moves.len(), "one state, and not the same choices");
                     return Ok(*orders);
                 }

@@ -7,7 +7,7 @@ mod scopes;
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use explore::{explore, walk, Explored};
+use explore::{explore, explore_one_by_one, walk, Explored};
 use parking_lot::Mutex;
 use scopes::Scope;
 
@@ -53,6 +53,17 @@ fn all_hold(scopes: &[Scope], most: usize) {
 #[test]
 fn every_order_at_small_scope_keeps_the_promises() {
     all_hold(&scopes::small(), usize::MAX);
+}
+
+/// States are told apart by what engines have seen: orders that share one must go on alike.
+#[test]
+fn what_is_left_out_is_what_was_tried() {
+    for scope in scopes::small().iter().filter(|s| s.budget.losses == 1).take(8) {
+        let (pruned, each) = (explore(scope, usize::MAX), explore_one_by_one(scope));
+        assert_eq!(pruned.orders, each.orders, "{}", scope.name);
+        assert_eq!((pruned.states, pruned.longest), (each.states, each.longest), "{}", scope.name);
+        assert_eq!(each.runs as f64, each.orders, "{}", scope.name);
+    }
 }
 
 /// Minutes to hours: `make soak`.
