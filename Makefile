@@ -77,8 +77,8 @@ fuzz: $(DONE)/tools
 # Breaks the engine line by line and demands that the checks notice; ONLY names some.
 ONLY ?=
 
-mutations: $(DONE)/tools
-	$(PYTHON) scripts/mutations.py --only "$(ONLY)"
+mutations: $(DONE)/venv
+	$(BIN)/python scripts/mutations.py --only "$(ONLY)"
 
 # Random schedules of faults, and every order of events at a larger scope: RUNS schedules from SEED on, at most
 # MODEL_RUNS for each scope, of those whose name has MODEL in it. What is found prints how to replay it.

@@ -168,15 +168,24 @@ def write_copy(table: Table, to: Path) -> None:
                     content = b"#![allow(warnings)]\n" + content + SWITCHED.encode()
             put(to / inside, content)
             kept.add(to / inside)
-    for path in [p for p in to.rglob("*") if p.is_file() and p not in kept]:
-        path.unlink()
+    for folder, folders, files in os.walk(to):
+        folders[:] = [f for f in folders if f != "target"]
+        for path in [Path(folder) / name for name in files]:
+            if path not in kept:
+                path.unlink()
 
 
 def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
     """The test programs of the copy, by name."""
     tests = [word for name in sorted(binaries) for word in ("--test", name)]
     command = ["cargo", "test", "-p", "fabric-engine", "--no-run", *tests]
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(NATIVE / "target")}
+    # Not the target of the engine itself: cargo would take one for the other.
+    environment = {
+        "CARGO_PROFILE_TEST_DEBUG": "0",
+        "CARGO_PROFILE_DEV_DEBUG": "0",
+        **os.environ,
+        "CARGO_TARGET_DIR": str(copy / "target"),
+    }
     said = subprocess.run(
         [*command, "--message-format=json-render-diagnostics"],
         cwd=copy,

@@ -42,7 +42,7 @@ fn random_schedules_break_no_promise() {
                         return;
                     }
                     let done = seed - first;
-                    if done > 0 && done % PROGRESS == 0 {
+                    if done > 0 && done.is_multiple_of(PROGRESS) {
                         println!("{done} of {runs} schedules");
                     }
                     match run::run(&Case::random(seed)) {

@@ -135,7 +135,7 @@ impl Explorer {
                 break;
             }
             self.explored.runs += 1;
-            if self.explored.runs % PROGRESS == 0 {
+            if self.explored.runs.is_multiple_of(PROGRESS) {
                 println!("  {}: {} runs so far", scope.name, self.explored.runs);
             }
             match guarded(|| self.run(scope)) {

@@ -34,7 +34,8 @@ impl<'a> Path<'a> {
         let net = SimNet::new(SimConfig { free: true, ..shape.config(scope.case.seed) });
         let mut run = Run::on(&scope.case, net);
         let Budget { losses, crashes, hurries } = scope.budget;
-        run.must_succeed = crashes + hurries == 0 && !(shape.page_counts && !shape.ordered);
+        let has_receipts = shape.ordered || !shape.page_counts;
+        run.must_succeed = has_receipts && crashes + hurries == 0;
         run.messages_may_fail = losses > 0;
         run.connect_from(0);
         while let Some(first @ Choice::Event(_)) = run.net.choices().first().copied() {
