@@ -95,25 +95,19 @@ fn losses(losses: u8) -> Budget {
 pub fn small() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
-    for tells in [InOrder, Numbers] {
-        for names in
-            ["write, write", "cut write", "pages", "read", "write, expect", "message, write"]
-        {
-            scopes.push(scope(names, tells, 1, losses(1)));
-        }
-        for names in ["write, write", "cut write"] {
-            scopes.push(scope(names, tells, 2, losses(1)));
-        }
-        scopes.push(scope("write", tells, 1, losses(2)));
-        scopes.push(scope(
-            "hurried cut write",
-            tells,
-            1,
-            Budget { losses: 1, crashes: 0, hurries: 1 },
-        ));
-        scopes.push(scope("write, expect", tells, 1, Budget { losses: 1, crashes: 1, hurries: 0 }));
-        scopes.push(anywhere(scope("write, write", tells, 1, losses(1))));
+    let mut both = |scope: &dyn Fn(Tells) -> Scope| scopes.extend([InOrder, Numbers].map(scope));
+    for names in ["write, write", "cut write", "pages", "read", "write, expect", "message, write"] {
+        both(&|tells| scope(names, tells, 1, losses(1)));
     }
+    for names in ["write, write", "cut write"] {
+        both(&|tells| scope(names, tells, 2, losses(1)));
+    }
+    let crash = Budget { losses: 1, crashes: 1, hurries: 0 };
+    both(&|tells| scope("write, expect", tells, 1, crash));
+    let hurry = Budget { losses: 1, crashes: 0, hurries: 1 };
+    both(&|tells| scope("hurried cut write", tells, 1, hurry));
+    both(&|tells| anywhere(scope("write, write", tells, 1, losses(1))));
+    both(&|tells| scope("write", tells, 1, losses(2)));
     scopes.push(scope("pages", PagesInOrder, 1, losses(1)));
     scopes.push(scope("write, write", Nothing, 1, losses(1)));
     only(scopes)
