@@ -18,7 +18,8 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-rdma chaos bench lint docs wheel fuzz loom clean setup
+.PHONY: demo test test-rust test-python test-rdma chaos bench lint docs wheel fuzz loom mutations soak \
+	clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/native
@@ -80,6 +81,27 @@ fuzz: $(DONE)/tools
 		(cd $$crate && RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
 			-max_len=4096 -rss_limit_mb=2048 -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_funcs=0 -print_final_stats=1); \
 	done
+
+# Breaks the engine line by line and demands that the checks notice; ONLY names some.
+ONLY ?=
+
+mutations: $(DONE)/venv
+	$(BIN)/python scripts/mutations.py --only "$(ONLY)"
+
+# Random schedules of faults, and every order of events at a larger scope: RUNS schedules from SEED on, at most
+# MODEL_RUNS for each scope, of those whose name has MODEL in it. What is found prints how to replay it.
+RUNS ?= 1000000
+SEED ?= 0
+MODEL ?=
+MODEL_RUNS ?= 200000
+
+soak: export FABRIC_SIM_SEED = $(SEED)
+soak: export FABRIC_SIM_RUNS = $(RUNS)
+soak: export FABRIC_MODEL = $(MODEL)
+soak: export FABRIC_MODEL_RUNS = $(MODEL_RUNS)
+soak: $(DONE)/tools
+	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture random_schedules
+	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture --ignored larger_scope
 
 setup: $(DONE)/native
 

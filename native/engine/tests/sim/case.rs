@@ -37,6 +37,8 @@ pub struct Shape {
     /// Bytes per nanosecond.
     pub rate: Option<f64>,
     pub peer_timeout: Ns,
+    /// How far clocks are off, parts per million.
+    pub skew: u32,
     /// All are connected before anything else.
     pub connected: bool,
 }
@@ -117,6 +119,7 @@ impl Shape {
             max_bytes: self.max_bytes,
             window: self.window,
             port_rate: self.rate,
+            skew: self.skew,
             ..SimConfig::default()
         }
     }

@@ -81,6 +81,11 @@ impl Count {
         if arrived > whole {
             return broken("IC-2", now, format!("{arrived} counted, {whole} writes are readable"));
         }
+        if arrived == posted {
+            // Who waited for all of them may do with the memory what they like (MR-1).
+            let landings = self.units.iter().filter_map(|u| u.landing);
+            landings.for_each(|l| memory.end_landing(l));
+        }
         Ok(())
     }
 

@@ -45,6 +45,7 @@ impl Shape {
             rate: [None, None, Some(1.0)][rng.usize(..3)],
             peer_timeout: [2 * MS, 20 * MS, 2000 * MS][rng.usize(..3)],
             connected: rng.bool(),
+            skew: [0, 0, 50_000][rng.usize(..3)],
         }
     }
 }

@@ -119,11 +119,10 @@ impl Run<'_> {
         }
         self.transfers[at].targets.retain(|_| quiesced);
         let t = &self.transfers[at];
-        // Messages are not sent again: nobody knows whether they were taken.
         if self.must_succeed
             && !t.hurried
             && !t.pinned
-            && (t.message.is_none() || self.case.faults.is_empty())
+            && (t.message.is_none() || !self.messages_may_fail)
         {
             if let Err(e) = result {
                 let what = format!("{} failed where a spare rail was left: {e}", t.handle.op());

@@ -7,7 +7,9 @@ mod case;
 mod check;
 mod draw;
 mod judge;
+mod many;
 mod memory;
+mod model;
 mod run;
 mod shrink;
 mod steps;
@@ -17,6 +19,9 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use case::Case;
 use parking_lot::Mutex;
+
+/// Schedules between two lines that say how far it is.
+const PROGRESS: u64 = 50_000;
 
 fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |v| v.parse().unwrap())
@@ -29,12 +34,16 @@ fn random_schedules_break_no_promise() {
     let found = Mutex::new(None);
     let sum = Mutex::new(run::Outcome::default());
     std::thread::scope(|s| {
-        for _ in 0..2 {
+        for _ in 0..std::thread::available_parallelism().map_or(2, |n| n.get()) {
             s.spawn(|| {
                 while found.lock().is_none() {
                     let seed = next.fetch_add(1, SeqCst);
                     if seed >= first + runs {
                         return;
+                    }
+                    let done = seed - first;
+                    if done > 0 && done.is_multiple_of(PROGRESS) {
+                        println!("{done} of {runs} schedules");
                     }
                     match run::run(&Case::random(seed)) {
                         Err(violation) => *found.lock() = Some((seed, violation)),

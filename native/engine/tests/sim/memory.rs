@@ -44,7 +44,10 @@ struct Landing {
 
 impl Memory {
     pub fn new(engine: &TransferEngine, id: u64) -> Self {
-        let region = engine.alloc(SIZE).unwrap();
+        let mut bytes = vec![FRESH; SIZE as usize].into_boxed_slice();
+        let at = bytes.as_mut_ptr() as usize;
+        // SAFETY: the registration keeps the bytes, and nobody else has them.
+        let region = unsafe { engine.register(at, SIZE, Some(Box::new(bytes))) }.unwrap();
         let readable = pattern(id, READABLE);
         region.put(0, &readable).unwrap();
         let (next_local, next_landing) = (READABLE, READABLE + LOCAL);
@@ -83,10 +86,13 @@ impl Memory {
         l.whole
     }
 
-    /// Its transfer is over: nothing may touch the place any more.
+    /// Its transfer is over, or it is counted: nothing may touch the place any more.
     pub fn end_landing(&mut self, landing: usize) {
         self.is_whole(landing);
         let l = &mut self.landings[landing];
+        if l.over {
+            return;
+        }
         l.over = true;
         self.region.put(l.offset, &vec![TARGET_OVER; l.bytes.len()]).unwrap();
     }

@@ -61,6 +61,8 @@ pub struct Run<'a> {
     pub outcome: Outcome,
     /// Nothing may fail; see `Case::has_spare`.
     pub must_succeed: bool,
+    /// Messages are not sent again: nobody knows whether they were taken.
+    pub messages_may_fail: bool,
 }
 
 pub fn run(case: &Case) -> Result<Outcome, Violation> {
@@ -72,9 +74,18 @@ pub fn run(case: &Case) -> Result<Outcome, Violation> {
 
 impl<'a> Run<'a> {
     fn new(case: &'a Case) -> Self {
+        let mut run = Self::on(case, SimNet::new(case.shape.config(case.seed)));
+        if case.shape.connected {
+            run.connect_all();
+        }
+        run
+    }
+
+    /// On this network, where nothing has happened yet.
+    pub fn on(case: &'a Case, net: SimNet) -> Self {
         let mut run = Self {
             case,
-            net: SimNet::new(case.shape.config(case.seed)),
+            net,
             lives: Vec::new(),
             nodes: Vec::new(),
             counts: Vec::new(),
@@ -85,15 +96,13 @@ impl<'a> Run<'a> {
             next_id: case.seed << 16,
             outcome: Outcome::default(),
             must_succeed: case.has_spare(),
+            messages_may_fail: !case.faults.is_empty(),
         };
         for node in 0..case.shape.rails.len() {
             let config = run.config();
             let engine = run.net.engine_with_rails(config, case.shape.rails[node]).unwrap();
             let life = run.begin(engine);
             run.nodes.push(life);
-        }
-        if case.shape.connected {
-            run.connect_all();
         }
         run
     }
@@ -139,19 +148,22 @@ impl<'a> Run<'a> {
     }
 
     fn connect_all(&mut self) {
-        for life in &self.lives {
-            let Some(engine) = &life.engine else { continue };
-            for other in self.lives.iter().filter(|o| o.address.id != engine.id()) {
-                let peer = engine.peer(&other.address).unwrap();
-                engine.connect(&peer).unwrap();
-            }
-        }
+        (0..self.lives.len()).for_each(|from| self.connect_from(from));
         while self.net.step_until(Time(MS)) {}
         self.net.advance(Time(MS));
     }
 
+    /// Has one life connect to all others.
+    pub fn connect_from(&self, from: usize) {
+        let Some(engine) = &self.lives[from].engine else { return };
+        for other in self.lives.iter().filter(|o| o.address.id != engine.id()) {
+            let peer = engine.peer(&other.address).unwrap();
+            engine.connect(&peer).unwrap();
+        }
+    }
+
     /// The present life of a node ends.
-    fn end(&mut self, node: u8) {
+    pub fn end(&mut self, node: u8) {
         let life = self.nodes[usize::from(node)];
         // Its regions and counters stay, to be looked at.
         self.lives[life].engine = None;
@@ -213,11 +225,11 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn is_busy(&self) -> bool {
+    pub fn is_busy(&self) -> bool {
         self.transfers.iter().any(|t| !t.over) || self.waits.iter().any(|w| !w.over)
     }
 
-    fn still(&self) -> Vec<String> {
+    pub fn still(&self) -> Vec<String> {
         let transfers =
             self.transfers.iter().filter(|t| !t.over).map(|t| format!("{:?}", t.handle));
         let waits = self.waits.iter().filter(|w| !w.over).map(|w| format!("{:?}", w.handle));

@@ -147,9 +147,9 @@ impl Run<'_> {
         let life = self.nodes[usize::from(from)];
         let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
         let now = self.net.now().0;
-        let deadline = now + within.unwrap_or(OP_TIMEOUT);
-        let submit =
-            Submit { timeout: within.map(Duration::from_nanos), rail, ..Submit::default() };
+        let deadline = self.net.when(engine.id(), within.unwrap_or(OP_TIMEOUT)).0;
+        let timeout = within.map(Duration::from_nanos);
+        let submit = Submit { timeout, rail, ..Submit::default() };
         // Peers that are known to be lost are refused at once: nothing was asked for.
         let Ok(handle) = ask(self, &engine, submit) else { return Ok(()) };
         let Asked { units, sources, targets, message, old_key } = asked;
@@ -276,7 +276,7 @@ impl Run<'_> {
         let now = self.net.now().0;
         let handle = counter.expect(n, &writers, Duration::from_nanos(within)).unwrap();
         let writer = writer.filter(|_| !writers.is_empty()).map(|w| self.nodes[usize::from(w)]);
-        let deadline = now + within;
+        let deadline = self.net.when(engine.id(), within).0;
         self.waits.push(Wait { handle, count, n, writer, since: now, deadline, over: false });
         Ok(())
     }

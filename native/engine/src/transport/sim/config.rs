@@ -20,6 +20,11 @@ pub struct SimConfig {
     pub link_rate: Option<f64>,
     /// One connection in so many comes up at the far end only; 0: none.
     pub half_open: u32,
+    /// Each engine's clock shows a time of its own, and is off by up to so many parts per million; 0: all show
+    /// the same.
+    pub skew: u32,
+    /// Nothing has a time of its own: what happens next is chosen, see [`SimNet::choices`](super::SimNet::choices).
+    pub free: bool,
     /// Bytes of one work request; small, so that writes are cut.
     pub max_bytes: u64,
     pub max_pages: u32,
@@ -49,6 +54,8 @@ impl Default for SimConfig {
             port_rate: None,
             link_rate: None,
             half_open: 0,
+            skew: 0,
+            free: false,
             max_bytes: 4096,
             max_pages: 4,
             window: 16,

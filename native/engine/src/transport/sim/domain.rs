@@ -135,6 +135,7 @@ impl Domain for SimDomain {
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut world = self.world.lock();
         let SimConfig { window, page_counts, carries, .. } = world.config;
+        world.stirred.insert(self.port.engine);
         let Some((to, name)) = self.there(&world, link) else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };

@@ -213,6 +213,7 @@ impl World {
     pub(super) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
         let receipts = self.config.receipts();
         if let Some(node) = self.nodes.get_mut(&port) {
+            self.stirred.insert(port.engine);
             node.cut(link, cause, receipts);
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{
+    free,
     node::{End, Held, Port, Side},
     wire::{Event, Way, World},
 };
@@ -52,6 +53,8 @@ pub(super) struct Job {
     count: Option<Count>,
     /// Whether each page is counted by itself.
     page_counts: bool,
+    /// Into how many parts a bare count falls: a NIC's immediate may not hold all of it.
+    parts: usize,
     left: Mutex<Left>,
 }
 
@@ -80,7 +83,11 @@ impl Job {
         let pages = data.map_or(0, |d| d.pages);
         let mut of_pages = vec![0; pages as usize];
         pieces.iter().for_each(|p| of_pages[p.page] += 1);
-        let left = Left { pieces: pieces.len().max(1), of_pages, error: None };
+        let parts = match (kind, count) {
+            (Kind::Count, Some(c)) if page_counts => c.n as usize,
+            _ => 1,
+        };
+        let left = Left { pieces: pieces.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
@@ -92,8 +99,18 @@ impl Job {
             pieces,
             count,
             page_counts: page_counts && count.is_some_and(|c| c.n == pages),
+            parts,
             left: Mutex::new(left),
         })
+    }
+
+    pub fn words(&self) -> String {
+        let what = match self.kind {
+            Kind::Write => "write",
+            Kind::Read => "read",
+            Kind::Count => "count",
+        };
+        format!("{what} {}", self.number)
     }
 
     pub fn way(&self) -> Way {
@@ -107,7 +124,7 @@ impl Job {
     /// How many bytes each delivery of it has on its way there.
     pub fn deliveries(&self) -> Vec<usize> {
         match (self.pieces.is_empty(), self.kind) {
-            (true, _) => vec![0],
+            (true, _) => vec![0; self.parts],
             (_, Kind::Read) => vec![0; self.pieces.len()],
             _ => self.pieces.iter().map(|p| p.len).collect(),
         }
@@ -162,6 +179,7 @@ impl World {
             return;
         };
         let mut error = None;
+        let mut found = None;
         if let Some(piece) = job.pieces.get(at) {
             let mut bytes = piece.bytes.lock();
             match target.book.resolve(job.key, piece.there, piece.len as u64) {
@@ -174,6 +192,11 @@ impl World {
                         match job.kind {
                             Kind::Read => take(addr, &mut bytes),
                             Kind::Write | Kind::Count => {
+                                if self.free.is_some() {
+                                    let mut before = vec![u8::from(sending); bytes.len() + 1];
+                                    take(addr, &mut before[1..]);
+                                    found = Some(free::hash(&before));
+                                }
                                 if sending {
                                     take(piece.here, &mut bytes);
                                 }
@@ -183,6 +206,10 @@ impl World {
                     }
                 }
             }
+        }
+        if let (Some(free), Some(found)) = (&mut self.free, found) {
+            // What the checks of a test do at one node when something is over at another.
+            free.see(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
             let n = job.pieces.get(at).map_or(0, |p| p.len);
@@ -200,6 +227,7 @@ impl World {
         if let (Some(count), Some(node)) = (job.count, self.nodes.get_mut(&to)) {
             let n = match job.page_counts {
                 true => u32::from(page),
+                false if job.parts > 1 => 1,
                 false if matches!(over, Some(Ok(()))) => count.n,
                 false => 0,
             };
@@ -289,7 +317,10 @@ impl World {
     }
 
     pub(super) fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
-        let name = self.rng.u64(1..);
+        let name = match &self.free {
+            Some(free) => free.name(),
+            None => self.rng.u64(1..),
+        };
         let way = Way { from, to, name };
         let half = self.config.half_open;
         let half = half > 0 && self.rng.u32(..half) == 0;

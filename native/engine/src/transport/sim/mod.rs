@@ -4,9 +4,11 @@
 //! Two ends of a link know of each other only by what travels. What is on its way lands as long as the end it
 //! comes to is up, whatever became of the end that sent it; each end learns of a loss in its own time.
 
+mod clock;
 mod config;
 mod domain;
 mod fault;
+mod free;
 mod land;
 mod net;
 mod node;
@@ -16,5 +18,6 @@ mod wire;
 pub use config::SimConfig;
 pub use domain::SimDomain;
 pub use fault::Fault;
+pub use free::Choice;
 pub use net::SimNet;
 pub use trace::{Traced, Work};

@@ -1,11 +1,15 @@
-use std::sync::{
-    atomic::{AtomicU64, Ordering::SeqCst},
-    Arc, Weak,
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::{
+        atomic::{AtomicU64, Ordering::SeqCst},
+        Arc, Weak,
+    },
 };
 
 use parking_lot::Mutex;
 
 use super::{
+    clock::Clock,
     node::{Node, Port},
     trace::Trace,
     wire::World,
@@ -22,12 +26,19 @@ use crate::{
 /// A simulated network, its clock and the engines on it. Single-threaded by nature: everything happens inside
 /// [`SimNet::step`].
 pub struct SimNet {
-    world: Arc<Mutex<World>>,
+    pub(super) world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
-    engines: Vec<Weak<TransferEngine>>,
+    engines: Vec<Member>,
     /// The latest life of each node, in the order in which they were opened.
-    lives: Vec<EngineId>,
+    pub(super) lives: Vec<EngineId>,
     ids: fastrand::Rng,
+}
+
+/// An engine on the network.
+struct Member {
+    id: EngineId,
+    engine: Weak<TransferEngine>,
+    clock: Clock,
 }
 
 impl std::fmt::Debug for SimNet {
@@ -85,9 +96,11 @@ impl SimNet {
             world.nodes.insert(port, node);
             domains.push(Box::new(SimDomain::new(port, Arc::clone(&self.world))));
         }
-        let transports = Transports { id, domains, clock: Arc::clone(&self.clock) };
+        let clock = Clock::random(self.world.lock().config.skew, &mut self.ids);
+        clock.set(self.now());
+        let transports = Transports { id, domains, clock: clock.shown() };
         let engine = Arc::new(TransferEngine::open_manual(config, transports)?);
-        self.engines.push(Arc::downgrade(&engine));
+        self.engines.push(Member { id, engine: Arc::downgrade(&engine), clock });
         Ok(engine)
     }
 
@@ -161,9 +174,19 @@ impl SimNet {
         Time(self.clock.load(SeqCst))
     }
 
+    /// When so much time has passed by an engine's own clock.
+    pub fn when(&self, engine: EngineId, passed: u64) -> Time {
+        let Some(member) = self.engines.iter().find(|m| m.id == engine) else { return Time::NEVER };
+        member.clock.when(Time(member.clock.at(self.now()).0.saturating_add(passed)))
+    }
+
     /// Lets time pass; whatever is due by then must have happened.
     pub fn advance(&mut self, to: Time) {
         self.clock.fetch_max(to.0, SeqCst);
+        let now = self.now();
+        for member in &self.engines {
+            member.clock.set(now);
+        }
     }
 
     /// Lets the next thing happen and all engines act on it; false if nothing will ever happen.
@@ -178,6 +201,47 @@ impl SimNet {
             return true;
         }
         let timer = self.next_timer();
+        if !self.happen_until(timer, limit) {
+            return false;
+        }
+        self.drive_all();
+        true
+    }
+
+    /// Lets everything happen that happens by `limit`, and time pass until then. Users act in callbacks only, so
+    /// that only engines are driven that have something to do: for thousands of them.
+    pub fn run_until(&mut self, limit: Time) {
+        while self.drive_all() {}
+        let mut timers = Timers::default();
+        for member in &self.engines {
+            timers.set(member);
+        }
+        self.world.lock().stirred.clear();
+        let places: HashMap<_, _> = self.engines.iter().map(|m| m.id).zip(0..).collect();
+        loop {
+            let timer = timers.first();
+            if !self.happen_until(timer, limit) {
+                return self.advance(limit);
+            }
+            let now = self.now();
+            let mut busy = timers.due(now);
+            loop {
+                busy.append(&mut self.world.lock().stirred);
+                let Some(id) = busy.pop_first() else { break };
+                let Some(member) = places.get(&id).map(|at: &usize| &self.engines[*at]) else {
+                    continue;
+                };
+                if let Some(engine) = member.engine.upgrade() {
+                    while engine.drive(member.clock.set(now)) {}
+                }
+                timers.set(member);
+            }
+        }
+    }
+
+    /// Lets the network's next event happen, or time pass until the next timer: whatever comes first, if it
+    /// comes by `limit`.
+    fn happen_until(&mut self, timer: Time, limit: Time) -> bool {
         let mut world = self.world.lock();
         match world.next() {
             Some(at) if at <= timer.0 && at <= limit.0 => {
@@ -190,29 +254,60 @@ impl SimNet {
                 self.clock.fetch_max(timer.0, SeqCst);
             }
         }
-        drop(world);
-        self.drive_all();
         true
     }
 
     fn next_timer(&self) -> Time {
-        let engines = self.engines.iter().filter_map(Weak::upgrade);
-        engines.map(|e| e.next_timer()).fold(Time::NEVER, Time::min)
+        self.engines.iter().map(Member::next_timer).fold(Time::NEVER, Time::min)
     }
 
-    fn drive_all(&mut self) -> bool {
+    pub(super) fn drive_all(&mut self) -> bool {
         let now = self.now();
         let mut moved = false;
         let mut gone = false;
-        for engine in &self.engines {
-            match engine.upgrade() {
-                Some(engine) => moved |= engine.drive(now),
+        for member in &self.engines {
+            match member.engine.upgrade() {
+                Some(engine) => moved |= engine.drive(member.clock.set(now)),
                 None => gone = true,
             }
         }
         if gone {
-            self.engines.retain(|e| e.strong_count() > 0);
+            self.engines.retain(|m| m.engine.strong_count() > 0);
         }
         moved
+    }
+}
+
+impl Member {
+    fn next_timer(&self) -> Time {
+        let engine = self.engine.upgrade();
+        engine.map_or(Time::NEVER, |engine| self.clock.when(engine.next_timer()))
+    }
+}
+
+/// When engines want to be driven though nothing comes.
+#[derive(Default)]
+struct Timers {
+    ordered: BTreeSet<(Time, EngineId)>,
+    of: HashMap<EngineId, Time>,
+}
+
+impl Timers {
+    fn set(&mut self, member: &Member) {
+        let at = member.next_timer();
+        if let Some(before) = self.of.insert(member.id, at).filter(|before| *before != at) {
+            self.ordered.remove(&(before, member.id));
+        }
+        if at != Time::NEVER {
+            self.ordered.insert((at, member.id));
+        }
+    }
+
+    fn first(&self) -> Time {
+        self.ordered.first().map_or(Time::NEVER, |(at, _)| *at)
+    }
+
+    fn due(&self, now: Time) -> BTreeSet<EngineId> {
+        self.ordered.iter().take_while(|(at, _)| *at <= now).map(|(_, id)| *id).collect()
     }
 }

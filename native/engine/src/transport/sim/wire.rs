@@ -1,7 +1,7 @@
 //! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
 
 use std::{
-    collections::{BTreeMap, BinaryHeap, HashMap},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap},
     sync::{
         atomic::{AtomicU64, Ordering::SeqCst},
         Arc,
@@ -9,6 +9,7 @@ use std::{
 };
 
 use super::{
+    free::Free,
     land::Job,
     node::{Node, Port, Side},
     trace::Trace,
@@ -128,6 +129,10 @@ pub(super) struct World {
     /// Frames between groups that have arrived.
     pub notes: u64,
     pub trace: Option<Trace>,
+    /// Engines that have something to look at.
+    pub stirred: BTreeSet<EngineId>,
+    /// What is under way where nothing has a time of its own.
+    pub free: Option<Free>,
     events: BinaryHeap<Scheduled>,
     lanes: HashMap<(LinkName, Port), Lane>,
     order: u64,
@@ -139,12 +144,14 @@ impl World {
     pub fn new(config: SimConfig, clock: Arc<AtomicU64>) -> Self {
         Self {
             rng: fastrand::Rng::with_seed(config.seed),
+            free: config.free.then(Free::default),
             config,
             nodes: BTreeMap::new(),
             stalls: HashMap::new(),
             partitions: Vec::new(),
             notes: 0,
             trace: None,
+            stirred: BTreeSet::new(),
             events: BinaryHeap::new(),
             lanes: HashMap::new(),
             order: 0,
@@ -168,7 +175,10 @@ impl World {
     }
 
     pub fn delay(&mut self) -> u64 {
-        self.rng.u64(self.config.delay.clone())
+        match self.free {
+            Some(_) => 0,
+            None => self.rng.u64(self.config.delay.clone()),
+        }
     }
 
     /// Has something happen at one side after a time, whatever the network is like.
@@ -178,6 +188,10 @@ impl World {
     }
 
     fn push(&mut self, at: u64, way: Option<Way>, bytes: usize, event: Event) {
+        if let Some(free) = &mut self.free {
+            let by = way.map_or(event.at().engine, |w| w.from.engine);
+            return free.add(by, way, event);
+        }
         self.order += 1;
         let scheduled = Scheduled { at, order: self.order, way, bytes, is_in: false, event };
         // Who connects finds out that nothing goes out; what was begun waits for the cable.
@@ -294,6 +308,10 @@ impl World {
     }
 
     pub fn happen(&mut self, event: Event) {
+        self.stirred.insert(event.at().engine);
+        if let Event::Connect { from, .. } = event {
+            self.stirred.insert(from.engine);
+        }
         match event {
             Event::Land { job, piece } => self.land(&job, piece),
             Event::Fetched { job, piece } => self.fetched(&job, piece),
