@@ -219,9 +219,11 @@ class Region:
             NotQuiesced: it can't be shown in time; the engine keeps the memory.
         """
     def revoke(self) -> Transfer:
-        """Ends the registration for all views, without waiting: peers that use the descriptor from
-        now on fail with ``Stale``. The transfer is done when no byte of a peer can land any more and
-        no transfer of this engine uses the memory: then it may be reused.
+        """Ends the registration for all views, without waiting.
+
+        Peers that use the descriptor from now on fail with ``Stale``. The transfer is done when no
+        byte of a peer can land any more and no transfer of this engine uses the memory: then it may
+        be reused.
         """
     def numpy(self) -> NDArray[np.uint8]:
         """The memory as a flat array of bytes; it keeps the region."""

@@ -150,8 +150,7 @@ impl Cell {
         let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
         // Where the clock is not the machine's, nor are the NICs.
-        let is_shared = |d: &Box<dyn Domain>| threaded && d.kind().has_nics();
-        let shares = domains.iter().enumerate().filter(|(_, d)| is_shared(d));
+        let shares = domains.iter().enumerate().filter(|(_, d)| threaded && d.kind().has_nics());
         let shares = shares.map(|(rail, d)| (rail, HostShare::join(d.device(), 1))).collect();
         let rail_window = policy.rail_window;
         let pinners = domains.iter().map(|d| d.pinner()).collect();

@@ -412,7 +412,7 @@ impl TcpDomain {
 
     /// Hands up the oldest message if the pool has room; one at a time, for each takes its place
     /// there before the next asks.
-    fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+    fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &[Completion]) -> bool {
         let mut reported = out.iter().chain(&self.news);
         let waiting = reported.any(|c| matches!(c, Completion::Message { .. }));
         let Some(link) = self.link(id) else { return false };
@@ -438,7 +438,7 @@ impl TcpDomain {
     }
 
     /// Messages that waited for room.
-    pub(super) fn take_held(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+    pub(super) fn take_held(&mut self, room: &dyn MessageRoom, out: &[Completion]) -> bool {
         let waiting: Vec<LinkId> =
             self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
         waiting.into_iter().fold(false, |moved, id| self.hand_up(id, room, out) | moved)
