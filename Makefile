@@ -99,9 +99,10 @@ soak: export FABRIC_SIM_SEED = $(SEED)
 soak: export FABRIC_SIM_RUNS = $(RUNS)
 soak: export FABRIC_MODEL = $(MODEL)
 soak: export FABRIC_MODEL_RUNS = $(MODEL_RUNS)
-soak: $(DONE)/tools
+soak: $(DONE)/native
 	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture random_schedules
 	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture --ignored larger_scope
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
 
 setup: $(DONE)/native
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,6 +292,27 @@ def test_an_engine_writes_gpu_memory_to_itself() -> None:
             there = engine.import_region(engine.register(dst).descriptor())
             engine.write(engine.register(src), there).wait(30)
             assert torch.equal(src, dst), transport
+
+
+def test_gpu_memory_is_spilled_to_a_file_and_fetched(tmp_path: Path) -> None:
+    torch.empty(1, device="cuda")
+    with Other(serve, {"transport": "tcp"}) as other, TransferEngine(transport="tcp") as engine:
+        src, back = pattern(1, SIZE, "cuda"), torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        spill = engine.register_file(tmp_path / "spill", nbytes=SIZE, create=True)
+        own = engine.import_region(spill.descriptor())
+        engine.write(engine.register(src), own).wait(30)
+        assert (tmp_path / "spill").read_bytes() == src.cpu().numpy().tobytes()
+        engine.read(own, engine.register(back)).wait(30)
+        assert torch.equal(src, back)
+        # From the file into a peer's GPU, and back into another part of the file.
+        other.hear(60)
+        theirs = engine.import_region(other.ask(("make", "to", 2, SIZE, "cuda"), 60))
+        engine.write(spill, theirs).wait(30)
+        back.zero_()
+        torch.cuda.synchronize()
+        engine.read(theirs, engine.register(back)).wait(30)
+        assert torch.equal(src, back)
 
 
 def test_rs_2_by_default_gpus_of_one_host_take_cuda_ipc() -> None:

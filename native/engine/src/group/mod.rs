@@ -162,7 +162,9 @@ impl Group {
         transfer.unposted += op.bytes();
         let priority = transfer.priority;
         let mut since = Time::NEVER;
-        if route.state == State::Up && !route.backlog.holds_up(priority) {
+        // A count completes what was posted before: it doesn't queue up behind bytes.
+        let ahead = op.is_count();
+        if route.state == State::Up && (ahead || !route.backlog.holds_up(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
                 Posted::All => return self.posted(now, peer, rails),
@@ -174,7 +176,11 @@ impl Group {
             }
         }
         transfer.waiting += 1;
-        route.backlog.push_back(priority, Waiting { key, op, since });
+        let waiting = Waiting { key, op, since };
+        match ahead {
+            true => route.backlog.push_front(priority, waiting),
+            false => route.backlog.push_back(priority, waiting),
+        }
         self.backlogged += 1;
         match route.state {
             State::Up => self.posted(now, peer, rails),
@@ -290,8 +296,8 @@ impl Group {
     /// Moves backlogs on and lets deadlines strike. Call after polling.
     pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn Sink) -> bool {
         let mut moved = false;
+        self.move_at = Time::NEVER;
         if self.backlogged > 0 {
-            self.move_at = Time::NEVER;
             // Peers share rails: each is first in its turn.
             let n = self.peers.capacity();
             self.first = (self.first + 1) % n.max(1);

@@ -96,6 +96,10 @@ impl BoundOp {
         }
     }
 
+    pub fn is_count(&self) -> bool {
+        matches!(self.wr, WorkRequest::Count(_))
+    }
+
     /// One of several whose count follows the last of them.
     pub fn joined(self, joint: Joint) -> Self {
         Self { joint: Some(joint), ..self }

@@ -17,7 +17,7 @@ const RATE: f64 = 1.25;
 struct World {
     net: SimNet,
     senders: Vec<(Arc<TransferEngine>, Region, RemoteRegion)>,
-    _receiver: (Arc<TransferEngine>, Region),
+    receiver: (Arc<TransferEngine>, Region),
 }
 
 impl World {
@@ -43,9 +43,13 @@ impl World {
                 (sender, src, there)
             })
             .collect();
-        let mut world = Self { net, senders, _receiver: (receiver, dst) };
+        let mut world = Self { net, senders, receiver: (receiver, dst) };
         world.until(5 * MS);
         world
+    }
+
+    fn receiver(&self) -> &TransferEngine {
+        &self.receiver.0
     }
 
     fn now(&self) -> u64 {
@@ -194,4 +198,53 @@ fn credits_come_back() {
         let took = world.takes(&alone);
         assert!(took < wire(64 * M) * 11 / 10 + MS, "round {round}: {took} ns");
     }
+}
+
+/// Nobody would wake up again and again for what waits no more.
+#[test]
+fn what_has_expired_in_the_queue_leaves_no_alarm_behind() {
+    let mut world = World::new(1, &config());
+    let bulk = world.send(0, 64, Priority::Bulk);
+    let (engine, src, there) = &world.senders[0];
+    let op = Op::Write {
+        src: Local { region: src, offset: 0 },
+        dst: Remote { region: there, offset: 0 },
+        len: M,
+        imm: None,
+    };
+    let options = Submit {
+        timeout: Some(Duration::from_millis(1)),
+        priority: Some(Priority::Background),
+        ..Submit::default()
+    };
+    let late = engine.submit(&[op], options).unwrap();
+    let engine = Arc::clone(engine);
+    world.until(world.now() + 8 * MS);
+    assert!(matches!(late.poll(), Some(Err(_))), "{:?}", late.poll());
+    world.takes(&bulk);
+    world.until(world.now() + 1000 * MS);
+    let next = engine.next_timer();
+    assert!(next > Time(world.now()), "{next:?} at {}", world.now());
+}
+
+/// The count of a write that was cut follows its bytes, not all that was asked for since.
+#[test]
+fn a_count_does_not_wait_behind_later_bytes() {
+    let mut world = World::new(1, &config());
+    let (len, counter) = (32 * M, world.receiver().counter().unwrap());
+    let large = world.receiver().alloc(len).unwrap();
+    let (engine, src, _) = &world.senders[0];
+    let there = engine.import(&large.descriptor()).unwrap();
+    let op = Op::Write {
+        src: Local { region: src, offset: 0 },
+        dst: Remote { region: &there, offset: 0 },
+        len,
+        imm: Some(counter.imm()),
+    };
+    let first = engine.submit(&[op], Submit::default()).unwrap();
+    let rest = world.send(0, 256, Priority::Bulk);
+    let took = world.takes(&first);
+    assert!(took < wire(len + 32 * M), "{took} ns");
+    assert_eq!(counter.arrived(), 1);
+    world.takes(&rest);
 }
