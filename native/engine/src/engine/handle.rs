@@ -283,7 +283,10 @@ impl Handle {
         shared.cell.post(
             &shared,
             Box::new(move |core, shared| match pending.source.get() {
-                Some(Source::Transfer(key)) => core.group.cancel(*key, &**shared),
+                Some(Source::Transfer(key)) => {
+                    core.group.cancel(*key, &**shared);
+                    core.end_drains(shared);
+                }
                 Some(Source::Expectation(imm)) => {
                     shared.counters.cancel(*imm, &pending);
                     core.end_drains(shared);

@@ -104,9 +104,13 @@ impl Drop for CounterInner {
         if self.allocated {
             let imm = self.imm;
             // Under the lock, because arrivals are counted there.
-            self.shared
-                .cell
-                .post(&self.shared, Box::new(move |_, shared| shared.counters.release(imm)));
+            self.shared.cell.post(
+                &self.shared,
+                Box::new(move |core, shared| {
+                    shared.counters.release(imm);
+                    core.end_drains(shared);
+                }),
+            );
         }
     }
 }

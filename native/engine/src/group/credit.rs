@@ -26,8 +26,8 @@ const FORGOTTEN: Duration = Duration::from_millis(350);
 
 #[derive(Debug, Default)]
 pub(super) struct Credits {
-    /// Peers that want to send much to us: when they said so last, and what they were granted.
-    senders: HashMap<PeerKey, (Time, u64)>,
+    /// Peers that want to send much to us, and when they said so last.
+    senders: HashMap<PeerKey, Time>,
     /// When we ask again those to whom we send much.
     asking: BTreeSet<(Time, PeerKey)>,
 }
@@ -76,21 +76,14 @@ impl Group {
     pub(super) fn on_want(&mut self, now: Time, peer: PeerKey, wants: bool, rails: &mut Rails) {
         let senders = &mut self.credits.senders;
         match wants {
-            true => senders.entry(peer).or_insert((now, 0)).0 = now,
+            true => _ = senders.insert(peer, now),
             false => _ = senders.remove(&peer),
         }
-        senders.retain(|_, (said, _)| now.since(*said) < FORGOTTEN);
-        // Rounded up, so that not everybody is told whenever one comes or goes.
-        let share = credit(self.policy.receive_window, senders.len().next_power_of_two());
-        let mut told = Vec::new();
-        for (sender, (_, granted)) in senders {
-            if *granted != share || *sender == peer {
-                *granted = share;
-                told.push(*sender);
-            }
-        }
-        for sender in told {
-            self.tell(sender, &Note::Credit(share), rails);
+        senders.retain(|_, said| now.since(*said) < FORGOTTEN);
+        if wants {
+            // The others are told when they ask again. Who is told more than once wouldn't pay for it.
+            let share = credit(self.policy.receive_window, senders.len());
+            self.tell(peer, &Note::Credit(share), rails);
         }
     }
 

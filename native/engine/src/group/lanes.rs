@@ -7,7 +7,7 @@ use super::{
     policy::{
         admit::{admit, Ask, Verdict, Window},
         score::Load,
-        size::SMALLEST,
+        size::{GRAIN, SMALLEST},
     },
     route::Route,
     slices::BoundOp,
@@ -16,13 +16,13 @@ use super::{
     PeerKey, Rails,
 };
 use crate::{
-    api::Priority,
+    api::{Priority, TransportKind},
     domain::{Caps, DomainError, Post, Receipts, WorkRequest},
     time::Time,
 };
 
 /// So many slices of an operation may be under way on one rail, however large they are.
-const SLICES: u64 = 5;
+const SLICES: u64 = 4;
 
 /// The links of a peer that an operation may use.
 pub(super) struct Lanes<'a> {
@@ -84,11 +84,16 @@ impl<'a> Lanes<'a> {
         .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
     }
 
-    /// The largest slice, where what is under way is limited.
+    /// The largest slice, where what is under way is limited: several fit into the narrowest window.
     pub fn most(&self) -> Option<u64> {
-        let link = &self.route.active()[self.only.unwrap_or(0)];
-        let limited = self.is_known(link.pair.rail);
-        limited.then(|| (self.route.credit / u64::from(SLICES as u32)).max(SMALLEST))
+        let links = self.route.active();
+        let links = self.only.map_or(links, |only| &links[only..=only]);
+        if !links.iter().all(|l| self.is_known(l.pair.rail)) {
+            return None;
+        }
+        let narrowest = links.iter().map(|l| self.ledger.window(l.pair.rail)).min();
+        let narrowest = narrowest.unwrap_or(u64::MAX).min(self.route.credit);
+        Some((narrowest / SLICES / GRAIN * GRAIN).max(SMALLEST))
     }
 
     /// Whether work over a rail is kept until it is over, so that it can be sent again and is counted as under
@@ -97,7 +102,8 @@ impl<'a> Lanes<'a> {
     fn is_known(&self, rail: usize) -> bool {
         let (policy, domain) = (self.route.policy, &*self.rails[rail]);
         let heals = policy.receipts(domain) != Receipts::None;
-        heals || self.route.active().len() > 1 || (policy.heal && domain.kind().has_nics())
+        let queues = domain.kind().has_nics() || domain.kind() == TransportKind::File;
+        heals || self.route.active().len() > 1 || (policy.heal && queues)
     }
 
     /// Posts on one of the links: small work on the one whose turn it is, or on the next one that has

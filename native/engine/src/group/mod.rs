@@ -162,8 +162,7 @@ impl Group {
         transfer.unposted += op.bytes();
         let priority = transfer.priority;
         let mut since = Time::NEVER;
-        // A count completes what was posted before: it doesn't queue up behind bytes.
-        let ahead = op.is_count();
+        let ahead = op.ahead;
         if route.state == State::Up && (ahead || !route.backlog.holds_up(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
@@ -364,7 +363,8 @@ impl Group {
         let UnderWay { latency, bulk, background } = self.ledger.under_way(rail);
         let mut demand = Demand { latency, bulk, background };
         if self.backlogged > 0 {
-            let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p));
+            let here = |r: &Route| r.active().iter().any(|l| l.pair.rail == rail);
+            let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p) && here(r));
             let more = |p| if waits(p) { self.policy.rail_window } else { 0 };
             demand.latency += more(Priority::Latency);
             demand.bulk += more(Priority::Bulk);

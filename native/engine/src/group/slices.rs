@@ -16,9 +16,6 @@ use crate::{
 /// A contiguous write is spread over several rails only from here on: below, a second work request
 /// and the confirming one cost more than the second wire brings.
 const SPREAD: u64 = 256 << 10;
-/// Where one rail carries everything, operations are cut from here on: what is urgent would wait too long
-/// behind them.
-const WHOLE: u64 = 16 << 20;
 
 /// An operation bound to one peer, with how far it has been posted.
 #[derive(Debug)]
@@ -35,6 +32,8 @@ pub(crate) struct BoundOp {
     joint: Option<Joint>,
     /// How often its bytes have been sent before.
     pub(super) tries: u8,
+    /// It completes what was posted before, and doesn't queue up behind bytes.
+    pub(super) ahead: bool,
 }
 
 /// One count for several operations of a transfer, which follow each other.
@@ -56,7 +55,7 @@ struct Cut {
 impl BoundOp {
     pub fn new(peer: PeerKey, wr: WorkRequest) -> Self {
         let (pin, cut, confirm, joint) = (None, None, None, None);
-        Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0 }
+        Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0, ahead: false }
     }
 
     /// What is missing of a lost slice of which `there` counts have come with their bytes; over any rail, for
@@ -96,8 +95,8 @@ impl BoundOp {
         }
     }
 
-    pub fn is_count(&self) -> bool {
-        matches!(self.wr, WorkRequest::Count(_))
+    pub fn ahead(self) -> Self {
+        Self { ahead: true, ..self }
     }
 
     /// One of several whose count follows the last of them.
@@ -251,14 +250,13 @@ fn whole(posted: Result<Post, (usize, DomainError)>, again: Time) -> Posted {
     }
 }
 
-/// `most`: bytes of one slice, so that neither a rail nor a receiver is taken for long at a time.
+/// `most`: bytes of one slice, so that neither a rail nor a receiver is taken for long at a time. What is a
+/// little larger stays whole: the count that follows cut bytes would cost more.
 fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut {
     let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
-    if let Some(most) = most.filter(|_| data.bytes() >= WHOLE) {
-        let slice = slicing(data.bytes(), links).size.min(most);
-        cut.bytes = cut.bytes.min(slice);
-        cut.pages =
-            cut.pages.min(u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX)).max(1);
+    if let Some(most) = most.filter(|most| data.bytes() > 2 * most) {
+        let pages = u32::try_from(most / data.page_len.max(1)).unwrap_or(u32::MAX);
+        cut = Cut { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
     }
     if links > 1 {
         let slice = slicing(data.bytes(), links).size.min(most.unwrap_or(u64::MAX));

@@ -192,7 +192,8 @@ impl Transfer {
             return None;
         }
         let (peer, pin, tries) = (c.peer, c.pin, c.tries);
-        let op = |count| BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin).tried(tries);
+        let op =
+            |count| BoundOp::new(peer, WorkRequest::Count(count)).pinned(pin).tried(tries).ahead();
         c.count.take().map(op)
     }
 

@@ -202,9 +202,10 @@ fn credits_come_back() {
 
 /// Nobody would wake up again and again for what waits no more.
 #[test]
-fn what_has_expired_in_the_queue_leaves_no_alarm_behind() {
+fn what_is_cancelled_in_the_queue_leaves_no_alarm_behind() {
     let mut world = World::new(1, &config());
-    let bulk = world.send(0, 64, Priority::Bulk);
+    // All of it is under way, and nothing else waits.
+    let bulk = world.send(0, 12, Priority::Bulk);
     let (engine, src, there) = &world.senders[0];
     let op = Op::Write {
         src: Local { region: src, offset: 0 },
@@ -212,19 +213,16 @@ fn what_has_expired_in_the_queue_leaves_no_alarm_behind() {
         len: M,
         imm: None,
     };
-    let options = Submit {
-        timeout: Some(Duration::from_millis(1)),
-        priority: Some(Priority::Background),
-        ..Submit::default()
-    };
-    let late = engine.submit(&[op], options).unwrap();
+    let options = Submit { priority: Some(Priority::Background), ..Submit::default() };
+    let queued = engine.submit(&[op], options).unwrap();
     let engine = Arc::clone(engine);
-    world.until(world.now() + 8 * MS);
-    assert!(matches!(late.poll(), Some(Err(_))), "{:?}", late.poll());
-    world.takes(&bulk);
-    world.until(world.now() + 1000 * MS);
+    queued.cancel();
+    assert!(matches!(queued.poll(), Some(Err(_))), "{:?}", queued.poll());
+    // Its turn would have come in ten milliseconds; for credit, somebody asks again in a hundred.
+    world.until(world.now() + MS);
     let next = engine.next_timer();
-    assert!(next > Time(world.now()), "{next:?} at {}", world.now());
+    assert!(next > Time(world.now() + 50 * MS), "{next:?} at {}", world.now());
+    world.takes(&bulk);
 }
 
 /// The count of a write that was cut follows its bytes, not all that was asked for since.
@@ -247,4 +245,55 @@ fn a_count_does_not_wait_behind_later_bytes() {
     assert!(took < wire(len + 32 * M), "{took} ns");
     assert_eq!(counter.arrived(), 1);
     world.takes(&rest);
+}
+
+/// A deadline moves work up, but not past the windows.
+#[test]
+fn urgent_background_keeps_to_the_window() {
+    let mut world = World::new(1, &config());
+    let bulk = world.send(0, 600, Priority::Bulk);
+    let (engine, src, there) = &world.senders[0];
+    let op = |_| Op::Write {
+        src: Local { region: src, offset: 0 },
+        dst: Remote { region: there, offset: 0 },
+        len: M,
+        imm: None,
+    };
+    let ops: Vec<_> = (0..400).map(op).collect();
+    let options = Submit {
+        timeout: Some(Duration::from_millis(600)),
+        priority: Some(Priority::Background),
+        ..Submit::default()
+    };
+    let pressed = engine.submit(&ops, options).unwrap();
+    world.until(world.now() + 60 * MS);
+    let urgent = world.small(0, Priority::Latency);
+    let took = world.takes(&urgent);
+    assert!(took < wire(20 * M), "{took} ns");
+    world.takes(&pressed);
+    world.takes(&bulk);
+}
+
+/// Much work for one receiver leaves room for a little to another.
+#[test]
+fn nobody_waits_for_ever_behind_another_receiver() {
+    let mut world = World::new(1, &config());
+    let other = world.net.engine(config()).unwrap();
+    let (large, small) = (world.receiver().alloc(16 * M).unwrap(), other.alloc(M).unwrap());
+    let (engine, src, _) = &world.senders[0];
+    let (engine, src) = (Arc::clone(engine), src.clone());
+    let [large, small] = [&large, &small].map(|r| engine.import(&r.descriptor()).unwrap());
+    let write = |to, len| Op::Write {
+        src: Local { region: &src, offset: 0 },
+        dst: Remote { region: to, offset: 0 },
+        len,
+        imm: None,
+    };
+    let ops: Vec<_> = (0..40).map(|_| write(&large, 7 * M)).collect();
+    let much = engine.submit(&ops, Submit::default()).unwrap();
+    world.until(world.now() + 20 * MS);
+    let little = engine.submit(&[write(&small, 4096)], Submit::default()).unwrap();
+    let took = world.takes(&little);
+    assert!(took < wire(40 * M), "{took} ns");
+    world.takes(&much);
 }

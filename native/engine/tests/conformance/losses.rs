@@ -279,7 +279,7 @@ fn a_slow_healthy_rail_is_not_stalled() {
     }
     let n: Vec<u64> = p.posted(2).iter().zip(&before).map(|(a, b)| a - b).collect();
     // Each slice once.
-    let slices = len.div_ceil(2 << 20);
+    let slices = len.div_ceil(4 << 20);
     assert_eq!(n, [60, slices], "posted");
 }
 

@@ -189,7 +189,8 @@ impl Engine {
 
     /// One address space over regions: laid one after the other, or each at its offset.
     fn segment(&self, py: Python<'_>, parts: Vec<Bound<'_, PyAny>>) -> PyResult<Segment> {
-        self.engine.segment(&segment::parts(&parts)?).map(Segment).or_raise(py)
+        let parts = segment::parts(&parts)?;
+        py.detach(|| self.engine.segment(&parts)).map(Segment).or_raise(py)
     }
 
     /// A peer's segment, or this engine's own, to be named in requests.
@@ -198,7 +199,7 @@ impl Engine {
         py: Python<'_>,
         descriptor: &SegmentDescriptor,
     ) -> PyResult<RemoteSegment> {
-        self.engine.open_segment(&descriptor.0).map(RemoteSegment).or_raise(py)
+        py.detach(|| self.engine.open_segment(&descriptor.0)).map(RemoteSegment).or_raise(py)
     }
 
     /// Makes a peer known; the first use connects.

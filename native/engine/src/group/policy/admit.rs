@@ -8,8 +8,8 @@
 //! 1. A class is held only by its own bytes and those of the classes above it.
 //!    *Latency*: its own bytes stay within the window. *Bulk*: latency and bulk within 7/8 of it.
 //!    *Background*: all three within 1/4 of it.
-//! 2. A class above background with nothing under way may post one slice, however small the window
-//!    and however much is under way.
+//! 2. A class above background with nothing under way, on the rail or to the receiver, may post one slice,
+//!    however small the window and however much others have under way.
 //! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
 //!    way may go.
 //! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
@@ -111,8 +111,13 @@ pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
     }
     let urgent_at = urgent_at(ask.deadline, ask.remaining);
     let urgent = now >= urgent_at;
-    if [rail, receiver].iter().all(|w| w.admits(now, ask, urgent)) {
-        return Verdict::Post(ask.judged(urgent));
+    for pressed in [urgent, false] {
+        let class = ask.judged(pressed);
+        // Others may fill the rail for as long as they like: whoever has nothing under way has its turn (rule 2).
+        let idle = class != Priority::Background && receiver.under_way.of(class) == 0;
+        if (idle || rail.admits(now, ask, pressed)) && receiver.admits(now, ask, pressed) {
+            return Verdict::Post(class);
+        }
     }
     let mut again = ask.deadline;
     if !urgent {
@@ -156,7 +161,7 @@ impl Window {
         if self.under_way.up_to(class).saturating_add(ask.bytes) <= limit {
             return true;
         }
-        let none = self.under_way.of(ask.class) == 0;
+        let none = self.under_way.of(class) == 0;
         none && (class != Priority::Background || now.since(ask.since) >= TURN)
     }
 
@@ -193,8 +198,9 @@ mod tests {
         Window { bytes: M, under_way: UnderWay { latency, bulk, background } }
     }
 
+    /// No limit, and something of every class under way.
     const OPEN: Window =
-        Window { bytes: u64::MAX, under_way: UnderWay { latency: 0, bulk: 0, background: 0 } };
+        Window { bytes: u64::MAX, under_way: UnderWay { latency: 1, bulk: 1, background: 1 } };
 
     #[test]
     fn each_class_has_its_window() {
@@ -227,6 +233,29 @@ mod tests {
                     "{class:?} {name}: {verdict:?}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn whoever_has_nothing_under_way_to_a_receiver_has_its_turn() {
+        let (full, idle) = (window(M, M, M), window(0, 0, 0));
+        for (class, expected) in
+            [(Priority::Latency, true), (Priority::Bulk, true), (Priority::Background, false)]
+        {
+            let verdict = admit(Time(1), ask(class), full, idle);
+            assert_eq!(matches!(verdict, Verdict::Post(_)), expected, "{class:?}");
+            assert!(matches!(admit(Time(1), ask(class), full, OPEN), Verdict::Wait(_)));
+        }
+    }
+
+    /// What was moved up is under way as what it was taken for.
+    #[test]
+    fn urgent_background_keeps_to_the_window() {
+        let near = Time(LATE.0 - 2_000_000);
+        let mut rail = window(0, 0, 0);
+        while let Verdict::Post(class) = admit(near, ask(Priority::Background), rail, OPEN) {
+            *rail.under_way.of_mut(class) += K64;
+            assert!(rail.under_way.total() <= M, "{:?}", rail.under_way);
         }
     }
 
