@@ -38,7 +38,6 @@ use ledger::Ledger;
 pub(crate) use notes::fuzz_note;
 #[cfg(test)]
 pub(crate) use notes::sample_note;
-use policy::{admit::UnderWay, divide::Demand};
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
@@ -357,22 +356,6 @@ impl Group {
             .min(self.credits.next())
     }
 
-    /// What this group has for one of its rails: what is under way there, and as much as a window again for
-    /// each priority with which something waits.
-    pub fn demand(&self, rail: usize) -> Demand {
-        let UnderWay { latency, bulk, background } = self.ledger.under_way(rail);
-        let mut demand = Demand { latency, bulk, background };
-        if self.backlogged > 0 {
-            let here = |r: &Route| r.active().iter().any(|l| l.pair.rail == rail);
-            let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p) && here(r));
-            let more = |p| if waits(p) { self.policy.rail_window } else { 0 };
-            demand.latency += more(Priority::Latency);
-            demand.bulk += more(Priority::Bulk);
-            demand.background += more(Priority::Background);
-        }
-        demand
-    }
-
     /// How much of its window a rail may use: others of this host share the NIC.
     pub fn limit(&mut self, rail: usize, bytes: u64) {
         self.ledger.set_window(rail, bytes);
@@ -498,14 +481,6 @@ impl Group {
         }
     }
 
-    /// Takes what a failed transfer has not posted yet out of the backlogs.
-    fn purge(&mut self, key: TransferKey) {
-        for (_, route) in &mut self.peers {
-            self.backlogged -= route.backlog.remove(key);
-        }
-        self.transfers[key.slot as usize].waiting = 0;
-    }
-
     fn expire(&mut self, key: TransferKey, sink: &dyn Sink) {
         let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
         self.deadlines.remove(&(transfer.deadline, key));
@@ -533,64 +508,5 @@ impl Group {
         };
         transfer.end_early(EngineError::Cancelled { what: transfer.name, cause }, sink);
         self.settle(key, sink);
-    }
-
-    fn drain_backlog(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) -> bool {
-        let mut moved = false;
-        // What is less urgent has its turn though what is more urgent has to wait.
-        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails, sink);
-        for pressed in [true, false] {
-            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails, sink);
-            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails, sink);
-        }
-        moved
-    }
-
-    /// Posts what waits with one priority; if `pressed`, only what is about to miss its deadline.
-    fn drain_queue(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        (priority, pressed): (Priority, bool),
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) -> bool {
-        let mut moved = false;
-        loop {
-            let route = &mut self.peers[peer as usize];
-            if route.state != State::Up {
-                return moved;
-            }
-            let Some(mut first) = route.backlog.pop(priority) else { return moved };
-            first.since = first.since.min(now);
-            let (key, op) = (first.key, &mut first.op);
-            let transfer = &mut self.transfers[key.slot as usize];
-            if pressed && now < transfer.urgent_at(now, route) {
-                route.backlog.push_front(priority, first);
-                return moved;
-            }
-            let means = (rails as &mut Rails, &mut self.ledger);
-            match post_slices((now, first.since), key, transfer, op, route, means) {
-                Posted::Part(again) => {
-                    route.backlog.push_front(priority, first);
-                    self.move_at = self.move_at.min(again);
-                    self.posted(now, peer, rails);
-                    return moved;
-                }
-                Posted::All => {}
-                Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
-            }
-            moved = true;
-            self.posted(now, peer, rails);
-            self.transfers[key.slot as usize].waiting -= 1;
-            self.backlogged -= 1;
-            self.settle(key, sink);
-        }
     }
 }

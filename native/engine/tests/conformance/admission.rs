@@ -64,24 +64,13 @@ impl World {
     /// `pages` pages of 1 MiB, all to the same place: what matters is how long they take.
     fn send(&self, sender: usize, pages: u64, priority: Priority) -> Handle {
         let (engine, src, there) = &self.senders[sender];
-        let op = |_| Op::Write {
-            src: Local { region: src, offset: 0 },
-            dst: Remote { region: there, offset: 0 },
-            len: M,
-            imm: None,
-        };
-        let ops: Vec<_> = (0..pages).map(op).collect();
+        let ops: Vec<_> = (0..pages).map(|_| write(src, there, M)).collect();
         engine.submit(&ops, Submit { priority: Some(priority), ..Submit::default() }).unwrap()
     }
 
     fn small(&self, sender: usize, priority: Priority) -> Handle {
         let (engine, src, there) = &self.senders[sender];
-        let op = Op::Write {
-            src: Local { region: src, offset: 0 },
-            dst: Remote { region: there, offset: 0 },
-            len: 4096,
-            imm: None,
-        };
+        let op = write(src, there, 4096);
         engine.submit(&[op], Submit { priority: Some(priority), ..Submit::default() }).unwrap()
     }
 
@@ -92,6 +81,11 @@ impl World {
         assert_eq!(handle.poll(), Some(Ok(())));
         self.now() - start
     }
+}
+
+fn write<'a>(src: &'a Region, dst: &'a RemoteRegion, len: u64) -> Op<'a> {
+    let (src, dst) = (Local { region: src, offset: 0 }, Remote { region: dst, offset: 0 });
+    Op::Write { src, dst, len, imm: None }
 }
 
 fn config() -> EngineConfig {
@@ -141,13 +135,7 @@ fn a_deadline_moves_background_up() {
     let mut world = World::new(1, &config());
     let bulk = world.send(0, 512, Priority::Bulk);
     let (engine, src, there) = &world.senders[0];
-    let op = |_| Op::Write {
-        src: Local { region: src, offset: 0 },
-        dst: Remote { region: there, offset: 0 },
-        len: M,
-        imm: None,
-    };
-    let ops: Vec<_> = (0..16).map(op).collect();
+    let ops: Vec<_> = (0..16).map(|_| write(src, there, M)).collect();
     let submit = |ms| Submit {
         timeout: Some(Duration::from_millis(ms)),
         priority: Some(Priority::Background),
@@ -207,12 +195,7 @@ fn what_is_cancelled_in_the_queue_leaves_no_alarm_behind() {
     // All of it is under way, and nothing else waits.
     let bulk = world.send(0, 12, Priority::Bulk);
     let (engine, src, there) = &world.senders[0];
-    let op = Op::Write {
-        src: Local { region: src, offset: 0 },
-        dst: Remote { region: there, offset: 0 },
-        len: M,
-        imm: None,
-    };
+    let op = write(src, there, M);
     let options = Submit { priority: Some(Priority::Background), ..Submit::default() };
     let queued = engine.submit(&[op], options).unwrap();
     let engine = Arc::clone(engine);
@@ -253,13 +236,7 @@ fn urgent_background_keeps_to_the_window() {
     let mut world = World::new(1, &config());
     let bulk = world.send(0, 600, Priority::Bulk);
     let (engine, src, there) = &world.senders[0];
-    let op = |_| Op::Write {
-        src: Local { region: src, offset: 0 },
-        dst: Remote { region: there, offset: 0 },
-        len: M,
-        imm: None,
-    };
-    let ops: Vec<_> = (0..400).map(op).collect();
+    let ops: Vec<_> = (0..400).map(|_| write(src, there, M)).collect();
     let options = Submit {
         timeout: Some(Duration::from_millis(600)),
         priority: Some(Priority::Background),
@@ -283,16 +260,10 @@ fn nobody_waits_for_ever_behind_another_receiver() {
     let (engine, src, _) = &world.senders[0];
     let (engine, src) = (Arc::clone(engine), src.clone());
     let [large, small] = [&large, &small].map(|r| engine.import(&r.descriptor()).unwrap());
-    let write = |to, len| Op::Write {
-        src: Local { region: &src, offset: 0 },
-        dst: Remote { region: to, offset: 0 },
-        len,
-        imm: None,
-    };
-    let ops: Vec<_> = (0..40).map(|_| write(&large, 7 * M)).collect();
+    let ops: Vec<_> = (0..40).map(|_| write(&src, &large, 7 * M)).collect();
     let much = engine.submit(&ops, Submit::default()).unwrap();
     world.until(world.now() + 20 * MS);
-    let little = engine.submit(&[write(&small, 4096)], Submit::default()).unwrap();
+    let little = engine.submit(&[write(&src, &small, 4096)], Submit::default()).unwrap();
     let took = world.takes(&little);
     assert!(took < wire(40 * M), "{took} ns");
     world.takes(&much);
