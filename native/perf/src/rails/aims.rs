@@ -4,7 +4,7 @@ use fabric_engine::api::Spray;
 
 use super::{
     run::run,
-    scenario::{named, Change, Scenario, What},
+    scenario::{named, Change, Scenario, Transfer, What},
     summary::{summary, Summary},
 };
 
@@ -35,6 +35,16 @@ fn unequal_rails_carry_what_they_can_at_every_moment() {
             assert!(a.times.p99_us <= P99 * t.times.p99_us, "{name}: {a:?}, in turns {t:?}");
         }
     }
+}
+
+/// What a rail is taken for at first is off by thousands: that of a NIC for an Ethernet of 24 Mb/s.
+#[test]
+fn rails_far_slower_than_expected_are_known_at_once() {
+    let mut s = scenario("unequal").slower(16_700.0 / SLOWER).in_flight(64);
+    s.run_ms = 12_000.0;
+    s.load.transfer = Transfer::Write { bytes: 64 << 10 };
+    let figures = figures(&s, Spray::Adaptive);
+    assert!(figures.phases[0].share >= SHARE, "{figures:?}");
 }
 
 #[test]

@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use super::size::SMALLEST;
 use crate::time::Time;
 
 /// Share of a new sample taken while the rail was busy, the same once samples agree that the rail
@@ -22,6 +23,10 @@ const RISE: f64 = 0.125;
 /// really changed is found out within a few slices.
 const OFF: f64 = 1.5;
 const MOST_DOUBLINGS: u8 = 10;
+/// Slices that are seen to be done together count as so many samples at most.
+const MOST_SLICES: i8 = 8;
+/// So many samples are averaged before the average moves.
+const FIRST: u8 = 8;
 /// From here on an estimate without samples drifts back to the nominal speed, by half each `HALF`.
 const STALE: Duration = Duration::from_millis(100);
 const HALF: Duration = Duration::from_millis(50);
@@ -35,6 +40,10 @@ pub struct Estimate {
     latency: f64,
     /// Samples in a row that were off to one side: below 0 faster, above 0 slower.
     streak: i8,
+    /// Samples taken while it was busy, as far as they matter.
+    busy: u8,
+    /// It has carried something large by itself.
+    tried: bool,
     /// Completions seen together at `last`, not yet a sample.
     open: Sample,
     last: Time,
@@ -42,6 +51,7 @@ pub struct Estimate {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Sample {
+    slices: i8,
     bytes: f64,
     took: f64,
     alone: bool,
@@ -75,6 +85,8 @@ impl Estimate {
             nominal: 1.0 / speed,
             latency: 0.0,
             streak: 0,
+            busy: 0,
+            tried: false,
             open: Sample::default(),
             last: Time(0),
         }
@@ -92,9 +104,9 @@ impl Estimate {
             let arrived = posted.after(Duration::from_nanos(self.latency as u64));
             let start = arrived.max(self.last).min(now);
             let took = now.since(if queued == 0 { posted } else { start });
-            let stale = self.freshness(now) < 1.0;
-            self.open =
-                Sample { bytes: 0.0, took: took.as_nanos() as f64, alone: queued == 0, stale };
+            let stale = queued == 0 && self.freshness(posted) < 1.0;
+            let took = took.as_nanos() as f64;
+            self.open = Sample { slices: 0, bytes: 0.0, took, alone: queued == 0, stale };
             self.last = now;
         } else if self.open.alone {
             // Several that were seen at one time; the rail wasn't one slice's own.
@@ -102,6 +114,7 @@ impl Estimate {
         }
         // Completions are seen in bunches: only the bytes of a whole bunch say what it took.
         self.open.bytes += bytes as f64;
+        self.open.slices = (self.open.slices + 1).min(MOST_SLICES);
         let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
         if beyond < self.latency {
             self.latency = (self.latency + beyond.max(0.0)) / 2.0;
@@ -110,28 +123,34 @@ impl Estimate {
 
     /// Takes in the sample that is complete.
     fn fold(&mut self) {
-        let Sample { bytes, took, alone, stale } = std::mem::take(&mut self.open);
+        let Sample { slices, bytes, took, alone, stale } = std::mem::take(&mut self.open);
         if bytes == 0.0 || took == 0.0 {
             return;
         }
+        if self.busy < FIRST && !(alone && (self.tried || self.busy > 0)) {
+            return self.learn(bytes, took, alone);
+        }
         if stale {
             // Neither what was known nor the nominal speed is worth much: believe the sample, as
-            // far as it lies between the two.
+            // far as it lies between the two. What goes beyond them is a sample as any other.
             let sample = (took - self.latency).max(0.0) / bytes;
             let (low, high) = (self.per_byte.min(self.nominal), self.per_byte.max(self.nominal));
             self.per_byte = sample.clamp(low, high);
-            self.streak = 0;
-            return;
+            if sample == self.per_byte {
+                self.streak = 0;
+                return;
+            }
         }
         let latency = if alone { self.latency } else { 0.0 };
         let expected = latency + bytes * self.per_byte;
-        let limit = self.limit(took / expected);
+        let limit = self.limit(took / expected, slices);
         let ratio = (took / expected).clamp(1.0 / limit, limit);
         let share = match (alone, self.streak) {
             (true, _) => IDLE,
             (false, -1..=1) => BUSY,
             (false, _) => CHANGED,
         };
+        let share = 1.0 - (1.0 - share).powi(slices.into());
         // The mean of logarithms: as quick to see that a rail is faster as that it is slower.
         self.per_byte *= ratio.powf(share);
         if alone {
@@ -141,9 +160,27 @@ impl Estimate {
         self.nominal = self.nominal.min(self.per_byte);
     }
 
-    fn limit(&mut self, ratio: f64) -> f64 {
-        let side = i8::from(ratio > OFF) - i8::from(ratio < 1.0 / OFF);
-        if side == 0 || side != self.streak.signum() {
+    /// The first samples: what the rail was taken for says nothing, and may be off by thousands.
+    fn learn(&mut self, bytes: f64, took: f64, alone: bool) {
+        if alone {
+            // How much of it is latency will be seen once the rail is busy.
+            if bytes >= SMALLEST as f64 {
+                self.tried = true;
+                self.per_byte = took / bytes;
+            } else {
+                self.latency = (took - bytes * self.per_byte).max(0.0);
+            }
+        } else {
+            // The mean of those so far, until the moving average takes over.
+            self.busy += 1;
+            self.per_byte *= (took / (bytes * self.per_byte)).powf(1.0 / f64::from(self.busy));
+        }
+        self.nominal = self.nominal.min(self.per_byte);
+    }
+
+    fn limit(&mut self, ratio: f64, slices: i8) -> f64 {
+        let side = slices * (i8::from(ratio > OFF) - i8::from(ratio < 1.0 / OFF));
+        if side == 0 || side.signum() != self.streak.signum() {
             self.streak = side;
         } else {
             self.streak = self.streak.saturating_add(side);
@@ -224,6 +261,21 @@ mod tests {
     }
 
     #[test]
+    fn what_was_expected_counts_for_nothing_once_a_rail_has_carried_something() {
+        for (n, busy) in [(0, false), (1, true)] {
+            let mut e = Estimate::new(50.0);
+            let mut rail = Rail { now: 1 << 40, latency: 0, per_byte: 333.0 };
+            rail.carry(&mut e, 1, false);
+            rail.carry(&mut e, n, busy);
+            assert!((0.8..1.25).contains(&off(&e, &rail)), "{n}: {}", off(&e, &rail));
+        }
+        // Something small is mostly latency, and says nothing of the speed.
+        let mut e = Estimate::new(50.0);
+        e.completed(Time(1 << 20), Time((1 << 20) - 5_000), 8, 0);
+        assert!(e.speed(Time(1 << 20), 1).bytes_per_ns > 40.0);
+    }
+
+    #[test]
     fn a_slice_alone_is_predicted_with_its_latency() {
         let mut e = Estimate::new(50.0);
         let mut rail = Rail { now: 0, latency: 5_000, per_byte: 0.02 };
@@ -283,6 +335,26 @@ mod tests {
             rail.carry(&mut e, 2, false);
             let speed = e.speed(Time(rail.now), 1).bytes_per_ns;
             assert!(range.contains(&speed), "{speed}");
+        }
+    }
+
+    #[test]
+    fn a_rail_that_slows_down_is_known_however_rarely_its_completions_are_seen() {
+        // Bunches of eight, each after a pause in which the estimate ages.
+        for (queued, pause) in [(SLICE, 0), (0, 1_000_000_000)] {
+            let mut e = Estimate::new(50.0);
+            let mut now = 1 << 30;
+            for per_byte in [333.0, 1333.0] {
+                for _ in 0..6 {
+                    let posted = Time(now + pause);
+                    now = posted.0 + (8.0 * SLICE as f64 * per_byte) as u64;
+                    for i in 0..8 {
+                        e.completed(Time(now), posted, SLICE, queued + i * SLICE);
+                    }
+                }
+                let off = e.speed(Time(now), 1).bytes_per_ns * per_byte;
+                assert!((0.7..1.4).contains(&off), "{pause}, {per_byte}: {off}");
+            }
         }
     }
 
