@@ -27,6 +27,11 @@ const NOMINAL: f64 = 50.0;
 /// change its rail any more.
 const WINDOW: u64 = 8 << 20;
 const WINDOW_SLICES: u64 = 4;
+/// And no more than it is known to carry in so long: for a slow link the window would be seconds.
+const HORIZON: Duration = Duration::from_millis(20);
+/// But always so much, or so many slices, that it doesn't wait for completions to be seen.
+const LEAST: u64 = 512 << 10;
+const LEAST_SLICES: u64 = 2;
 /// Links of one peer and transport: two for each pair of NICs where both sides connected at once.
 pub(super) const MOST_LINKS: usize = 2 * MAX_RAILS;
 /// How often links are looked at that may have stalled.
@@ -96,7 +101,9 @@ impl Gauge {
     }
 
     fn has_room(&self, length: u64) -> bool {
-        self.queued == 0 || self.queued + length <= WINDOW.max(WINDOW_SLICES * length)
+        let least = LEAST.max(LEAST_SLICES * length);
+        let known = self.estimate.carries(HORIZON).max(least);
+        self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
 
     fn seen(&self) -> judge::Seen {
