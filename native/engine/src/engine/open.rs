@@ -74,10 +74,12 @@ impl TransferEngine {
         };
         let nics = domains.iter().filter(|d| d.kind().has_nics());
         let cpus = transport::nics::cpus(&nics.map(|d| d.device().to_owned()).collect::<Vec<_>>());
+        let devices: Vec<_> = domains.iter().map(|d| d.device().to_owned()).collect();
+        let tiers = transport::nics::tiers(&devices, &config.nics);
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
         let policy = policy(&config);
-        let cell = Cell::new(domains, policy, spin, true)?;
+        let cell = Cell::new(domains, (policy, &tiers), spin, true)?;
         let limits = (config.op_timeout, max_message);
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
         let worker = Worker::start(&shared, always, cpus)?;
@@ -91,7 +93,7 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let cell = Cell::new(domains, policy(&config), std::time::Duration::ZERO, false)?;
+        let cell = Cell::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message);
         let waker = transport::Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);

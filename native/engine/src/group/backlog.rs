@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{
-    policy::{admit::UnderWay, divide::Demand},
+    policy::classes::ByClass,
     route::{Route, State},
     slices::{post_slices, BoundOp, Posted},
     Group, PeerKey, Rails, Sink, TransferKey,
@@ -68,16 +68,14 @@ impl Backlog {
 impl Group {
     /// What this group has for one of its rails: what is under way there, and as much as a window again for
     /// each priority with which something waits.
-    pub fn demand(&self, rail: usize) -> Demand {
-        let UnderWay { latency, bulk, background } = self.ledger.under_way(rail);
-        let mut demand = Demand { latency, bulk, background };
+    pub fn demand(&self, rail: usize) -> ByClass {
+        let mut demand = self.ledger.under_way(rail);
         if self.backlogged > 0 {
             let here = |r: &Route| r.active().iter().any(|l| l.pair.rail == rail);
             let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p) && here(r));
-            let more = |p| if waits(p) { self.policy.rail_window } else { 0 };
-            demand.latency += more(Priority::Latency);
-            demand.bulk += more(Priority::Bulk);
-            demand.background += more(Priority::Background);
+            for class in Priority::ALL.into_iter().filter(|p| waits(*p)) {
+                *demand.of_mut(class) += self.policy.rail_window;
+            }
         }
         demand
     }

@@ -28,6 +28,7 @@ use crate::{
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
     engine::{HandleRef, Source},
     time::Time,
+    topology::Tier,
     EngineError,
 };
 
@@ -359,6 +360,11 @@ impl Group {
     /// How much of its window a rail may use: others of this host share the NIC.
     pub fn limit(&mut self, rail: usize, bytes: u64) {
         self.ledger.set_window(rail, bytes);
+    }
+
+    /// How far a rail is from the memory that the engine serves.
+    pub fn place(&mut self, rail: usize, tier: Tier) {
+        self.ledger.set_tier(rail, tier);
     }
 
     /// Whether no request is under way or waits.

@@ -6,11 +6,11 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    ledger::Slice,
+    ledger::{Ledger, Slice},
     policy::{
         estimate::Estimate,
-        judge,
-        score::{Choice, RailView, Tier},
+        score::{Choice, RailView},
+        stall,
     },
     route::{Link, PeerKey, State},
     Group, Rails,
@@ -106,15 +106,15 @@ impl Gauge {
         self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
 
-    fn seen(&self) -> judge::Seen {
-        judge::Seen { finished: self.finished, idle: self.queued == 0 }
+    fn seen(&self) -> stall::Seen {
+        stall::Seen { finished: self.finished, idle: self.queued == 0 }
     }
 
     /// Whether it is overdue with what it has.
     fn is_late(&self, now: Time) -> bool {
         let expected = self.estimate.speed(now, 1).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
-        let patience = judge::patience(expected).max(self.slowest * SLOWEST);
+        let patience = stall::patience(expected).max(self.slowest * SLOWEST);
         self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > patience
     }
 }
@@ -123,16 +123,15 @@ impl Gauge {
 pub(super) fn views(
     now: Time,
     links: &[Link],
+    ledger: &Ledger,
     full: &[bool],
     length: u64,
 ) -> SmallVec<[RailView; MOST_LINKS]> {
     let view = |(link, full): (&Link, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
-        tier: Tier::Near,
-        excluded: false,
+        tier: ledger.tier(link.pair.rail),
         room: !full && link.gauge.has_room(length),
-        paired: true,
     };
     links.iter().zip(full).map(view).collect()
 }
@@ -167,13 +166,13 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let seen: SmallVec<[judge::Seen; MOST_LINKS]> =
+            let seen: SmallVec<[stall::Seen; MOST_LINKS]> =
                 links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;
                 if link.gauge.is_late(now)
                     && self.policy.receipts(&*rails[link.pair.rail]) != Receipts::None
-                    && judge::is_at_fault(i, since, now, &seen)
+                    && stall::is_at_fault(i, since, now, &seen)
                     && !rails[link.pair.rail].is_staging(link.id)
                 {
                     let waited = now.since(since);
