@@ -14,6 +14,7 @@ mod error;
 pub mod fuzzing;
 mod group;
 pub mod memory;
+pub mod simulation;
 mod sync;
 mod time;
 pub mod topology;

@@ -21,7 +21,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm},
     domain::{Count, Quiet},
     driver::Cell,
-    group::Sink,
+    group::{Claim, Sink},
     memory::{Backing, RegionMemory},
     time::Time,
     transport::Waker,
@@ -291,7 +291,7 @@ impl Shared {
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
             core.domains.iter_mut().for_each(|d| d.close());
-            core.group.close(&**self);
+            core.group.close();
         }
         self.counters.close();
         // Peers are cut off: nothing can land any more.
@@ -311,10 +311,6 @@ impl Sink for Shared {
         self.receives.deliver(&self.callbacks, from, message);
     }
 
-    fn finished(&self, handle: HandleRef, result: Result<()>) {
-        handle.complete(result);
-    }
-
     fn peer_lost(&self, peer: EngineId, error: &EngineError) {
         tracing::info!(%peer, %error, "peer lost");
         self.counters.peer_lost(peer, error);
@@ -325,10 +321,6 @@ impl Sink for Shared {
             r.rails = r.rails.saturating_sub(1);
         }
         self.reap();
-    }
-
-    fn release(&self, keep: Vec<Region>) {
-        self.unkeep(keep);
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
     policy::classes::ByClass,
     route::{Route, State},
     slices::{post_slices, BoundOp, Posted},
-    Group, PeerKey, Rails, Sink, TransferKey,
+    Group, PeerKey, Rails, TransferKey,
 };
 use crate::{api::Priority, time::Time};
 
@@ -89,19 +89,13 @@ impl Group {
     }
 
     /// Posts what a peer's links take now.
-    pub(super) fn drain_backlog(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) -> bool {
+    pub(super) fn drain_backlog(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) -> bool {
         let mut moved = false;
         // What is less urgent has its turn though what is more urgent has to wait.
-        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails, sink);
+        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails);
         for pressed in [true, false] {
-            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails, sink);
-            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails, sink);
+            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails);
+            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails);
         }
         moved
     }
@@ -113,7 +107,6 @@ impl Group {
         peer: PeerKey,
         (priority, pressed): (Priority, bool),
         rails: &mut Rails,
-        sink: &dyn Sink,
     ) -> bool {
         let mut moved = false;
         loop {
@@ -144,7 +137,7 @@ impl Group {
             self.posted(now, peer, rails);
             self.transfers[key.slot as usize].waiting -= 1;
             self.backlogged -= 1;
-            self.settle(key, sink);
+            self.settle(key);
         }
     }
 }

@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, Local, Op, Priority, Remote},
-    transport::sim::{SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::SimConfig,
     Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
 };
 

@@ -2,7 +2,8 @@
 
 use fabric_engine::{
     api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{Fault, SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
     Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
 };
 use std::{sync::Arc, time::Duration};

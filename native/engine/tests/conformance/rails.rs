@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, Local, Op, PageIndices, Pages, Remote},
-    transport::sim::{SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::SimConfig,
     Counter, EngineError, Handle, Quiet, Region, RemoteRegion, Result, Submit, TransferEngine,
 };
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use fabric_engine::{
     api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::SimConfig,
     Counter, Region, Submit, Time, TransferEngine,
 };
 

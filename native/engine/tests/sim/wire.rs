@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use fabric_engine::{
     api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{Fault, SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
     Counter, EngineError, Handle, Region, RemoteRegion, Result, Submit, Time, TransferEngine,
 };
 

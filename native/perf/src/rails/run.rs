@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use fabric_engine::{
     api::{EngineConfig, Local, NicConfig, Op, PageIndices, Pages, Remote, Spray},
-    transport::sim::{Fault, SimConfig, SimNet, Traced, Work},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig, Traced, Work},
     Counter, Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::Serialize;
