@@ -4,7 +4,9 @@
 mod bind;
 mod callbacks;
 mod counters;
+mod driver;
 mod handle;
+mod op;
 mod open;
 mod paths;
 mod peers;
@@ -22,12 +24,9 @@ use std::{
 
 use parking_lot::Mutex;
 
-use self::register::Segments;
+use self::{driver::Worker, register::Segments};
 use crate::{
-    api::{
-        CounterRef, EngineAddress, EngineId, Imm, Op, Priority, RegionDescriptor, TransportKind,
-    },
-    driver::Worker,
+    api::{CounterRef, EngineAddress, EngineId, Imm, Priority, RegionDescriptor, TransportKind},
     group::{Claim, PeerKey, Submitted, Verdict},
     memory::device::DeviceWord,
     time::Time,
@@ -36,6 +35,7 @@ use crate::{
 
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
+pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;
 pub use peers::{Peer, PeerGroup};

@@ -14,17 +14,16 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, counters::Counters, receives::Receives, watcher::Watchers, Handle,
-    HandleRef, Peer, Region,
+    callbacks::Callbacks, counters::Counters, driver::Cell, receives::Receives, watcher::Watchers,
+    Handle, HandleRef, Peer, Region,
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm},
     domain::{Count, Quiet},
-    driver::Cell,
     group::{Claim, Sink},
     memory::{Backing, RegionMemory},
     time::Time,
-    transport::Waker,
+    wake::Waker,
     EngineError, Result,
 };
 
@@ -105,7 +104,12 @@ impl Shared {
             closed: AtomicBool::new(false),
             draining: AtomicBool::new(false),
         });
-        waker.set(&shared);
+        let engine = Arc::downgrade(&shared);
+        waker.set(move || {
+            if let Some(engine) = engine.upgrade() {
+                engine.cell.kick();
+            }
+        });
         shared
     }
 

@@ -3,10 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, Priority, Remote},
+    api::{EngineConfig, Priority},
     simulation::SimNet,
     transport::sim::SimConfig,
-    Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+    Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 
 const M: u64 = 1 << 20;

@@ -1,10 +1,10 @@
 //! Links that are lost, slow or refused something, where the moment matters.
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, Remote},
+    api::{EngineConfig, Imm},
     simulation::SimNet,
     transport::sim::{Fault, SimConfig},
-    Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+    Handle, Local, Op, Region, Remote, RemoteRegion, Result, Submit, TransferEngine,
 };
 use std::{sync::Arc, time::Duration};
 const SOON: Duration = Duration::from_secs(10);

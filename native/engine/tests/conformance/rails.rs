@@ -3,10 +3,11 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote},
+    api::{EngineConfig, PageIndices, Pages},
     simulation::SimNet,
     transport::sim::SimConfig,
-    Counter, EngineError, Handle, Quiet, Region, RemoteRegion, Result, Submit, TransferEngine,
+    Counter, EngineError, Handle, Local, Op, Quiet, Region, Remote, RemoteRegion, Result, Submit,
+    TransferEngine,
 };
 
 const SOON: Duration = Duration::from_secs(10);

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, Remote},
+    api::{EngineConfig, Imm},
     simulation::SimNet,
     transport::sim::SimConfig,
-    Counter, Region, Submit, Time, TransferEngine,
+    Counter, Local, Op, Region, Remote, Submit, Time, TransferEngine,
 };
 
 use crate::case::{MS, US};
