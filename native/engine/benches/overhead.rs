@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use criterion::{criterion_group, criterion_main, Criterion, Throughput};
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, PageIndices, Pages, Remote, ScatterDst, TransportKind},
-    Region, RemoteRegion, Submit, TransferEngine,
+    api::{EngineConfig, Imm, PageIndices, Pages, TransportKind},
+    Local, Op, Region, Remote, RemoteRegion, ScatterDst, Submit, TransferEngine,
 };
 
 struct Nowhere {

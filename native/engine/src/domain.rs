@@ -7,6 +7,7 @@ mod landed;
 
 use std::{any::Any, fmt, sync::Arc};
 
+pub use crate::error::DomainError;
 pub use landed::Landed;
 use smallvec::SmallVec;
 
@@ -152,42 +153,6 @@ pub enum Post {
     Queued,
     /// No room; nothing happened. Try again after the next poll that makes progress.
     Full,
-}
-
-/// Why a domain could not do something.
-#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DomainError {
-    #[error("{0}")]
-    LinkDown(String),
-    /// As `LinkDown`, and another attempt would find nobody: the peer said goodbye, or hasn't been heard
-    /// for as long as a peer may be silent.
-    #[error("{0}")]
-    Gone(String),
-    #[error("{0}")]
-    Stale(String),
-    #[error("{0}")]
-    Refused(String),
-    #[error("{0}")]
-    Handshake(String),
-    #[error("{call}: {errno}")]
-    Io { call: &'static str, errno: rustix::io::Errno },
-    #[error("{0}")]
-    Unavailable(String),
-    /// A file could not be read or written; the text names it.
-    #[error("{0}")]
-    Storage(String),
-}
-
-impl DomainError {
-    /// Whether it says that a link was lost, and nothing against what it carried.
-    pub(crate) fn is_loss(&self) -> bool {
-        matches!(self, Self::LinkDown(_) | Self::Gone(_) | Self::Io { .. })
-    }
-
-    pub(crate) fn io(call: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
-        move |errno| Self::Io { call, errno }
-    }
 }
 
 /// What an end of a link that is down knows of the counts that came over it. Anything but `Unknown` is a

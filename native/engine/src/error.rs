@@ -1,6 +1,6 @@
-//! Errors of the engine layer: what failed, with whom, and what to do next.
+//! What failed: for the user, with whom and what to do next; between the layers, what a domain could not do.
 //!
-//! Each variant maps one to one onto a Python exception under `FabricError`.
+//! Each variant of [`EngineError`] maps one to one onto a Python exception under `FabricError`.
 
 use std::time::Duration;
 
@@ -115,6 +115,42 @@ impl EngineError {
             _ => "see the errno for the cause",
         };
         Self::Resource { call, cause: errno.to_string(), hint: hint.into() }
+    }
+}
+
+/// Why a domain could not do something.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DomainError {
+    #[error("{0}")]
+    LinkDown(String),
+    /// As `LinkDown`, and another attempt would find nobody: the peer said goodbye, or hasn't been heard
+    /// for as long as a peer may be silent.
+    #[error("{0}")]
+    Gone(String),
+    #[error("{0}")]
+    Stale(String),
+    #[error("{0}")]
+    Refused(String),
+    #[error("{0}")]
+    Handshake(String),
+    #[error("{call}: {errno}")]
+    Io { call: &'static str, errno: rustix::io::Errno },
+    #[error("{0}")]
+    Unavailable(String),
+    /// A file could not be read or written; the text names it.
+    #[error("{0}")]
+    Storage(String),
+}
+
+impl DomainError {
+    /// Whether it says that a link was lost, and nothing against what it carried.
+    pub(crate) fn is_loss(&self) -> bool {
+        matches!(self, Self::LinkDown(_) | Self::Gone(_) | Self::Io { .. })
+    }
+
+    pub(crate) fn io(call: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
+        move |errno| Self::Io { call, errno }
     }
 }
 

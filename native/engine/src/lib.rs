@@ -6,7 +6,6 @@
 
 pub mod api;
 pub mod domain;
-mod driver;
 mod engine;
 mod error;
 #[cfg(any(test, fuzzing))]
@@ -14,14 +13,17 @@ mod error;
 pub mod fuzzing;
 mod group;
 pub mod memory;
+pub mod simulation;
 mod sync;
 mod time;
 pub mod topology;
 pub mod transport;
+mod wake;
 
 pub use engine::{
-    Counter, Delivery, Explanation, Handle, Notify, Path, Peer, PeerGroup, Quiet, Region,
-    RemoteRegion, RemoteSegment, Segment, Stats, Submit, TransferEngine, Transports, Watcher, Way,
+    Counter, Delivery, Explanation, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet,
+    Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats, Submit,
+    TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, Result};
 pub use group::Verdict;

@@ -8,8 +8,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, PageIndices, Pages, Remote, ScatterDst, TransportKind},
-    Region, RemoteRegion, Submit, TransferEngine,
+    api::{EngineConfig, Imm, PageIndices, Pages, TransportKind},
+    Local, Op, Region, Remote, RemoteRegion, ScatterDst, Submit, TransferEngine,
 };
 
 thread_local! {

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, Remote, TransportKind},
-    EngineError, Submit, TransferEngine,
+    api::{EngineConfig, TransportKind},
+    EngineError, Local, Op, Remote, Submit, TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);

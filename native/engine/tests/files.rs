@@ -12,8 +12,9 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, TransportKind},
-    EngineError, FileOptions, Handle, Region, RemoteRegion, Submit, TransferEngine,
+    api::{EngineConfig, PageIndices, Pages, TransportKind},
+    EngineError, FileOptions, Handle, Local, Op, Region, Remote, RemoteRegion, Submit,
+    TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -3,8 +3,8 @@
 use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, SegmentPiece, TransportKind},
-    Submit, TransferEngine,
+    api::{EngineConfig, PageIndices, Pages, TransportKind},
+    Local, Op, Remote, SegmentPiece, Submit, TransferEngine,
 };
 
 const LONG: Duration = Duration::from_secs(30);

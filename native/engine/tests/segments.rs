@@ -3,8 +3,8 @@
 use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Op, Place, SegmentDescriptor, TransportKind},
-    EngineError, FileOptions, Region, Segment, Submit, TransferEngine,
+    api::{EngineConfig, Place, SegmentDescriptor, TransportKind},
+    EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);

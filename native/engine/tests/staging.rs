@@ -4,8 +4,8 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote, TransportKind},
-    EngineError, Region, Submit, TransferEngine,
+    api::{EngineConfig, PageIndices, Pages, TransportKind},
+    EngineError, Local, Op, Region, Remote, Submit, TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -6,8 +6,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, Remote, Spin, TransportKind},
-    Submit, TransferEngine,
+    api::{EngineConfig, Spin, TransportKind},
+    Local, Op, Remote, Submit, TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -6,7 +6,8 @@ mod descriptor;
 mod envelope;
 pub(crate) use envelope::Envelope;
 mod imm;
-mod op;
+mod pages;
+mod priority;
 mod segment;
 
 pub use address::{Endpoint, EngineAddress, EngineId};
@@ -15,9 +16,8 @@ pub(crate) use descriptor::check_range;
 pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;
 pub use imm::{Imm, FIRST_ALLOCATED_SLOT};
-pub use op::{
-    IndexList, Local, Op, PageIndices, Pages, Priority, Remote, ScatterDst, SegmentPiece,
-};
+pub use pages::{IndexList, PageIndices, Pages};
+pub use priority::Priority;
 pub(crate) use segment::{check_parts, cut, Cut};
 pub use segment::{Place, SegmentDescriptor, SegmentPart, MOST_PARTS};
 

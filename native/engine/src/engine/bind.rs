@@ -4,8 +4,9 @@ use std::sync::{atomic::Ordering::Relaxed, Arc};
 
 use super::{peers::Peer, Region, RemoteRegion, Shared};
 use crate::{
-    api::{check_range, Imm, Op, PageIndices, Pages},
+    api::{check_range, Imm, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, WorkRequest},
+    engine::Op,
     group::{BoundOp, Joint},
     EngineError, Result,
 };

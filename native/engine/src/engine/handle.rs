@@ -15,8 +15,13 @@ use std::{
 use parking_lot::Mutex;
 use rustix::thread::futex;
 
-use super::{callbacks::Callbacks, Shared};
-use crate::{api::Imm, group::TransferKey, time::Time, EngineError, Result};
+use super::{callbacks::Callbacks, Region, Shared};
+use crate::{
+    api::Imm,
+    group::{Claim, TransferKey},
+    time::Time,
+    EngineError, Result,
+};
 
 /// How often a thread that waits for quiet looks.
 const LOOK: Duration = Duration::from_micros(200);
@@ -62,11 +67,26 @@ pub(crate) struct Pending {
     source: OnceLock<Source>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<Hook>>,
+    /// The memory of a transfer under way.
+    keep: Mutex<Vec<Region>>,
     shared: Weak<Shared>,
 }
 
-/// What the layers below hold of a handle.
 pub(crate) type HandleRef = Arc<Pending>;
+
+impl Claim for Pending {
+    fn finished(&self, result: Result<()>) {
+        self.complete(result);
+    }
+
+    fn over(&self, proven: bool) {
+        self.quiet.store(if proven { 1 } else { 2 }, Release);
+        let keep = std::mem::take(&mut *self.keep.lock());
+        if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
+            shared.unkeep(keep);
+        }
+    }
+}
 
 impl Pending {
     pub fn new(shared: &Arc<Shared>) -> HandleRef {
@@ -83,9 +103,9 @@ impl Pending {
         let _ = self.source.set(source);
     }
 
-    /// Nothing of it is under way any more, as far as that can be known.
-    pub fn over(&self, proven: bool) {
-        self.quiet.store(if proven { 1 } else { 2 }, Release);
+    /// What a transfer needs stays until it is over.
+    pub fn needs(&self, memory: Vec<Region>) {
+        *self.keep.lock() = memory;
     }
 
     fn quiet(&self) -> Quiet {
@@ -284,7 +304,7 @@ impl Handle {
             &shared,
             Box::new(move |core, shared| match pending.source.get() {
                 Some(Source::Transfer(key)) => {
-                    core.group.cancel(*key, &**shared);
+                    core.group.cancel(*key);
                     core.end_drains(shared);
                 }
                 Some(Source::Expectation(imm)) => {

@@ -4,7 +4,9 @@
 mod bind;
 mod callbacks;
 mod counters;
+mod driver;
 mod handle;
+mod op;
 mod open;
 mod paths;
 mod peers;
@@ -22,13 +24,10 @@ use std::{
 
 use parking_lot::Mutex;
 
-use self::register::Segments;
+use self::{driver::Worker, register::Segments};
 use crate::{
-    api::{
-        CounterRef, EngineAddress, EngineId, Imm, Op, Priority, RegionDescriptor, TransportKind,
-    },
-    driver::Worker,
-    group::{PeerKey, Submitted, Verdict},
+    api::{CounterRef, EngineAddress, EngineId, Imm, Priority, RegionDescriptor, TransportKind},
+    group::{Claim, PeerKey, Submitted, Verdict},
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
@@ -36,6 +35,7 @@ use crate::{
 
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
+pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;
 pub use peers::{Peer, PeerGroup};
@@ -414,8 +414,9 @@ impl Shared {
                 Submitted::Done(result) => Handle::done(name, result),
                 Submitted::Pending(key) => {
                     let pending = handle::Pending::new(self);
-                    let keep = self.keep(ops);
-                    core.group.attach(key, Arc::clone(&pending), keep);
+                    pending.needs(self.keep(ops));
+                    pending.is_of(Source::Transfer(key));
+                    core.group.attach(key, pending.clone());
                     self.cell.set_alarm(core.group.next_deadline());
                     Handle::pending(name, pending)
                 }
@@ -426,15 +427,18 @@ impl Shared {
         for op in ops {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
-        let keep = self.keep(ops);
         let pending = handle::Pending::new(self);
+        pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));
         self.cell.post(
             self,
             Box::new(move |core, shared| {
+                let ended = |result| {
+                    pending.over(true);
+                    pending.complete(result);
+                };
                 if let Err(e) = core.check_open() {
-                    shared.unkeep(keep);
-                    return pending.complete(Err(e));
+                    return ended(Err(e));
                 }
                 let now = shared.now();
                 core.domains.iter_mut().for_each(|d| d.begin_request());
@@ -445,12 +449,10 @@ impl Shared {
                 let sealed = core.group.seal(now, key, timeout);
                 core.domains.iter_mut().for_each(|d| d.flush());
                 match sealed {
-                    Submitted::Done(result) => {
-                        pending.complete(result);
-                        shared.unkeep(keep);
-                    }
+                    Submitted::Done(result) => ended(result),
                     Submitted::Pending(key) => {
-                        core.group.attach(key, pending, keep);
+                        pending.is_of(Source::Transfer(key));
+                        core.group.attach(key, pending);
                         shared.cell.set_alarm(core.group.next_deadline());
                     }
                 }

@@ -3,6 +3,7 @@ use std::sync::{atomic::AtomicU64, Arc};
 use parking_lot::Mutex;
 
 use super::{
+    driver::{Cell, Worker},
     register::Segments,
     shared::{Clock, Shared},
     TransferEngine,
@@ -10,10 +11,11 @@ use super::{
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
-    driver::{Cell, Worker},
     group::Policy,
     memory::file::{FileQueue, Means},
-    transport, EngineError, Result,
+    transport,
+    wake::Waker,
+    EngineError, Result,
 };
 
 /// Domains that were made by hand, for engines that nobody's threads drive: the simulator's.
@@ -41,7 +43,7 @@ impl TransferEngine {
         let kinds = chosen_kinds(&config)?;
         let mut domains: Vec<Box<dyn Domain>> = Vec::new();
         let mut failures: Vec<(TransportKind, String)> = Vec::new();
-        let waker = transport::Waker::default();
+        let waker = Waker::default();
         let files = FileQueue::new(&waker, Means::Best);
         for kind in kinds {
             match transport::open(kind, id, &config, (&waker, &files)) {
@@ -74,10 +76,12 @@ impl TransferEngine {
         };
         let nics = domains.iter().filter(|d| d.kind().has_nics());
         let cpus = transport::nics::cpus(&nics.map(|d| d.device().to_owned()).collect::<Vec<_>>());
+        let devices: Vec<_> = domains.iter().map(|d| d.device().to_owned()).collect();
+        let tiers = transport::nics::tiers(&devices, &config.nics);
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
         let policy = policy(&config);
-        let cell = Cell::new(domains, policy, spin, true)?;
+        let cell = Cell::new(domains, (policy, &tiers), spin, true)?;
         let limits = (config.op_timeout, max_message);
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
         let worker = Worker::start(&shared, always, cpus)?;
@@ -91,9 +95,9 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let cell = Cell::new(domains, policy(&config), std::time::Duration::ZERO, false)?;
+        let cell = Cell::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message);
-        let waker = transport::Waker::default();
+        let waker = Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
         let (segments, worker) = (Segments::default(), Mutex::new(None));
         let (stage_foreign, takes_files) = (false, false);

@@ -1,9 +1,9 @@
 //! Which way the bytes of a request take: for people, before they wonder why it is slow.
 
-use super::{Region, RemoteRegion, Shared, TransferEngine};
+use super::{driver::Core, Region, RemoteRegion, Shared, TransferEngine};
 use crate::{
-    api::{Op, TransportKind},
-    driver::Core,
+    api::TransportKind,
+    engine::Op,
     memory::device::{Location, Nature},
     Result,
 };

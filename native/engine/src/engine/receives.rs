@@ -11,7 +11,7 @@ use super::callbacks::Callbacks;
 use crate::{
     api::EngineId,
     domain::{Admit, MessageRoom},
-    transport::Waker,
+    wake::Waker,
 };
 
 /// A message in a user's hands. Its place in the pool is free again when this is dropped.

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::{Region, RemoteRegion, TransferEngine};
 use crate::{
-    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, SegmentPiece, MOST_PARTS},
+    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, MOST_PARTS},
     domain::Domain,
+    engine::SegmentPiece,
     memory::{device::Location, node_of},
     EngineError, Result,
 };
@@ -107,8 +108,8 @@ impl Segment {
     /// The pieces of `len` bytes between `offset` of this segment and `remote_offset` of a peer's: for
     /// [`Op::WritePieces`] and [`Op::ReadPieces`].
     ///
-    /// [`Op::WritePieces`]: crate::api::Op::WritePieces
-    /// [`Op::ReadPieces`]: crate::api::Op::ReadPieces
+    /// [`Op::WritePieces`]: crate::engine::Op::WritePieces
+    /// [`Op::ReadPieces`]: crate::engine::Op::ReadPieces
     pub fn pieces(
         &self,
         offset: u64,

@@ -14,17 +14,16 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, counters::Counters, receives::Receives, watcher::Watchers, Handle,
-    HandleRef, Peer, Region,
+    callbacks::Callbacks, counters::Counters, driver::Cell, receives::Receives, watcher::Watchers,
+    Handle, HandleRef, Peer, Region,
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm},
     domain::{Count, Quiet},
-    driver::Cell,
-    group::Sink,
+    group::{Claim, Sink},
     memory::{Backing, RegionMemory},
     time::Time,
-    transport::Waker,
+    wake::Waker,
     EngineError, Result,
 };
 
@@ -105,7 +104,12 @@ impl Shared {
             closed: AtomicBool::new(false),
             draining: AtomicBool::new(false),
         });
-        waker.set(&shared);
+        let engine = Arc::downgrade(&shared);
+        waker.set(move || {
+            if let Some(engine) = engine.upgrade() {
+                engine.cell.kick();
+            }
+        });
         shared
     }
 
@@ -291,7 +295,7 @@ impl Shared {
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
             core.domains.iter_mut().for_each(|d| d.close());
-            core.group.close(&**self);
+            core.group.close();
         }
         self.counters.close();
         // Peers are cut off: nothing can land any more.
@@ -311,10 +315,6 @@ impl Sink for Shared {
         self.receives.deliver(&self.callbacks, from, message);
     }
 
-    fn finished(&self, handle: HandleRef, result: Result<()>) {
-        handle.complete(result);
-    }
-
     fn peer_lost(&self, peer: EngineId, error: &EngineError) {
         tracing::info!(%peer, %error, "peer lost");
         self.counters.peer_lost(peer, error);
@@ -325,10 +325,6 @@ impl Sink for Shared {
             r.rails = r.rails.saturating_sub(1);
         }
         self.reap();
-    }
-
-    fn release(&self, keep: Vec<Region>) {
-        self.unkeep(keep);
     }
 }
 

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 
 use super::{
-    policy::{admit::UnderWay, divide::Demand},
+    policy::classes::ByClass,
     route::{Route, State},
     slices::{post_slices, BoundOp, Posted},
-    Group, PeerKey, Rails, Sink, TransferKey,
+    Group, PeerKey, Rails, TransferKey,
 };
 use crate::{api::Priority, time::Time};
 
@@ -68,16 +68,14 @@ impl Backlog {
 impl Group {
     /// What this group has for one of its rails: what is under way there, and as much as a window again for
     /// each priority with which something waits.
-    pub fn demand(&self, rail: usize) -> Demand {
-        let UnderWay { latency, bulk, background } = self.ledger.under_way(rail);
-        let mut demand = Demand { latency, bulk, background };
+    pub fn demand(&self, rail: usize) -> ByClass {
+        let mut demand = self.ledger.under_way(rail);
         if self.backlogged > 0 {
             let here = |r: &Route| r.active().iter().any(|l| l.pair.rail == rail);
             let waits = |p| self.peers.iter().any(|(_, r)| r.backlog.waits(p) && here(r));
-            let more = |p| if waits(p) { self.policy.rail_window } else { 0 };
-            demand.latency += more(Priority::Latency);
-            demand.bulk += more(Priority::Bulk);
-            demand.background += more(Priority::Background);
+            for class in Priority::ALL.into_iter().filter(|p| waits(*p)) {
+                *demand.of_mut(class) += self.policy.rail_window;
+            }
         }
         demand
     }
@@ -91,19 +89,13 @@ impl Group {
     }
 
     /// Posts what a peer's links take now.
-    pub(super) fn drain_backlog(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        rails: &mut Rails,
-        sink: &dyn Sink,
-    ) -> bool {
+    pub(super) fn drain_backlog(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) -> bool {
         let mut moved = false;
         // What is less urgent has its turn though what is more urgent has to wait.
-        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails, sink);
+        moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails);
         for pressed in [true, false] {
-            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails, sink);
-            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails, sink);
+            moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails);
+            moved |= self.drain_queue(now, peer, (Priority::Background, pressed), rails);
         }
         moved
     }
@@ -115,7 +107,6 @@ impl Group {
         peer: PeerKey,
         (priority, pressed): (Priority, bool),
         rails: &mut Rails,
-        sink: &dyn Sink,
     ) -> bool {
         let mut moved = false;
         loop {
@@ -146,7 +137,7 @@ impl Group {
             self.posted(now, peer, rails);
             self.transfers[key.slot as usize].waiting -= 1;
             self.backlogged -= 1;
-            self.settle(key, sink);
+            self.settle(key);
         }
     }
 }

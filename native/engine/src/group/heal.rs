@@ -125,7 +125,6 @@ impl Group {
         (link, cause): (&Link, &DomainError),
         (receipt, numbers): (Receipt, &[(Token, u64)]),
         rails: &mut Rails,
-        sink: &dyn Sink,
     ) {
         let place = (link.pair.rail, link.id);
         let healing = &mut self.peers[peer as usize].healing;
@@ -138,13 +137,13 @@ impl Group {
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
         // A read's bytes land here, and nothing of this link does any more.
-        back.into_iter().for_each(|s| self.send_again(s, 0, rails, sink));
-        self.drain_backlog(now, peer, rails, sink);
+        back.into_iter().for_each(|s| self.send_again(s, 0, rails));
+        self.drain_backlog(now, peer, rails);
         let kind = self.policy.receipts(&*rails[place.0]);
         // Work that its link has given no number can't be asked about.
         let (lost, nameless): (Vec<_>, Vec<_>) =
             lost.into_iter().partition(|s| kind != Receipts::Numbered || s.number.is_some());
-        self.give_up(now, peer, nameless, (rails, place.0, cause), sink);
+        self.give_up(now, peer, nameless, (rails, place.0, cause));
         if !lost.is_empty() {
             let n = lost.len();
             tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "to be made good");
@@ -169,11 +168,11 @@ impl Group {
             }
         }
         // Also for a question that was lost with this link.
-        self.ask(now, peer, rails, sink);
+        self.ask(now, peer, rails);
     }
 
     /// Asks what became of the slices of lost links, over a link that is up.
-    pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
+    pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         if route.state != State::Up || route.healing.limbos.is_empty() {
             return;
@@ -185,7 +184,7 @@ impl Group {
         if able.is_empty() {
             // The transport that replaced the lost one can't ask.
             for l in std::mem::take(&mut route.healing.limbos) {
-                self.give_up(now, peer, l.slices, (rails, l.rail, &l.cause), sink);
+                self.give_up(now, peer, l.slices, (rails, l.rail, &l.cause));
             }
             return;
         }
@@ -312,18 +311,18 @@ impl Group {
                         Share::All => {
                             self.part_over(now, slice.owner, slice.confirm, rails, sink);
                         }
-                        Share::Counts(there) => self.send_again(slice, there, rails, sink),
+                        Share::Counts(there) => self.send_again(slice, there, rails),
                     }
                 }
-                self.drain_backlog(now, peer, rails, sink);
+                self.drain_backlog(now, peer, rails);
             }
-            Err(slices) => self.give_up(now, peer, slices, (rails, rail, &cause), sink),
+            Err(slices) => self.give_up(now, peer, slices, (rails, rail, &cause)),
         }
     }
 
     /// Queues what a slice carried ahead of what was never tried: bytes without their count, which follows
     /// when they are acknowledged. `there`: so many of its counts have come, and their bytes.
-    fn send_again(&mut self, slice: Slice, there: u32, rails: &Rails, sink: &dyn Sink) {
+    fn send_again(&mut self, slice: Slice, there: u32, rails: &Rails) {
         let (key, peer) = (slice.owner, slice.peer);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.outstanding -= 1;
@@ -336,7 +335,7 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.error.is_some() {
-            return self.settle(key, sink);
+            return self.settle(key);
         }
         let op = BoundOp::again(slice, there, transfer);
         transfer.waiting += 1;
@@ -346,13 +345,13 @@ impl Group {
     }
 
     /// A slice won't be made good.
-    pub(super) fn slice_lost(&mut self, slice: &Slice, error: EngineError, sink: &dyn Sink) {
+    pub(super) fn slice_lost(&mut self, slice: &Slice, error: EngineError) {
         let key: TransferKey = slice.owner;
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.outstanding -= 1;
         transfer.unproven = true;
         transfer.fail(error);
-        self.settle(key, sink);
+        self.settle(key);
     }
 
     /// What became of these slices will never be known. Whether their rail was lost or the peer, as with
@@ -363,7 +362,6 @@ impl Group {
         peer: PeerKey,
         slices: Vec<Slice>,
         (rails, rail, cause): (&Rails, usize, &DomainError),
-        sink: &dyn Sink,
     ) {
         for slice in slices {
             let key = slice.owner;
@@ -371,18 +369,12 @@ impl Group {
             transfer.outstanding -= 1;
             transfer.unproven = true;
             self.fail(now, key, peer, (rails, rail, cause.clone()));
-            self.settle(key, sink);
+            self.settle(key);
         }
     }
 
     /// Gives up on answers that have not come.
-    pub(super) fn lose_patience(
-        &mut self,
-        now: Time,
-        peer: PeerKey,
-        rails: &Rails,
-        sink: &dyn Sink,
-    ) {
+    pub(super) fn lose_patience(&mut self, now: Time, peer: PeerKey, rails: &Rails) {
         let limbos = &mut self.peers[peer as usize].healing.limbos;
         let (late, waiting): (Vec<_>, Vec<_>) =
             std::mem::take(limbos).into_iter().partition(|l| l.until <= now);
@@ -390,7 +382,7 @@ impl Group {
         for l in late {
             let why = format!("{}; what had arrived could not be found out in time", l.cause);
             let cause = DomainError::LinkDown(why);
-            self.give_up(now, peer, l.slices, (rails, l.rail, &cause), sink);
+            self.give_up(now, peer, l.slices, (rails, l.rail, &cause));
         }
     }
 }

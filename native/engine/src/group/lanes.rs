@@ -158,7 +158,7 @@ impl<'a> Lanes<'a> {
         }
         loop {
             let (links, choice) = self.route.links_and_choice();
-            let views = spray::views(self.now, links, &tried.full, bytes);
+            let views = spray::views(self.now, links, self.ledger, &tried.full, bytes);
             let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
                 return tried.end();
             };

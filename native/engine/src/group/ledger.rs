@@ -3,11 +3,12 @@
 
 use slab::Slab;
 
-use super::{policy::admit::UnderWay, PeerKey, TransferKey};
+use super::{policy::classes::ByClass, PeerKey, TransferKey};
 use crate::{
     api::Priority,
     domain::{Count, LinkId, Token, WorkRequest},
     time::Time,
+    topology::Tier,
 };
 
 /// Marks tokens that name a slice; those of transports without receipts name a transfer directly.
@@ -64,8 +65,9 @@ pub(super) struct Ledger {
 /// What is under way on one rail, and how much may be.
 #[derive(Debug, Default)]
 struct Rail {
-    under_way: UnderWay,
+    under_way: ByClass,
     window: Option<u64>,
+    tier: Option<Tier>,
 }
 
 impl Ledger {
@@ -80,13 +82,23 @@ impl Ledger {
 
     /// Bytes under way over one of our rails, whoever they are for.
     #[inline]
-    pub fn under_way(&self, rail: usize) -> UnderWay {
+    pub fn under_way(&self, rail: usize) -> ByClass {
         self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()
     }
 
     /// What may be under way on a rail from now on.
     pub fn set_window(&mut self, rail: usize, bytes: u64) {
         self.rail(rail).window = Some(bytes);
+    }
+
+    /// How far a rail is from the memory that the engine serves; near where nothing was said.
+    #[inline]
+    pub fn tier(&self, rail: usize) -> Tier {
+        self.rails.get(rail).and_then(|r| r.tier).unwrap_or(Tier::Switch)
+    }
+
+    pub fn set_tier(&mut self, rail: usize, tier: Tier) {
+        self.rail(rail).tier = Some(tier);
     }
 
     fn rail(&mut self, rail: usize) -> &mut Rail {

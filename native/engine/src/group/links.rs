@@ -74,7 +74,7 @@ impl Group {
                     self.returns.insert((route.returns.miss(now, down.pair), peer));
                 }
             }
-            self.mourn(now, peer, (&down, &cause), (receipt, &unfinished), rails, sink);
+            self.mourn(now, peer, (&down, &cause), (receipt, &unfinished), rails);
             return;
         }
         let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
@@ -170,11 +170,11 @@ impl Group {
         keys.dedup();
         for key in keys {
             if self.transfers.get(key.slot as usize).is_some_and(|t| t.serial == key.serial) {
-                self.settle(key, sink);
+                self.settle(key);
             }
         }
         for slice in slices {
-            self.slice_lost(&slice, error.clone(), sink);
+            self.slice_lost(&slice, error.clone());
         }
         sink.peer_lost(id, &error);
     }

@@ -19,15 +19,18 @@ mod slices;
 mod spray;
 mod transfer;
 
-use std::collections::{BTreeSet, HashMap};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use slab::Slab;
 
 use crate::{
     api::{EngineAddress, EngineId, Priority, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
-    engine::{HandleRef, Source},
     time::Time,
+    topology::Tier,
     EngineError,
 };
 
@@ -53,11 +56,16 @@ pub(crate) type Rails = [Box<dyn Domain>];
 pub(crate) trait Sink {
     fn counted(&self, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
-    fn finished(&self, handle: HandleRef, result: Result<(), EngineError>);
     fn peer_lost(&self, peer: EngineId, error: &EngineError);
     fn region_quiet(&self, rail: usize, index: u32);
-    /// Memory that a finished transfer no longer needs; not to be dropped under the group's lock.
-    fn release(&self, keep: Vec<crate::engine::Region>);
+}
+
+/// Who waits for a transfer, and the memory that it needs: the layer above knows both.
+pub(crate) trait Claim: Send + Sync {
+    /// The transfer's result, once.
+    fn finished(&self, result: Result<(), EngineError>);
+    /// Nothing of it is under way any more; `proven`: nor can any byte of it still land (MR-1).
+    fn over(&self, proven: bool);
 }
 
 /// What the user allows, beyond the list of rails.
@@ -207,17 +215,9 @@ impl Group {
         Submitted::Pending(key)
     }
 
-    /// Whom to tell when a pending request is over, and what must stay alive until then.
-    pub fn attach(
-        &mut self,
-        key: TransferKey,
-        handle: HandleRef,
-        keep: Vec<crate::engine::Region>,
-    ) {
-        handle.is_of(Source::Transfer(key));
-        let transfer = &mut self.transfers[key.slot as usize];
-        transfer.handle = Some(handle);
-        transfer.keep = keep;
+    /// Whom to tell when a pending request is over.
+    pub fn attach(&mut self, key: TransferKey, claim: Arc<dyn Claim>) {
+        self.transfers[key.slot as usize].claim = Some(claim);
     }
 
     /// Makes sure that a peer is watched: connected, or found lost.
@@ -275,8 +275,8 @@ impl Group {
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
-                self.ask(now, key, rails, sink);
-                self.drain_backlog(now, key, rails, sink);
+                self.ask(now, key, rails);
+                self.drain_backlog(now, key, rails);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {
                 self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
@@ -303,20 +303,20 @@ impl Group {
                 let key = (self.first + i) % n;
                 let Some(route) = self.peers.get(key) else { continue };
                 if route.state == State::Up && !route.backlog.is_empty() {
-                    moved |= self.drain_backlog(now, key as PeerKey, rails, sink);
+                    moved |= self.drain_backlog(now, key as PeerKey, rails);
                 }
             }
         }
         while let Some((_, key)) = self.deadlines.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
-            self.expire(key, sink);
+            self.expire(key);
         }
         while let Some((at, key)) = self.verdicts.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
             self.verdicts.remove(&(at, key));
             if let Some(transfer) = self.transfers.get_mut(key.slot as usize) {
                 if transfer.serial == key.serial && transfer.undecided.take().is_some() {
-                    self.settle(key, sink);
+                    self.settle(key);
                 }
             }
         }
@@ -336,7 +336,7 @@ impl Group {
         while let Some((at, peer)) = self.patience.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
             self.patience.remove(&(at, peer));
-            self.lose_patience(now, peer, rails, sink);
+            self.lose_patience(now, peer, rails);
             self.end_revival(now, peer, rails, sink);
         }
         moved
@@ -361,13 +361,18 @@ impl Group {
         self.ledger.set_window(rail, bytes);
     }
 
+    /// How far a rail is from the memory that the engine serves.
+    pub fn place(&mut self, rail: usize, tier: Tier) {
+        self.ledger.set_tier(rail, tier);
+    }
+
     /// Whether no request is under way or waits.
     pub fn is_idle(&self) -> bool {
         self.transfers.is_empty()
     }
 
     /// Fails whatever is left, once and for all.
-    pub fn close(&mut self, sink: &dyn Sink) {
+    pub fn close(&mut self) {
         for (_, route) in &mut self.peers {
             route.backlog = Backlog::default();
             route.state = State::Lost;
@@ -384,7 +389,7 @@ impl Group {
             // What is under way may still land at its peer.
             transfer.1.unproven |= transfer.1.outstanding > 0;
             transfer.1.fail(EngineError::Closed);
-            transfer.1.deliver(sink);
+            transfer.1.deliver();
         }
         self.links.clear();
     }
@@ -445,7 +450,7 @@ impl Group {
         if let Some(op) = confirm.and_then(|c| transfer.confirmed(c)) {
             self.push(now, key, op, rails, sink);
         }
-        self.settle(key, sink);
+        self.settle(key);
     }
 
     /// Notes that a transfer has failed, and whom to blame: if one of several rails did, the peer
@@ -468,7 +473,7 @@ impl Group {
     }
 
     /// Delivers a transfer's result if it has one, and forgets it when nothing of it is left.
-    fn settle(&mut self, key: TransferKey, sink: &dyn Sink) {
+    fn settle(&mut self, key: TransferKey) {
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.error.is_some() && transfer.waiting > 0 {
             self.purge(key);
@@ -477,11 +482,11 @@ impl Group {
         if transfer.sealed && transfer.is_over() {
             self.deadlines.remove(&(transfer.deadline, key));
             let mut transfer = self.transfers.remove(key.slot as usize);
-            transfer.deliver(sink);
+            transfer.deliver();
         }
     }
 
-    fn expire(&mut self, key: TransferKey, sink: &dyn Sink) {
+    fn expire(&mut self, key: TransferKey) {
         let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
         self.deadlines.remove(&(transfer.deadline, key));
         let route = &self.peers[transfer.peer as usize];
@@ -494,19 +499,19 @@ impl Group {
         };
         // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
         // until its link lets go of it (MR-1).
-        transfer.end_early(error, sink);
-        self.settle(key, sink);
+        transfer.end_early(error);
+        self.settle(key);
     }
 
     /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
-    pub fn cancel(&mut self, key: TransferKey, sink: &dyn Sink) {
+    pub fn cancel(&mut self, key: TransferKey) {
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         let cause = match transfer.outstanding {
             0 => "nothing of it is under way".to_owned(),
             n => format!("{n} work requests are under way, keep the buffers until it is quiet"),
         };
-        transfer.end_early(EngineError::Cancelled { what: transfer.name, cause }, sink);
-        self.settle(key, sink);
+        transfer.end_early(EngineError::Cancelled { what: transfer.name, cause });
+        self.settle(key);
     }
 }

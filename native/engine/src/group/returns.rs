@@ -7,10 +7,7 @@
 use smallvec::SmallVec;
 
 use super::{
-    policy::{
-        breaker::{Breaker, Pass},
-        judge::Outcome,
-    },
+    policy::breaker::{Breaker, Pass},
     route::Pair,
 };
 use crate::time::Time;
@@ -41,7 +38,7 @@ impl Returns {
         let probe = at.and_then(|at| self.missing[at].probe.take());
         let breaker = self.breaker(now, pair);
         if let Some(pass) = probe.or_else(|| breaker.permit(now)) {
-            breaker.report(now, pass, Outcome::Failed);
+            breaker.report(now, pass, false);
         }
         let again_at = breaker.opens();
         match at {
@@ -58,7 +55,7 @@ impl Returns {
         let breaker = self.breaker(now, pair);
         // The peer may have been quicker than our own probe.
         if let Some(pass) = missing.probe.or_else(|| breaker.permit(now)) {
-            breaker.report(now, pass, Outcome::Good);
+            breaker.report(now, pass, true);
         }
     }
 

@@ -8,7 +8,7 @@ use super::{
     backlog::Backlog,
     heal::Healing,
     ledger::Slice,
-    policy::{admit::UnderWay, score::Choice},
+    policy::{classes::ByClass, score::Choice},
     returns::Returns,
     spray::Gauge,
     Policy, Rails,
@@ -97,7 +97,7 @@ pub(super) struct Route {
     pub lost: Option<EngineError>,
     pub backlog: Backlog,
     /// Bytes on their way there, and how many it lets be.
-    pub under_way: UnderWay,
+    pub under_way: ByClass,
     pub credit: u64,
     /// It was told that we have much for it.
     pub asking: bool,
@@ -131,7 +131,7 @@ impl Route {
             telling: None,
             lost: None,
             backlog: Backlog::default(),
-            under_way: UnderWay::default(),
+            under_way: ByClass::default(),
             credit: u64::MAX,
             asking: false,
             healing: Healing::default(),

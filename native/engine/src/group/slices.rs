@@ -3,7 +3,7 @@
 use super::{
     lanes::Lanes,
     ledger::{Ledger, Slice},
-    policy::size::slicing,
+    policy::size::slice_size,
     route::Route,
     transfer::{Transfer, TransferKey},
     PeerKey, Rails,
@@ -259,7 +259,7 @@ fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut 
         cut = Cut { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
     }
     if links > 1 {
-        let slice = slicing(data.bytes(), links).size.min(most.unwrap_or(u64::MAX));
+        let slice = slice_size(data.bytes(), links).min(most.unwrap_or(u64::MAX));
         let chunk = u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX);
         cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).min(chunk).max(1);
         if (data.pages as usize) < links && data.page_len >= SPREAD {

@@ -6,11 +6,11 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    ledger::Slice,
+    ledger::{Ledger, Slice},
     policy::{
         estimate::Estimate,
-        judge,
-        score::{Choice, RailView, Tier},
+        score::{Choice, RailView},
+        stall,
     },
     route::{Link, PeerKey, State},
     Group, Rails,
@@ -27,6 +27,11 @@ const NOMINAL: f64 = 50.0;
 /// change its rail any more.
 const WINDOW: u64 = 8 << 20;
 const WINDOW_SLICES: u64 = 4;
+/// And no more than it is known to carry in so long: for a slow link the window would be seconds.
+const HORIZON: Duration = Duration::from_millis(20);
+/// But always so much, or so many slices, that it doesn't wait for completions to be seen.
+const LEAST: u64 = 512 << 10;
+const LEAST_SLICES: u64 = 2;
 /// Links of one peer and transport: two for each pair of NICs where both sides connected at once.
 pub(super) const MOST_LINKS: usize = 2 * MAX_RAILS;
 /// How often links are looked at that may have stalled.
@@ -96,18 +101,20 @@ impl Gauge {
     }
 
     fn has_room(&self, length: u64) -> bool {
-        self.queued == 0 || self.queued + length <= WINDOW.max(WINDOW_SLICES * length)
+        let least = LEAST.max(LEAST_SLICES * length);
+        let known = self.estimate.carries(HORIZON).max(least);
+        self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
 
-    fn seen(&self) -> judge::Seen {
-        judge::Seen { finished: self.finished, idle: self.queued == 0 }
+    fn seen(&self) -> stall::Seen {
+        stall::Seen { finished: self.finished, idle: self.queued == 0 }
     }
 
     /// Whether it is overdue with what it has.
     fn is_late(&self, now: Time) -> bool {
         let expected = self.estimate.speed(now, 1).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
-        let patience = judge::patience(expected).max(self.slowest * SLOWEST);
+        let patience = stall::patience(expected).max(self.slowest * SLOWEST);
         self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > patience
     }
 }
@@ -116,16 +123,15 @@ impl Gauge {
 pub(super) fn views(
     now: Time,
     links: &[Link],
+    ledger: &Ledger,
     full: &[bool],
     length: u64,
 ) -> SmallVec<[RailView; MOST_LINKS]> {
     let view = |(link, full): (&Link, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
-        tier: Tier::Near,
-        excluded: false,
+        tier: ledger.tier(link.pair.rail),
         room: !full && link.gauge.has_room(length),
-        paired: true,
     };
     links.iter().zip(full).map(view).collect()
 }
@@ -160,13 +166,13 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let seen: SmallVec<[judge::Seen; MOST_LINKS]> =
+            let seen: SmallVec<[stall::Seen; MOST_LINKS]> =
                 links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;
                 if link.gauge.is_late(now)
                     && self.policy.receipts(&*rails[link.pair.rail]) != Receipts::None
-                    && judge::is_at_fault(i, since, now, &seen)
+                    && stall::is_at_fault(i, since, now, &seen)
                     && !rails[link.pair.rail].is_staging(link.id)
                 {
                     let waited = now.since(since);

@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use smallvec::SmallVec;
 
@@ -6,12 +6,11 @@ use super::{
     policy::admit::urgent_at,
     route::Route,
     slices::{BoundOp, Joint},
-    PeerKey, Sink,
+    Claim, PeerKey,
 };
 use crate::{
     api::Priority,
     domain::{Count, Token, WorkRequest},
-    engine::{HandleRef, Region},
     time::Time,
     EngineError,
 };
@@ -54,12 +53,11 @@ pub(super) struct Transfer {
     pub error: Option<EngineError>,
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
     pub undecided: Option<(PeerKey, Time)>,
-    pub handle: Option<HandleRef>,
-    /// Who was told before everything of it was over.
-    told: Option<HandleRef>,
+    pub claim: Option<Arc<dyn Claim>>,
+    /// Its result was told, maybe before everything of it was over.
+    told: bool,
     /// A link that carried some of it was lost, and its other end hasn't said that it is down.
     pub unproven: bool,
-    pub keep: Vec<Region>,
     pub deadline: Time,
     pub timeout: Duration,
     confirms: SmallVec<[Confirm; 1]>,
@@ -80,10 +78,9 @@ impl Transfer {
             sealed: false,
             error: None,
             undecided: None,
-            handle: None,
-            told: None,
+            claim: None,
+            told: false,
             unproven: false,
-            keep: Vec::new(),
             deadline: Time::NEVER,
             timeout: Duration::MAX,
             confirms: SmallVec::new(),
@@ -110,13 +107,13 @@ impl Transfer {
 
     /// Ends it before everything of it is over, for whoever waits. The last word: what failed before
     /// doesn't say that other parts are still under way (MR-1).
-    pub fn end_early(&mut self, error: EngineError, sink: &dyn Sink) {
+    pub fn end_early(&mut self, error: EngineError) {
         self.undecided = None;
         match self.outstanding {
             0 => self.fail(error),
             _ => self.error = Some(error),
         }
-        self.tell(sink);
+        self.tell();
     }
 
     /// The first error stands.
@@ -207,21 +204,18 @@ impl Transfer {
     }
 
     /// Gives the result to whoever waits, once.
-    pub fn tell(&mut self, sink: &dyn Sink) {
-        if let Some(handle) = self.handle.take() {
-            self.told = Some(handle.clone());
-            sink.finished(handle, self.error.clone().map_or(Ok(()), Err));
+    pub fn tell(&mut self) {
+        if let Some(claim) = self.claim.as_ref().filter(|_| !self.told) {
+            claim.finished(self.error.clone().map_or(Ok(()), Err));
+            self.told = true;
         }
     }
 
-    pub fn deliver(&mut self, sink: &dyn Sink) {
-        if let Some(handle) = self.handle.as_ref().or(self.told.as_ref()) {
-            handle.over(!self.unproven);
+    /// All of it is over.
+    pub fn deliver(&mut self) {
+        if let Some(claim) = &self.claim {
+            claim.over(!self.unproven);
         }
-        self.tell(sink);
-        let keep = std::mem::take(&mut self.keep);
-        if !keep.is_empty() {
-            sink.release(keep);
-        }
+        self.tell();
     }
 }

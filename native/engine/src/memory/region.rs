@@ -6,7 +6,7 @@ use std::{
 use super::{device::Location, Allocation};
 use crate::{
     api::{RailKeys, RegionKey},
-    domain::DomainError,
+    error::DomainError,
 };
 
 /// Whatever must live as long as the memory does: a tensor, a buffer, nothing.

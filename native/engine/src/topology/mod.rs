@@ -18,7 +18,7 @@ mod usable;
 pub use cpus::{cpus_near, cpus_near_within};
 pub use distance::{Distance, Tier};
 pub(crate) use glob::matches as matches_glob;
-pub use pair::{pair, pairing_for, Choice, LeftOut, Location, Pairing, Rail};
+pub use pair::{pair, pairing_for, tiers, Choice, LeftOut, Location, Pairing, Rail};
 pub use pci::{PciAddress, Place};
 pub use rules::{Rules, MOST_RAILS};
 

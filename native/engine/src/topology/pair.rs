@@ -7,7 +7,7 @@ use super::{
     rules::Assignment,
     share::{share, spread, Share, Want},
     usable::usable,
-    Distance, Gpu, Link, Nic, PciAddress, Place, Port, Rules, Topology,
+    Distance, Gpu, Link, Nic, PciAddress, Place, Port, Rules, Tier, Topology,
 };
 
 /// Whose memory the rails are for.
@@ -99,6 +99,19 @@ pub fn pairing_for(
         });
     }
     Ok(choice.rails.iter().map(|r| r.nic.clone()).collect())
+}
+
+/// How far each of these devices is from a location; `Unknown` where there is no such location, or it could
+/// be any of several NUMA nodes.
+pub fn tiers(topology: &Topology, location: Location, devices: &[String]) -> Vec<Tier> {
+    let spots = spots(topology);
+    let mut named = spots.iter().filter(|s| match location {
+        Location::Host => matches!(s.location, Location::Node(_)),
+        known => s.location == known,
+    });
+    let spot = named.next().filter(|_| named.next().is_none());
+    let tier = |name: &String| spot.map(|s| s.to(topology, &candidate(topology, name)).tier);
+    devices.iter().map(|d| tier(d).unwrap_or(Tier::Unknown)).collect()
 }
 
 /// A device that a transport named, as far as the topology knows it.

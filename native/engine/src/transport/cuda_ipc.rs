@@ -3,11 +3,12 @@
 //!
 //! Memory that can't be given to other processes (mapped piecewise, or from a pool) is staged.
 
-use super::{shm::ShmDomain, Waker};
+use super::shm::ShmDomain;
 use crate::{
     api::{EngineConfig, EngineId, Requirement, TransportKind},
     domain::DomainError,
     memory::device::Driver,
+    wake::Waker,
 };
 
 /// Opens the transport. CUDA is started only for who asks for the transport by name: a process that

@@ -15,32 +15,16 @@ pub(crate) mod nic;
 pub(crate) mod nics;
 pub(crate) mod staged;
 
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::Arc;
 
 use staged::Staged;
 
 use crate::{
     api::{EngineConfig, EngineId, TransportKind},
     domain::{Domain, DomainError},
-    engine::Shared,
     memory::file::FileQueue,
+    wake::Waker,
 };
-
-/// How a domain's helper threads tell that something is there to be polled.
-#[derive(Clone, Default)]
-pub(crate) struct Waker(Arc<OnceLock<Weak<Shared>>>);
-
-impl Waker {
-    pub fn set(&self, shared: &Arc<Shared>) {
-        let _ = self.0.set(Arc::downgrade(shared));
-    }
-
-    pub fn wake(&self) {
-        if let Some(shared) = self.0.get().and_then(Weak::upgrade) {
-            shared.cell.kick();
-        }
-    }
-}
 
 /// The domains of one kind: one for each NIC that the engine is to drive.
 pub(crate) fn open(

@@ -7,7 +7,7 @@ use rustix::thread::{sched_getaffinity, sched_setaffinity, CpuSet};
 use crate::{
     api::{NicConfig, MAX_RAILS},
     domain::DomainError,
-    topology::{cpus_near, pairing_for, Location, PciAddress, Rules, Topology},
+    topology::{self, cpus_near, pairing_for, Location, PciAddress, Rules, Tier, Topology},
 };
 
 const SYSFS: &str = "/sys";
@@ -16,14 +16,25 @@ const SYSFS: &str = "/sys";
 /// the engine serves, for engines whose user has named none.
 pub(crate) fn nearest(usable: &[String], config: &NicConfig) -> Result<Vec<String>, DomainError> {
     let topology = Topology::read(Path::new(SYSFS)).map_err(DomainError::Unavailable)?;
-    let location = match &config.gpu {
-        Some(gpu) => Location::Gpu(gpu_address(&topology, gpu)?),
-        None => Location::Host,
-    };
+    let location = location(&topology, config)?;
     let rules = Rules::parse(config.rules.as_deref().unwrap_or_default())
         .map_err(DomainError::Unavailable)?;
     let most = config.max_rails.clamp(1, MAX_RAILS);
     pairing_for(&topology, location, usable, most, &rules).map_err(DomainError::Unavailable)
+}
+
+/// How far devices are from the memory that the engine serves.
+pub(crate) fn tiers(devices: &[String], config: &NicConfig) -> Vec<Tier> {
+    let Ok(topology) = Topology::read(Path::new(SYSFS)) else { return Vec::new() };
+    let location = location(&topology, config);
+    location.map_or(Vec::new(), |location| topology::tiers(&topology, location, devices))
+}
+
+fn location(topology: &Topology, config: &NicConfig) -> Result<Location, DomainError> {
+    match &config.gpu {
+        Some(gpu) => Ok(Location::Gpu(gpu_address(topology, gpu)?)),
+        None => Ok(Location::Host),
+    }
 }
 
 fn gpu_address(topology: &Topology, gpu: &str) -> Result<PciAddress, DomainError> {

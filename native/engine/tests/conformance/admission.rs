@@ -3,9 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, Priority, Remote},
-    transport::sim::{SimConfig, SimNet},
-    Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+    api::{EngineConfig, Priority},
+    simulation::SimNet,
+    transport::sim::SimConfig,
+    Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 
 const M: u64 = 1 << 20;

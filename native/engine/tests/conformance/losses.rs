@@ -1,9 +1,10 @@
 //! Links that are lost, slow or refused something, where the moment matters.
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{Fault, SimConfig, SimNet},
-    Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+    api::{EngineConfig, Imm},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
+    Handle, Local, Op, Region, Remote, RemoteRegion, Result, Submit, TransferEngine,
 };
 use std::{sync::Arc, time::Duration};
 const SOON: Duration = Duration::from_secs(10);

@@ -3,9 +3,11 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Local, Op, PageIndices, Pages, Remote},
-    transport::sim::{SimConfig, SimNet},
-    Counter, EngineError, Handle, Quiet, Region, RemoteRegion, Result, Submit, TransferEngine,
+    api::{EngineConfig, PageIndices, Pages},
+    simulation::SimNet,
+    transport::sim::SimConfig,
+    Counter, EngineError, Handle, Local, Op, Quiet, Region, Remote, RemoteRegion, Result, Submit,
+    TransferEngine,
 };
 
 const SOON: Duration = Duration::from_secs(10);

@@ -7,11 +7,9 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{
-        CounterRef, Imm, Local, Op, PageIndices, Pages, RegionDescriptor, Remote, ScatterDst,
-        SegmentDescriptor,
-    },
-    EngineError, FileOptions, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+    api::{CounterRef, Imm, PageIndices, Pages, RegionDescriptor, SegmentDescriptor},
+    EngineError, FileOptions, Handle, Local, Op, Region, Remote, RemoteRegion, Result, ScatterDst,
+    Submit, TransferEngine,
 };
 
 use crate::worlds::World;

@@ -7,7 +7,8 @@ use std::{
 
 use fabric_engine::{
     api::{EngineConfig, NicConfig, TransportKind},
-    transport::sim::{SimConfig, SimNet},
+    simulation::SimNet,
+    transport::sim::SimConfig,
     EngineError, Handle, Result, Time, TransferEngine,
 };
 

@@ -6,8 +6,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{Local, Op, PageIndices, Pages, Remote},
-    RemoteRegion, Submit,
+    api::{PageIndices, Pages},
+    Local, Op, Remote, RemoteRegion, Submit,
 };
 
 use super::{descriptor, engine, Peer, BYTES, SOON};

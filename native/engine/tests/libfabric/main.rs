@@ -11,8 +11,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, NicConfig, Op, RegionDescriptor, Remote, TransportKind},
-    EngineError, Submit, TransferEngine,
+    api::{EngineConfig, Imm, NicConfig, RegionDescriptor, TransportKind},
+    EngineError, Local, Op, Remote, Submit, TransferEngine,
 };
 
 const PROVIDER: &str = "FABRIC_TEST_CHILD_PROVIDER";

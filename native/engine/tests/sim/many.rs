@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{SimConfig, SimNet},
-    Counter, Region, Submit, Time, TransferEngine,
+    api::{EngineConfig, Imm},
+    simulation::SimNet,
+    transport::sim::SimConfig,
+    Counter, Local, Op, Region, Remote, Submit, Time, TransferEngine,
 };
 
 use crate::case::{MS, US};

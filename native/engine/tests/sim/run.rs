@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, Imm},
-    transport::sim::{Fault, SimNet},
+    simulation::SimNet,
+    transport::sim::Fault,
     Time, TransferEngine,
 };
 use parking_lot::Mutex;

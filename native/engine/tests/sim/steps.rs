@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use fabric_engine::{
-    api::{Imm, Local, Op, PageIndices, Pages, RegionDescriptor, Remote, ScatterDst},
-    EngineError, Handle, RemoteRegion, Submit, TransferEngine,
+    api::{Imm, PageIndices, Pages, RegionDescriptor},
+    EngineError, Handle, Local, Op, Remote, RemoteRegion, ScatterDst, Submit, TransferEngine,
 };
 
 use crate::{

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, Op, Remote},
-    transport::sim::{Fault, SimConfig, SimNet},
-    Counter, EngineError, Handle, Region, RemoteRegion, Result, Submit, Time, TransferEngine,
+    api::{EngineConfig, Imm},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
+    Counter, EngineError, Handle, Local, Op, Region, Remote, RemoteRegion, Result, Submit, Time,
+    TransferEngine,
 };
 
 const LEN: u64 = 8192;

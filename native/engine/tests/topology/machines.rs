@@ -1,7 +1,7 @@
 //! What each recorded machine is seen as, and the pairing it should have.
 
 use fabric_engine::topology::{
-    cpus_near_within, pairing_for, Link, Location, PciAddress, Rules, Tier,
+    cpus_near_within, pairing_for, tiers, Link, Location, PciAddress, Rules, Tier,
 };
 
 use crate::{paired, reason_for, shown, trees::machine};
@@ -202,6 +202,19 @@ fn interfaces_are_as_near_as_their_cards() {
     let gpu = Location::Gpu(dgx.gpus[0].place.address);
     let found = pairing_for(&dgx, gpu, &interfaces, 4, &Rules::default());
     assert_eq!(found, Ok(vec!["ibp24s0".to_owned()]));
+}
+
+#[test]
+fn rails_are_near_or_far_from_the_memory_that_an_engine_serves() {
+    let dgx = machine("dgx-h100");
+    let devices = ["mlx5_0", "mlx5_1", "mlx5_9", "eth0"].map(str::to_owned);
+    let gpu = Location::Gpu(dgx.gpus[0].place.address);
+    let expected = [Tier::Switch, Tier::Node, Tier::System, Tier::Unknown];
+    assert_eq!(tiers(&dgx, gpu, &devices), expected);
+    let node = [Tier::Node, Tier::Node, Tier::System, Tier::Unknown];
+    assert_eq!(tiers(&dgx, Location::Node(0), &devices), node);
+    // Host memory may lie on either node.
+    assert_eq!(tiers(&dgx, Location::Host, &devices), [Tier::Unknown; 4]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 use std::{process::Command, time::Duration};
 
-use fabric_engine::api::{Op, PageIndices, Pages};
+use fabric_engine::api::{PageIndices, Pages};
+use fabric_engine::Op;
 
 use crate::world::{engine, filled, import, pattern, run, wait, write, Side};
 

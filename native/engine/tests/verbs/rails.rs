@@ -7,8 +7,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Local, NicConfig, Op, PageIndices, Pages, Remote},
-    EngineError, Handle, Peer, Region, RemoteRegion, Submit, TransferEngine,
+    api::{EngineConfig, NicConfig, PageIndices, Pages},
+    EngineError, Handle, Local, Op, Peer, Region, Remote, RemoteRegion, Submit, TransferEngine,
 };
 
 use crate::world::{config, filled, import, nics, pattern, run, wait, Side, Undo, LONG};

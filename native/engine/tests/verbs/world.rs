@@ -7,8 +7,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{EngineConfig, Imm, Local, NicConfig, Op, RegionDescriptor, Remote, TransportKind},
-    EngineError, Handle, Region, RemoteRegion, Result, Submit, TransferEngine,
+    api::{EngineConfig, Imm, NicConfig, RegionDescriptor, TransportKind},
+    EngineError, Handle, Local, Op, Region, Remote, RemoteRegion, Result, Submit, TransferEngine,
 };
 
 /// Patience for whatever ends well: the guest's processors may be emulated.

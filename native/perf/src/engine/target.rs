@@ -7,8 +7,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{Imm, Local, Op, RegionDescriptor, Remote},
-    Counter, Region, RemoteRegion, Submit, Time, TransferEngine,
+    api::{Imm, RegionDescriptor},
+    Counter, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::{Deserialize, Serialize};
 

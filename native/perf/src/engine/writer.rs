@@ -10,8 +10,8 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{Imm, Local, Op, PageIndices, Pages, Remote},
-    Counter, Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+    api::{Imm, PageIndices, Pages},
+    Counter, Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::de::DeserializeOwned;
 

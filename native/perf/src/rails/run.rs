@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use fabric_engine::{
-    api::{EngineConfig, Local, NicConfig, Op, PageIndices, Pages, Remote, Spray},
-    transport::sim::{Fault, SimConfig, SimNet, Traced, Work},
-    Counter, Handle, Region, RemoteRegion, Submit, Time, TransferEngine,
+    api::{EngineConfig, NicConfig, PageIndices, Pages, Spray},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig, Traced, Work},
+    Counter, Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::Serialize;
 

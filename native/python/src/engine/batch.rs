@@ -1,5 +1,5 @@
 use fabric_engine as fe;
-use fe::api::{Imm, Local, Op, Remote, ScatterDst, SegmentPiece};
+use fe::{api::Imm, Local, Op, Remote, ScatterDst, SegmentPiece};
 use pyo3::prelude::*;
 
 use super::{

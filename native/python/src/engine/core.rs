@@ -2,8 +2,8 @@ use std::time::Duration;
 
 use fabric_engine as fe;
 use fe::{
-    api::{EngineConfig, Local, Op, Priority, Remote, Spin},
-    Submit,
+    api::{EngineConfig, Priority, Spin},
+    Local, Op, Remote, Submit,
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyDict};
 

@@ -19,6 +19,7 @@
 
 use std::time::Duration;
 
+use super::classes::ByClass;
 use crate::{api::Priority, time::Time};
 
 /// How long background may be kept waiting with nothing under way on the rail.
@@ -26,50 +27,11 @@ pub const TURN: Duration = Duration::from_millis(10);
 /// What every sender is granted at least: one smallest slice.
 pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
 
-/// Bytes under way, by class.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct UnderWay {
-    pub latency: u64,
-    pub bulk: u64,
-    pub background: u64,
-}
-
-impl UnderWay {
-    pub fn of(&self, class: Priority) -> u64 {
-        match class {
-            Priority::Latency => self.latency,
-            Priority::Bulk => self.bulk,
-            Priority::Background => self.background,
-        }
-    }
-
-    pub fn of_mut(&mut self, class: Priority) -> &mut u64 {
-        match class {
-            Priority::Latency => &mut self.latency,
-            Priority::Bulk => &mut self.bulk,
-            Priority::Background => &mut self.background,
-        }
-    }
-
-    pub fn total(&self) -> u64 {
-        self.up_to(Priority::Background)
-    }
-
-    /// Of a class and those above it.
-    fn up_to(&self, class: Priority) -> u64 {
-        match class {
-            Priority::Latency => self.latency,
-            Priority::Bulk => self.latency.saturating_add(self.bulk),
-            Priority::Background => self.up_to(Priority::Bulk).saturating_add(self.background),
-        }
-    }
-}
-
 /// What may be under way, and what is.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     pub bytes: u64,
-    pub under_way: UnderWay,
+    pub under_way: ByClass,
 }
 
 /// The slice that would be posted.
@@ -195,12 +157,12 @@ mod tests {
     }
 
     fn window(latency: u64, bulk: u64, background: u64) -> Window {
-        Window { bytes: M, under_way: UnderWay { latency, bulk, background } }
+        Window { bytes: M, under_way: ByClass { latency, bulk, background } }
     }
 
     /// No limit, and something of every class under way.
     const OPEN: Window =
-        Window { bytes: u64::MAX, under_way: UnderWay { latency: 1, bulk: 1, background: 1 } };
+        Window { bytes: u64::MAX, under_way: ByClass { latency: 1, bulk: 1, background: 1 } };
 
     #[test]
     fn each_class_has_its_window() {
@@ -316,7 +278,7 @@ mod tests {
             background in 0u64..1 << 21, empty in 0u8..8,
         ) -> Window {
             let keep = |n: u64, bit: u8| if empty & bit == 0 { n } else { 0 };
-            let under_way = UnderWay {
+            let under_way = ByClass {
                 latency: keep(latency, 1), bulk: keep(bulk, 2), background: keep(background, 4),
             };
             Window { bytes, under_way }
@@ -390,7 +352,7 @@ mod tests {
             class in any_class(), bytes in 0u64..M,
             slices in prop::collection::vec(1u64..1 << 19, 1..60),
         ) {
-            let mut w = Window { bytes, under_way: UnderWay::default() };
+            let mut w = Window { bytes, under_way: ByClass::default() };
             let mut first = 0;
             for bytes in slices {
                 let verdict = admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN);

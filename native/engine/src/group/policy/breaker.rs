@@ -19,7 +19,6 @@
 
 use std::time::Duration;
 
-use super::judge::Outcome;
 use crate::time::Time;
 
 /// The rest after a first failure, and the first interval between probes.
@@ -32,18 +31,16 @@ pub const CAP: Duration = Duration::from_secs(30);
 pub const GOOD: Duration = Duration::from_secs(60);
 /// A flapping rail rests at least so many times as long as it was in use.
 pub const SHARE: u32 = 9;
-/// So many slow slices in a row are a failure.
-pub const SLOW: u32 = 3;
 /// A probe of which nothing was heard for so long is given up, and another may go.
 pub const PROBE_LOST: Duration = Duration::from_secs(1);
 
-/// Leave to post one slice. Its outcome is told with it, so that what was posted before the rail
-/// failed can't be taken for a probe, nor for a second failure.
+/// Leave to use the rail. The outcome is told with it, so that what began before the rail failed can't
+/// be taken for a probe, nor for a second failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pass(u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+enum State {
     Closed { since: Time },
     Open { until: Time },
     HalfOpen { since: Time },
@@ -59,18 +56,12 @@ pub struct Breaker {
     rest: Duration,
     /// The rest after the next probe that fails.
     interval: Duration,
-    /// Slow slices in a row.
-    slow: u32,
 }
 
 impl Breaker {
     pub fn new(now: Time) -> Self {
         let state = State::Closed { since: now };
-        Self { state, era: 0, rest: Duration::ZERO, interval: BASE, slow: 0 }
-    }
-
-    pub fn state(&self) -> State {
-        self.state
+        Self { state, era: 0, rest: Duration::ZERO, interval: BASE }
     }
 
     /// Whether `permit` would say no.
@@ -87,7 +78,7 @@ impl Breaker {
         }
     }
 
-    /// Leave to post a slice now. After a rest it is for a probe, and for one at a time.
+    /// Leave to use it now. After a rest it is for a probe, and for one at a time.
     pub fn permit(&mut self, now: Time) -> Option<Pass> {
         if self.excluded(now) {
             return None;
@@ -98,17 +89,16 @@ impl Breaker {
         Some(Pass(self.era))
     }
 
-    /// How the slice ended that was posted with this pass.
-    pub fn report(&mut self, now: Time, pass: Pass, outcome: Outcome) {
+    /// Whether the use that this pass was for went well.
+    pub fn report(&mut self, now: Time, pass: Pass, well: bool) {
         if pass.0 != self.era {
             return;
         }
-        match (self.state, outcome) {
-            (State::Closed { .. }, Outcome::Good) => self.slow = 0,
-            (State::Closed { .. }, Outcome::Slow) if self.slow + 1 < SLOW => self.slow += 1,
-            (State::Closed { since }, _) => self.fail(now, now.since(since)),
-            (State::HalfOpen { .. }, Outcome::Good) => self.turn(State::Closed { since: now }),
-            (State::HalfOpen { .. }, _) => {
+        match (self.state, well) {
+            (State::Closed { .. }, true) => {}
+            (State::Closed { since }, false) => self.fail(now, now.since(since)),
+            (State::HalfOpen { .. }, true) => self.turn(State::Closed { since: now }),
+            (State::HalfOpen { .. }, false) => {
                 self.turn(State::Open { until: now.after(self.interval) });
                 self.interval = (self.interval * 2).min(PROBE_CAP);
             }
@@ -129,7 +119,6 @@ impl Breaker {
     fn turn(&mut self, state: State) {
         self.state = state;
         self.era = self.era.wrapping_add(1);
-        self.slow = 0;
     }
 }
 
@@ -147,14 +136,14 @@ mod tests {
     fn revive(b: &mut Breaker) -> Time {
         let at = b.opens();
         let probe = b.permit(at).unwrap();
-        b.report(at, probe, Outcome::Good);
-        assert_eq!(b.state(), State::Closed { since: at });
+        b.report(at, probe, true);
+        assert_eq!(b.state, State::Closed { since: at });
         at
     }
 
     fn fail(b: &mut Breaker, at: Time) -> Duration {
         let pass = b.permit(at).unwrap();
-        b.report(at, pass, Outcome::Failed);
+        b.report(at, pass, false);
         b.opens().since(at)
     }
 
@@ -166,21 +155,9 @@ mod tests {
         assert!(!b.excluded(ms(60)));
         let probe = b.permit(ms(60)).unwrap();
         assert!(b.permit(ms(60)).is_none(), "one probe at a time");
-        b.report(ms(61), probe, Outcome::Good);
-        assert_eq!(b.state(), State::Closed { since: ms(61) });
+        b.report(ms(61), probe, true);
+        assert_eq!(b.state, State::Closed { since: ms(61) });
         assert!(b.permit(ms(61)).is_some() && b.permit(ms(61)).is_some());
-    }
-
-    #[test]
-    fn only_slowness_in_a_row_excludes() {
-        let mut b = Breaker::new(ms(0));
-        let pass = b.permit(ms(0)).unwrap();
-        let mut tell = |o| {
-            b.report(ms(1), pass, o);
-            b.excluded(ms(1))
-        };
-        assert!(![Outcome::Slow, Outcome::Slow, Outcome::Good].map(&mut tell)[2]);
-        assert_eq!([Outcome::Slow; 3].map(&mut tell), [false, false, true]);
     }
 
     #[test]
@@ -189,16 +166,16 @@ mod tests {
         let old = b.permit(ms(0)).unwrap();
         fail(&mut b, ms(1));
         let open = b;
-        b.report(ms(2), old, Outcome::Failed);
-        b.report(ms(2), old, Outcome::Good);
+        b.report(ms(2), old, false);
+        b.report(ms(2), old, true);
         assert_eq!(b, open);
         let probe = b.permit(ms(51)).unwrap();
         let half = b;
-        b.report(ms(52), old, Outcome::Failed);
-        b.report(ms(52), old, Outcome::Good);
+        b.report(ms(52), old, false);
+        b.report(ms(52), old, true);
         assert_eq!(b, half);
-        b.report(ms(52), probe, Outcome::Good);
-        b.report(ms(52), old, Outcome::Failed);
+        b.report(ms(52), probe, true);
+        b.report(ms(52), old, false);
         assert!(!b.excluded(ms(52)));
     }
 
@@ -213,9 +190,9 @@ mod tests {
         assert!(b.excluded(at.after(PROBE_LOST - Duration::from_nanos(1))));
         let again = at.after(PROBE_LOST);
         let probe = b.permit(again).unwrap();
-        b.report(again, lost, Outcome::Failed);
-        b.report(again, probe, Outcome::Good);
-        assert!(matches!(b.state(), State::Closed { .. }));
+        b.report(again, lost, false);
+        b.report(again, probe, true);
+        assert!(matches!(b.state, State::Closed { .. }));
         // However long it was dead, it has failed once.
         assert_eq!(fail(&mut b, again), BASE * 2);
     }
@@ -272,21 +249,20 @@ mod tests {
 
         #[test]
         fn a_rail_can_always_be_tried_again_within_the_cap(
-            steps in prop::collection::vec((0u64..5_000, 0usize..4, any::<bool>()), 1..200),
+            steps in prop::collection::vec((0u64..5_000, any::<Option<bool>>(), any::<bool>()), 1..200),
         ) {
             let mut now = ms(0);
             let mut b = Breaker::new(now);
             let mut passes = Vec::new();
-            for (wait, what, old) in steps {
+            for (wait, well, old) in steps {
                 now = now.after(Duration::from_millis(wait));
                 let excluded = b.excluded(now);
                 let pass = b.permit(now);
                 prop_assert_eq!(pass.is_none(), excluded);
                 passes.extend(pass);
                 let pass = if old { passes.first() } else { passes.last() };
-                let outcome = [Outcome::Good, Outcome::Slow, Outcome::Failed].get(what);
-                if let (Some(pass), Some(outcome)) = (pass, outcome) {
-                    b.report(now, *pass, *outcome);
+                if let (Some(pass), Some(well)) = (pass, well) {
+                    b.report(now, *pass, well);
                 }
                 prop_assert!(b.opens() <= now.after(CAP));
             }

@@ -14,6 +14,7 @@
 //! 4. Everyone may have [`LEAST`] under way, so that nobody starves: the sum exceeds the window by
 //!    that much for each engine at most.
 
+use super::classes::ByClass;
 use crate::api::Priority;
 
 /// One smallest slice.
@@ -21,42 +22,12 @@ pub const LEAST: u64 = super::size::SMALLEST;
 /// No engine counts for more than so many others.
 pub const HEAVIEST: u32 = 1024;
 
-/// Bytes that an engine has under way on a NIC, or would have if it could; by class.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Demand {
-    pub latency: u64,
-    pub bulk: u64,
-    pub background: u64,
-}
-
-impl Demand {
-    pub fn of(&self, class: Priority) -> u64 {
-        match class {
-            Priority::Latency => self.latency,
-            Priority::Bulk => self.bulk,
-            Priority::Background => self.background,
-        }
-    }
-
-    pub fn total(&self) -> u64 {
-        self.latency.saturating_add(self.bulk).saturating_add(self.background)
-    }
-
-    /// The larger one of each class.
-    pub fn max(self, other: Self) -> Self {
-        Self {
-            latency: self.latency.max(other.latency),
-            bulk: self.bulk.max(other.bulk),
-            background: self.background.max(other.background),
-        }
-    }
-}
-
 /// One of the engines that share a NIC, as it presents itself: any numbers are survived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Party {
     pub weight: u32,
-    pub demand: Demand,
+    /// Bytes that it has under way on the NIC, or would have if it could.
+    pub demand: ByClass,
 }
 
 impl Party {
@@ -65,31 +36,9 @@ impl Party {
     }
 }
 
-/// How many bytes of a class *and those above it* an engine may have under way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Windows {
-    pub latency: u64,
-    pub bulk: u64,
-    pub background: u64,
-}
-
-impl Windows {
-    /// For one who has no others to regard.
-    pub fn whole(window: u64) -> Self {
-        Self { latency: window, bulk: window, background: window }
-    }
-
-    pub fn of(&self, class: Priority) -> u64 {
-        match class {
-            Priority::Latency => self.latency,
-            Priority::Bulk => self.bulk,
-            Priority::Background => self.background,
-        }
-    }
-}
-
-/// The part of `window` that is `own`'s.
-pub fn divide(window: u64, own: Party, others: &[Party]) -> Windows {
+/// The part of `window` that is `own`'s: how many bytes of each class *and those above it* it may have under
+/// way.
+pub fn divide(window: u64, own: Party, others: &[Party]) -> ByClass {
     // What the classes above leave, and what of theirs is ours.
     let (mut left, mut above) = (window, 0);
     let [latency, bulk, background] = Priority::ALL.map(|class| {
@@ -102,7 +51,7 @@ pub fn divide(window: u64, own: Party, others: &[Party]) -> Windows {
         left = left.saturating_sub(all);
         limit
     });
-    Windows { latency, bulk, background }
+    ByClass { latency, bulk, background }
 }
 
 /// What is left to one of this weight that wants everything.
@@ -142,7 +91,7 @@ mod tests {
     const WINDOW: u64 = 8 * M;
 
     fn party(weight: u32, latency: u64, bulk: u64, background: u64) -> Party {
-        Party { weight, demand: Demand { latency, bulk, background } }
+        Party { weight, demand: ByClass { latency, bulk, background } }
     }
 
     fn bulk(bytes: u64) -> Party {
@@ -171,7 +120,7 @@ mod tests {
                                                                              [8 * M, 7 * M, 7 * M / 2]),
         ];
         for (name, own, others, [latency, bulk, background]) in table {
-            let expected = Windows { latency, bulk, background };
+            let expected = ByClass { latency, bulk, background };
             assert_eq!(divide(WINDOW, own, others), expected, "{name}");
         }
     }
@@ -210,7 +159,7 @@ mod tests {
     }
 
     /// Each engine's windows, as it computes them itself.
-    fn all(window: u64, parties: &[Party]) -> Vec<Windows> {
+    fn all(window: u64, parties: &[Party]) -> Vec<ByClass> {
         let others = |i: usize| {
             let theirs = parties.iter().enumerate().filter(|(j, _)| *j != i);
             theirs.map(|(_, p)| *p).collect::<Vec<_>>()
@@ -219,7 +168,7 @@ mod tests {
     }
 
     /// What an engine with these windows has under way if it posts all that it may.
-    fn use_of(party: &Party, windows: &Windows) -> u64 {
+    fn use_of(party: &Party, windows: &ByClass) -> u64 {
         Priority::ALL.iter().fold(0u64, |used, class| {
             let room = windows.of(*class).saturating_sub(used);
             used + party.demand.of(*class).min(room)
@@ -253,7 +202,7 @@ mod tests {
         #[test]
         fn alone_means_all(own in any_party(), idle in 0usize..9, weight in any::<u32>()) {
             let w = divide(WINDOW, own, &vec![party(weight, 0, 0, 0); idle]);
-            prop_assert_eq!(w, Windows::whole(WINDOW));
+            prop_assert_eq!(w, ByClass::all(WINDOW));
         }
 
         #[test]
@@ -289,7 +238,7 @@ mod tests {
             let before = divide(WINDOW, own, &others);
             let other = which.get_mut(&mut others);
             let min = |a: u64, b: u64| a.min(b);
-            other.demand = Demand {
+            other.demand = ByClass {
                 latency: min(other.demand.latency, less.demand.latency),
                 bulk: min(other.demand.bulk, less.demand.bulk),
                 background: min(other.demand.background, less.demand.background),

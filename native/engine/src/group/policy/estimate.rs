@@ -202,6 +202,14 @@ impl Estimate {
         Speed { bytes_per_ns: 1.0 / per_byte, latency_ns: seen.latency * known }
     }
 
+    /// Bytes that it is known to carry in so long; 0 until it has carried something.
+    pub fn carries(&self, time: Duration) -> u64 {
+        match self.tried || self.busy > 0 {
+            true => (time.as_nanos() as f64 / self.per_byte) as u64,
+            false => 0,
+        }
+    }
+
     /// 1 while the estimate is fresh, towards 0 as it ages.
     fn freshness(&self, now: Time) -> f64 {
         match now.since(self.last).checked_sub(STALE) {

@@ -5,7 +5,7 @@
 //! | how large are the slices of a request | [`size`] |
 //! | how fast is a rail | [`estimate`] |
 //! | which rail takes the next slice | [`score`] |
-//! | what does a slice say about its rail | [`judge`] |
+//! | has a rail stalled | [`stall`] |
 //! | is a rail fit for use | [`breaker`] |
 //! | may a slice be posted now | [`admit`] |
 //! | what of a NIC's window is ours, if other engines of the host use it too | [`divide`] |
@@ -15,16 +15,11 @@
 //! The mechanisms follow TENT ("A Declarative Slice Spraying Engine for Performant and Resilient
 //! Data Movement in Disaggregated LLM Serving"); each file names the section and what differs.
 
-// Some answers are asked for in tests only.
-#![allow(dead_code)]
-
 pub mod admit;
 pub mod breaker;
+pub mod classes;
 pub mod divide;
 pub mod estimate;
-pub mod judge;
 pub mod score;
 pub mod size;
-
-#[cfg(test)]
-mod contest;
+pub mod stall;

@@ -15,7 +15,7 @@ use fabric_sys::{
 };
 use parking_lot::Mutex;
 
-use crate::domain::DomainError;
+use crate::error::DomainError;
 
 /// An opened and initialised driver.
 #[derive(Debug)]

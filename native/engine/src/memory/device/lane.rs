@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::{driver::Driver, Location};
 use crate::{
-    domain::DomainError,
+    error::DomainError,
     memory::file::{FileQueue, Work},
 };
 

@@ -5,7 +5,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 use fabric_sys::cuda::{self as sys, pointer};
 
 use super::driver::Driver;
-use crate::{domain::DomainError, memory::file::FileMemory, EngineError, Result};
+use crate::{error::DomainError, memory::file::FileMemory, EngineError, Result};
 
 /// Where a stretch of memory lies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::Driver;
-use crate::{domain::DomainError, memory::Allocation};
+use crate::{error::DomainError, memory::Allocation};
 
 /// An allocation that is pinned for as long as this lives.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use fabric_sys::{
 };
 
 use super::driver::Driver;
-use crate::{domain::DomainError, EngineError, Result};
+use crate::{error::DomainError, EngineError, Result};
 
 /// See the module. In the GPU's memory, mapped for the processor, where GDRCopy is installed: a
 /// kernel that polls it then stays off the bus. Else in pinned host memory, mapped for the GPU.

@@ -5,7 +5,7 @@ use super::{
     raw,
     work::{Moved, Work},
 };
-use crate::domain::DomainError;
+use crate::error::DomainError;
 
 /// Threads of one engine. Disks like several requests at a time; more cost memory and little else.
 pub(super) const THREADS: usize = 4;

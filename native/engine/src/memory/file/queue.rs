@@ -19,7 +19,7 @@ use super::{
     ring::{Ring, DEPTH},
     FileMemory, Work,
 };
-use crate::{domain::DomainError, memory::device::Piece, transport::Waker};
+use crate::{error::DomainError, memory::device::Piece, wake::Waker};
 
 /// Where work waits for whoever carries it out.
 pub(super) struct Inbox {

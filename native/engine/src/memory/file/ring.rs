@@ -12,7 +12,7 @@ use super::{
     raw,
     work::{Moved, Rest, Work},
 };
-use crate::domain::DomainError;
+use crate::error::DomainError;
 
 /// Requests under way at a time.
 pub(super) const DEPTH: u32 = 64;

@@ -3,7 +3,7 @@
 use std::{fs, os::fd::AsRawFd, path::PathBuf, sync::Arc, time::Duration};
 
 use super::{queue::Means, FileMemory, FileOptions, FileQueue, Work};
-use crate::{domain::DomainError, memory::device::Piece, transport::Waker};
+use crate::{error::DomainError, memory::device::Piece, wake::Waker};
 
 const BOTH: [Means; 2] = [Means::Best, Means::Threads];
 

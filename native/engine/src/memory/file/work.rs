@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
 use super::FileMemory;
-use crate::{domain::DomainError, memory::device::Piece};
+use crate::{error::DomainError, memory::device::Piece};
 
 #[derive(Debug)]
 enum State {

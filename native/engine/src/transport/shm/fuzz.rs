@@ -20,7 +20,7 @@ use crate::{
     fuzzing::{pieces, sealed},
     memory::{Allocation, Backing, RegionMemory},
     time::Time,
-    transport::Waker,
+    wake::Waker,
 };
 
 /// Of plain memory (its lowest bits): writes are copied by the call itself, and nothing is left to a

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     domain::{Assist, Count, Data, DomainError, LinkId, Token},
     memory::Copier,
-    transport::Waker,
+    wake::Waker,
 };
 
 /// A copy on its way through the pool.

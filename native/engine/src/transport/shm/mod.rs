@@ -39,7 +39,8 @@ use crate::{
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, listener::Listener, staged::Whispers, Waker},
+    transport::{handshake::Credentials, listener::Listener, staged::Whispers},
+    wake::Waker,
 };
 use bell::OwnBell;
 use control::Frame;

@@ -7,7 +7,7 @@ use crate::{
         Admit, Completion, Count, Domain, DomainError, LinkId, MessageRoom, Token, WorkRequest,
     },
     time::Time,
-    transport::Waker,
+    wake::Waker,
 };
 
 struct NoRoom;

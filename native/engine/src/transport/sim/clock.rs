@@ -13,7 +13,7 @@ const FAR: u64 = 3_600_000_000_000;
 
 /// What one engine takes for the time.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Clock {
+pub(crate) struct Clock {
     shown: Arc<AtomicU64>,
     offset: u64,
     /// So many of its nanoseconds are a millisecond.

@@ -23,7 +23,7 @@ pub struct SimConfig {
     /// Each engine's clock shows a time of its own, and is off by up to so many parts per million; 0: all show
     /// the same.
     pub skew: u32,
-    /// Nothing has a time of its own: what happens next is chosen, see [`SimNet::choices`](super::SimNet::choices).
+    /// Nothing has a time of its own: what happens next is chosen, see [`SimNet::choices`](crate::simulation::SimNet::choices).
     pub free: bool,
     /// Bytes of one work request; small, so that writes are cut.
     pub max_bytes: u64,
@@ -35,7 +35,7 @@ pub struct SimConfig {
 }
 
 impl SimConfig {
-    pub(super) fn receipts(&self) -> Receipts {
+    pub(crate) fn receipts(&self) -> Receipts {
         match (self.ordered, self.page_counts) {
             (true, _) => Receipts::InOrder,
             (false, false) => Receipts::Numbered,

@@ -32,7 +32,7 @@ impl std::fmt::Debug for SimDomain {
 }
 
 impl SimDomain {
-    pub(super) fn new(port: Port, world: Arc<Mutex<World>>) -> Self {
+    pub(crate) fn new(port: Port, world: Arc<Mutex<World>>) -> Self {
         Self { port, name: format!("sim{}", port.rail), world }
     }
 

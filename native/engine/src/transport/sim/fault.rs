@@ -67,7 +67,7 @@ pub enum Fault {
 }
 
 impl World {
-    pub(super) fn inject(&mut self, fault: &Fault, lives: &[EngineId]) {
+    pub(crate) fn inject(&mut self, fault: &Fault, lives: &[EngineId]) {
         let port = |node: u8, rail| {
             lives.get(usize::from(node)).map(|engine| Port { engine: *engine, rail })
         };
@@ -148,7 +148,7 @@ impl World {
     }
 
     /// A cable is pulled: nothing comes in or goes out until it is plugged in.
-    pub(super) fn unplug(&mut self, port: Port, (here, there): (u64, u64), cause: &str) {
+    pub(crate) fn unplug(&mut self, port: Port, (here, there): (u64, u64), cause: &str) {
         let links = self.links_of(port);
         let Some(node) = self.nodes.get_mut(&port) else { return };
         node.unplugged = true;
@@ -188,14 +188,14 @@ impl World {
     }
 
     /// All of an engine's NICs are gone at once; peers find out one by one.
-    pub(super) fn kill(&mut self, engine: EngineId, there: u64) {
+    pub(crate) fn kill(&mut self, engine: EngineId, there: u64) {
         let cause = DomainError::LinkDown("its process has ended".into());
         let ports: Vec<_> = self.nodes.keys().filter(|p| p.engine == engine).copied().collect();
         ports.into_iter().for_each(|p| self.end(p, there, &cause));
     }
 
     /// A NIC is no more.
-    pub(super) fn end(&mut self, port: Port, there: u64, cause: &DomainError) {
+    pub(crate) fn end(&mut self, port: Port, there: u64, cause: &DomainError) {
         for (_, theirs) in self.links_of(port) {
             let after = self.rng.u64(..=there);
             self.after(after, Event::Cut { at: theirs, cause: cause.clone() });
@@ -204,13 +204,13 @@ impl World {
     }
 
     /// All cables are plugged in.
-    pub(super) fn plug_all(&mut self) {
+    pub(crate) fn plug_all(&mut self) {
         let ports: Vec<Port> = self.nodes.keys().copied().collect();
         ports.into_iter().for_each(|p| self.unpark(p));
     }
 
     /// Ends a link at one end.
-    pub(super) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
+    pub(crate) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
         let receipts = self.config.receipts();
         if let Some(node) = self.nodes.get_mut(&port) {
             self.stirred.insert(port.engine);
@@ -218,7 +218,7 @@ impl World {
         }
     }
 
-    pub(super) fn work_fails(&mut self, (port, link): Side, pick: u32) {
+    pub(crate) fn work_fails(&mut self, (port, link): Side, pick: u32) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         let Some(end) = node.links.get_mut(&link) else { return };
         let Some(nth) = (pick as usize).checked_rem(end.posted.len()) else { return };

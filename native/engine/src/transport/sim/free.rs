@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use super::{
     node::{Node, Port, Side},
     wire::{Event, Way, World},
-    SimNet,
 };
 use crate::{
     api::EngineId,
@@ -39,7 +38,7 @@ struct History {
 }
 
 #[derive(Default)]
-pub(super) struct Free {
+pub(crate) struct Free {
     pending: Vec<Pending>,
     histories: BTreeMap<EngineId, History>,
     /// What happens just now.
@@ -53,6 +52,11 @@ impl Free {
         history.sent += 1;
         let id = mix(history.seen, history.sent);
         self.pending.push(Pending { id, way, event });
+    }
+
+    /// A number for what all engines have seen.
+    pub fn seen(&self, start: u64) -> u64 {
+        self.histories.values().map(|h| h.seen).fold(start, mix)
     }
 
     /// An engine sees something.
@@ -81,12 +85,12 @@ impl Free {
     }
 }
 
-fn mix(a: u64, b: u64) -> u64 {
+pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let word = (a.rotate_left(23) ^ b).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (word ^ word >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ word >> 32
 }
 
-pub(super) fn hash(bytes: &[u8]) -> u64 {
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(bytes.len() as u64, |h, b| mix(h, u64::from(*b)))
 }
 
@@ -125,7 +129,7 @@ impl World {
         ends
     }
 
-    fn choices(&mut self) -> Vec<Choice> {
+    pub(crate) fn choices(&mut self) -> Vec<Choice> {
         let Some(mut free) = self.free.take() else { return Vec::new() };
         // What comes to an end that is down does nothing, in whatever order.
         free.pending.retain(|p| p.event.end().map_or(true, |end| self.is_up(end)));
@@ -136,7 +140,7 @@ impl World {
         choices
     }
 
-    fn take(&mut self, choice: Choice) {
+    pub(crate) fn take(&mut self, choice: Choice) {
         let Some(free) = &mut self.free else { return };
         match choice {
             Choice::Event(i) => {
@@ -159,7 +163,7 @@ impl World {
         }
     }
 
-    fn words(&self, choice: Choice, lives: &[EngineId]) -> String {
+    pub(crate) fn words(&self, choice: Choice, lives: &[EngineId]) -> String {
         let node = |port: Port| {
             let place = lives.iter().position(|l| *l == port.engine);
             place.map_or("a past life".into(), |n| format!("node {n} rail {}", port.rail))
@@ -198,52 +202,5 @@ impl World {
                 }
             },
         }
-    }
-}
-
-/// For networks whose [`free`](super::SimConfig::free) is set.
-impl SimNet {
-    /// What may happen next, events before losses. Empty while an engine still has something to do.
-    pub fn choices(&mut self) -> Vec<Choice> {
-        while self.drive_all() {}
-        self.world.lock().choices()
-    }
-
-    /// Lets one of the choices happen and all engines act on it.
-    pub fn take(&mut self, choice: Choice) {
-        self.world.lock().take(choice);
-        while self.drive_all() {}
-    }
-
-    /// Lets time pass until an engine's next timer; false if there is none.
-    pub fn pass_time(&mut self) -> bool {
-        let passed = self.step();
-        let now = self.now().0;
-        let engines = self.lives.clone();
-        let mut world = self.world.lock();
-        let free = world.free.as_mut().filter(|_| passed);
-        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.see(*e, now)));
-        passed
-    }
-
-    /// The user of a node does something now that is named by a number.
-    pub fn user_acts(&mut self, node: usize, what: u64) {
-        let engine = self.lives[node];
-        if let Some(free) = &mut self.world.lock().free {
-            free.see(engine, mix(what, 3));
-        }
-    }
-
-    /// A number that two runs share only if the same may happen next, and with the same outcome.
-    pub fn state(&self) -> u64 {
-        let world = self.world.lock();
-        let Some(free) = &world.free else { return 0 };
-        let seen = free.histories.values().map(|h| h.seen);
-        seen.fold(world.now(), mix)
-    }
-
-    /// A choice in words.
-    pub fn words(&self, choice: Choice) -> String {
-        self.world.lock().words(choice, &self.lives)
     }
 }

@@ -40,7 +40,7 @@ struct Piece {
 }
 
 /// A work request under way.
-pub(super) struct Job {
+pub(crate) struct Job {
     pub from: Side,
     /// The peer's port, and its name for the link.
     pub to: Side,
@@ -171,7 +171,7 @@ unsafe fn place(bytes: &[u8], to: usize) {
 
 impl World {
     /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
-    pub(super) fn land(&mut self, job: &Arc<Job>, at: usize) {
+    pub(crate) fn land(&mut self, job: &Arc<Job>, at: usize) {
         let sending =
             self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
         let (to, back) = job.to;
@@ -276,7 +276,7 @@ impl World {
     }
 
     /// A piece that was read comes home; it is placed as long as somebody waits for it.
-    pub(super) fn fetched(&mut self, job: &Job, at: usize) {
+    pub(crate) fn fetched(&mut self, job: &Job, at: usize) {
         let (port, link) = job.from;
         let waits = |w: &Self| w.nodes.get(&port).is_some_and(|n| n.is_posted(link, job.token));
         let Some(piece) = job.pieces.get(at).filter(|_| waits(self)) else { return };
@@ -293,7 +293,7 @@ impl World {
         self.nodes.get_mut(&port)?.links.get_mut(&link)
     }
 
-    pub(super) fn take_in(
+    pub(crate) fn take_in(
         &mut self,
         (from, to): (Side, Side),
         (token, number): (Token, u64),
@@ -308,7 +308,7 @@ impl World {
         }
     }
 
-    pub(super) fn hand_over(&mut self, to: Side, frame: Vec<u8>) {
+    pub(crate) fn hand_over(&mut self, to: Side, frame: Vec<u8>) {
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
             node.inbox.push_back(Completion::Note { link: to.1, frame });
@@ -316,7 +316,7 @@ impl World {
         }
     }
 
-    pub(super) fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
+    pub(crate) fn link_up(&mut self, from: Port, to: Port, link: LinkId) {
         let name = match &self.free {
             Some(free) => free.name(),
             None => self.rng.u64(1..),

@@ -14,16 +14,16 @@ use crate::{
 
 /// One NIC of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Port {
+pub(crate) struct Port {
     pub engine: EngineId,
     pub rail: u8,
 }
 
 /// A link as one side names it.
-pub(super) type Side = (Port, LinkId);
+pub(crate) type Side = (Port, LinkId);
 
 /// One end of a link that is up here.
-pub(super) struct End {
+pub(crate) struct End {
     pub there: Side,
     pub name: LinkName,
     landed: Landed,
@@ -75,7 +75,7 @@ impl End {
 }
 
 /// A message that waits for room: the link it came by, and whom to tell when it is taken.
-pub(super) struct Held {
+pub(crate) struct Held {
     pub link: LinkId,
     pub message: Arc<[u8]>,
     pub sender: Side,
@@ -83,7 +83,7 @@ pub(super) struct Held {
 }
 
 #[derive(Default)]
-pub(super) struct Node {
+pub(crate) struct Node {
     pub book: RegionBook,
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,

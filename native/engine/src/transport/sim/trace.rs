@@ -36,9 +36,9 @@ pub struct Traced {
     pub ended: Option<(u64, bool)>,
 }
 
-/// See [`super::SimNet::trace`].
+/// See [`crate::simulation::SimNet::trace`].
 #[derive(Default)]
-pub(super) struct Trace {
+pub(crate) struct Trace {
     done: Vec<Traced>,
     open: HashMap<(Port, LinkId, Token), Traced>,
 }
@@ -85,14 +85,14 @@ impl Trace {
 }
 
 impl World {
-    pub(super) fn trace_posted(&mut self, (port, link): Side, token: Token, wr: &WorkRequest) {
+    pub(crate) fn trace_posted(&mut self, (port, link): Side, token: Token, wr: &WorkRequest) {
         let now = self.now();
         if let Some(trace) = &mut self.trace {
             trace.posted(now, port, link, token, wr);
         }
     }
 
-    pub(super) fn trace_told(&mut self, port: Port, completions: &[Completion]) {
+    pub(crate) fn trace_told(&mut self, port: Port, completions: &[Completion]) {
         let now = self.now();
         if let Some(trace) = &mut self.trace {
             completions.iter().for_each(|c| trace.told(now, port, c));

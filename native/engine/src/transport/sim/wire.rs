@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Something that will happen.
-pub(super) enum Event {
+pub(crate) enum Event {
     /// A piece of a work request reaches its place; of a read: the place it is taken from.
     Land {
         job: Arc<Job>,
@@ -68,13 +68,13 @@ pub(super) enum Event {
 
 /// From where to where, by which link. What one side finds out by itself takes no way.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
+pub(crate) struct Way {
     pub from: Port,
     pub to: Port,
     pub name: LinkName,
 }
 
-pub(super) struct Scheduled {
+pub(crate) struct Scheduled {
     pub at: u64,
     order: u64,
     way: Option<Way>,
@@ -115,12 +115,12 @@ struct Lane {
 }
 
 /// Two parts of the network that don't reach each other.
-pub(super) struct Partition {
+pub(crate) struct Partition {
     pub one_side: Vec<EngineId>,
     pub until: u64,
 }
 
-pub(super) struct World {
+pub(crate) struct World {
     pub config: SimConfig,
     pub nodes: BTreeMap<Port, Node>,
     pub rng: fastrand::Rng,

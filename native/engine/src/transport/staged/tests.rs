@@ -17,7 +17,8 @@ use crate::{
         Backing, RegionMemory, HIDDEN,
     },
     time::Time,
-    transport::{shm::ShmDomain, tcp::TcpDomain, Waker},
+    transport::{shm::ShmDomain, tcp::TcpDomain},
+    wake::Waker,
 };
 
 struct Room;

@@ -39,6 +39,10 @@ pub(super) struct Entry {
 /// say that they are there (InfiniBand 9.7.5.1.2).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unflushed {
+    /// How many, and their bytes.
+    pub writes: usize,
+    pub bytes: u64,
+    /// Where the last byte of the last one lies.
     pub region: RegionKey,
     pub addr: u64,
     pub rkey: u32,
@@ -84,7 +88,7 @@ pub(super) struct Link {
     pub retired: u32,
     pub entries: VecDeque<Entry>,
     /// Entries at the end that wait for a read to be posted, and which.
-    pub unflushed: Option<(usize, Unflushed)>,
+    pub unflushed: Option<Unflushed>,
     /// Where such a read puts its byte.
     pub scratch: sys::Sge,
     /// Immediates whose places are to be given back.
@@ -173,7 +177,7 @@ impl Link {
 
     /// Has uncounted writes end with a read that shows that they are readable (IC-2).
     pub fn settle_writes(&mut self) -> Result<(), DomainError> {
-        let Some((n, u)) = self.unflushed.take() else { return Ok(()) };
+        let Some(u) = self.unflushed.take() else { return Ok(()) };
         let wr = Wr {
             opcode: sys::WR_RDMA_READ,
             flags: sys::SEND_SIGNALED,
@@ -184,7 +188,7 @@ impl Link {
         };
         let last = self.push(wr)?;
         self.ring()?;
-        let from = self.entries.len() - n;
+        let from = self.entries.len() - u.writes;
         self.entries.range_mut(from..).for_each(|e| e.last = last);
         Ok(())
     }
@@ -210,7 +214,7 @@ impl Link {
     #[inline]
     pub fn retire(&mut self, number: u32, mut done: impl FnMut(Token)) {
         self.retired = number.wrapping_add(1);
-        let waiting = self.unflushed.map_or(0, |(n, _)| n);
+        let waiting = self.unflushed.map_or(0, |u| u.writes);
         while self.entries.len() > waiting {
             let Some(e) = self.entries.front() else { return };
             if self.retired.wrapping_sub(e.last.wrapping_add(1)) > u32::MAX / 2 {

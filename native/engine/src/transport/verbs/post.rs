@@ -13,6 +13,10 @@ use crate::{
     transport::nic::files::refuse_files,
 };
 
+/// Uncounted writes of so many bytes are settled without waiting for more: whoever divides work among
+/// links wants to see it done bit by bit. A read for each is a hundredth of what the wire carries.
+const FLUSH: u64 = 256 << 10;
+
 /// What the NIC is shown instead of a region's random key alone: its own key, masked with that one.
 /// Whoever has one of the two has nothing (MR-2).
 #[inline]
@@ -110,7 +114,8 @@ impl Link {
             return Err(DomainError::Refused("the peer takes too few immediates".into()));
         }
         // A read settles the writes to one region only: others may lie on another device.
-        if self.unflushed.is_some_and(|(_, u)| count.is_some() || u.region != data.remote) {
+        let other = |u: Unflushed| count.is_some() || u.region != data.remote;
+        if self.unflushed.is_some_and(|u| other(u) || u.bytes >= FLUSH) {
             self.settle_writes()?;
         }
         if self.room() < writes + imms || self.mail.imm_room() < imms {
@@ -124,7 +129,9 @@ impl Link {
         let mut wire = count.map(|c| Imm::weighted(c.imm, c.n));
         let first = self.posted;
         let mut done = 0;
-        let mut end = Unflushed { region: data.remote, addr: 0, rkey: 0 };
+        let (n, bytes) = self.unflushed.map_or((0, 0), |u| (u.writes, u.bytes));
+        let bytes = bytes + data.bytes();
+        let mut end = Unflushed { writes: n + 1, bytes, region: data.remote, addr: 0, rkey: 0 };
         cut(data, rail, regions, longest, |p| {
             done += 1;
             (end.addr, end.rkey) = (p.remote + u64::from(p.local.length) - 1, p.rkey);
@@ -160,8 +167,7 @@ impl Link {
         let entry = self.entry(token, data, first, last);
         self.entries.push_back(entry);
         if count.is_none() {
-            let n = self.unflushed.map_or(0, |(n, _)| n);
-            self.unflushed = Some((n + 1, end));
+            self.unflushed = Some(end);
         }
         Ok(Post::Queued)
     }

@@ -1,6 +1,9 @@
 //! One run in which every step is chosen.
 
-use fabric_engine::transport::sim::{Choice, Fault, SimConfig, SimNet};
+use fabric_engine::{
+    simulation::SimNet,
+    transport::sim::{Choice, Fault, SimConfig},
+};
 
 use super::scopes::{Budget, Scope};
 use crate::{

@@ -1,3 +1,7 @@
+//! The simulator: engines on a simulated network and a virtual clock, driven one step at a time.
+
+mod free;
+
 use std::{
     collections::{BTreeSet, HashMap},
     sync::{
@@ -8,29 +12,23 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{
-    clock::Clock,
-    node::{Node, Port},
-    trace::Trace,
-    wire::World,
-    Fault, SimConfig, SimDomain, Traced,
-};
 use crate::{
     api::{EngineConfig, EngineId},
     domain::Domain,
     engine::{TransferEngine, Transports},
     time::Time,
+    transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, Traced, World},
     Result,
 };
 
 /// A simulated network, its clock and the engines on it. Single-threaded by nature: everything happens inside
 /// [`SimNet::step`].
 pub struct SimNet {
-    pub(super) world: Arc<Mutex<World>>,
+    world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
     engines: Vec<Member>,
     /// The latest life of each node, in the order in which they were opened.
-    pub(super) lives: Vec<EngineId>,
+    lives: Vec<EngineId>,
     ids: fastrand::Rng,
 }
 
@@ -261,7 +259,7 @@ impl SimNet {
         self.engines.iter().map(Member::next_timer).fold(Time::NEVER, Time::min)
     }
 
-    pub(super) fn drive_all(&mut self) -> bool {
+    fn drive_all(&mut self) -> bool {
         let now = self.now();
         let mut moved = false;
         let mut gone = false;

@@ -111,7 +111,7 @@ struct Member {
 impl Member {
     fn spawn(place: &Place, how: &str) -> Self {
         let mut process = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "driver::share::processes::member", "--nocapture"])
+            .args(["--exact", "engine::driver::share::processes::member", "--nocapture"])
             .env(WHERE, &place.0)
             .env(HOW, how)
             .stdin(Stdio::piped())

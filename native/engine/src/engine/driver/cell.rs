@@ -24,6 +24,7 @@ use crate::{
     engine::{HandleRef, Shared},
     group::{Group, Policy},
     time::Time,
+    topology::Tier,
     EngineError, Result,
 };
 
@@ -140,10 +141,11 @@ impl CarryOut<Core, Command> for &Arc<Shared> {
 pub(crate) type Guard<'a> = Held<'a, Core, Command, &'a Arc<Shared>>;
 
 impl Cell {
+    /// `tiers`: how far each rail is from the memory that the engine serves, where that is known.
     /// With `threaded` false nothing sleeps and nobody is woken: the caller drives (simulator).
     pub fn new(
         domains: Vec<Box<dyn Domain>>,
-        policy: Policy,
+        (policy, tiers): (Policy, &[Tier]),
         spin: Duration,
         threaded: bool,
     ) -> Result<Self> {
@@ -154,9 +156,11 @@ impl Cell {
         let shares = shares.map(|(rail, d)| (rail, HostShare::join(d.device(), 1))).collect();
         let rail_window = policy.rail_window;
         let pinners = domains.iter().map(|d| d.pinner()).collect();
+        let mut group = Group::new(policy);
+        tiers.iter().enumerate().for_each(|(rail, tier)| group.place(rail, *tier));
         Ok(Self {
             core: Baton::new(Core {
-                group: Group::new(policy),
+                group,
                 domains,
                 completions: Vec::new(),
                 armed: false,

@@ -33,7 +33,10 @@ use table::Table;
 use crate::{
     api::Priority,
     domain::DomainError,
-    group::policy::divide::{divide, Demand, Party, Windows, LEAST},
+    group::policy::{
+        classes::ByClass,
+        divide::{divide, Party, LEAST},
+    },
     time::Time,
 };
 
@@ -61,16 +64,16 @@ pub(crate) struct HostShare {
     table: Option<Table>,
     others: Others,
     /// What was last said to be wanted, and the most since the last look.
-    latest: Demand,
-    peak: Demand,
+    latest: ByClass,
+    peak: ByClass,
     /// What the others know.
-    told: Demand,
+    told: ByClass,
     look_at: Time,
     beat_at: Time,
     tend_at: Time,
     join_at: Time,
     /// The parts of a window of so many bytes.
-    divided: (u64, Windows),
+    divided: (u64, ByClass),
     warned: bool,
 }
 
@@ -90,14 +93,14 @@ impl HostShare {
             beat: 0,
             table: None,
             others: Others::new(),
-            latest: Demand::default(),
-            peak: Demand::default(),
-            told: Demand::default(),
+            latest: ByClass::default(),
+            peak: ByClass::default(),
+            told: ByClass::default(),
             look_at: Time(0),
             beat_at: Time(0),
             tend_at: Time(0),
             join_at: Time(0),
-            divided: (0, Windows::whole(0)),
+            divided: (0, ByClass::all(0)),
             warned: false,
         };
         match Table::join(&share.path, ATTEMPTS) {
@@ -110,10 +113,10 @@ impl HostShare {
     /// What this engine has under way on the NIC, and what waits for it. To be called whenever the
     /// engine is driven; the others learn of it within [`LOOK`].
     #[inline]
-    pub fn publish(&mut self, now: Time, demand: Demand) {
+    pub fn publish(&mut self, now: Time, demand: ByClass) {
         self.latest = demand;
         self.peak = self.peak.max(demand);
-        if now >= self.look_at && (matters(self.peak) || self.told != Demand::default()) {
+        if now >= self.look_at && (matters(self.peak) || self.told != ByClass::default()) {
             self.look(now);
         }
     }
@@ -130,7 +133,7 @@ impl HostShare {
 
     /// When `publish` is to be called though nothing has changed.
     pub fn next_timer(&self) -> Time {
-        match self.told == Demand::default() {
+        match self.told == ByClass::default() {
             true => Time::NEVER,
             // That it is over, or that it goes on.
             false if !matters(self.latest) => self.look_at,
@@ -141,18 +144,18 @@ impl HostShare {
     #[cold]
     fn look(&mut self, now: Time) {
         self.look_at = now.after(LOOK);
-        let wanted = if matters(self.peak) { self.peak } else { Demand::default() };
+        let wanted = if matters(self.peak) { self.peak } else { ByClass::default() };
         self.peak = self.latest;
         if let Err(e) = self.exchange(now, wanted) {
             self.warn(&e);
             self.table = None;
-            self.told = Demand::default();
+            self.told = ByClass::default();
             self.join_at = now.after(AGAIN);
         }
         self.divide(self.divided.0);
     }
 
-    fn exchange(&mut self, now: Time, wanted: Demand) -> Result<(), DomainError> {
+    fn exchange(&mut self, now: Time, wanted: ByClass) -> Result<(), DomainError> {
         let table = match &mut self.table {
             Some(table) => table,
             None if now < self.join_at => return Ok(()),
@@ -187,7 +190,7 @@ impl HostShare {
                 let own = Party { weight: self.weight, demand: self.told };
                 divide(window, own, self.others.parties())
             }
-            None => Windows::whole(window),
+            None => ByClass::all(window),
         };
         self.divided = (window, windows);
     }
@@ -201,7 +204,7 @@ impl HostShare {
 }
 
 /// Less needn't be said.
-fn matters(demand: Demand) -> bool {
+fn matters(demand: ByClass) -> bool {
     demand.total() >= LEAST
 }
 

@@ -78,10 +78,10 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
-    use crate::group::policy::divide::Demand;
+    use crate::group::policy::classes::ByClass;
 
     fn record(id: u64, beat: u64, bulk: u64) -> Found {
-        let party = Party { weight: 1, demand: Demand { bulk, ..Demand::default() } };
+        let party = Party { weight: 1, demand: ByClass { bulk, ..ByClass::default() } };
         Found::Record(Record { id, beat, party })
     }
 

@@ -1,16 +1,13 @@
-//! What a slice says about the rail that it was posted on.
+//! Whether a rail has stalled.
 //!
-//! A slice that is late is the first sign of a rail that has stalled silently (TENT §3.4.1: "a
-//! timeout mechanism to prevent stalled transfers"); what counts as late follows from what was
-//! expected of the rail, with floors below which lateness is the noise of a busy host.
+//! A slice that is late is the first sign of a rail that is silently lost (TENT §3.4.1: "a timeout
+//! mechanism to prevent stalled transfers"); what counts as late follows from what was expected of the
+//! rail, with a floor below which lateness is the noise of a busy host.
 
 use std::time::Duration;
 
 use crate::time::Time;
 
-/// A slice is slow beyond this many times what was expected, but not within `SLOW_FLOOR`.
-const SLOW_FACTOR: u32 = 8;
-const SLOW_FLOOR: Duration = Duration::from_millis(1);
 /// A slice has timed out beyond this many times what was expected, but not within `PATIENCE_FLOOR`.
 const PATIENCE_FACTOR: u32 = 16;
 const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
@@ -18,14 +15,6 @@ const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
 /// How long a slice may be under way before it is taken for stalled and sent another way.
 pub fn patience(expected: Duration) -> Duration {
     expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
-}
-
-/// What a slice that has arrived says about its rail.
-pub fn judge(took: Duration, expected: Duration) -> Outcome {
-    match took > expected.saturating_mul(SLOW_FACTOR).max(SLOW_FLOOR) {
-        true => Outcome::Slow,
-        false => Outcome::Good,
-    }
 }
 
 /// What was seen of a rail.
@@ -46,16 +35,6 @@ pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[Seen]) -> bool 
     let goes_on = |s: &Seen| s.finished >= half || (s.idle && s.finished > posted);
     let others = seen.iter().enumerate().filter(|(i, _)| *i != rail);
     seen.get(rail).is_none_or(|s| s.finished < half) && others.into_iter().any(|(_, s)| goes_on(s))
-}
-
-/// How a slice ended, for its rail.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    Good,
-    /// See [`judge`]. Not to be told of the only rail there is: nothing is better than slow.
-    Slow,
-    /// An error, or silence beyond [`patience`] that [`is_at_fault`].
-    Failed,
 }
 
 #[cfg(test)]
@@ -84,12 +63,8 @@ mod tests {
     }
 
     #[test]
-    fn slow_and_stalled_are_far_beyond_what_was_expected() {
+    fn patience_is_far_beyond_what_was_expected() {
         let us = Duration::from_micros;
-        assert_eq!(judge(us(999), us(1)), Outcome::Good);
-        assert_eq!(judge(us(1001), us(1)), Outcome::Slow);
-        assert_eq!(judge(us(8000), us(1000)), Outcome::Good);
-        assert_eq!(judge(us(8001), us(1000)), Outcome::Slow);
         assert_eq!(patience(us(10)), us(20_000));
         assert_eq!(patience(us(10_000)), us(160_000));
         assert_eq!(patience(Duration::MAX), Duration::MAX);

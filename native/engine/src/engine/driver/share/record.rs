@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::group::policy::divide::{Demand, Party};
+use crate::group::policy::{classes::ByClass, divide::Party};
 
 /// The header is as large as a slot.
 pub(super) const SLOT: usize = 64;
@@ -52,7 +52,7 @@ pub(super) enum Found {
 
 impl Record {
     pub fn encode(&self) -> [u8; SLOT] {
-        let Demand { latency, bulk, background } = self.party.demand;
+        let ByClass { latency, bulk, background } = self.party.demand;
         let mut bytes = [0; SLOT];
         let words = [self.id, self.beat, u64::from(self.party.weight), latency, bulk, background];
         for (at, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -74,7 +74,7 @@ impl Found {
             return Self::Torn;
         }
         let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|k| bytes[8 * i + k]));
-        let demand = Demand { latency: word(3), bulk: word(4), background: word(5) };
+        let demand = ByClass { latency: word(3), bulk: word(4), background: word(5) };
         let party = Party { weight: u32::try_from(word(2)).unwrap_or(u32::MAX), demand };
         Self::Record(Record { id: word(0), beat: word(1), party })
     }
@@ -87,13 +87,13 @@ mod tests {
     use super::*;
 
     fn record(n: u64) -> Record {
-        let demand = Demand { latency: n, bulk: n.rotate_left(20), background: !n };
+        let demand = ByClass { latency: n, bulk: n.rotate_left(20), background: !n };
         Record { id: n ^ 77, beat: n, party: Party { weight: n as u32, demand } }
     }
 
     #[test]
     fn the_bytes_of_version_1() {
-        let demand = Demand { latency: 4, bulk: 5, background: 6 };
+        let demand = ByClass { latency: 4, bulk: 5, background: 6 };
         let bytes = Record { id: 1, beat: 2, party: Party { weight: 3, demand } }.encode();
         assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
         assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");

@@ -43,19 +43,19 @@ impl Drop for Place {
     }
 }
 
-fn bulk(bytes: u64) -> Demand {
-    Demand { bulk: bytes, ..Demand::default() }
+fn bulk(bytes: u64) -> ByClass {
+    ByClass { bulk: bytes, ..ByClass::default() }
 }
 
-pub(super) const BUSY: Demand = Demand { latency: 0, bulk: 99 * M, background: 0 };
-const IDLE: Demand = Demand { latency: 0, bulk: 0, background: 0 };
+pub(super) const BUSY: ByClass = ByClass { latency: 0, bulk: 99 * M, background: 0 };
+const IDLE: ByClass = ByClass { latency: 0, bulk: 0, background: 0 };
 
 fn ms(n: u64) -> Time {
     Time(n * 1_000_000)
 }
 
 /// Each publishes at that time, twice round, so that all know of all.
-fn settle(at: &mut u64, shares: &mut [(&mut HostShare, Demand)]) -> Vec<u64> {
+fn settle(at: &mut u64, shares: &mut [(&mut HostShare, ByClass)]) -> Vec<u64> {
     for _ in 0..3 {
         *at += 10;
         shares.iter_mut().for_each(|(s, demand)| s.publish(ms(*at), *demand));

@@ -1,0 +1,49 @@
+//! A network on which nothing happens until somebody chooses it.
+
+use super::SimNet;
+use crate::transport::sim::{mix, Choice};
+
+/// For networks whose [`free`](crate::transport::sim::SimConfig::free) is set.
+impl SimNet {
+    /// What may happen next, events before losses. Empty while an engine still has something to do.
+    pub fn choices(&mut self) -> Vec<Choice> {
+        while self.drive_all() {}
+        self.world.lock().choices()
+    }
+
+    /// Lets one of the choices happen and all engines act on it.
+    pub fn take(&mut self, choice: Choice) {
+        self.world.lock().take(choice);
+        while self.drive_all() {}
+    }
+
+    /// Lets time pass until an engine's next timer; false if there is none.
+    pub fn pass_time(&mut self) -> bool {
+        let passed = self.step();
+        let now = self.now().0;
+        let engines = self.lives.clone();
+        let mut world = self.world.lock();
+        let free = world.free.as_mut().filter(|_| passed);
+        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.see(*e, now)));
+        passed
+    }
+
+    /// The user of a node does something now that is named by a number.
+    pub fn user_acts(&mut self, node: usize, what: u64) {
+        let engine = self.lives[node];
+        if let Some(free) = &mut self.world.lock().free {
+            free.see(engine, mix(what, 3));
+        }
+    }
+
+    /// A number that two runs share only if the same may happen next, and with the same outcome.
+    pub fn state(&self) -> u64 {
+        let world = self.world.lock();
+        world.free.as_ref().map_or(0, |free| free.seen(world.now()))
+    }
+
+    /// A choice in words.
+    pub fn words(&self, choice: Choice) -> String {
+        self.world.lock().words(choice, &self.lives)
+    }
+}
