@@ -8,7 +8,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 
 from fabric_ray import TransferEngine
-from fabric_ray.errors import PeerLost
+from fabric_ray.errors import PeerError
 
 RANKS, DOOMED, CHUNK = 4, 2, 1 << 16
 
@@ -33,7 +33,7 @@ def member(rank: int, pipe: Connection) -> None:
                     read.wait(len(group), writers=group.peers)
                     pipe.send(f"all of round {number} arrived from {list(theirs)}")
                 return
-            except PeerLost as lost:
+            except PeerError as lost:
                 gone = [r for r, there in theirs.items() if lost.peer.startswith(there.peer.name)]
                 theirs.pop(*gone)
                 pipe.send(f"lost {lost.peer}")
