@@ -8,29 +8,30 @@ counts say that a step's tokens are there, barriers that they have been read.
 
 from contextlib import ExitStack
 
-import numpy as np
+import torch
 
 from fabric_ray import Region, RegionDescriptor, TransferEngine
 from fabric_ray.engine import SymmetricMemory
 
 RANKS, TOKENS, HIDDEN, STEPS = 4, 32, 256, 3
-SLOT = TOKENS * HIDDEN * 4  # bytes: all that one rank can have for another, f32
+SHAPE = (RANKS, TOKENS, HIDDEN)  # one expert on each rank
+TOKEN = HIDDEN * 4  # bytes, f32
 DISPATCH, COMBINE, READ = range(3)  # immediates that they have agreed on
 
 
 class Rank:
     def __init__(self, engine: TransferEngine, part: Region, parts: list[RegionDescriptor]) -> None:
-        self.engine, self.outbox = engine, engine.alloc(RANKS * SLOT)
+        self.engine, self.slots = engine, part.tensor(torch.float32, SHAPE)
         self.memory = SymmetricMemory(engine, part, parts)
-        self.slots = part.numpy().view(np.float32).reshape(RANKS, TOKENS, HIDDEN)
+        self.out, self.outbox = engine.empty(SHAPE, torch.float32)
 
-    def send(self, tokens: list[np.ndarray], imm: int) -> None:
+    def send(self, tokens: list[torch.Tensor], imm: int) -> None:
         """Tokens for each rank, into this one's slot there; no token counts as well."""
         parts = []
-        for rank, some in enumerate(tokens):
-            self.outbox[rank * SLOT :].numpy()[: some.nbytes] = some.view(np.uint8).ravel()
-            there = self.memory.at(rank, self.memory.rank * SLOT, some.nbytes)
-            parts.append((there, 0, rank * SLOT, some.nbytes))
+        for to, some in enumerate(tokens):
+            self.out[to, : len(some)] = some
+            slot = self.memory.at(to, self.memory.rank * TOKENS * TOKEN, len(some) * TOKEN)
+            parts.append((slot, 0, to * TOKENS * TOKEN, slot.nbytes))
         self.engine.scatter(self.outbox, parts, imm=imm)
 
     def wait(self, imm: int, count: int) -> None:
@@ -45,7 +46,7 @@ def barrier(ranks: list[Rank]) -> None:
         rank.wait(READ, RANKS - 1)
 
 
-def step(ranks: list[Rank], tokens: np.ndarray, experts: np.ndarray) -> None:
+def step(ranks: list[Rank], tokens: torch.Tensor, experts: torch.Tensor) -> None:
     """Expert e multiplies by e + 1. ``experts`` names one for each token of each rank."""
     for rank, mine, to in zip(ranks, tokens, experts, strict=True):
         rank.send([mine[to == e] for e in range(RANKS)], DISPATCH)
@@ -59,20 +60,18 @@ def step(ranks: list[Rank], tokens: np.ndarray, experts: np.ndarray) -> None:
     for rank, mine, to in zip(ranks, tokens, experts, strict=True):
         rank.wait(COMBINE, RANKS)
         for e in range(RANKS):
-            assert np.array_equal(rank.slots[e, : (to == e).sum()], (e + 1) * mine[to == e])
+            assert torch.equal(rank.slots[e, : (to == e).sum()], (e + 1) * mine[to == e])
     barrier(ranks)
 
 
 def main() -> None:
-    rng = np.random.default_rng(0)
     with ExitStack() as stack:
         engines = [stack.enter_context(TransferEngine(name=f"rank-{r}")) for r in range(RANKS)]
-        regions = [engine.alloc(RANKS * SLOT) for engine in engines]
+        regions = [engine.alloc(RANKS * TOKENS * TOKEN) for engine in engines]
         parts = [region.descriptor() for region in regions]  # exchanged once
         ranks = [Rank(e, region, parts) for e, region in zip(engines, regions, strict=True)]
         for _ in range(STEPS):
-            tokens = rng.random((RANKS, TOKENS, HIDDEN), dtype=np.float32)
-            step(ranks, tokens, rng.integers(0, RANKS, (RANKS, TOKENS)))
+            step(ranks, torch.randn(SHAPE), torch.randint(0, RANKS, (RANKS, TOKENS)))
     print(f"{STEPS} x {RANKS} x {TOKENS} tokens arrived at their experts and came back")
 
 
