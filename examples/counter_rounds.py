@@ -22,7 +22,7 @@ def main() -> None:
         counter = reader.counter()
         for _ in range(3):
             writer.write(source, there, imm=counter.ref).wait()
-        first, second = counter.expect(1), counter.expect(3, writers=known)
+        first, second = counter.expect(3), counter.expect(1, writers=known)
         first.wait()
         assert (counter.value, counter.unclaimed, second.done()) == (3, 0, False)
         writer.write(source, there, imm=counter.ref)
