@@ -95,10 +95,9 @@ def test_copies_are_columns_and_values(planned):
 def test_rows_are_the_runs_of_a_copy_in_whatever_grouping():
     shape = (3, 8, 5, 4)
     cube = Tensor("c", shape, BF16)
-    mesh = Mesh.line((0, 1))
-    halves = Container("c", BF16, Leaf(cube, mesh, (Shard(1),)))
-    columns = Container("c", BF16, Leaf(cube, mesh, (Shard(3),)))
-    routes = plan(Side.of(2, [halves]), Side.of(2, [columns]))
+    halves = Container("c", BF16, Leaf(cube, Mesh.line(range(2)), (Shard(1),)))
+    columns = Container("c", BF16, Leaf(cube, Mesh.line(range(4)), (Shard(3),)))
+    routes = plan(Side.of(2, [halves]), Side.of(4, [columns]))
     copies = list(routes.for_source(1))
     assert max(len(copy.loops) for copy in copies) > 1
     for copy in copies:
