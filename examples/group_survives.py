@@ -34,8 +34,7 @@ def member(rank: int, pipe: Connection) -> None:
                     pipe.send(f"all of round {number} arrived from {list(theirs)}")
                 return
             except PeerError as lost:
-                gone = [r for r, there in theirs.items() if lost.peer.startswith(there.peer.name)]
-                theirs.pop(*gone)
+                theirs = {r: t for r, t in theirs.items() if t.peer.label != lost.peer}
                 pipe.send(f"lost {lost.peer}")
 
 
