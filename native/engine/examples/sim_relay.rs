@@ -33,8 +33,11 @@ impl Rank {
     }
 }
 
-/// Has everybody wait for every chunk, and the first rank begin. Returns what they wait for, by rank.
-fn relay(net: &mut SimNet) -> Result<(Vec<Arc<Rank>>, Vec<Vec<Handle>>)> {
+/// What ranks wait for: a handle for each chunk.
+type Waits = Vec<Vec<Handle>>;
+
+/// Has everybody wait for every chunk, and the first rank begin.
+fn relay(net: &mut SimNet) -> Result<(Vec<Arc<Rank>>, Waits)> {
     let name = |rank| EngineConfig { name: format!("rank {rank}"), ..EngineConfig::default() };
     let mut ranks: Vec<Arc<Rank>> = Vec::new();
     for rank in (0..RANKS).rev() {
