@@ -13,7 +13,7 @@ import torch
 
 from fabric_ray import Batch, RegionDescriptor, TransferEngine, pages
 from fabric_ray.engine import EngineAddress, Region, RemoteRegion
-from fabric_ray.errors import Cancelled, EngineClosed, PeerLost, Stale, TransferTimeout
+from fabric_ray.errors import Cancelled, EngineClosed, PeerError, PeerLost, Stale, TransferTimeout
 from tests.processes import within
 
 Pair = tuple[TransferEngine, TransferEngine]
@@ -206,6 +206,29 @@ def test_scatter_and_barrier(open_engine: Callable[..., TransferEngine]) -> None
         for imm in (3, 4):
             engine.plain_counter(imm).wait(1, timeout=10)
         assert (region.numpy() == src.numpy()[100 * i : 100 * i + 100]).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_group_that_has_lost_a_member_names_it_and_reaches_the_others(
+    open_engine: Callable[..., TransferEngine], transport: str
+) -> None:
+    a, b, c = (open_engine(n, transport=transport) for n in "abc")
+    src = filled(a, 200)
+    regions = [engine.alloc(100) for engine in (b, c)]
+    targets = [importing(a, region) for region in regions]
+    group = a.peer_group([t.peer for t in targets])
+    parts = [(t, 0, 100 * i, 100) for i, t in enumerate(targets)]
+    a.scatter(src, parts, group=group, imm=3).wait(10)
+    waiting = a.plain_counter(3).expect(1, writers=group.peers)
+    b.close()
+    with pytest.raises(PeerLost) as lost:
+        waiting.wait(10)
+    assert lost.value.peer == targets[0].peer.label
+    for begin in (lambda: a.scatter(src, parts, group=group, imm=3), lambda: a.barrier(group, 3)):
+        with pytest.raises(PeerError) as gone:
+            begin().wait(10)
+        assert gone.value.peer == targets[0].peer.label
+    c.plain_counter(3).wait(3, timeout=10)
 
 
 def test_messages_come_one_by_one(pair: Pair) -> None:
