@@ -319,6 +319,10 @@ class Peer:
     @property
     def name(self) -> str:
         """The name its config gave it."""
+    @property
+    def label(self) -> str:
+        """What errors call it (``peer`` of a :class:`PeerError`): its name and the start of its
+        id."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...

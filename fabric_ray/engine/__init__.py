@@ -22,6 +22,7 @@ from fabric_ray._native import (
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.core import Explanation, Path, Paths, TransferEngine, Verdict
 from fabric_ray.engine.memory import pages
+from fabric_ray.engine.symmetric import SymmetricMemory
 
 __all__ = [
     "Batch",
@@ -43,6 +44,7 @@ __all__ = [
     "RemoteSegment",
     "Segment",
     "SegmentDescriptor",
+    "SymmetricMemory",
     "Transfer",
     "TransferEngine",
     "Verdict",

@@ -3,7 +3,7 @@
 :func:`plan` is a pure function of two :class:`Side` values. It knows no addresses and does no I/O.
 """
 
-from fabric_ray.plan.copies import Copies, Copy, Loop
+from fabric_ray.plan.copies import Copies, Copy, Loop, Row
 from fabric_ray.plan.errors import (
     BufferMismatch,
     DtypeMismatch,
@@ -71,6 +71,7 @@ __all__ = [
     "PlanError",
     "PlanTooLarge",
     "Replicate",
+    "Row",
     "ShapeMismatch",
     "Shard",
     "Side",

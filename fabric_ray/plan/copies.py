@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,18 @@ class Loop(msgspec.Struct, frozen=True):
     count: int
     src_stride: int
     """Bytes from one repetition to the next in the source container."""
+    dst_stride: int
+
+
+class Row(NamedTuple):
+    """Equally long runs in a row: run ``i`` lies at ``offset + i * stride`` on either side."""
+
+    nbytes: int
+    """Bytes of one run."""
+    runs: int
+    src_offset: int
+    src_stride: int
+    dst_offset: int
     dst_stride: int
 
 
@@ -49,6 +62,26 @@ class Copy(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return self.pages * self.run
+
+    def rows(self) -> Iterator[Row]:
+        """The copy as rows, each of which one paged write can move: the longest loop becomes runs,
+        the others are unrolled."""
+        if not self.loops:
+            yield Row(self.run, 1, self.src_offset, 0, self.dst_offset, 0)
+            return
+        longest = max(self.loops, key=lambda loop: loop.count)
+        others = [loop for loop in self.loops if loop is not longest]
+        for indices in itertools.product(*(range(loop.count) for loop in others)):
+            src = sum(i * loop.src_stride for i, loop in zip(indices, others, strict=True))
+            dst = sum(i * loop.dst_stride for i, loop in zip(indices, others, strict=True))
+            yield Row(
+                self.run,
+                longest.count,
+                self.src_offset + src,
+                longest.src_stride,
+                self.dst_offset + dst,
+                longest.dst_stride,
+            )
 
 
 U32 = npt.NDArray[np.uint32]

@@ -2,49 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from fabric_ray._native import Batch, Digest, Pages, Region, RemoteRegion
-from fabric_ray.plan import Copy
-
-
-class Run(NamedTuple):
-    """Equally long pieces in a row: page ``i`` lies at ``offset + i * stride`` on either side."""
-
-    nbytes: int
-    pages: int
-    src_offset: int
-    src_stride: int
-    dst_offset: int
-    dst_stride: int
-
-    def src_pages(self) -> Pages:
-        return Pages._range(0, self.pages, self.src_stride, self.src_offset)
-
-    def dst_pages(self, base: int = 0) -> Pages:
-        return Pages._range(0, self.pages, self.dst_stride, base + self.dst_offset)
-
-
-def runs(copy: Copy) -> Iterator[Run]:
-    """A copy as runs: its longest loop becomes pages, the others are unrolled."""
-    if not copy.loops:
-        yield Run(copy.run, 1, copy.src_offset, 0, copy.dst_offset, 0)
-        return
-    pages = max(copy.loops, key=lambda loop: loop.count)
-    others = [loop for loop in copy.loops if loop is not pages]
-    for indices in itertools.product(*(range(loop.count) for loop in others)):
-        src = sum(i * loop.src_stride for i, loop in zip(indices, others, strict=True))
-        dst = sum(i * loop.dst_stride for i, loop in zip(indices, others, strict=True))
-        yield Run(
-            copy.run,
-            pages.count,
-            copy.src_offset + src,
-            pages.src_stride,
-            copy.dst_offset + dst,
-            pages.dst_stride,
-        )
+from fabric_ray.plan import Copy, Row
 
 
 def outgoing(
@@ -64,18 +25,19 @@ def outgoing(
     batch, digest = Batch(), Digest()
     for copy in copies:
         region, base = sources[copy.src_container], offsets[copy.dst_container]
-        for run in runs(copy):
-            if run.pages == 1:
+        for row in copy.rows():
+            ours, theirs = _src_pages(row), _dst_pages(row, base)
+            if row.runs == 1:
                 batch.write(
                     region,
                     target,
-                    run.nbytes,
-                    src_offset=run.src_offset,
-                    dst_offset=base + run.dst_offset,
+                    row.nbytes,
+                    src_offset=row.src_offset,
+                    dst_offset=base + row.dst_offset,
                 )
             else:
-                batch.write_pages(run.nbytes, region, run.src_pages(), target, run.dst_pages(base))
-            digest.add(run.nbytes, region, run.src_pages(), run.dst_pages(base))
+                batch.write_pages(row.nbytes, region, ours, target, theirs)
+            digest.add(row.nbytes, region, ours, theirs)
     return batch, digest
 
 
@@ -83,7 +45,15 @@ def arriving(copies: Iterable[Copy], target: Region, offsets: Sequence[int]) -> 
     """The digest, at the receiver, of what ``copies`` bring."""
     digest = Digest()
     for copy in copies:
-        for run in runs(copy):
-            places = run.dst_pages(offsets[copy.dst_container])
-            digest.add(run.nbytes, target, places, places)
+        for row in copy.rows():
+            places = _dst_pages(row, offsets[copy.dst_container])
+            digest.add(row.nbytes, target, places, places)
     return digest
+
+
+def _src_pages(row: Row) -> Pages:
+    return Pages._range(0, row.runs, row.src_stride, row.src_offset)
+
+
+def _dst_pages(row: Row, base: int) -> Pages:
+    return Pages._range(0, row.runs, row.dst_stride, base + row.dst_offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 
@@ -89,6 +90,35 @@ def test_copies_are_columns_and_values(planned):
     received = planned.for_target(11)
     assert sum(copy.pages for copy in received) == planned.expected_pages(11)
     assert {copy.peer for copy in received} == {0, 1, 2, 3}
+
+
+def test_rows_are_the_runs_of_a_copy_in_whatever_grouping():
+    shape = (3, 8, 5, 4)
+    cube = Tensor("c", shape, BF16)
+    halves = Container("c", BF16, Leaf(cube, Mesh.line(range(2)), (Shard(1),)))
+    columns = Container("c", BF16, Leaf(cube, Mesh.line(range(4)), (Shard(3),)))
+    routes = plan(Side.of(2, [halves]), Side.of(4, [columns]))
+    copies = list(routes.for_source(1))
+    assert max(len(copy.loops) for copy in copies) > 1
+    for copy in copies:
+        spans = [range(loop.count) for loop in copy.loops]
+        runs = {
+            (
+                copy.src_offset
+                + sum(i * x.src_stride for i, x in zip(at, copy.loops, strict=True)),
+                copy.dst_offset
+                + sum(i * x.dst_stride for i, x in zip(at, copy.loops, strict=True)),
+            )
+            for at in itertools.product(*spans)
+        }
+        rows = list(copy.rows())
+        assert {row.nbytes for row in rows} == {copy.run}
+        assert sum(row.runs for row in rows) == copy.pages == len(runs)
+        assert runs == {
+            (row.src_offset + i * row.src_stride, row.dst_offset + i * row.dst_stride)
+            for row in rows
+            for i in range(row.runs)
+        }
 
 
 def test_a_rank_learns_which_buffers_to_bring(planned):

@@ -27,6 +27,12 @@ impl Peer {
         &self.0.address().name
     }
 
+    /// What errors call it.
+    #[getter]
+    fn label(&self) -> String {
+        self.0.address().label()
+    }
+
     fn __eq__(&self, other: &Self) -> bool {
         self.0.id() == other.0.id()
     }
