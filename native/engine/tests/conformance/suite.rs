@@ -48,6 +48,11 @@ fn write<'a>(
     Op::Write { src, dst, len, imm }
 }
 
+fn read<'a>(src: &'a RemoteRegion, dst: &'a Region, offset: u64, len: u64) -> Op<'a> {
+    let (src, dst) = (Remote { region: src, offset }, Local { region: dst, offset: 0 });
+    Op::Read { src, dst, len }
+}
+
 fn submit(engine: &TransferEngine, op: Op<'_>) -> Result<Handle> {
     engine.submit(&[op], Submit::default())
 }
@@ -497,6 +502,37 @@ pub fn mr_1_deregistration_waits_for_peers(w: &mut dyn World) {
     }
 }
 
+pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = if w.cuts() { 50_000u64 } else { 64 << 20 };
+    let (src, _) = filled(&a, n as usize, 13);
+    let dst = b.alloc(n).unwrap();
+    for round in 0..3 {
+        let blank = vec![0; n as usize];
+        dst.put(0, &blank).unwrap();
+        let released = Arc::new(AtomicBool::new(false));
+        let keep = Keeper(Arc::clone(&released));
+        // SAFETY: `dst` outlives this registration.
+        let alias = unsafe { b.register(dst.addr(), n, Some(Box::new(keep))) }.unwrap();
+        let there = import(&a, &alias);
+        let h = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        w.until("the first bytes", &mut || {
+            h.drive();
+            dst.get(0, 64).unwrap() != [0; 64] || h.is_done()
+        });
+        drop(alias);
+        w.until("the registration's end", &mut || {
+            h.drive();
+            released.load(SeqCst) && b.stats().retiring == 0
+        });
+        // The memory is its owner's again.
+        dst.put(0, &blank).unwrap();
+        let _ = w.wait(&h);
+        w.idle();
+        assert!(dst.get(0, n).unwrap() == blank, "something landed in round {round}");
+    }
+}
+
 struct Keeper(Arc<AtomicBool>);
 
 impl Drop for Keeper {
@@ -540,6 +576,97 @@ pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
     // The link survives all that.
     let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
+}
+
+pub fn mr_3_memory_beside_a_region_is_out_of_reach(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 8192, 14);
+    // In the middle of memory that is one for whoever maps or copies it.
+    let around = b.alloc(3 * 4096).unwrap();
+    // SAFETY: `around` outlives this registration.
+    let region = unsafe { b.register(around.addr() + 4096, 4096, None) }.unwrap();
+    let mut lie = region.descriptor();
+    lie.len = 8192;
+    let there = a.import(&lie).unwrap();
+    let counter = b.counter().unwrap();
+    let list = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 1024, 0);
+    let range = |first| Pages::new(PageIndices::range(first, 3).unwrap(), 1024, 0);
+    let paged = |dst_pages| Op::WritePages {
+        page_len: 1024,
+        src: &src,
+        src_pages: &range(0),
+        dst: &there,
+        dst_pages,
+        imm: None,
+    };
+    let ops = [
+        write(&src, &there, 4095, 2, Some(counter.imm())),
+        write(&src, &there, 4096, 4096, Some(counter.imm())),
+        paged(&range(2)),
+        paged(&list(&[1, 7, 0])),
+        read(&there, &src, 4095, 2),
+    ];
+    for op in ops {
+        let name = format!("{op:?}");
+        let h = submit(&a, op).unwrap();
+        assert!(matches!(w.wait(&h), Err(EngineError::Refused { .. })), "{name}: {h:?}");
+    }
+    w.idle();
+    assert_eq!(counter.poll(), 0);
+    for beside in [0, 8192] {
+        assert_eq!(around.get(beside, 4096).unwrap(), [0; 4096], "bytes from {beside} on");
+    }
+    let h = submit(&a, write(&src, &there, 0, 4096, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+}
+
+pub fn rs_1_no_read_ends_well_without_its_bytes(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n: u64 = if w.cuts() { 50_000 } else { 8 << 20 };
+    let (remote, bytes) = filled(&b, n as usize, 8);
+    let gone = b.alloc(64).unwrap();
+    let (there, lost) = (import(&a, &remote), import(&a, &gone));
+    let places: Vec<Region> = (0..6).map(|_| a.alloc(n).unwrap()).collect();
+    drop(gone);
+    w.idle();
+    // A request is whole or has failed.
+    let (good, bad) = (read(&there, &places[0], 0, 64), read(&lost, &places[1], 0, 64));
+    for ops in [[good.clone(), bad.clone()], [bad, good]] {
+        let h = a.submit(&ops, Submit::default()).unwrap();
+        assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })), "{h:?}");
+    }
+    let handles: Vec<_> =
+        places.iter().map(|to| submit(&a, read(&there, to, 0, n)).unwrap()).collect();
+    let mut begun = vec![0; 64];
+    w.until("the first bytes", &mut || {
+        handles[1].drive();
+        begun = places[1].get(0, 64).unwrap();
+        begun.iter().any(|b| *b != 0) || handles[1].is_done()
+    });
+    b.close();
+    for (h, to) in handles.iter().zip(&places) {
+        match w.wait(h) {
+            Ok(()) => assert!(to.get(0, n).unwrap() == bytes, "bytes are missing"),
+            Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub fn rs_2_the_transport_in_use_is_visible(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 9);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    let used = a.transport(there.peer()).expect("there is a link");
+    let verdicts = a.explain(there.peer()).unwrap().verdicts;
+    assert!(verdicts.iter().any(|v| v.chosen), "{verdicts:?}");
+    for v in &verdicts {
+        assert!(!v.chosen || v.transport == used, "{used} is in use: {v:?}");
+        assert!(!v.reason.is_empty(), "{v:?}");
+    }
 }
 
 pub fn rs_4_a_closed_peer_ends_everything(w: &mut dyn World) {

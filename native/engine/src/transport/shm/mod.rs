@@ -214,6 +214,8 @@ impl ShmDomain {
         Ok(Post::Queued)
     }
 
+    /// Reports a copy that has ended. On a link that goes down its chunks may have been left out, so
+    /// that it has failed whatever it says (RS-1).
     fn finish_job(&mut self, job: &Arc<Job>, out: &mut Vec<Completion>) {
         let Some(link) = self.link(job.link) else { return };
         link.jobs.retain(|j| !Arc::ptr_eq(j, job));

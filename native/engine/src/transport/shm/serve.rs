@@ -356,7 +356,8 @@ impl ShmDomain {
         }
     }
 
-    /// Begins to take a link down; `sweep` ends it when its copies have ended.
+    /// Begins to take a link down; `sweep` ends it when its copies have ended. The kernel closes a dead
+    /// peer's socket, so that this follows every death at once (RS-4).
     pub(super) fn fail(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
         let Some(link) = self.link(id) else { return };
         // What the peer counted before it went away has arrived and counts; if it is still there, it
