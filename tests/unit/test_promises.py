@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
 def rows(page: str) -> list[Row]:
     out = []
-    for line in page.splitlines():
+    for line in page.split("## Where")[1].splitlines():
         if re.match(r"\| (IC|MR|RS)-\d \|", line):
             promise, kept, shown, broken, partly = (c.strip() for c in line[1:-1].split("|"))
             code = [re.findall(r"`([^`]+)`", cell) for cell in (kept, shown)]
