@@ -123,15 +123,16 @@ fn mr_3_the_owner_of_staged_memory_keeps_its_bounds() {
         let imm = Some(counter.imm());
         let (from, to) =
             (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 4095 });
-        let pages = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 1024, 0);
+        let pages = |first| Pages::new(PageIndices::range(first, 2).unwrap(), 1024, 0);
+        let (within, across) = (pages(0), pages(3));
         let ops = [
             Op::Write { src: from, dst: to, len: 2, imm },
             Op::WritePages {
                 page_len: 1024,
                 src: &src,
-                src_pages: &pages(&[0, 1]),
+                src_pages: &within,
                 dst: &remote,
-                dst_pages: &pages(&[3, 4]),
+                dst_pages: &across,
                 imm,
             },
             Op::Read { src: to, dst: from, len: 2 },
