@@ -70,7 +70,7 @@ class Mutation:
 @dataclass(frozen=True)
 class Check:
     binary: str
-    """A test program of the engine, or ``pytest``."""
+    """A test program of the engine, ``lib`` for the tests beside its code, or ``pytest``."""
     filter: str
     """Its arguments."""
     environment: dict[str, str]
@@ -208,7 +208,9 @@ def write_crates(table: Table, to: Path) -> None:
 
 def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
     """The test programs of the copy, by name."""
-    tests = [word for name in sorted(binaries) for word in ("--test", name)]
+    tests = [word for name in sorted(binaries - {"lib"}) for word in ("--test", name)]
+    if "lib" in binaries:
+        tests.append("--lib")
     command = ["cargo", "test", "-p", "fabric-engine", "--no-run", *tests]
     # Not the target of the engine itself: cargo would take one for the other.
     environment = {
@@ -227,7 +229,7 @@ def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
     ).stdout
     made = [json.loads(line) for line in said.splitlines()]
     return {
-        m["target"]["name"]: Path(m["executable"])
+        "lib" if "lib" in m["target"]["kind"] else m["target"]["name"]: Path(m["executable"])
         for m in made
         if m.get("reason") == "compiler-artifact" and m.get("executable")
     }

@@ -320,6 +320,7 @@ impl Domain for ShmDomain {
         if let Some(l) = self.link(link) {
             let _ = l.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
             l.closing = Some(DomainError::LinkDown(reason));
+            l.stop_copying();
         }
     }
 
@@ -365,7 +366,7 @@ impl Domain for ShmDomain {
             self.finish_job(&job, out);
         }
         for slot in 0..self.links.capacity() {
-            let open = |l: &&mut Link| l.is_up() && !l.gone;
+            let open = |l: &&mut Link| l.is_up() && !l.deaf;
             let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
             moved |= link.take_arrivals(room, out) | link.flush_counts(out);
             let id = link.id;
