@@ -1,8 +1,8 @@
-"""Breaks the engine on purpose, line by line, and demands that the checks notice.
+"""Breaks the product on purpose, line by line, and demands that the checks notice.
 
-``native/engine/mutations.toml`` names the lines. All of them are broken in one copy of the crate,
+``mutations.toml`` names the lines. Those of the engine are all broken in one copy of the crate,
 each behind a switch that the environment sets: one build serves for all, and the engine itself
-knows nothing of it.
+knows nothing of it. Those of the Python package, which needs no build, are broken one by one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-NATIVE = Path(__file__).parents[1] / "native"
-TABLE = NATIVE / "engine/mutations.toml"
-# Those that the engine's own checks can break. RS-2 is about opening devices and RS-3 about weight
-# pushes: tests of the Python package show them.
-PROMISES = [f"IC-{i}" for i in range(1, 7)] + [f"MR-{i}" for i in range(1, 4)] + ["RS-1", "RS-4"]
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "native"
+TABLE = Path(__file__).with_suffix(".toml")
+COUNTS = {"IC": 6, "MR": 3, "RS": 4}
+PROMISES = [f"{kind}-{i + 1}" for kind, count in COUNTS.items() for i in range(count)]
 SWITCH = "FABRIC_MUTANT"
 # A run that takes longer has not been noticed by a check, but by impatience.
 LIMIT_S = 600
@@ -46,9 +46,14 @@ pub(crate) fn mutant(which: u32) -> bool {{
 @dataclass(frozen=True)
 class Edit:
     file: str
+    """Below ``native/engine/src``; Python files below the root."""
     old: str
     new: str
     after: str = ""
+
+    @property
+    def is_python(self) -> bool:
+        return self.file.endswith(".py")
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,14 @@ class Mutation:
 @dataclass(frozen=True)
 class Check:
     binary: str
+    """A test program of the engine, ``lib`` for the tests beside its code, or ``pytest``."""
     filter: str
+    """Its arguments."""
     environment: dict[str, str]
+
+    @property
+    def is_python(self) -> bool:
+        return self.binary == "pytest"
 
 
 @dataclass(frozen=True)
@@ -100,17 +111,22 @@ def place(edit: Edit, text: str) -> int:
     return text.index(edit.after + edit.old) + len(edit.after)
 
 
-def wrong(table: Table, source: Path = NATIVE / "engine/src") -> list[str]:
+def wrong(table: Table, rust: Path = NATIVE / "engine/src", python: Path = ROOT) -> list[str]:
     """What is wrong with the table: lines that are gone, promises without a mutation."""
     said = []
     for mutation in table.mutations:
         for edit in mutation.edits:
             try:
+                source = python if edit.is_python else rust
                 place(edit, (source / edit.file).read_text())
             except (ValueError, FileNotFoundError) as e:
                 said.append(f"{mutation.name!r}: {e}")
         unknown = {c.partition(":")[0] for c in mutation.checks} - set(table.checks)
         said += [f"{mutation.name!r}: no check is called {name!r}" for name in sorted(unknown)]
+        kinds = {e.is_python for e in mutation.edits}
+        kinds |= {table.check(c).is_python for c in mutation.checks if not unknown}
+        if len(kinds) > 1:
+            said.append(f"{mutation.name!r}: the engine and the package are broken apart")
     kept = {m.promise for m in table.mutations}
     said += [f"no mutation breaks {p}" for p in PROMISES if p not in kept]
     said += [f"no promise is called {p}" for p in sorted(kept - set(PROMISES))]
@@ -140,7 +156,21 @@ def broken(text: str, edits: list[tuple[int, Edit]]) -> str:
     return text
 
 
-def write_copy(table: Table, to: Path) -> None:
+def write_package(to: Path, edits: list[Edit]) -> None:
+    """The package and its tests, broken."""
+    shutil.rmtree(to, ignore_errors=True)
+    skip = shutil.ignore_patterns("__pycache__")
+    for name in ("fabric_ray", "tests"):
+        shutil.copytree(ROOT / name, to / name, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", to)
+    for edit in edits:
+        path = to / edit.file
+        text = path.read_text()
+        start = place(edit, text)
+        path.write_text(text[:start] + edit.new + text[start + len(edit.old) :])
+
+
+def write_crates(table: Table, to: Path) -> None:
     """The workspace with all mutations. Files that stay the same keep their time for cargo."""
 
     def put(path: Path, content: bytes) -> None:
@@ -151,7 +181,8 @@ def write_copy(table: Table, to: Path) -> None:
     edits: dict[str, list[tuple[int, Edit]]] = {}
     for number, mutation in enumerate(table.mutations):
         for edit in mutation.edits:
-            edits.setdefault(edit.file, []).append((number, edit))
+            if not edit.is_python:
+                edits.setdefault(edit.file, []).append((number, edit))
     kept = set()
     skip = shutil.ignore_patterns("target", "corpus", "artifacts")
     for folder, folders, files in os.walk(NATIVE):
@@ -177,7 +208,9 @@ def write_copy(table: Table, to: Path) -> None:
 
 def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
     """The test programs of the copy, by name."""
-    tests = [word for name in sorted(binaries) for word in ("--test", name)]
+    tests = [word for name in sorted(binaries - {"lib"}) for word in ("--test", name)]
+    if "lib" in binaries:
+        tests.append("--lib")
     command = ["cargo", "test", "-p", "fabric-engine", "--no-run", *tests]
     # Not the target of the engine itself: cargo would take one for the other.
     environment = {
@@ -196,34 +229,55 @@ def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
     ).stdout
     made = [json.loads(line) for line in said.splitlines()]
     return {
-        m["target"]["name"]: Path(m["executable"])
+        "lib" if "lib" in m["target"]["kind"] else m["target"]["name"]: Path(m["executable"])
         for m in made
         if m.get("reason") == "compiler-artifact" and m.get("executable")
     }
 
 
-def run(check: Check, program: Path, mutant: int | None) -> tuple[bool, str]:
-    """Whether a check passes, and what it says."""
-    environment = {**os.environ, "RUST_BACKTRACE": "0", **check.environment}
-    if mutant is not None:
-        environment[SWITCH] = str(mutant)
-    try:
-        done = subprocess.run(
-            [program, check.filter],
-            cwd=NATIVE / "engine",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return True, f"still going on after {LIMIT_S} s"
-    return done.returncode == 0, done.stdout + done.stderr
+@dataclass(frozen=True)
+class Runner:
+    """Runs checks over copies in which lines are broken."""
+
+    package: Path
+    programs: dict[str, Path]
+
+    def run(self, check: Check, broken: tuple[int, Mutation] | None) -> tuple[bool, str]:
+        """Whether a check passes, and what it says."""
+        environment = {**os.environ, "RUST_BACKTRACE": "0", **check.environment}
+        arguments = check.filter.split()
+        if check.is_python:
+            write_package(self.package, broken[1].edits if broken else [])
+            options = ("-q", "-x", "-p", "no:cacheprovider")
+            command = [sys.executable, "-m", "pytest", *options, *arguments]
+            where = self.package
+        else:
+            command = [str(self.programs[check.binary]), *arguments]
+            where = NATIVE / "engine"
+            if broken:
+                environment[SWITCH] = str(broken[0])
+        try:
+            done = subprocess.run(
+                command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return True, f"still going on after {LIMIT_S} s"
+        return done.returncode == 0, done.stdout + done.stderr
 
 
 def notices(mutation: Mutation, said: str) -> str | None:
     """As what the check has noticed it, if it has."""
     return next((s for s in mutation.seen_as if re.search(rf"\b{re.escape(s)}", said)), None)
+
+
+def prepare(table: Table, checks: dict[str, Check]) -> Runner:
+    """Makes the copies, and builds what the checks need."""
+    copy = NATIVE / "target/mutations"
+    programs: dict[str, Path] = {}
+    if binaries := {c.binary for c in checks.values() if not c.is_python}:
+        write_crates(table, copy)
+        programs = build(copy, binaries)
+    return Runner(NATIVE / "target/mutations-python", programs)
 
 
 def main() -> int:
@@ -237,22 +291,23 @@ def main() -> int:
         return 1
     if arguments.check:
         return 0
-    copy = NATIVE / "target/mutations"
-    write_copy(table, copy)
-    programs = build(copy, {c.binary for c in table.checks.values()})
-    for name, check in table.checks.items():
-        passes, words = run(check, programs[check.binary], None)
+    chosen = [
+        (number, m)
+        for number, m in enumerate(table.mutations)
+        if arguments.only in m.name or arguments.only == m.promise
+    ]
+    bases = {check.partition(":")[0] for _, m in chosen for check in m.checks}
+    runner = prepare(table, {name: table.checks[name] for name in sorted(bases)})
+    for name in sorted(bases):
+        passes, words = runner.run(table.checks[name], None)
         if not passes:
             print(f"{name} fails with nothing broken:\n{words}", file=sys.stderr)
             return 1
     unseen = 0
-    for number, mutation in enumerate(table.mutations):
-        if arguments.only not in mutation.name and arguments.only != mutation.promise:
-            continue
+    for number, mutation in chosen:
         for name in mutation.checks:
-            check = table.check(name)
             start = time.monotonic()
-            passes, words = run(check, programs[check.binary], number)
+            passes, words = runner.run(table.check(name), (number, mutation))
             seen = None if passes else notices(mutation, words)
             took = f"{time.monotonic() - start:.1f} s"
             result = f"{mutation.promise}  {mutation.name}: {name} "

@@ -183,7 +183,7 @@ class WeightSync:
             raise self._give_up(version, error) from None
         clock.lap("confirm")
         these = [(self._session, version)] * len(self._rollouts)
-        # From here the version is decided: who fails now is named, the others run it.
+        # From here the version is decided: who fails now is named, the others run it (RS-3).
         following, failed = self._some("rollout", self._rollouts, _target_commit, these)
         self._keep(following)
         self.version = version

@@ -123,7 +123,7 @@ class WeightTarget:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The containers of the version in use, by name.
+        """The containers of the version in use, by name; nothing else can be had (RS-1).
 
         Raises:
             WeightSyncError: there is no version yet, or it is being overwritten in place.
@@ -163,7 +163,7 @@ class WeightTarget:
     def confirm(
         self, version: int, *, timeout: float = 60.0, digest: int | None = None
     ) -> tuple[Span, ...]:
-        """Returns when every byte of ``version`` is here (and its digest is right).
+        """Returns when every byte of ``version`` is here (and its digest is right), see RS-3.
 
         Raises:
             FabricError: bytes are missing, a writer was lost, or the digest differs.
@@ -188,7 +188,7 @@ class WeightTarget:
         return tuple(spans)
 
     def commit(self, version: int) -> Arm:
-        """Puts a confirmed version into use; returns where to write the next."""
+        """Puts a confirmed version into use, and no other (RS-3); returns where to write next."""
         if version <= (self.version or 0):
             raise WeightSyncError(
                 f"version {version} is not after {self.version}, which is in use", version=version

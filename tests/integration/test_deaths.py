@@ -112,7 +112,7 @@ def test_mr_2_a_restart_under_the_same_name_is_somebody_else(
             old = there
 
 
-def test_a_stopped_tcp_peer_is_lost_and_a_live_one_is_not(
+def test_rs_4_a_stopped_tcp_peer_is_lost_and_a_live_one_is_not(
     open_engine: Callable[..., TransferEngine],
 ) -> None:
     a = open_engine("a", transport="tcp", peer_timeout=1.0)
@@ -135,7 +135,7 @@ def test_a_stopped_tcp_peer_is_lost_and_a_live_one_is_not(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_stopped_peer_costs_a_deadline_not_a_hang(
+def test_ic_4_a_stopped_peer_costs_a_deadline_not_a_hang(
     transport: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
     a = open_engine("a", transport=transport, peer_timeout=60.0)

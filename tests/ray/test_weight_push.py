@@ -49,7 +49,7 @@ def check(rollouts: list[Any], version: int) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("staged", [True, False])
-def test_every_version_arrives_whole(cluster: list[str], transport: str, staged: bool) -> None:
+def test_rs_3_every_version_arrives_whole(cluster: list[str], transport: str, staged: bool) -> None:
     trainers, rollouts = start(cluster, staged=staged, transport=transport)
     try:
         sync = WeightSync(trainers, rollouts, digest=True)
@@ -81,7 +81,7 @@ async def test_a_push_can_be_awaited(cluster: list[str]) -> None:
         stop(trainers, rollouts)
 
 
-def test_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -> None:
+def test_rs_1_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -> None:
     trainers, rollouts = start(cluster, rollouts=1)
     try:
         with pytest.raises(WeightSyncError, match="has not arrived"):
@@ -96,7 +96,9 @@ def test_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -> Non
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_dead_rollout_is_named_and_nobody_advances(cluster: list[str], transport: str) -> None:
+def test_rs_3_a_dead_rollout_is_named_and_nobody_advances(
+    cluster: list[str], transport: str
+) -> None:
     trainers, rollouts = start(cluster, rollouts=3, transport=transport)
     try:
         sync = WeightSync(trainers, rollouts, timeout=10)
@@ -119,7 +121,7 @@ def test_a_dead_rollout_is_named_and_nobody_advances(cluster: list[str], transpo
         stop(trainers, rollouts)
 
 
-def test_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
+def test_rs_3_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
     """Whoever dies while: those who live hold exactly one version, and the push says who died."""
     chance = random.Random(7)
     for victim in ("trainer", "rollout", "trainer"):
@@ -150,7 +152,7 @@ def test_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
             stop(trainers, rollouts)
 
 
-def test_a_rollout_that_hangs_is_named_and_catches_up_later(cluster: list[str]) -> None:
+def test_rs_3_a_rollout_that_hangs_is_named_and_catches_up_later(cluster: list[str]) -> None:
     trainers, rollouts = start(cluster, rollouts=2)
     try:
         sync = WeightSync(trainers, rollouts, timeout=1)
@@ -252,7 +254,7 @@ def test_pushes_from_several_threads_take_turns(cluster: list[str]) -> None:
         stop(trainers, rollouts)
 
 
-def test_an_interrupted_push_never_writes_to_weights_in_use(
+def test_rs_3_an_interrupted_push_never_writes_to_weights_in_use(
     cluster: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainers, rollouts = start(cluster)

@@ -383,6 +383,28 @@ fn mr_3_a_part_of_a_file_keeps_its_bounds() {
 }
 
 #[test]
+fn mr_3_a_forged_descriptor_reaches_no_further_than_its_part_of_a_file() {
+    everywhere(|a, b| {
+        let folder = Folder::new();
+        let bytes = random(10_000, 4);
+        let path = folder.file("part", &bytes);
+        let options = FileOptions { offset: 1000, len: Some(2000), ..Default::default() };
+        let file = b.register_file(&path, options).unwrap();
+        let forged = fabric_engine::api::RegionDescriptor { len: 1 << 20, ..file.descriptor() };
+        let remote = a.import(&forged).unwrap();
+        let (src, counter) = (memory(a, &[1; 4000]), b.counter().unwrap());
+        for (at, len) in [(1999, 2), (2000, 1), (0, 2001), (1 << 19, 64)] {
+            let e = done(write(a, (&src, 0), (&remote, at), len, Some(counter.imm()))).unwrap_err();
+            assert!(matches!(e, EngineError::Refused { .. }), "{e}");
+            let e = done(read(a, (&remote, at), (&src, 0), len)).unwrap_err();
+            assert!(matches!(e, EngineError::Refused { .. }), "{e}");
+        }
+        assert_eq!(counter.poll(), 0);
+        assert!(fs::read(&path).unwrap() == bytes);
+    });
+}
+
+#[test]
 fn rs_4_a_peer_that_dies_ends_what_goes_to_its_files() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
         let (a, b) = (engine(transport), engine(transport));

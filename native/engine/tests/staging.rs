@@ -109,6 +109,45 @@ fn mr_2_a_deregistered_region_is_stale() {
 }
 
 #[test]
+fn mr_3_the_owner_of_staged_memory_keeps_its_bounds() {
+    on_both(|transport| {
+        let (a, b) = (engine(transport), engine(transport));
+        let src = foreign(&a, vec![1; 8192]);
+        let around = vec![0u8; 3 * 4096];
+        // SAFETY: `around` outlives this registration, which ends below.
+        let dst = unsafe { b.register(around.as_ptr() as usize + 4096, 4096, None) }.unwrap();
+        let mut lie = dst.descriptor();
+        lie.len = 8192;
+        let remote = a.import(&lie).unwrap();
+        let counter = b.counter().unwrap();
+        let imm = Some(counter.imm());
+        let (from, to) =
+            (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 4095 });
+        let pages = |first| Pages::new(PageIndices::range(first, 2).unwrap(), 1024, 0);
+        let (within, across) = (pages(0), pages(3));
+        let ops = [
+            Op::Write { src: from, dst: to, len: 2, imm },
+            Op::WritePages {
+                page_len: 1024,
+                src: &src,
+                src_pages: &within,
+                dst: &remote,
+                dst_pages: &across,
+                imm,
+            },
+            Op::Read { src: to, dst: from, len: 2 },
+        ];
+        for op in ops {
+            let e = a.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap();
+            assert!(matches!(e, Err(EngineError::Refused { .. })), "{e:?}");
+        }
+        dst.deregister(PATIENCE).unwrap();
+        assert_eq!(counter.poll(), 0);
+        assert!(around[..4096] == [0; 4096] && around[8192..] == [0; 4096]);
+    });
+}
+
+#[test]
 fn rs_4_a_closed_peer_ends_what_is_staged() {
     on_both(|transport| {
         let (a, b) = (engine(transport), engine(transport));

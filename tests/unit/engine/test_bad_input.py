@@ -131,6 +131,9 @@ def test_configuration_that_makes_no_sense() -> None:
     ):
         with pytest.raises(ValidationError):
             TransferEngine(**bad)
+
+
+def test_rs_2_what_is_required_and_missing_is_named() -> None:
     with pytest.raises(TransportUnavailable, match=r"no rdma transport.* verbs: .+; libfabric: "):
         TransferEngine(require="rdma")
     with pytest.raises(TransportUnavailable, match="not among"):

@@ -125,7 +125,7 @@ impl CounterRef {
     }
 }
 
-/// The one bounds check: no sum of untrusted numbers is formed before it (2^63 must not wrap).
+/// The sender's half of MR-3, and the one bounds check: no sum of untrusted numbers is formed before it (2^63 must not wrap).
 pub(crate) fn check_range(what: &str, offset: u64, len: u64, limit: u64) -> Result<()> {
     if offset.checked_add(len).is_some_and(|end| end <= limit) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Which of a peer's numbered work requests were carried out, in whatever order they came.
+//! Which of a peer's numbered work requests were carried out, in whatever order they came (IC-3).
 
 use std::collections::BTreeSet;
 

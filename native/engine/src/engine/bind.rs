@@ -198,6 +198,7 @@ impl Shared {
             }
             Op::WritePages { page_len, src, src_pages, dst, dst_pages, imm } => {
                 let data = paged(*page_len, (src, src_pages), (dst, dst_pages));
+                // IC-1: one for each page.
                 let count = imm.map(|i| Count { imm: i.to_wire(), n: data.pages });
                 push(BoundOp::new(dst.peer.key, WorkRequest::Write { data, count }));
             }

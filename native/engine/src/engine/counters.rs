@@ -125,7 +125,7 @@ pub(crate) struct Counters {
     free: Mutex<Free>,
     /// Slots that may hold expectations with a deadline or with named writers.
     watched: Mutex<HashSet<u32>>,
-    /// No deadline is earlier than this, so that looking costs one load.
+    /// No deadline is earlier than this, so that looking costs one load. Every expectation has one (IC-4).
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
 }

@@ -136,7 +136,8 @@ impl Group {
         self.answer_all(peer, link.name, rails);
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
-        // A read's bytes land here, and nothing of this link does any more.
+        // A read's bytes land here, and nothing of this link does any more: what is missing is read again,
+        // never taken for read (RS-1).
         back.into_iter().for_each(|s| self.send_again(s, 0, rails));
         self.drain_backlog(now, peer, rails);
         let kind = self.policy.receipts(&*rails[place.0]);

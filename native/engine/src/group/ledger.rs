@@ -47,7 +47,7 @@ impl Slice {
         }
     }
 
-    /// Whether it can be sent again. Messages can't: nobody knows whether they were taken.
+    /// Whether it can be sent again. Messages can't: nobody knows whether they were taken (RS-1).
     pub fn may_return(&self) -> bool {
         !matches!(self.wr, WorkRequest::Send(_) | WorkRequest::Prepare { .. })
     }

@@ -1,4 +1,5 @@
-//! What of a lost link did not come: arithmetic, and nothing else.
+//! What of a lost link did not come: arithmetic, and nothing else. What came must not be sent again (IC-3),
+//! and what did not must not be taken for come (IC-4).
 
 use super::ledger::Slice;
 use crate::domain::Count;

@@ -58,8 +58,8 @@ impl BoundOp {
         Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0, ahead: false }
     }
 
-    /// What is missing of a lost slice of which `there` counts have come with their bytes; over any rail, for
-    /// its own is the one that was lost.
+    /// What is missing of a lost slice of which `there` counts have come with their bytes: no other count, and
+    /// none along with bytes (IC-3). Over any rail, for its own is the one that was lost.
     pub(super) fn again(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
         let Slice { peer, wr, confirm, tries, .. } = slice;
         let tries = tries.saturating_add(1);

@@ -181,7 +181,8 @@ impl Transfer {
         None
     }
 
-    /// A slice is acknowledged; returns the count that may be sent now, if any.
+    /// A slice is acknowledged; returns the count that may be sent now, if any: with the last slice and not
+    /// before (IC-2), also when slices were lost meanwhile (IC-4).
     pub fn confirmed(&mut self, confirm: u32) -> Option<BoundOp> {
         let c = &mut self.confirms[confirm as usize];
         c.left -= 1;

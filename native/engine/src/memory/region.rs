@@ -92,7 +92,7 @@ impl RegionBook {
         self.slots.is_empty()
     }
 
-    /// The region behind a key that a peer has shown, or why not.
+    /// The region behind a key that a peer has shown, or why not: an earlier one's is stale (MR-2).
     pub fn lookup(&self, key: RegionKey) -> Result<&Arc<RegionMemory>, DomainError> {
         match self.get(key.index) {
             Some(r) if r.key.rkey == key.rkey => Ok(r),
@@ -103,7 +103,7 @@ impl RegionBook {
         }
     }
 
-    /// The address of `len` bytes at `offset` of a region, if they lie inside it.
+    /// The address of `len` bytes at `offset` of a region, if they lie inside it (MR-3).
     pub fn resolve(&self, key: RegionKey, offset: u64, len: u64) -> Result<usize, DomainError> {
         let r = self.lookup(key)?;
         if offset.checked_add(len).is_some_and(|end| end <= r.len) {

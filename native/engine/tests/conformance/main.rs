@@ -5,6 +5,7 @@
 mod admission;
 mod losses;
 mod nics;
+mod opening;
 mod rails;
 mod suite;
 mod worlds;
@@ -73,7 +74,11 @@ on_every_transport! {
     messages_too_long_for_the_pool_are_refused,
     mr_2_a_deregistered_region_is_stale,
     mr_1_deregistration_waits_for_peers,
+    mr_1_nothing_lands_once_a_region_is_quiet,
     mr_3_bounds_hold_on_both_sides,
+    mr_3_memory_beside_a_region_is_out_of_reach,
+    rs_1_no_read_ends_well_without_its_bytes,
+    rs_2_the_transport_in_use_is_visible,
     rs_4_a_closed_peer_ends_everything,
     rs_4_an_expectation_ends_by_its_deadline,
     ic_5_a_wait_that_was_given_up_takes_nothing,

@@ -46,6 +46,11 @@ fn write<'a>(
     Op::Write { src, dst, len, imm }
 }
 
+fn read<'a>(src: &'a RemoteRegion, dst: &'a Region, offset: u64, len: u64) -> Op<'a> {
+    let (src, dst) = (Remote { region: src, offset }, Local { region: dst, offset: 0 });
+    Op::Read { src, dst, len }
+}
+
 fn submit(engine: &TransferEngine, op: Op<'_>) -> Result<Handle> {
     engine.submit(&[op], Submit::default())
 }
@@ -99,18 +104,20 @@ pub fn ic_1_counts_are_logical(w: &mut dyn World) {
 
 pub fn ic_1_a_cut_write_counts_once(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
-    let n = if w.cuts() { 100_000 } else { 20 << 20 };
-    let (src, bytes) = filled(&a, n, 3);
-    let dst = b.alloc(n as u64).unwrap();
-    let there = import(&a, &dst);
-    let counter = b.counter().unwrap();
-    let arrived = counter.expect(1, &[], SOON).unwrap();
-    let done = submit(&a, write(&src, &there, 0, n as u64, Some(counter.imm()))).unwrap();
-    assert_eq!(w.wait(&arrived), Ok(()));
-    assert!(dst.get(0, n as u64).unwrap() == bytes);
-    assert_eq!(w.wait(&done), Ok(()));
-    w.idle();
-    assert_eq!(counter.arrived(), 1);
+    // Those in between go over several streams where there are some.
+    for n in if w.cuts() { [100_000, 3000] } else { [20 << 20, 3 << 20] } {
+        let (src, bytes) = filled(&a, n, 3);
+        let dst = b.alloc(n as u64).unwrap();
+        let there = import(&a, &dst);
+        let counter = b.counter().unwrap();
+        let arrived = counter.expect(1, &[], SOON).unwrap();
+        let done = submit(&a, write(&src, &there, 0, n as u64, Some(counter.imm()))).unwrap();
+        assert_eq!(w.wait(&arrived), Ok(()));
+        assert!(dst.get(0, n as u64).unwrap() == bytes);
+        assert_eq!(w.wait(&done), Ok(()));
+        w.idle();
+        assert_eq!(counter.arrived(), 1);
+    }
 }
 
 pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
@@ -495,6 +502,33 @@ pub fn mr_1_deregistration_waits_for_peers(w: &mut dyn World) {
     }
 }
 
+pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = w.large();
+    let (src, _) = filled(&a, n as usize, 13);
+    let dst = b.alloc(n).unwrap();
+    // A look at some bytes everywhere: quick enough to see what lands a moment later.
+    let look = || -> Vec<u8> {
+        (0..n).step_by(n as usize / 1000).map(|at| dst.get(at, 1).unwrap()[0]).collect()
+    };
+    for round in 0..10 {
+        dst.put(0, &vec![0; n as usize]).unwrap();
+        // SAFETY: `dst` outlives this registration.
+        let alias = unsafe { b.register(dst.addr(), n, None) }.unwrap();
+        let there = import(&a, &alias);
+        let h = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        w.until("the first bytes", &mut || {
+            h.drive();
+            dst.get(0, 64).unwrap() != [0; 64] || h.is_done()
+        });
+        alias.deregister(SOON).unwrap();
+        let quiet = look();
+        let _ = w.wait(&h);
+        w.idle();
+        assert!(look() == quiet, "something landed in round {round}");
+    }
+}
+
 struct Keeper(Arc<AtomicBool>);
 
 impl Drop for Keeper {
@@ -527,17 +561,110 @@ pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
     let counter = b.counter().unwrap();
     let h = submit(&a, write(&src, &lie, 0, 64, Some(counter.imm()))).unwrap();
     assert!(matches!(w.wait(&h), Err(EngineError::Refused { .. })));
-    let mut guess = dst.descriptor();
-    guess.key.rkey ^= 1;
-    let guess = a.import(&guess).unwrap();
-    let h = submit(&a, write(&src, &guess, 0, 64, Some(counter.imm()))).unwrap();
-    assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
+    // Some bits of a key say what kind of memory it is.
+    for bit in [0, 1, 2, 20, 50] {
+        let mut guess = dst.descriptor();
+        guess.key.rkey ^= 1 << bit;
+        let guess = a.import(&guess).unwrap();
+        let h = submit(&a, write(&src, &guess, 0, 64, Some(counter.imm()))).unwrap();
+        assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })), "bit {bit}: {h:?}");
+    }
     w.idle();
     assert_eq!(counter.poll(), 0);
     assert_eq!(dst.get(0, 8192).unwrap(), vec![0; 8192]);
     // The link survives all that.
     let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
+}
+
+pub fn mr_3_memory_beside_a_region_is_out_of_reach(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 8192, 14);
+    // In the middle of memory that is one for whoever maps or copies it.
+    let around = b.alloc(3 * 4096).unwrap();
+    // SAFETY: `around` outlives this registration.
+    let region = unsafe { b.register(around.addr() + 4096, 4096, None) }.unwrap();
+    let mut lie = region.descriptor();
+    lie.len = 8192;
+    let there = a.import(&lie).unwrap();
+    let counter = b.counter().unwrap();
+    let range = |first| Pages::new(PageIndices::range(first, 3).unwrap(), 1024, 0);
+    let (from, over_the_end) = (range(0), range(2));
+    let scattered = Pages::new(PageIndices::list([1, 7, 0]).unwrap(), 1024, 0);
+    let paged = |dst_pages| Op::WritePages {
+        page_len: 1024,
+        src: &src,
+        src_pages: &from,
+        dst: &there,
+        dst_pages,
+        imm: None,
+    };
+    let ops = [
+        write(&src, &there, 4095, 2, Some(counter.imm())),
+        write(&src, &there, 4096, 4096, Some(counter.imm())),
+        paged(&over_the_end),
+        paged(&scattered),
+        read(&there, &src, 4095, 2),
+    ];
+    for op in ops {
+        let name = format!("{op:?}");
+        let h = submit(&a, op).unwrap();
+        assert!(matches!(w.wait(&h), Err(EngineError::Refused { .. })), "{name}: {h:?}");
+    }
+    w.idle();
+    assert_eq!(counter.poll(), 0);
+    for beside in [0, 8192] {
+        assert_eq!(around.get(beside, 4096).unwrap(), [0; 4096], "bytes from {beside} on");
+    }
+    let h = submit(&a, write(&src, &there, 0, 4096, Some(counter.imm()))).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+}
+
+pub fn rs_1_no_read_ends_well_without_its_bytes(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = w.large();
+    let (remote, bytes) = filled(&b, n as usize, 8);
+    let gone = b.alloc(64).unwrap();
+    let (there, lost) = (import(&a, &remote), import(&a, &gone));
+    let places: Vec<Region> = (0..6).map(|_| a.alloc(n).unwrap()).collect();
+    drop(gone);
+    w.idle();
+    // A request is whole or has failed.
+    let (good, bad) = (read(&there, &places[0], 0, 64), read(&lost, &places[1], 0, 64));
+    for ops in [[good.clone(), bad.clone()], [bad, good]] {
+        let h = a.submit(&ops, Submit::default()).unwrap();
+        assert!(w.wait(&h).is_err(), "{h:?}");
+    }
+    let handles: Vec<_> =
+        places.iter().map(|to| submit(&a, read(&there, to, 0, n)).unwrap()).collect();
+    w.until("the first bytes", &mut || {
+        handles[0].drive();
+        places[0].get(100, 64).unwrap() != [0; 64] || handles[0].is_done()
+    });
+    b.close();
+    for (h, to) in handles.iter().zip(&places) {
+        match w.wait(h) {
+            Ok(()) => assert!(to.get(0, n).unwrap() == bytes, "bytes are missing"),
+            Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub fn rs_2_the_transport_in_use_is_visible(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, _) = filled(&a, 64, 9);
+    let dst = b.alloc(64).unwrap();
+    let there = import(&a, &dst);
+    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    assert_eq!(w.wait(&h), Ok(()));
+    let used = a.transport(there.peer()).expect("there is a link");
+    let verdicts = a.explain(there.peer()).unwrap().verdicts;
+    assert!(verdicts.iter().any(|v| v.chosen), "{verdicts:?}");
+    for v in &verdicts {
+        assert!(!v.chosen || v.transport == used, "{used} is in use: {v:?}");
+        assert!(!v.reason.is_empty(), "{v:?}");
+    }
 }
 
 pub fn rs_4_a_closed_peer_ends_everything(w: &mut dyn World) {

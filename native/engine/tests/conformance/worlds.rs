@@ -31,6 +31,11 @@ pub trait World {
         50_000
     }
 
+    /// Bytes that take a while here.
+    fn large(&self) -> u64 {
+        64 << 20
+    }
+
     /// Whether large writes are cut on this transport.
     fn cuts(&self) -> bool {
         false
@@ -92,6 +97,14 @@ impl World for Threads {
         }
     }
 
+    fn large(&self) -> u64 {
+        if self.transport.has_nics() {
+            8 << 20
+        } else {
+            64 << 20
+        }
+    }
+
     fn wait(&mut self, handle: &Handle) -> Result<()> {
         handle
             .wait(self.patience())
@@ -144,6 +157,10 @@ impl World for Sim {
 
     fn many(&self) -> u64 {
         1000
+    }
+
+    fn large(&self) -> u64 {
+        50_000
     }
 
     fn cuts(&self) -> bool {

@@ -116,7 +116,8 @@ impl Work {
         Some(Rest { addr, at: at as u64, len: p.len })
     }
 
-    /// What is left of `rest` after a call that returned `n`, or its error.
+    /// What is left of `rest` after a call that returned `n`, or its error: bytes that are missing are
+    /// one (RS-1).
     pub(super) fn after(&self, rest: Rest, n: Result<usize, rustix::io::Errno>) -> Moved {
         use rustix::io::Errno;
         let (done, to) = if self.inward { ("writing", "to") } else { ("reading", "from") };

@@ -204,6 +204,12 @@ impl Control {
         Ok(())
     }
 
+    /// Says nothing more: the other end hears that, and can still speak.
+    pub fn finish(&mut self) {
+        let _ = self.flush();
+        let _ = net::shutdown(&self.socket, net::Shutdown::Write);
+    }
+
     /// The next frame with its descriptors; `None` if there is none yet.
     pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Fds)>, DomainError> {
         let mut bytes = vec![0; MAX_MESSAGE];

@@ -181,7 +181,7 @@ impl Imports {
         self.regions.insert(import.key.index, Arc::new(import));
     }
 
-    /// Forgets a region; true if nothing uses it any more, else `left` will say so later.
+    /// Forgets a region; true if nothing uses it any more, else `left` will say so later (MR-1).
     pub fn revoke(&mut self, index: u32) -> bool {
         self.last = None;
         let Some(import) = self.regions.remove(&index) else { return true };

@@ -3,7 +3,7 @@
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     os::fd::OwnedFd,
-    sync::Arc,
+    sync::{atomic::Ordering::SeqCst, Arc},
 };
 
 use super::{
@@ -71,7 +71,14 @@ pub(super) struct Link {
     pub deadline: Time,
     /// On its way down; nothing new is posted.
     pub closing: Option<DomainError>,
-    /// The peer is at the end as well: only our own copies are waited for.
+    /// Nothing is taken from the peer any more.
+    pub deaf: bool,
+    /// The peer has been told that nothing of ours touches its memory any more (MR-1).
+    pub finished: bool,
+    /// `LinkDown` has been reported.
+    pub told: bool,
+    /// Nothing of the peer's touches our memory any more: its end of the connection has ended, which
+    /// a living peer has done last (MR-1).
     pub gone: bool,
     /// Goes to the peer with the setup.
     pub inbox_fd: Option<OwnedFd>,
@@ -102,6 +109,9 @@ impl Link {
             exported: HashSet::new(),
             deadline,
             closing: None,
+            deaf: false,
+            finished: false,
+            told: false,
             gone: false,
             inbox_fd: Some(fd),
         })
@@ -224,7 +234,8 @@ impl Link {
 
     /// Whether a poll would find something; asked once more after the bell was armed.
     pub fn has_work(&mut self, room: &dyn Fn(usize) -> bool) -> bool {
-        if !self.is_up() {
+        // Once its end was told, only the connection has something to say.
+        if !self.is_up() || self.told {
             return false;
         }
         let (slots, _) = counts(&self.inbox);
@@ -273,6 +284,11 @@ impl Link {
         let cause = "its other end has left it".to_owned();
         self.closing.get_or_insert(DomainError::LinkDown(cause));
         false
+    }
+
+    /// Begins no more copies; those under way end with the chunk that they are at.
+    pub fn stop_copying(&self) {
+        self.jobs.iter().for_each(|job| job.cancelled.store(true, SeqCst));
     }
 
     /// Takes no more counts after those that are here already.

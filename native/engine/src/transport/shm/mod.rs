@@ -215,6 +215,8 @@ impl ShmDomain {
         Ok(Post::Queued)
     }
 
+    /// Reports a copy that has ended. On a link that goes down its chunks may have been left out, so
+    /// that it has failed whatever it says (RS-1).
     fn finish_job(&mut self, job: &Arc<Job>, out: &mut Vec<Completion>) {
         let Some(link) = self.link(job.link) else { return };
         link.jobs.retain(|j| !Arc::ptr_eq(j, job));
@@ -319,6 +321,7 @@ impl Domain for ShmDomain {
         if let Some(l) = self.link(link) {
             let _ = l.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
             l.closing = Some(DomainError::LinkDown(reason));
+            l.stop_copying();
         }
     }
 
@@ -364,7 +367,7 @@ impl Domain for ShmDomain {
             self.finish_job(&job, out);
         }
         for slot in 0..self.links.capacity() {
-            let open = |l: &&mut Link| l.is_up() && !l.gone;
+            let open = |l: &&mut Link| l.is_up() && !l.deaf;
             let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
             moved |= link.take_arrivals(room, out) | link.flush_counts(out);
             let id = link.id;

@@ -117,7 +117,10 @@ impl ShmDomain {
                         if let (Some(reply), Some(l)) = (f.reply, self.link(id)) {
                             let _ = l.control.send(reply, smallvec![]);
                         }
-                        return self.fail(id, f.error, out);
+                        return match self.link(id).is_some_and(|l| l.is_up()) {
+                            true => self.leave(id, f.error, out),
+                            false => self.fail(id, f.error, out),
+                        };
                     }
                 }
                 Err(cause) => {
@@ -128,7 +131,11 @@ impl ShmDomain {
                         }
                         cause => cause,
                     };
-                    return self.fail(id, cause, out);
+                    return match cause {
+                        // The connection is whole: this process has no room for what came by it.
+                        DomainError::Io { .. } if !shaking => self.leave(id, cause, out),
+                        cause => self.fail(id, cause, out),
+                    };
                 }
             }
         }
@@ -356,9 +363,19 @@ impl ShmDomain {
         }
     }
 
-    /// Begins to take a link down; `sweep` ends it when its copies have ended.
+    /// Begins to take a link down whose connection has ended; `sweep` ends it when its copies have ended.
+    /// The kernel closes a dead peer's socket, so that this follows every death at once (RS-4).
     pub(super) fn fail(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
-        let Some(link) = self.link(id) else { return };
+        self.leave(id, cause, out);
+        let Some(link) = self.links.get_mut(Self::slot(id)).filter(|l| l.id == id) else { return };
+        link.gone = true;
+        let _ = epoll::delete(&self.epoll, link.control.fd());
+    }
+
+    /// Has nothing more to do with the peer. It may be in the middle of a copy: our memory is quiet when
+    /// it has ended its side of the connection (MR-1).
+    fn leave(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
+        let Some(link) = self.link(id).filter(|l| !l.deaf) else { return };
         // What the peer counted before it went away has arrived and counts; if it is still there, it
         // learns that nothing more does (IC-4).
         link.stop_counting();
@@ -367,12 +384,9 @@ impl ShmDomain {
             handshake::mourn("a process on this host", &cause);
         }
         link.closing.get_or_insert(cause);
-        link.gone = true;
+        link.deaf = true;
         link.deadline = Time::NEVER;
-        for job in &link.jobs {
-            job.cancelled.store(true, std::sync::atomic::Ordering::SeqCst);
-        }
-        let _ = epoll::delete(&self.epoll, self.links[Self::slot(id)].control.fd());
+        link.stop_copying();
     }
 
     /// Ends links that are on their way down, and answers revocations whose last copy has ended.
@@ -390,19 +404,28 @@ impl ShmDomain {
                 let result = Err(cause.clone());
                 out.push(Completion::Done { link: link.id, token, result });
             }
-            if !link.gone || !link.jobs.is_empty() {
+            if !link.jobs.is_empty() {
                 continue;
             }
-            moved = true;
-            let link = self.links.remove(slot);
-            out.push(Completion::LinkDown {
-                link: link.id,
-                cause,
-                receipt: crate::domain::Receipt::Unknown,
-                unfinished: Vec::new(),
-            });
-            let held: Vec<u32> = self.retiring.keys().copied().collect();
-            held.into_iter().for_each(|index| self.let_go(link.id, index, out));
+            if !link.finished {
+                link.finished = true;
+                link.control.finish();
+            }
+            if link.deaf && !link.told {
+                (link.told, moved) = (true, true);
+                out.push(Completion::LinkDown {
+                    link: link.id,
+                    cause,
+                    receipt: crate::domain::Receipt::Unknown,
+                    unfinished: Vec::new(),
+                });
+            }
+            if link.gone {
+                moved = true;
+                let link = self.links.remove(slot);
+                let held: Vec<u32> = self.retiring.keys().copied().collect();
+                held.into_iter().for_each(|index| self.let_go(link.id, index, out));
+            }
         }
         moved
     }

@@ -64,7 +64,8 @@ impl<D: Whispers> Staged<D> {
         Ok(())
     }
 
-    /// Begins a copy that a peer asked for. An error means that the peer is broken.
+    /// Begins a copy that a peer asked for, if its key is that of a region (MR-2) and its pages lie in there
+    /// (MR-3). An error means that the peer is broken.
     pub(super) fn land(
         &mut self,
         link: LinkId,

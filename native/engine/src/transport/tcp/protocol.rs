@@ -359,7 +359,8 @@ impl TcpDomain {
         Ok(())
     }
 
-    /// A write of the peer's, or a part of one, is in its place (IC-2: its count comes now).
+    /// A write of the peer's, or a part of one, is in its place (IC-2: its count comes now; IC-1, IC-3:
+    /// that of all parts together, once).
     fn landed(
         &mut self,
         id: LinkId,

@@ -404,7 +404,7 @@ impl TcpDomain {
         self.news.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
     }
 
-    /// Shows life on quiet links, and gives up on those that show none.
+    /// Shows life on quiet links, and gives up on those that show none (RS-4).
     pub(super) fn tick(&mut self, now: Time) -> bool {
         self.listeners.iter_mut().for_each(|l| l.tick(now, &self.epoll));
         let mut late = Vec::new();

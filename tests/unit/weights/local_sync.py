@@ -1,0 +1,149 @@
+"""Weight pushes within one process: real sources, targets and controller, called directly, so that
+any call can be made to fail at will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import WeightSyncError
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+
+INT16 = DType.of("int16")
+SHAPES = {"w": (8, 6), "norm": (6,)}
+# Which parameters each trainer holds; both have the norm, so its pieces are shared out.
+HELD = (("w", "norm"), ("norm",))
+ROLLOUTS = 2
+
+
+def values(name: str, version: int) -> torch.Tensor:
+    """What a parameter holds at a version: no two elements or versions alike."""
+    count = torch.Size(SHAPES[name]).numel()
+    return (torch.arange(count, dtype=torch.int16) + 1000 * version).reshape(SHAPES[name])
+
+
+def side() -> Side:
+    mesh = Mesh.line(range(ROLLOUTS))
+
+    def container(name: str, placement: Any) -> Container:
+        return Container(name, INT16, Leaf(Tensor(name, SHAPES[name], INT16), mesh, (placement,)))
+
+    return Side.of(ROLLOUTS, [container("w", Shard(0)), container("norm", Replicate())])
+
+
+def expected(rank: int, version: int) -> dict[str, torch.Tensor]:
+    return {"w": values("w", version).chunk(ROLLOUTS)[rank], "norm": values("norm", version)}
+
+
+class Fault(NamedTuple):
+    """What goes wrong at one call: it isn't made, its answer is lost, or its callee dies first."""
+
+    stage: str
+    who: str
+    how: str
+
+
+class LocalSync(WeightSync):
+    """The controller, with objects of this process where it has actors."""
+
+    def __init__(self, *, staged: bool = True, digest: bool = False, timeout: float = 1.0) -> None:
+        trainers = [f"trainer {i}" for i in range(len(HELD))]
+        rollouts = [f"rollout {i}" for i in range(ROLLOUTS)]
+        super().__init__(trainers, rollouts, digest=digest, timeout=timeout)
+        self.fault: Fault | None = None
+        self.before: dict[str, Callable[[], object]] = {}
+        """What happens first when a stage is asked for."""
+        self.dead: set[str] = set()
+        self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
+        everybody = (*trainers, *rollouts)
+        self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
+        self.sources = [
+            WeightSource(tensors, rank=i, name=who, engine=self.engines[who])
+            for i, (who, tensors) in enumerate(zip(trainers, self.tensors, strict=True))
+        ]
+        self.targets = [
+            WeightTarget(side(), rank=i, name=who, engine=self.engines[who], staged=staged)
+            for i, who in enumerate(rollouts)
+        ]
+
+    def train(self, version: int) -> None:
+        for tensors in self.tensors:
+            for name, tensor in tensors.items():
+                tensor.copy_(values(name, version))
+
+    def kill(self, who: str) -> None:
+        self.dead.add(who)
+        self.engines[who].close()
+
+    def close(self) -> None:
+        for part in (*self.sources, *self.targets):
+            part.close()
+        for engine in self.engines.values():
+            engine.close()
+
+    def arriving(self, rank: int) -> dict[str, torch.Tensor]:
+        """The memory that the next version is written to."""
+        target = self.targets[rank]
+        return target._views[target._next]
+
+    def broken(self, named: set[str], before: int) -> Iterator[str]:
+        """What of RS-3 doesn't hold after a push; ``named`` are those whom its error names."""
+        for rank, target in enumerate(self.targets):
+            who = f"rollout {rank}"
+            if who in self.dead:
+                continue
+            if target.version not in (before, self.version):
+                yield f"RS-3: {who} runs {target.version}, not {before} or {self.version}"
+            if target.version != self.version and who not in named:
+                yield f"RS-3: {who} runs {target.version}, not {self.version}, and isn't named"
+            try:
+                weights = target.weights
+            except WeightSyncError:
+                # In place, a push that failed leaves nothing that could be used by mistake.
+                if target._staged or not named:
+                    yield f"RS-3: {who} has nothing to use"
+                continue
+            assert target.version is not None
+            for name, want in expected(rank, target.version).items():
+                if not torch.equal(weights[name], want):
+                    yield f"RS-3: `{name}` at {who} is not that of version {target.version}"
+
+    def _put(self, value: Any) -> Any:
+        return value
+
+    def _some(
+        self,
+        role: str,
+        actors: list[Any],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> tuple[list[Any], dict[str, str]]:
+        results, failed = [], {}
+        self.before.get(function.__name__, lambda: None)()
+        for i, who in enumerate(actors):
+            extra = () if args is None else args[i] if isinstance(args[i], tuple) else (args[i],)
+            try:
+                results.append(self._call(who, function, extra))
+            except Exception as error:
+                results.append(None)
+                failed[who] = str(error)
+        return results, failed
+
+    def _call(self, who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        how = None
+        if self.fault is not None and (function.__name__, who) == self.fault[:2]:
+            how = self.fault.how
+        if how == "dies":
+            self.kill(who)
+        if who in self.dead or how == "is not asked":
+            raise ConnectionError("it did not answer")
+        result = function(None, who, *extra)
+        if how == "is not heard":
+            raise ConnectionError("it did not answer")
+        return result

@@ -1,0 +1,99 @@
+"""RS-3: a rollout is at version v or v+1, never mixed, whatever step of a push goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fabric_ray.errors import WeightSyncError
+from fabric_ray.weights.report import Sent
+from tests.unit.weights.local_sync import Fault, LocalSync
+
+STEPS = {
+    "_target_begin": "rollout",
+    "_source_push": "trainer",
+    "_target_confirm": "rollout",
+    "_target_commit": "rollout",
+}
+CASES = [
+    pytest.param(stage, f"{role} {rank}", staged, id=f"{stage}-{rank}-{staged=}")
+    for stage, role in STEPS.items()
+    for rank in range(2)
+    for staged in (True, False)
+    # Only in place a push has to be announced.
+    if not (staged and stage == "_target_begin")
+]
+
+
+@pytest.fixture
+def open_sync() -> Iterator[Callable[..., LocalSync]]:
+    """Makes controllers whose rollouts run version 1."""
+    made = []
+
+    def open_(**options: Any) -> LocalSync:
+        sync = LocalSync(**options)
+        made.append(sync)
+        sync.train(1)
+        sync.push()
+        sync.train(2)
+        return sync
+
+    yield open_
+    for sync in made:
+        sync.close()
+
+
+@pytest.mark.parametrize("how", ["is not asked", "is not heard", "dies"])
+@pytest.mark.parametrize(("stage", "who", "staged"), CASES)
+def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
+    open_sync: Callable[..., LocalSync], stage: str, who: str, staged: bool, how: str
+) -> None:
+    sync = open_sync(staged=staged)
+    sync.fault = Fault(stage, who, how)
+    with pytest.raises(WeightSyncError) as caught:
+        sync.push()
+    named = set(caught.value.failed)
+    assert who in named, "RS-3: who failed is named"
+    decided = stage == "_target_commit"
+    assert sync.version == (2 if decided else 1), "RS-3: decided is what everybody has confirmed"
+    assert list(sync.broken(named, before=1)) == []
+    if sync.dead:
+        return
+    sync.fault = None
+    sync.train(3)
+    assert sync.push(3).version == 3
+    assert list(sync.broken(set(), before=3)) == []
+
+
+def test_rs_3_bytes_that_did_not_come_are_no_version(
+    open_sync: Callable[..., LocalSync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = open_sync(timeout=0.2)
+    nothing = Sent(spans=(), links=(), failed={}, digests={})
+    monkeypatch.setattr(sync.sources[0], "push", lambda *_, **__: nothing)
+    with pytest.raises(WeightSyncError) as caught:
+        sync.push()
+    assert list(sync.broken(set(caught.value.failed), before=1)) == []
+    assert sync.version == 1, "RS-3: only what every rollout has confirmed is a version"
+
+
+def test_rs_3_changed_bytes_are_no_version(open_sync: Callable[..., LocalSync]) -> None:
+    sync = open_sync(digest=True)
+    sync.before["_target_confirm"] = lambda: sync.arriving(1)["norm"].fill_(-1)
+    with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:
+        sync.push()
+    assert set(caught.value.failed) == {"rollout 1"}
+    assert list(sync.broken({"rollout 1"}, before=1)) == []
+
+
+def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    target = open_sync().targets[0]
+    with pytest.raises(WeightSyncError, match="confirmed is None"):
+        target.commit(2)
+    with pytest.raises(WeightSyncError, match="not after 1"):
+        target.commit(1)
+    assert target.version == 1
