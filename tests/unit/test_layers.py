@@ -109,5 +109,5 @@ def test_crates_depend_downwards() -> None:
 
 
 def test_uses_are_found() -> None:
-    source = "use crate::{\n    api::{Imm, Op},\n    group::x,\n    Time,\n};\nlet a = crate::memory::f();"
+    source = "use crate::{\n    api::{Imm, Op},\n    group::x,\n    Time,\n};\ncrate::memory::f();"
     assert _uses(source) == {"api", "group", "time", "memory"}
