@@ -166,7 +166,8 @@ class WeightTarget:
         """Returns when every byte of ``version`` is here (and its digest is right), see RS-3.
 
         Raises:
-            FabricError: bytes are missing, a writer was lost, or the digest differs.
+            FabricError: a writer was lost, or the digest differs.
+            TimeoutError: bytes are missing.
         """
         if self._arrival is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)

@@ -10,7 +10,7 @@ use std::{
 
 use super::HandleRef;
 use crate::{
-    api::{EngineId, Imm, FIRST_ALLOCATED_SLOT},
+    api::{EngineAddress, EngineId, Imm, FIRST_ALLOCATED_SLOT},
     domain::Count,
     sync::{
         atomic::{
@@ -31,7 +31,7 @@ struct Expectation {
     threshold: u64,
     deadline: Time,
     handle: HandleRef,
-    writers: Vec<EngineId>,
+    writers: Vec<Arc<EngineAddress>>,
     timeout: std::time::Duration,
 }
 
@@ -232,7 +232,7 @@ impl Counters {
         imm: Imm,
         n: u32,
         (now, timeout): (Time, std::time::Duration),
-        writers: Vec<EngineId>,
+        writers: Vec<Arc<EngineAddress>>,
         handle: HandleRef,
     ) {
         let cell = self.cell(imm.slot());
@@ -271,7 +271,7 @@ impl Counters {
                 }
                 failed = true;
                 let missing = e.threshold.saturating_sub(cell.arrived.load(SeqCst));
-                let writers: Vec<_> = e.writers.iter().map(EngineId::to_string).collect();
+                let writers: Vec<_> = e.writers.iter().map(|w| w.label()).collect();
                 let (op, peer, after) = ("expectation", writers.join(", "), e.timeout);
                 Some(EngineError::Timeout { op, peer, missing, after, quiesced: false })
             })
@@ -287,7 +287,7 @@ impl Counters {
     /// Fails what waits for a peer that will not write any more (RS-4).
     pub fn peer_lost(&self, peer: EngineId, error: &EngineError) {
         self.each_watched(|cell| {
-            cell.fail(|e| e.writers.contains(&peer).then(|| error.clone()));
+            cell.fail(|e| e.writers.iter().any(|w| w.id == peer).then(|| error.clone()));
         });
     }
 

@@ -427,11 +427,13 @@ impl Route {
     /// Every transport was tried in vain.
     pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        let said = self.reasons.iter().map(|(rail, kind, why)| {
-            match rail.map_or("", |r| rails[r].device()) {
-                "" => format!("{kind}: {why}"),
-                device => format!("{kind} {device}: {why}"),
-            }
+        // That files are not reached this way helps nobody who has other transports.
+        let file = |kind: TransportKind| kind == TransportKind::File;
+        let elsewhere = self.reasons.iter().any(|(_, kind, _)| !file(*kind));
+        let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && file(*kind)));
+        let said = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
+            "" => format!("{kind}: {why}"),
+            device => format!("{kind} {device}: {why}"),
         });
         let reasons = match self.reasons.is_empty() {
             true => "none of its transports is allowed here".to_owned(),

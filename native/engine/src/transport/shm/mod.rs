@@ -435,6 +435,11 @@ impl Domain for ShmDomain {
 }
 
 impl Whispers for ShmDomain {
+    fn is_up(&self, id: LinkId) -> bool {
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
+        link.is_some_and(|l| l.is_up() && l.closing.is_none())
+    }
+
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
             // If the other end is gone, the socket says so soon.

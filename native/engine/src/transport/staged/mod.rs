@@ -44,6 +44,9 @@ const MAX_JOBS: usize = 1 << 12;
 
 /// A transport that carries small frames beside its own traffic, in order.
 pub(crate) trait Whispers: Domain {
+    /// Whether a link is up; no longer once its `LinkDown` is among what `poll` has reported.
+    fn is_up(&self, link: LinkId) -> bool;
+
     /// Sends a frame of at most 3584 bytes; forgotten if the link is going down.
     fn whisper(&mut self, link: LinkId, frame: Vec<u8>);
 
@@ -204,10 +207,16 @@ impl<D: Whispers> Staged<D> {
 
     fn understand(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
         let frame = Frame::decode(bytes)?;
-        let side = self.sides.entry(link).or_default();
-        if side.closing.is_some() {
+        if let Frame::Note(frame) = frame {
+            self.news.push(Completion::Note { link, frame });
             return Ok(());
         }
+        // The rest is about windows, and those end with their link.
+        let closing = self.sides.get(&link).is_some_and(|side| side.closing.is_some());
+        if closing || !self.inner.is_up(link) {
+            return Ok(());
+        }
+        self.sides.entry(link).or_default();
         match frame {
             Frame::Open => self.open_window(link),
             Frame::Window { key } => self.window_opened(link, key),
@@ -215,10 +224,7 @@ impl<D: Whispers> Staged<D> {
                 self.land(link, (slot, chunk, inward), &pages, count)
             }
             Frame::Moved { chunk, result } => self.moved(link, chunk, result),
-            Frame::Note(frame) => {
-                self.news.push(Completion::Note { link, frame });
-                Ok(())
-            }
+            Frame::Note(_) => Ok(()),
         }
     }
 }
@@ -319,6 +325,11 @@ impl<D: Whispers> Domain for Staged<D> {
         };
         if !remote && local.is_none() {
             return self.inner.post(link, token, wr);
+        }
+        if !self.inner.is_up(link) {
+            // Its end is reported, and may have been passed on already: whoever posts now, since the link
+            // came up and went down in one poll, would wait for ever (RS-4).
+            return Err(DomainError::LinkDown("the link is down".into()));
         }
         if matches!(wr, WorkRequest::Prepare { .. }) {
             if remote {

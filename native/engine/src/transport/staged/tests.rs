@@ -300,6 +300,26 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
     }
 }
 
+/// The group hears of a link's end after what was reported with it, and may post in between.
+#[test]
+fn rs_4_nothing_is_begun_on_a_link_whose_end_is_reported() {
+    fn late<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+        let (mut a, mut b) = pair(end);
+        let (mine, theirs) = (vec![1; 64], vec![0; 64]);
+        a.register(0, &mine);
+        let key = b.register(0, &theirs);
+        b.domain.close();
+        drive(&mut a, &mut b, "its end", |a, _| a.down.is_some());
+        let at = Seq::Strided { offset: 0, stride: 64 };
+        let data = data((&mine, at.clone()), (key, at), 64, 1);
+        a.post(0, &WorkRequest::Write { data, count: None });
+        assert!(matches!(a.done.get(&0), Some(Err(DomainError::LinkDown(_)))), "{:?}", a.done);
+        assert!(a.domain.is_idle());
+    }
+    late(tcp);
+    late(shm);
+}
+
 #[test]
 fn a_peer_that_breaks_the_rules_loses_its_link() {
     fn ask(slot: u8, key: RegionKey) -> Frame {

@@ -402,6 +402,11 @@ impl Domain for TcpDomain {
 }
 
 impl Whispers for TcpDomain {
+    fn is_up(&self, id: LinkId) -> bool {
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
+        link.is_some_and(|l| l.is_complete())
+    }
+
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         let Some(key) = self.link(id).filter(|l| l.is_complete()).and_then(|l| l.quick()) else {
             return;
