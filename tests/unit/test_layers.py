@@ -5,6 +5,7 @@ The layers are those of the design notes; what Python packages may import is in 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,12 +85,32 @@ def test_a_layer_uses_what_is_below_it(layer: str) -> None:
     assert not wrong
 
 
+def _std(source: str) -> set[str]:
+    """The modules of the standard library that a file names."""
+    source = re.sub(r"//.*", "", source)
+    found = set(re.findall(r"\bstd::(\w+)", source))
+    for tree in re.findall(r"\bstd::\{(.*?)\};", source, re.DOTALL):
+        found.update(_heads(tree))
+    return found - {""}
+
+
 def test_the_group_has_no_thread_clock_or_file() -> None:
-    outside = re.compile(r"std::(thread|net|fs|io|os|process)\b|\brustix\b|\blibc\b|Time::now")
+    outside = re.compile(r"\b(Instant|SystemTime|parking_lot|rustix|libc)\b|Time::now|Rng::new\(")
     files = list((ENGINE / "group").rglob("*.rs"))
     assert files
     for path in files:
-        assert not outside.search(path.read_text()), path.relative_to(ENGINE)
+        source = path.read_text()
+        assert not _std(source) & {"thread", "net", "fs", "io", "os", "process", "env"}, path
+        assert not outside.search(source), path.relative_to(ENGINE)
+
+
+def test_no_python_module_takes_a_detour_through_the_package() -> None:
+    package = NATIVE.parent / "fabric_ray"
+    own = {"_native", "__version__", *(path.stem for path in package.iterdir())}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "fabric_ray":
+                assert {name.name for name in node.names} <= own, path.relative_to(package)
 
 
 def test_policies_know_nothing_but_their_arguments() -> None:
@@ -111,3 +132,8 @@ def test_crates_depend_downwards() -> None:
 def test_uses_are_found() -> None:
     source = "use crate::{\n    api::{Imm, Op},\n    group::x,\n    Time,\n};\ncrate::memory::f();"
     assert _uses(source) == {"api", "group", "time", "memory"}
+    assert _std("use std::{\n    sync::{Arc, Weak},\n    thread,\n};\nstd::fs::read") == {
+        "sync",
+        "thread",
+        "fs",
+    }

@@ -160,6 +160,9 @@ impl<'a> Lanes<'a> {
             let (links, choice) = self.route.links_and_choice();
             let views = spray::views(self.now, links, self.ledger, &tried.full, bytes);
             let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
+                // One that lacks nothing but room takes it later.
+                let mut those = views.iter().zip(&tried.full);
+                tried.waits |= those.any(|(view, full)| !full && !view.room);
                 return tried.end();
             };
             if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)? {

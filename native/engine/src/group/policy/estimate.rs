@@ -124,13 +124,15 @@ impl Estimate {
     /// Takes in the sample that is complete.
     fn fold(&mut self) {
         let Sample { slices, bytes, took, alone, stale } = std::mem::take(&mut self.open);
-        if bytes == 0.0 || took == 0.0 {
+        // What is small says how many messages a rail carries, and not how many bytes.
+        let small = bytes < SMALLEST as f64;
+        if bytes == 0.0 || took == 0.0 || (small && !alone) {
             return;
         }
         if self.busy < FIRST && !(alone && (self.tried || self.busy > 0)) {
             return self.learn(bytes, took, alone);
         }
-        if stale {
+        if stale && !small {
             // Neither what was known nor the nominal speed is worth much: believe the sample, as
             // far as it lies between the two. What goes beyond them is a sample as any other.
             let sample = (took - self.latency).max(0.0) / bytes;
@@ -277,10 +279,19 @@ mod tests {
             rail.carry(&mut e, n, busy);
             assert!((0.8..1.25).contains(&off(&e, &rail)), "{n}: {}", off(&e, &rail));
         }
-        // Something small is mostly latency, and says nothing of the speed.
+        // What is small is mostly latency, and says nothing of the speed: alone, many at a time, or on a
+        // rail that is known and was idle.
         let mut e = Estimate::new(50.0);
-        e.completed(Time(1 << 20), Time((1 << 20) - 5_000), 8, 0);
-        assert!(e.speed(Time(1 << 20), 1).bytes_per_ns > 40.0);
+        for i in 0..64u64 {
+            let now = (1 << 20) + 5_000 * i;
+            e.completed(Time(now), Time(now - 5_000), 8, i % 4 * 8);
+        }
+        assert!(e.speed(Time(1 << 21), 1).bytes_per_ns > 40.0, "{e:?}");
+        let mut rail = Rail { now: 1 << 40, latency: 5_000, per_byte: 8.0 };
+        rail.carry(&mut e, 40, true);
+        let later = Time(rail.now + 1_000_000_000);
+        e.completed(later, Time(later.0 - 3_000), 4096, 0);
+        assert!(e.speed(later.after(STALE / 2), 1).bytes_per_ns < 0.2, "{e:?}");
     }
 
     #[test]

@@ -144,6 +144,8 @@ pub(super) struct Control {
     socket: OwnedFd,
     /// Frames that the socket had no room for.
     unsent: VecDeque<(Vec<u8>, Fds)>,
+    /// Nothing more is said.
+    finished: bool,
 }
 
 /// The other end is gone.
@@ -152,7 +154,7 @@ pub(super) struct Gone(pub String);
 
 impl Control {
     pub fn new(socket: OwnedFd) -> Self {
-        Self { socket, unsent: VecDeque::new() }
+        Self { socket, unsent: VecDeque::new(), finished: false }
     }
 
     pub fn connect(name: &str) -> Result<Self, DomainError> {
@@ -185,7 +187,11 @@ impl Control {
         !self.unsent.is_empty()
     }
 
+    /// Sends a frame now or as soon as there is room; forgotten after `finish`.
     pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+        if self.finished {
+            return Ok(());
+        }
         self.unsent.push_back((frame, fds));
         self.flush()
     }
@@ -207,6 +213,9 @@ impl Control {
     /// Says nothing more: the other end hears that, and can still speak.
     pub fn finish(&mut self) {
         let _ = self.flush();
+        // Of a socket that is shut, the kernel says for ever that it takes something.
+        self.unsent.clear();
+        self.finished = true;
         let _ = net::shutdown(&self.socket, net::Shutdown::Write);
     }
 

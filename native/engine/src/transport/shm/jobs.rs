@@ -223,6 +223,10 @@ impl Pool {
         for t in threads {
             let _ = t.join();
         }
+        // Callers that wait for something may be in the middle of a chunk (MR-1).
+        while self.active.load(SeqCst) > 0 {
+            std::thread::yield_now();
+        }
     }
 }
 

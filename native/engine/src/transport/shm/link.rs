@@ -239,7 +239,9 @@ impl Link {
             return false;
         }
         let (slots, _) = counts(&self.inbox);
-        if !self.consume.is_empty(slots) || self.closing.is_some() {
+        // A link on its way down has its last word to say, or its end to tell; then its peer has.
+        let ends = self.closing.is_some() && (!self.finished || self.deaf);
+        if !self.consume.is_empty(slots) || ends {
             return true;
         }
         match self.receiver.peek(&self.inbox) {

@@ -446,8 +446,13 @@ impl ShmDomain {
                 std::mem::forget(std::mem::take(&mut self.book));
                 break;
             }
+            while let Some(job) = self.pool.done.pop() {
+                self.finish_job(&job, &mut out);
+            }
             self.look_for(Time::now(), Duration::from_millis(20), &mut out);
         }
+        // No copy is under way any more. A child of this process may hold the sockets open: say it.
+        self.links.iter_mut().for_each(|(_, link)| link.control.finish());
         self.links.clear();
     }
 }

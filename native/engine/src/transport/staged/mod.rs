@@ -161,7 +161,8 @@ impl<D: Whispers> Staged<D> {
     }
 
     fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.landings.is_empty() && self.sides.is_empty()
+        let own = self.jobs.is_empty() && self.landings.is_empty() && self.sides.is_empty();
+        own && self.news.is_empty() && self.shut.is_empty()
     }
 
     /// Takes what the transport reports of our own doing out of what is the group's.

@@ -36,6 +36,7 @@ struct End<D> {
     done: HashMap<u32, Result<(), DomainError>>,
     counts: HashMap<u32, u32>,
     down: Option<DomainError>,
+    notes: Vec<Vec<u8>>,
 }
 
 impl<D: Whispers> End<D> {
@@ -46,7 +47,7 @@ impl<D: Whispers> End<D> {
         let address = EngineAddress { id, name: "end".into(), endpoints };
         domain.announce(&address);
         let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), None);
-        Self { domain, address, link, done, counts, down }
+        Self { domain, address, link, done, counts, down, notes: Vec::new() }
     }
 
     /// One poll; `at_count` is called at the moment a count is reported.
@@ -65,6 +66,7 @@ impl<D: Whispers> End<D> {
                 }
                 Completion::LinkUp { link, .. } => self.link = Some(link),
                 Completion::LinkDown { cause, .. } => self.down = Some(cause),
+                Completion::Note { frame, .. } => self.notes.push(frame),
                 _ => {}
             }
         }
@@ -318,6 +320,35 @@ fn rs_4_nothing_is_begun_on_a_link_whose_end_is_reported() {
     }
     late(tcp);
     late(shm);
+}
+
+#[test]
+fn notes_come_through_where_nothing_is_staged() {
+    fn one<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+        let (mut a, mut b) = pair(end);
+        a.domain.note(a.link.unwrap(), vec![7; 9]);
+        drive(&mut a, &mut b, "a note", |_, b| b.notes == [vec![7; 9]]);
+    }
+    one(tcp);
+    one(shm);
+}
+
+#[test]
+fn a_window_goes_when_its_peer_has_left() {
+    fn leaves<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+        let (mut a, mut b) = pair(end);
+        let (mine, theirs) = (vec![1; 64], vec![0; 64]);
+        a.register(0, &mine);
+        let key = b.register(0, &theirs);
+        let at = Seq::Strided { offset: 0, stride: 64 };
+        let data = data((&mine, at.clone()), (key, at), 64, 1);
+        a.post(0, &WorkRequest::Write { data, count: None });
+        drive(&mut a, &mut b, "a write", |a, _| a.done.contains_key(&0));
+        a.domain.close();
+        drive(&mut a, &mut b, "its end", |_, b| b.down.is_some() && b.domain.shut.is_empty());
+    }
+    leaves(tcp);
+    leaves(shm);
 }
 
 #[test]
