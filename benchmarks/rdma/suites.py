@@ -64,7 +64,7 @@ def four_rails(*, turns: int = 5) -> list[Row]:
 
 
 def aims() -> list[Aim]:
-    """What issue and design ask for."""
+    """What the design asks for."""
     ours, reference = Engine().name, Perftest.name
     beside = [
         Aim(case.key, ours, reference, 0.9 if case.bytes < 64 * KIB else 0.95) for case in CASES
