@@ -343,8 +343,13 @@ def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
     a.write(src, there, imm=reference).wait(10)
     waiting.wait(10)
     del waiting
-    a.write(src, there, imm=reference).wait(10)
-    within(10, "the ghost", lambda: b.counter().poll() == 0 and b.stats()["ghosts"] == 1)
+
+    def seen() -> bool:
+        # Whoever moves the engine at this moment lets the counter go when its round is over.
+        a.write(src, there, imm=reference).wait(10)
+        return b.counter().poll() == 0 and b.stats()["ghosts"] > 0
+
+    within(10, "the ghost", seen)
 
 
 def test_values_survive_pickling(pair: Pair) -> None:

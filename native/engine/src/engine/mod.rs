@@ -385,6 +385,10 @@ impl Shared {
         only_prepare: bool,
     ) -> Result<Handle> {
         self.check_process()?;
+        // Before the lock is tried: who finds it taken must hear it as well.
+        if self.draining.load(SeqCst) {
+            return Err(EngineError::Draining);
+        }
         for op in ops {
             self.check(op)?;
         }

@@ -17,6 +17,7 @@ mod values;
 mod watcher;
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    keep::register(m)?;
     m.add_class::<batch::Batch>()?;
     m.add_class::<core::Engine>()?;
     m.add_class::<peers::Message>()?;
