@@ -350,6 +350,9 @@ def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
         return b.counter().poll() == 0 and b.stats()["ghosts"] > 0
 
     within(10, "the ghost", seen)
+    before = b.stats()["ghosts"]
+    a.write(src, there, imm=reference).wait(10)
+    within(10, "one more", lambda: b.counter().poll() == 0 and b.stats()["ghosts"] == before + 1)
 
 
 def test_values_survive_pickling(pair: Pair) -> None:
