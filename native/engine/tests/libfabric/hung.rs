@@ -18,18 +18,29 @@ fn signal(peer: &Peer, signal: &str) {
 }
 
 /// Stops a peer: all its threads, which takes a moment.
-fn stop(peer: &Peer) {
+pub fn stop(peer: &Peer) {
     signal(peer, "-STOP");
+    until_all(peer, 'T');
+}
+
+/// Stops a peer while it sleeps, so that it holds none of the library's locks.
+pub fn stop_asleep(peer: &Peer) {
+    until_all(peer, 'S');
+    stop(peer);
+}
+
+/// Waits until all threads of a peer are in this state, as the kernel letters it.
+fn until_all(peer: &Peer, state: char) {
     let tasks = format!("/proc/{}/task", peer.child.id());
-    let stopped = || {
+    let reached = || {
         std::fs::read_dir(&tasks).unwrap().all(|task| {
             let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
-            stat.rsplit(") ").next().is_some_and(|state| state.starts_with('T'))
+            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(state))
         })
     };
     let start = Instant::now();
-    while !stopped() {
-        assert!(start.elapsed() < SOON, "it does not stop");
+    while !reached() {
+        assert!(start.elapsed() < SOON, "its threads never are all {state}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

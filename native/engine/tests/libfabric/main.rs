@@ -106,8 +106,18 @@ fn descriptor(hex: &str) -> RegionDescriptor {
     RegionDescriptor::from_bytes(&bytes).unwrap()
 }
 
-/// Kills a peer in the middle of things, or has it leave in good order.
-fn a_peer_goes(provider: &str, kill: bool) {
+enum Goes {
+    /// In good order.
+    Leaving,
+    /// By SIGKILL, in the middle of things.
+    Killed,
+    /// The same, but while it was asleep. libfabric's shm provider (seen with 1.17) guards memory of
+    /// both processes with a spinlock, and who waits for one that a dead peer held does so for ever:
+    /// a known gap, `docs/design/promises.md`.
+    KilledAsleep,
+}
+
+fn a_peer_goes(provider: &str, how: Goes) {
     let Some(a) = engine(provider) else { return };
     let mut peer = Peer::start(provider);
     let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
@@ -123,14 +133,18 @@ fn a_peer_goes(provider: &str, kill: bool) {
     // Only waits, and would learn nothing from operations of its own.
     let waiting = a.plain_counter(Imm::plain(2).unwrap());
     let waiting = waiting.expect(1, std::slice::from_ref(there.peer()), SOON).unwrap();
+    if matches!(how, Goes::KilledAsleep) {
+        hung::stop_asleep(&peer);
+    }
+    let leaves = matches!(how, Goes::Leaving);
     let unheard =
         a.submit(&[Op::Send { peer: there.peer(), message: b"?" }], Submit::default()).unwrap();
-    let writes: Vec<_> = if kill { (0..100).map(|_| write(None)).collect() } else { Vec::new() };
+    let writes: Vec<_> = if leaves { Vec::new() } else { (0..100).map(|_| write(None)).collect() };
     let start = Instant::now();
-    if kill {
-        peer.child.kill().unwrap();
-    } else {
+    if leaves {
         peer.child.stdin.take().unwrap().write_all(b".").unwrap();
+    } else {
+        peer.child.kill().unwrap();
     }
     for handle in [&waiting, &unheard] {
         let end = handle.wait(SOON);
@@ -148,22 +162,22 @@ fn a_peer_goes(provider: &str, kill: bool) {
 
 #[test]
 fn rs_4_a_killed_peer_ends_everything_over_tcp() {
-    a_peer_goes("tcp", true);
+    a_peer_goes("tcp", Goes::Killed);
 }
 
 #[test]
 fn rs_4_a_killed_peer_ends_everything_over_shm() {
-    a_peer_goes("shm", true);
+    a_peer_goes("shm", Goes::KilledAsleep);
 }
 
 #[test]
 fn a_peer_that_leaves_is_missed_at_once_over_tcp() {
-    a_peer_goes("tcp", false);
+    a_peer_goes("tcp", Goes::Leaving);
 }
 
 #[test]
 fn a_peer_that_leaves_is_missed_at_once_over_shm() {
-    a_peer_goes("shm", false);
+    a_peer_goes("shm", Goes::Leaving);
 }
 
 /// The memory of a region that is dropped while nobody polls is free as soon as its peers have
