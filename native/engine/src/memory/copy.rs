@@ -1,12 +1,10 @@
 //! The one place that decides how bytes are copied: by size, by temperature, and by what this
 //! machine has shown to be fastest.
 
-use std::{
-    sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
-    time::Instant,
-};
+use std::time::Instant;
 
 use super::{
+    choice::{Choice, Use},
     heat::{cache_window, Heat},
     routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
 };
@@ -19,80 +17,32 @@ const LARGE_PAGE: usize = 64 << 10;
 const TINY_PAGE: usize = 256;
 /// Copies shorter than this are too short to time.
 const TIMED: usize = 16 << 10;
-/// Once each candidate has had its trials, every so many copies one of them is tried again.
-const EXPLORE_EVERY: u32 = 64;
-const TRIALS: u32 = 4;
-const MAX_CANDIDATES: usize = 4;
 
 /// Copies between mapped memory. Shared by all threads of an engine.
 pub struct Copier {
     heat: Heat,
     candidates: &'static [Routine],
-    classes: [Class; 2],
+    classes: [Choice; 2],
     page_candidates: &'static [PageRoutine],
-    page_classes: [Class; 2],
+    page_classes: [Choice; 2],
 }
 
 impl std::fmt::Debug for Copier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let best: Vec<_> = self.classes.iter().map(Class::best).collect();
+        let best: Vec<_> = self.classes.iter().map(Choice::best).collect();
         write!(f, "Copier({} candidates, best {best:?})", self.candidates.len())
-    }
-}
-
-/// What has been learnt about copies of one size class into cold memory.
-#[derive(Default)]
-struct Class {
-    turn: AtomicU32,
-    /// Smoothed picoseconds per byte of each candidate; 0 until tried.
-    cost: [AtomicU64; MAX_CANDIDATES],
-    best: AtomicU32,
-}
-
-impl Class {
-    fn best(&self) -> usize {
-        self.best.load(Relaxed) as usize
-    }
-
-    /// Which candidate to use now, and whether to time it.
-    #[inline]
-    fn choose(&self, candidates: usize) -> (usize, bool) {
-        let turn = self.turn.fetch_add(1, Relaxed);
-        let trials = TRIALS * candidates as u32;
-        if turn < trials {
-            return (turn as usize % candidates, true);
-        }
-        if turn.is_multiple_of(EXPLORE_EVERY) {
-            return ((turn / EXPLORE_EVERY) as usize % candidates, true);
-        }
-        (self.best(), turn % 8 == 1)
-    }
-
-    fn learn(&self, candidate: usize, candidates: usize, picos_per_byte: u64) {
-        let old = self.cost[candidate].load(Relaxed);
-        // The first touch of pages and interruptions make outliers upwards only: let good news in
-        // quickly and bad news slowly.
-        let new = match old {
-            0 => picos_per_byte,
-            old if picos_per_byte < old => (old + picos_per_byte) / 2,
-            old => old + (picos_per_byte - old).min(old) / 16,
-        };
-        self.cost[candidate].store(new.max(1), Relaxed);
-        let tried = (0..candidates).filter(|c| self.cost[*c].load(Relaxed) > 0);
-        if let Some(best) = tried.min_by_key(|c| self.cost[*c].load(Relaxed)) {
-            self.best.store(best as u32, Relaxed);
-        }
     }
 }
 
 impl Default for Copier {
     fn default() -> Self {
+        let (candidates, page_candidates) = (cold_candidates(), page_candidates());
         Self {
             heat: Heat::new(cache_window()),
-            candidates: cold_candidates(),
-            classes: Default::default(),
-            page_candidates: page_candidates(),
-            page_classes: Default::default(),
+            candidates,
+            classes: [0; 2].map(|_| Choice::new(candidates.len())),
+            page_candidates,
+            page_classes: [0; 2].map(|_| Choice::new(page_candidates.len())),
         }
     }
 }
@@ -115,16 +65,18 @@ impl Copier {
             return unsafe { cached(d, s, len) };
         }
         let class = &self.classes[usize::from(len >= 256 << 10)];
-        let (choice, timed) = class.choose(self.candidates.len());
-        if !timed || len < TIMED {
+        if len < TIMED {
             // SAFETY: the caller's.
-            return unsafe { self.candidates[choice](d, s, len) };
+            return unsafe { self.candidates[class.best()](d, s, len) };
         }
-        let start = Instant::now();
+        let Use { routine, timed } = class.choose();
+        let start = timed.then(Instant::now);
         // SAFETY: the caller's.
-        unsafe { self.candidates[choice](d, s, len) };
-        let picos = start.elapsed().as_nanos() as u64 * 1000;
-        class.learn(choice, self.candidates.len(), picos / len as u64);
+        unsafe { self.candidates[routine](d, s, len) };
+        if let Some(start) = start {
+            let picos = start.elapsed().as_nanos() as u64 * 1000;
+            class.learn(routine, picos / len as u64);
+        }
     }
 
     /// Copies `n` pages of `len` bytes; `at` gives destination and source of each. They are ordered
@@ -154,20 +106,23 @@ impl Copier {
             return;
         }
         let class = &self.page_classes[usize::from(len >= SMALL)];
-        let (choice, timed) = class.choose(self.page_candidates.len());
-        let routine = self.page_candidates[choice];
+        let Use { routine, timed } = match bytes < TIMED {
+            true => Use { routine: class.best(), timed: false },
+            false => class.choose(),
+        };
+        let copy_page = self.page_candidates[routine];
         let start = timed.then(Instant::now);
         let (mut dst, mut src) = at(0);
         for i in 0..n {
             let next = if i + 1 < n { at(i + 1) } else { (dst, src) };
             // SAFETY: the caller's.
-            unsafe { routine(dst as *mut u8, src as *const u8, len, next.1 as *const u8) };
+            unsafe { copy_page(dst as *mut u8, src as *const u8, len, next.1 as *const u8) };
             (dst, src) = next;
         }
         fence();
-        if let Some(start) = start.filter(|_| bytes >= TIMED) {
+        if let Some(start) = start {
             let picos = start.elapsed().as_nanos() as u64 * 1000;
-            class.learn(choice, self.page_candidates.len(), picos / bytes as u64);
+            class.learn(routine, picos / bytes as u64);
         }
     }
 }
@@ -175,19 +130,6 @@ impl Copier {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_cheapest_candidate_wins_and_can_be_dethroned() {
-        let class = Class::default();
-        for (c, cost) in [(0, 200), (1, 100), (2, 150)] {
-            class.learn(c, 3, cost);
-        }
-        assert_eq!(class.best(), 1);
-        for _ in 0..40 {
-            class.learn(1, 3, 400);
-        }
-        assert_eq!(class.best(), 2);
-    }
 
     #[test]
     fn all_pages_arrive() {

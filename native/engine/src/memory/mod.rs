@@ -1,6 +1,7 @@
 //! Memory that the engine may read and write: who owns it, how it is mapped, how it is copied.
 
 mod alloc;
+mod choice;
 mod copy;
 pub mod device;
 pub mod file;

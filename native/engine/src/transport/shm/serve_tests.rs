@@ -75,6 +75,43 @@ impl Pair {
         self.now = self.now.after(Duration::from_millis(1));
         self.b.poll(self.now, &NoRoom, &mut self.of_b);
     }
+
+    /// `a` copies all of `from` into `memory` of `b`, and says nothing of it before it is polled again.
+    fn begin_copy(&mut self, from: &[u8], memory: &mut [u8]) {
+        self.b.register(&region(memory), None).unwrap();
+        let data = Data {
+            local: LocalAddr(from.as_ptr() as usize),
+            local_region: 0,
+            local_seq: Seq::at(0),
+            remote: KEY,
+            remote_keys: RailKeys::default(),
+            remote_seq: Seq::at(0),
+            page_len: from.len() as u64,
+            pages: 1,
+        };
+        let write = WorkRequest::Write { data, count: None };
+        self.a.post(self.mine, Token::default(), &write).unwrap();
+        while self.a.link(self.mine).unwrap().jobs.is_empty() {
+            self.poll_b();
+            self.poll_a();
+        }
+    }
+}
+
+const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+const LARGE: usize = 64 << 20;
+
+fn region(memory: &mut [u8]) -> Arc<RegionMemory> {
+    let (base, len) = (memory.as_mut_ptr() as usize, memory.len() as u64);
+    Arc::new(RegionMemory::new(KEY, base, len, Backing::Foreign, None))
+}
+
+fn is_down(out: &[Completion]) -> bool {
+    out.iter().any(|c| matches!(c, Completion::LinkDown { .. }))
+}
+
+fn is_quiet(out: &[Completion]) -> bool {
+    out.iter().any(|c| matches!(c, Completion::RegionQuiet { .. }))
 }
 
 #[test]
@@ -108,38 +145,14 @@ fn ic_4_a_count_that_comes_after_its_link_has_ended_is_no_success() {
 
 #[test]
 fn mr_1_memory_is_quiet_when_a_peer_that_leaves_has_ended_its_copies_and_not_before() {
-    const N: usize = 64 << 20;
     let mut pair = Pair::new();
-    let (from, mut memory) = (vec![1u8; N], vec![0u8; N]);
-    let key = RegionKey { index: 0, rkey: 7 };
-    let (base, len) = (memory.as_mut_ptr() as usize, N as u64);
-    let region = RegionMemory::new(key, base, len, Backing::Foreign, None);
-    pair.b.register(&Arc::new(region), None).unwrap();
-    let data = Data {
-        local: LocalAddr(from.as_ptr() as usize),
-        local_region: 0,
-        local_seq: Seq::at(0),
-        remote: key,
-        remote_keys: RailKeys::default(),
-        remote_seq: Seq::at(0),
-        page_len: len,
-        pages: 1,
-    };
-    let write = WorkRequest::Write { data, count: None };
-    pair.a.post(pair.mine, Token::default(), &write).unwrap();
-    while pair.a.link(pair.mine).unwrap().jobs.is_empty() {
-        pair.poll_b();
-        pair.poll_a();
-    }
-    // From here on `a` copies, and says nothing of it before it is polled again.
+    let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
+    pair.begin_copy(&from, &mut memory);
     pair.a.disconnect(pair.mine, "enough");
-    let is_down = |out: &[Completion]| out.iter().any(|c| matches!(c, Completion::LinkDown { .. }));
-    let is_quiet =
-        |out: &[Completion]| out.iter().any(|c| matches!(c, Completion::RegionQuiet { .. }));
     while !is_down(&pair.of_b) {
         pair.poll_b();
     }
-    assert_eq!(pair.b.deregister(key.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
     for _ in 0..10 {
         pair.poll_b();
     }
@@ -152,4 +165,74 @@ fn mr_1_memory_is_quiet_when_a_peer_that_leaves_has_ended_its_copies_and_not_bef
     std::thread::sleep(Duration::from_millis(20));
     assert!(memory.iter().all(|byte| *byte == 2));
     assert!(is_down(&pair.of_a));
+}
+
+#[test]
+fn mr_1_callers_that_help_copy_have_ended_when_their_engine_is_closed() {
+    for round in 0..20 {
+        let mut pair = Pair::new();
+        let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
+        pair.begin_copy(&from, &mut memory);
+        let caller = pair.a.assistant().unwrap();
+        let helps = std::thread::spawn(move || while caller.assist() {});
+        std::thread::sleep(Duration::from_micros(100 * round));
+        pair.a.close();
+        memory.fill(2);
+        helps.join().unwrap();
+        assert!(memory.iter().all(|byte| *byte == 2));
+    }
+}
+
+#[test]
+fn mr_1_an_engine_that_closes_in_mid_copy_gets_its_own_memory_back() {
+    let mut pair = Pair::new();
+    let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
+    pair.begin_copy(&from, &mut memory);
+    // `b` may reach memory of `a` as well, so that `a` waits for its word.
+    let mut own = vec![0u8; 64];
+    let region = region(&mut own);
+    pair.a.register(&region, None).unwrap();
+    pair.a.link(pair.mine).unwrap().exported.insert(KEY.index);
+    let (mut a, mut b, mut now) = (pair.a, pair.b, pair.now);
+    let closes = std::thread::spawn(move || {
+        a.close();
+        a
+    });
+    let mut of_b = Vec::new();
+    while !closes.is_finished() {
+        now = now.after(Duration::from_millis(1));
+        b.poll(now, &NoRoom, &mut of_b);
+    }
+    drop(closes.join().unwrap());
+    assert_eq!(Arc::strong_count(&region), 1, "memory of which no peer lets go is kept for ever");
+}
+
+#[test]
+fn a_peer_hears_of_a_close_though_a_child_of_the_process_holds_the_connection_open() {
+    let mut pair = Pair::new();
+    let control = &pair.a.link(pair.mine).unwrap().control;
+    let inherited = control.fd().try_clone_to_owned().unwrap();
+    pair.a.close();
+    for _ in 0..100 {
+        pair.poll_b();
+    }
+    assert!(is_down(&pair.of_b));
+    assert!(pair.b.links.is_empty(), "the end of the connection wasn't heard");
+    drop(inherited);
+}
+
+#[test]
+fn a_link_that_waits_for_the_end_of_its_peer_lets_its_engine_sleep() {
+    let mut pair = Pair::new();
+    pair.a.disconnect(pair.mine, "enough");
+    let sleeps = |domain: &mut ShmDomain, now: &mut Time| {
+        (0..10).any(|_| {
+            *now = now.after(Duration::from_millis(1));
+            !domain.poll(*now, &NoRoom, &mut Vec::new()) && domain.arm()
+        })
+    };
+    assert!(sleeps(&mut pair.a, &mut pair.now), "its peer has said nothing yet");
+    // A copy of `b` holds up the end of its side.
+    pair.poll_b();
+    assert!(sleeps(&mut pair.b, &mut pair.now));
 }
