@@ -1,6 +1,12 @@
 //! Links of two domains, poll by poll.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering::Relaxed},
+        Arc,
+    },
+    time::Duration,
+};
 
 use super::ShmDomain;
 use crate::{
@@ -172,14 +178,23 @@ fn mr_1_callers_that_help_copy_have_ended_when_their_engine_is_closed() {
     for round in 0..20 {
         let mut pair = Pair::new();
         let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
-        pair.begin_copy(&from, &mut memory);
         let caller = pair.a.assistant().unwrap();
-        let helps = std::thread::spawn(move || while caller.assist() {});
+        let over = Arc::new(AtomicBool::new(false));
+        let ends = Arc::clone(&over);
+        // Before there is a copy, so that it is there before the pool's own thread has woken up.
+        let helps = std::thread::spawn(move || {
+            while !ends.load(Relaxed) {
+                caller.assist();
+            }
+        });
+        pair.begin_copy(&from, &mut memory);
         std::thread::sleep(Duration::from_micros(100 * round));
         pair.a.close();
-        memory.fill(2);
+        // Whoever copies looks around once in a MiB, and not before it is done with that.
+        let torn = memory.chunks(1 << 20).any(|chunk| chunk.first() != chunk.last());
+        over.store(true, Relaxed);
         helps.join().unwrap();
-        assert!(memory.iter().all(|byte| *byte == 2));
+        assert!(!torn, "a copy was still under way, round {round}");
     }
 }
 
