@@ -24,7 +24,7 @@ class Place(NamedTuple):
     offset: int
     """Bytes from the begin of the ring."""
     after: int
-    """The last step whose memory this one takes over: all up to it must have been sent. -1: none."""
+    """The last step whose memory this takes over: all up to it must have been sent. -1: none."""
 
 
 def places(sizes: Iterable[int], watermark: int) -> list[Place]:

@@ -49,5 +49,5 @@ def test_a_ring_is_used_to_its_end_before_it_is_used_again() -> None:
 
 
 def test_a_step_larger_than_the_watermark_is_refused_in_words() -> None:
-    with pytest.raises(InvalidArgument, match="step 1 needs 2048 bytes .* raise the watermark"):
+    with pytest.raises(InvalidArgument, match=r"step 1 needs 2048 bytes .* raise the watermark"):
         places([256, 2048], 1024)
