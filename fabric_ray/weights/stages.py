@@ -1,4 +1,4 @@
-"""The stages of a push as an actor runs them: plain functions, so that actors need no base class."""
+"""The stages of a push as an actor runs them: plain functions, so that any actor will do."""
 
 from __future__ import annotations
 
