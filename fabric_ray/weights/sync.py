@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-
-from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
-from fabric_ray.plan import ParamMeta, Plan, plan, side_from_param_meta
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import Plan, plan, side_from_param_meta
+from fabric_ray.weights import stages
+from fabric_ray.weights.calls import Calls, RayCalls, Unanswered
 from fabric_ray.weights.report import (
     Arm,
     ConnectReport,
@@ -23,8 +22,6 @@ from fabric_ray.weights.report import (
     Span,
     TargetShare,
 )
-from fabric_ray.weights.source import SOURCES
-from fabric_ray.weights.target import TARGETS, WeightTarget
 
 
 class WeightSync:
@@ -40,6 +37,7 @@ class WeightSync:
         extra: what to do with trainer parameters that no rollout asks for.
         digest: have every push compare digests of all bytes on both sides.
         timeout: seconds that a stage may take.
+        calls: how the actors are reached; by default as Ray actors.
     """
 
     def __init__(
@@ -51,6 +49,7 @@ class WeightSync:
         extra: Literal["refuse", "ignore"] = "refuse",
         digest: bool = False,
         timeout: float = 60.0,
+        calls: Calls | None = None,
     ) -> None:
         if not trainers or not rollouts:
             raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
@@ -60,6 +59,7 @@ class WeightSync:
         self._extra: Literal["refuse", "ignore"] = extra
         self._digest = digest
         self._timeout = timeout
+        self._calls = calls or RayCalls()
         self._plan: Plan | None = None
         # One connect or push at a time; the actors would mix their stages up.
         self._turn = threading.RLock()
@@ -87,8 +87,8 @@ class WeightSync:
 
     def _connect(self) -> ConnectReport:
         clock = _Clock()
-        metas = self._all("trainer", self._trainers, _source_meta, "gather metadata")
-        targets = self._all("rollout", self._rollouts, _target_meta, "gather metadata")
+        metas = self._all("trainer", self._trainers, stages.source_meta, "gather metadata")
+        targets = self._all("rollout", self._rollouts, stages.target_meta, "gather metadata")
         clock.lap("gather")
         _in_order("trainer", [rank for rank, _, _ in metas])
         _in_order("rollout", [rank for rank, _, _ in targets])
@@ -119,15 +119,16 @@ class WeightSync:
             )
             for rank in range(len(self._rollouts))
         ]
-        arms = self._all("rollout", self._rollouts, _target_accept, "make room", shares)
+        each = [(share,) for share in shares]
+        arms = self._all("rollout", self._rollouts, stages.target_accept, "make room", each)
         share = SourceShare(self._session, encoded, routes.containers("source"), tuple(arms))
-        shared = self._put(share)
+        common = (self._calls.share(share), self._timeout)
         self._all(
             "trainer",
             self._trainers,
-            _source_accept,
+            stages.source_accept,
             "take the route",
-            [(shared, self._timeout)] * len(self._trainers),
+            [common] * len(self._trainers),
         )
         clock.lap("distribute")
         self._plan = routes
@@ -178,13 +179,13 @@ class WeightSync:
                 (self._session, version, self._timeout, digests.get(rank))
                 for rank in range(len(self._rollouts))
             ]
-            confirmed = self._all("rollout", self._rollouts, _target_confirm, "confirm", args)
+            confirmed = self._all("rollout", self._rollouts, stages.target_confirm, "confirm", args)
         except WeightSyncError as error:
             raise self._give_up(version, error) from None
         clock.lap("confirm")
         these = [(self._session, version)] * len(self._rollouts)
         # From here the version is decided: who fails now is named, the others run it (RS-3).
-        following, failed = self._some("rollout", self._rollouts, _target_commit, these)
+        following, failed = self._some("rollout", self._rollouts, stages.target_commit, these)
         self._keep(following)
         self.version = version
         clock.lap("commit")
@@ -232,7 +233,7 @@ class WeightSync:
             return
         actors = [self._rollouts[rank] for rank in silent]
         session = [(self._session,)] * len(actors)
-        arms, failed = self._some("rollout", actors, _target_abort, session, ranks=silent)
+        arms, failed = self._some("rollout", actors, stages.target_abort, session, ranks=silent)
         self._arms |= {arm.rank: arm for arm in arms if arm is not None}
         self._catch_up(self._arms.values())
         if failed:
@@ -247,11 +248,11 @@ class WeightSync:
         try:
             if not all(arm.staged for arm in arms):
                 session = [(self._session,)] * len(self._rollouts)
-                self._all("rollout", self._rollouts, _target_begin, "begin", session)
+                self._all("rollout", self._rollouts, stages.target_begin, "begin", session)
             args = [(self._session, version, arms, self._digest, self._timeout)] * len(
                 self._trainers
             )
-            return self._all("trainer", self._trainers, _source_push, "push", args)
+            return self._all("trainer", self._trainers, stages.source_push, "push", args)
         except WeightSyncError as error:
             raise self._give_up(version, error) from None
 
@@ -276,7 +277,7 @@ class WeightSync:
     def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
         session = [(self._session,)] * len(self._rollouts)
-        arms, failed = self._some("rollout", self._rollouts, _target_abort, session)
+        arms, failed = self._some("rollout", self._rollouts, stages.target_abort, session)
         self._keep(arms)
         causes = {**error.fields.get("failed", {}), **failed}
         text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
@@ -288,7 +289,7 @@ class WeightSync:
         actors: list[Any],
         function: Callable[..., Any],
         what: str,
-        args: Sequence[Any] | None = None,
+        args: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Any]:
         """What ``function`` returns in each actor; raises if one fails, naming it."""
         results, failed = self._some(role, actors, function, args)
@@ -300,43 +301,25 @@ class WeightSync:
             )
         return results
 
-    def _put(self, value: Any) -> Any:
-        """A value that several actors will be given: it travels to each node once."""
-        return ray.put(value)
-
     def _some(
         self,
         role: str,
-        actors: list[Any],
+        actors: Sequence[Any],
         function: Callable[..., Any],
-        args: Sequence[Any] | None = None,
+        args: Sequence[tuple[Any, ...]] | None = None,
         *,
         ranks: Sequence[int] | None = None,
     ) -> tuple[list[Any], dict[str, str]]:
         """Results in order (``None`` for failures), and who failed why."""
-        refs = []
-        for i, actor in enumerate(actors):
-            extra = () if args is None else args[i] if isinstance(args[i], tuple) else (args[i],)
-            refs.append(actor.__ray_call__.remote(function, self._name, *extra))
-        deadline = time.monotonic() + self._timeout + 5.0
+        each = [(self._name, *more) for more in args or [()] * len(actors)]
         results: list[Any] = []
         failed: dict[str, str] = {}
-        for i, ref in enumerate(refs):
-            try:
-                left = max(0.1, deadline - time.monotonic())
-                results.append(ray.get(ref, timeout=left))
-            except (RayError, FabricError) as error:
-                results.append(None)
-                failed[f"{role} {i if ranks is None else ranks[i]}"] = self._cause(error)
+        for i, answer in enumerate(self._calls.ask(actors, function, each, self._timeout)):
+            if isinstance(answer, Unanswered):
+                failed[f"{role} {i if ranks is None else ranks[i]}"] = answer.cause
+                answer = None
+            results.append(answer)
         return results, failed
-
-    def _cause(self, error: BaseException) -> str:
-        if isinstance(error, RayActorError):
-            return "its actor has died"
-        if isinstance(error, GetTimeoutError):
-            return f"it did not answer within {self._timeout:g} s; see whether it is stuck"
-        cause = getattr(error, "cause", None) or error
-        return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"
 
 
 class _Clock:
@@ -370,53 +353,3 @@ def _causes(failed: dict[str, str]) -> str:
 
 def _names(failed: dict[str, str]) -> str:
     return " and ".join(failed)
-
-
-# Run inside the actors, by `__ray_call__`: plain functions, so that actors need no base class.
-
-
-def _source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
-    return SOURCES.get(name).meta()
-
-
-def _source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:
-    SOURCES.get(name).accept(share, timeout=timeout)
-
-
-def _source_push(
-    _: Any, name: str, session: str, version: int, arms: list[Arm], digest: bool, timeout: float
-) -> Sent:
-    return SOURCES.get(name).push(session, version, arms, digest=digest, timeout=timeout)
-
-
-def _target_meta(_: Any, name: str) -> Any:
-    target = TARGETS.get(name)
-    return target.rank, target.side, target.address()
-
-
-def _target_accept(_: Any, name: str, share: TargetShare) -> Arm:
-    return TARGETS.get(name).accept(share)
-
-
-def _target_begin(_: Any, name: str, session: str) -> None:
-    _target(name, session).begin()
-
-
-def _target_confirm(
-    _: Any, name: str, session: str, version: int, timeout: float, digest: int | None
-) -> tuple[Span, ...]:
-    return _target(name, session).confirm(version, timeout=timeout, digest=digest)
-
-
-def _target_commit(_: Any, name: str, session: str, version: int) -> Arm:
-    return _target(name, session).commit(version)
-
-
-def _target_abort(_: Any, name: str, session: str) -> Arm:
-    return _target(name, session).abort()
-
-
-def _target(name: str, session: str) -> WeightTarget:
-    target = TARGETS.get(name)
-    target.check_session(session)
-    return target

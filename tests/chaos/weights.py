@@ -11,6 +11,7 @@ import torch
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.calls import Unanswered
 from tests.chaos.crew import Crew, Gone, Stuck
 from tests.chaos.draw import ROLLOUTS, TRAINERS, Round
 from tests.chaos.judge import DEATH, MARGIN
@@ -107,39 +108,29 @@ def call(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
 # In the controller.
 
 
-class Sync(WeightSync):
-    """The controller, with processes where it has actors."""
+class Pipes(NamedTuple):
+    """Processes where a controller has actors."""
 
-    def __init__(self, crew: Crew, *, digest: bool) -> None:
-        super().__init__(TRAINERS, ROLLOUTS, digest=digest, timeout=TIMEOUT)
-        self._crew = crew
+    crew: Crew
 
-    def _put(self, value: Any) -> Any:
+    def share(self, value: Any) -> Any:
         return value
 
-    def _some(
+    def ask(
         self,
-        role: str,
-        actors: list[Any],
+        actors: Sequence[int],
         function: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> tuple[list[Any], dict[str, str]]:
-        asked = {}
-        for i, actor in enumerate(actors):
-            extra = () if args is None else args[i] if isinstance(args[i], tuple) else (args[i],)
-            asked[actor] = (function, self._name, *extra)
-        said = self._crew.ask(call, asked, self._timeout + 1.0)
-        results: list[Any] = []
-        failed: dict[str, str] = {}
-        for i, actor in enumerate(actors):
-            answer = said[actor]
-            broken = isinstance(answer, Exception)
-            results.append(None if broken else answer)
-            if broken:
-                failed[f"{role} {i if ranks is None else ranks[i]}"] = _cause(answer)
-        return results, failed
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        asked = {actor: (function, *each) for actor, each in zip(actors, args, strict=True)}
+        said = self.crew.ask(call, asked, timeout + 1.0)
+        answers = (said[actor] for actor in actors)
+        return [Unanswered(_cause(a)) if isinstance(a, Exception) else a for a in answers]
+
+
+def controller(crew: Crew, *, digest: bool) -> WeightSync:
+    return WeightSync(TRAINERS, ROLLOUTS, digest=digest, timeout=TIMEOUT, calls=Pipes(crew))
 
 
 def _cause(error: Exception) -> str:
@@ -159,7 +150,7 @@ class Pushed(NamedTuple):
     in_place: bool
 
 
-def push(sync: Sync, version: int, before: int, in_place: bool) -> Pushed:
+def push(sync: WeightSync, version: int, before: int, in_place: bool) -> Pushed:
     began = time.monotonic()
     error: Exception | None = None
     try:

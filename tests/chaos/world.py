@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fabric_ray.weights import WeightSync
 from tests.chaos import judge, weights
 from tests.chaos.crew import Crew, Gone
 from tests.chaos.draw import ELDER, ROLLOUTS, TRAINERS, WORKERS, Round, draw
@@ -58,7 +59,7 @@ class World:
         self.summary = Summary(transport, seed)
         self._crew = Crew(transport)
         self._opened: dict[int, Opened] = {}
-        self._sync: weights.Sync | None = None
+        self._sync: WeightSync | None = None
         self._reached = 0
         self._in_place = False
         self._broken: list[str] = []
@@ -143,10 +144,10 @@ class World:
             self._broken += failed
             return
         if self._sync is None:
-            self._sync = weights.Sync(self._crew, digest=bool(stage.number % 2))
+            self._sync = weights.controller(self._crew, digest=bool(stage.number % 2))
             self._sync.connect()
         if stage.reconnect:
-            self._sync = weights.Sync(self._crew, digest=True)
+            self._sync = weights.controller(self._crew, digest=True)
         start = time.monotonic() + 0.005
         with Faults(self._crew, stage, start) as faults:
             time.sleep(0.005)

@@ -12,6 +12,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.calls import Unanswered
 
 INT16 = DType.of("int16")
 SHAPES = {"w": (8, 6), "norm": (6,)}
@@ -53,7 +54,7 @@ class LocalSync(WeightSync):
     def __init__(self, *, staged: bool = True, digest: bool = False, timeout: float = 1.0) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
         rollouts = [f"rollout {i}" for i in range(ROLLOUTS)]
-        super().__init__(trainers, rollouts, digest=digest, timeout=timeout)
+        super().__init__(trainers, rollouts, digest=digest, timeout=timeout, calls=self)
         self.fault: Fault | None = None
         self.before: dict[str, Callable[[], object]] = {}
         """What happens first when a stage is asked for."""
@@ -112,28 +113,24 @@ class LocalSync(WeightSync):
                 if not torch.equal(weights[name], want):
                     yield f"RS-3: `{name}` at {who} is not that of version {target.version}"
 
-    def _put(self, value: Any) -> Any:
+    def share(self, value: Any) -> Any:
         return value
 
-    def _some(
+    def ask(
         self,
-        role: str,
-        actors: list[Any],
+        actors: Sequence[str],
         function: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> tuple[list[Any], dict[str, str]]:
-        results, failed = [], {}
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        answers: list[Any] = []
         self.before.get(function.__name__, lambda: None)()
-        for i, who in enumerate(actors):
-            extra = () if args is None else args[i] if isinstance(args[i], tuple) else (args[i],)
+        for who, (_, *rest) in zip(actors, args, strict=True):
             try:
-                results.append(self._call(who, function, extra))
+                answers.append(self._call(who, function, tuple(rest)))
             except Exception as error:
-                results.append(None)
-                failed[who] = str(error)
-        return results, failed
+                answers.append(Unanswered(str(error)))
+        return answers
 
     def _call(self, who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
         how = None

@@ -12,10 +12,10 @@ from fabric_ray.weights.report import Sent
 from tests.unit.weights.local_sync import Fault, LocalSync
 
 STEPS = {
-    "_target_begin": "rollout",
-    "_source_push": "trainer",
-    "_target_confirm": "rollout",
-    "_target_commit": "rollout",
+    "target_begin": "rollout",
+    "source_push": "trainer",
+    "target_confirm": "rollout",
+    "target_commit": "rollout",
 }
 CASES = [
     pytest.param(stage, f"{role} {rank}", staged, id=f"{stage}-{rank}-{staged=}")
@@ -23,7 +23,7 @@ CASES = [
     for rank in range(2)
     for staged in (True, False)
     # Only in place a push has to be announced.
-    if not (staged and stage == "_target_begin")
+    if not (staged and stage == "target_begin")
 ]
 
 
@@ -56,7 +56,7 @@ def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
         sync.push()
     named = set(caught.value.failed)
     assert who in named, "RS-3: who failed is named"
-    decided = stage == "_target_commit"
+    decided = stage == "target_commit"
     assert sync.version == (2 if decided else 1), "RS-3: decided is what everybody has confirmed"
     assert list(sync.broken(named, before=1)) == []
     if sync.dead:
@@ -81,7 +81,7 @@ def test_rs_3_bytes_that_did_not_come_are_no_version(
 
 def test_rs_3_changed_bytes_are_no_version(open_sync: Callable[..., LocalSync]) -> None:
     sync = open_sync(digest=True)
-    sync.before["_target_confirm"] = lambda: sync.arriving(1)["norm"].fill_(-1)
+    sync.before["target_confirm"] = lambda: sync.arriving(1)["norm"].fill_(-1)
     with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:
         sync.push()
     assert set(caught.value.failed) == {"rollout 1"}

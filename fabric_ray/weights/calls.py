@@ -1,0 +1,84 @@
+"""How a controller reaches the processes that hold sources and targets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fabric_ray.errors import FabricError
+
+
+class Unanswered(NamedTuple):
+    """In place of an answer."""
+
+    cause: str
+
+
+class Calls(Protocol):
+    """Calls to actors, or to whatever stands in their place.
+
+    A call is ``function(actor, *args)``, made where the actor lives; ``function`` is a plain
+    function of a module, so that it can be named there.
+    """
+
+    def share(self, value: Any) -> Any:
+        """What to pass in place of a value that several actors are given."""
+
+    def ask(
+        self,
+        actors: Sequence[Any],
+        function: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        """Calls all at once; returns their answers in order.
+
+        Whoever fails, dies or is silent for ``timeout`` seconds gives :class:`Unanswered`; nothing
+        is raised.
+        """
+
+
+class RayCalls:
+    """Calls by ``__ray_call__``, which any Ray actor answers."""
+
+    def share(self, value: Any) -> Any:
+        import ray
+
+        # It travels to each node once.
+        return ray.put(value)
+
+    def ask(
+        self,
+        actors: Sequence[Any],
+        function: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        import ray
+        from ray.exceptions import RayError
+
+        refs = [
+            actor.__ray_call__.remote(function, *each)
+            for actor, each in zip(actors, args, strict=True)
+        ]
+        # Whoever acts within the time should be able to say what took it.
+        deadline = time.monotonic() + timeout + 5.0
+        answers: list[Any] = []
+        for ref in refs:
+            try:
+                answers.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
+            except (RayError, FabricError) as error:
+                answers.append(Unanswered(_cause(error, timeout)))
+        return answers
+
+
+def _cause(error: BaseException, timeout: float) -> str:
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    if isinstance(error, RayActorError):
+        return "its actor has died"
+    if isinstance(error, GetTimeoutError):
+        return f"it did not answer within {timeout:g} s; see whether it is stuck"
+    cause = getattr(error, "cause", None) or error
+    return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"

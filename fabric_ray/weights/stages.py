@@ -1,0 +1,57 @@
+"""The stages of a push as an actor runs them: plain functions, so that any actor will do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabric_ray.plan import ParamMeta, Side
+from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, TargetShare
+from fabric_ray.weights.source import SOURCES
+from fabric_ray.weights.target import TARGETS, WeightTarget
+
+
+def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
+    return SOURCES.get(name).meta()
+
+
+def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:
+    SOURCES.get(name).accept(share, timeout=timeout)
+
+
+def source_push(
+    _: Any, name: str, session: str, version: int, arms: list[Arm], digest: bool, timeout: float
+) -> Sent:
+    return SOURCES.get(name).push(session, version, arms, digest=digest, timeout=timeout)
+
+
+def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
+    target = TARGETS.get(name)
+    return target.rank, target.side, target.address()
+
+
+def target_accept(_: Any, name: str, share: TargetShare) -> Arm:
+    return TARGETS.get(name).accept(share)
+
+
+def target_begin(_: Any, name: str, session: str) -> None:
+    _target(name, session).begin()
+
+
+def target_confirm(
+    _: Any, name: str, session: str, version: int, timeout: float, digest: int | None
+) -> tuple[Span, ...]:
+    return _target(name, session).confirm(version, timeout=timeout, digest=digest)
+
+
+def target_commit(_: Any, name: str, session: str, version: int) -> Arm:
+    return _target(name, session).commit(version)
+
+
+def target_abort(_: Any, name: str, session: str) -> Arm:
+    return _target(name, session).abort()
+
+
+def _target(name: str, session: str) -> WeightTarget:
+    target = TARGETS.get(name)
+    target.check_session(session)
+    return target

@@ -1,0 +1,53 @@
+"""Temporary memory of a push: never more than the watermark, never two uses of one byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.weights.watermark import ALIGN, places
+
+SIZES = st.lists(st.integers(0, 4096), max_size=60)
+
+
+@given(SIZES, st.integers(4096, 20_000))
+def test_steps_that_may_be_under_way_together_share_no_byte(
+    sizes: list[int], watermark: int
+) -> None:
+    placed = places(sizes, watermark)
+    for step, (size, place) in enumerate(zip(sizes, placed, strict=True)):
+        assert 0 <= place.offset <= watermark - size
+        assert place.offset % ALIGN == 0
+        assert place.after < step
+        for other in range(place.after + 1, step):
+            first, last = placed[other].offset, placed[other].offset + sizes[other]
+            apart = last <= place.offset or place.offset + size <= first
+            assert apart or not size or not sizes[other]
+
+
+@given(SIZES, st.integers(4096, 20_000))
+def test_whoever_waits_waits_in_order(sizes: list[int], watermark: int) -> None:
+    waits = [p.after for p, size in zip(places(sizes, watermark), sizes, strict=True) if size]
+    assert waits == sorted(waits)
+
+
+def test_a_ring_that_takes_all_waits_for_nobody() -> None:
+    assert [p.after for p in places([256] * 8, 2048)] == [-1] * 8
+
+
+def test_a_ring_is_used_to_its_end_before_it_is_used_again() -> None:
+    assert [(p.offset, p.after) for p in places([512] * 6, 1024)] == [
+        (0, -1),
+        (512, -1),
+        (0, 0),
+        (512, 1),
+        (0, 2),
+        (512, 3),
+    ]
+
+
+def test_a_step_larger_than_the_watermark_is_refused_in_words() -> None:
+    with pytest.raises(InvalidArgument, match=r"step 1 needs 2048 bytes .* raise the watermark"):
+        places([256, 2048], 1024)
