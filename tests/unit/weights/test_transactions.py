@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights.report import Sent
+from tests.chaos.faults import reset_sockets
 from tests.unit.weights.local_sync import Fault, LocalSync
 
 STEPS = {
@@ -97,3 +100,16 @@ def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
     with pytest.raises(WeightSyncError, match="not after 1"):
         target.commit(1)
     assert target.version == 1
+
+
+def test_connections_that_end_between_two_pushes_fail_no_version(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    broken = 0
+    while reset_sockets(os.getpid(), 0, "shm"):
+        broken += 1
+    assert broken
+    time.sleep(0.2)  # long enough for all to hear of it
+    sync.push()
+    assert [target.version for target in sync.targets] == [2, 2]
