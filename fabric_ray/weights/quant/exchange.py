@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fabric_ray.engine import Batch, CounterRef, Peer, RegionDescriptor, TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.engine import Batch, CounterRef, Peer, RegionDescriptor, Transfer, TransferEngine
+from fabric_ray.errors import FabricError, InvalidArgument, TransferTimeout
 from fabric_ray.weights.quant.edges import RankEdges
 from fabric_ray.weights.quant.errors import ExchangeFailed
 
@@ -65,6 +65,7 @@ class EdgeExchange:
         self._counters = (engine.counter(), engine.counter())
         self._peers: dict[int, Peer] = {}
         self._batches: list[Batch] = []
+        self._expected: Transfer | None = None
         self._rounds = 0
         self._broken: str | None = "isn't connected"
 
@@ -128,25 +129,32 @@ class EdgeExchange:
         if not self._peers:
             return
         parity, self._rounds = self._rounds % 2, self._rounds + 1
-        self._broken = "has failed"  # unless this ends well
         self._fill(parity, version, maxima)
         try:
             self._move(parity, timeout)
-        except FabricError as cause:
+        except BaseException as cause:
+            self._end("has failed")
+            if not isinstance(cause, FabricError):
+                raise
             raise self._failure(version, parity, cause) from cause
         if self._late(version, parity):
+            self._end("has failed")
             raise self._failure(version, parity, None)
         for rank, places in self._edges.receives.items():
             _, theirs = self._slot(self._incoming_at(rank, parity), len(places))
             at = torch.from_numpy(places)
             maxima[at] = torch.maximum(maxima[at], torch.from_numpy(theirs.copy()))
-        self._broken = None
 
     def close(self) -> None:
-        """Ends it; the memory goes when no partner can reach it any more."""
-        self._broken = "is closed"
-        self._batches.clear()
+        """Ends it, and a :meth:`run` in another thread. Partners find out when they write; the
+        memory goes when none of them can reach it any more."""
+        self._end("is closed")
+
+    def _end(self, why: str) -> None:
+        self._broken = self._broken or why
         self._region.revoke()
+        if self._expected is not None:
+            self._expected.cancel()
 
     def _fill(self, parity: int, version: int, maxima: Tensor) -> None:
         for rank in self._peers:
@@ -159,12 +167,14 @@ class EdgeExchange:
         """Writes to all partners and waits until all have written."""
         sent = self._engine.submit(self._batches[parity], timeout=timeout)
         peers = list(self._peers.values())
-        self._counters[parity].wait(len(peers), writers=peers, timeout=timeout)
-        sent.wait()
+        counter = self._counters[parity]
+        self._expected = counter.expect(len(peers), writers=peers, timeout=timeout)
+        sent.wait()  # first: what is refused tells at once that a partner has ended its exchange
+        self._expected.wait()
 
     def _failure(self, version: int, parity: int, cause: FabricError | None) -> ExchangeFailed:
-        lost = getattr(cause, "peer", None)
-        named = [rank for rank, peer in self._peers.items() if lost in (peer.label, peer.id)]
+        told = "" if isinstance(cause, TransferTimeout) else str(cause)
+        named = [rank for rank, peer in self._peers.items() if peer.label in told]
         late = self._late(version, parity)
         ranks = tuple(named or late or self._peers)
         at = {rank: self._version_of(rank, parity) for rank in late}
