@@ -24,7 +24,7 @@ from fabric_ray.plan.types import (
     Stack,
     Tensor,
 )
-from fabric_ray.weights.families.errors import InvalidRanks
+from fabric_ray.weights.families.errors import IncompleteFamily, InvalidRanks
 from fabric_ray.weights.families.matching import Match, match
 from fabric_ray.weights.families.placing import Grid, fuse, local_shape
 from fabric_ray.weights.families.rules import Family
@@ -120,6 +120,7 @@ class _Engine:
             )
         self.shapes = parameter_shapes(config)
         self.matches = match(self.family, self.shapes)
+        _stacked_only(self.family, self.matches)
         check_shares(config, self.family, self.matches, self.shapes, tp=tp, ep=ep, dp=dp)
         self.grid = self._rows(tp)
         self.expert_grid = self._rows(self.size)
@@ -170,3 +171,14 @@ class _Engine:
         dtype = self._dtype(found)
         tensors = [Tensor(name, self.shapes[name], dtype) for name in found.members[expert]]
         return fuse(self.config, found.rule, tensors, grid)
+
+
+def _stacked_only(family: Family, matches: Sequence[Match]) -> None:
+    for found in matches:
+        if "{expert}" in found.container:
+            raise IncompleteFamily(
+                f"family {family.name} gives each expert a container ({found.container}), and "
+                "engines stack them; take {expert} out of the container's name",
+                family=family.name,
+                parameter=found.members[0][0],
+            )

@@ -153,6 +153,18 @@ def test_a_parameter_goes_to_the_first_rule_that_finds_all_it_needs():
         container(alone, beside)
 
 
+def test_a_table_that_gives_each_expert_a_container_is_none_of_an_engine():
+    table = FAMILIES["qwen3_moe"]
+    rules = tuple(
+        msgspec.structs.replace(
+            rule, container=rule.container.replace("experts.", "experts.{expert}.")
+        )
+        for rule in table.rules
+    )
+    with pytest.raises(IncompleteFamily, match=r"layers\.0\.mlp\.experts\.\{expert\}.*stack them"):
+        target_side(SMALL["qwen3_moe"], tp=1, family=Family("mine", rules))
+
+
 def test_every_refusal_is_a_family_error():
     for kind in (IncompleteFamily, Indivisible, InvalidRanks, UnknownFamily):
         assert issubclass(kind, FamilyError)
