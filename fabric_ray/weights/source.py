@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -12,8 +13,9 @@ import msgspec
 from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale
-from fabric_ray.plan import Copy, ParamMeta, Plan
+from fabric_ray.plan import Copy, ParamMeta, Plan, Side
 from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.weights.local import check_local
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, LinkReport, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
@@ -30,6 +32,9 @@ class WeightSource:
     Args:
         tensors: a module, or parameters by name; DTensors and plain tensors, in host memory.
         rank: this trainer's place among the trainers: its index in ``WeightSync(trainers=...)``.
+        side: what all trainers hold, where tensors can't tell (Megatron's, see
+            :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then plain, this
+            rank's part, under the names of the side's containers. All trainers are given the same.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
 
@@ -42,6 +47,7 @@ class WeightSource:
         tensors: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         rank: int,
+        side: Side | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
     ) -> None:
@@ -61,7 +67,10 @@ class WeightSource:
                     f"parameter `{param}` is on {tensor.device}, and weights are pushed "
                     "from host memory so far; give a copy on the host"
                 )
+        if side is not None and rank not in side.ranks:
+            raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
         self.rank = rank
+        self.side = side
         self.name = name
         self._engine = engine or process_engine()
         self._layouts: dict[str, _Layout] = {}
@@ -71,21 +80,32 @@ class WeightSource:
         self._routes: dict[bytes, tuple[Batch, Digest]] = {}
         SOURCES.add(name, self)
 
-    def meta(self) -> tuple[int, list[ParamMeta], bytes]:
-        """What the controller gathers: rank, shards, and where the engine is."""
+    def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
+        """What the controller gathers: rank, shards (or the digest of the side that this source was
+        given), and where the engine is."""
         self._refresh()
         self._layouts = {param: _layout(tensor) for param, tensor in self._tensors.items()}
+        address = self._engine.address.to_bytes()
+        if self.side is not None:
+            encoded = msgspec.msgpack.encode(self.side)
+            return self.rank, blake2b(encoded, digest_size=16).digest(), address
         metas = [
             param_meta(param, tensor, rank=self.rank)
             for param, tensor in self._tensors.items()
             if tensor.numel()
         ]
-        return self.rank, metas, self._engine.address.to_bytes()
+        return self.rank, metas, address
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
         """Takes this rank's part of the routing table, connects to its rollouts, and has everything
-        ready that the first push would otherwise wait for."""
+        ready that the first push would otherwise wait for.
+
+        Raises:
+            InvalidArgument: this rank's tensors aren't what the side that it was given says.
+        """
         plan = Plan.from_bytes(share.plan)
+        if self.side is not None:
+            check_local(self._tensors, plan.local_containers("source", self.rank), self.rank)
         by_target: dict[int, list[Copy]] = defaultdict(list)
         for copy in plan.for_source(self.rank):
             by_target[copy.peer].append(copy)

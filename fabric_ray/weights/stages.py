@@ -10,8 +10,12 @@ from fabric_ray.weights.source import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
 
-def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
+def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta] | bytes, bytes]:
     return SOURCES.get(name).meta()
+
+
+def source_side(_: Any, name: str) -> Side | None:
+    return SOURCES.get(name).side
 
 
 def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.plan import Plan, plan, side_from_param_meta
+from fabric_ray.plan import ParamMeta, Plan, Side, plan, side_from_param_meta
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls, RayCalls, Unanswered
 from fabric_ray.weights.report import (
@@ -92,7 +92,7 @@ class WeightSync:
         clock.lap("gather")
         _in_order("trainer", [rank for rank, _, _ in metas])
         _in_order("rollout", [rank for rank, _, _ in targets])
-        source = side_from_param_meta({rank: reports for rank, reports, _ in metas})
+        source = self._source_side([said for _, said, _ in metas])
         sides = [side for _, side, _ in targets]
         for rank, side in enumerate(sides):
             if side != sides[0]:
@@ -210,6 +210,26 @@ class WeightSync:
     def explain(self, tensor_or_container: str | None = None) -> str:
         """The routing table in words."""
         return self.plan.explain(tensor_or_container)
+
+    def _source_side(self, said: list[list[ParamMeta] | bytes]) -> Side:
+        """What trainers hold: by what each reports, or by the side that all of them were given."""
+        reports = {rank: word for rank, word in enumerate(said) if not isinstance(word, bytes)}
+        if len(reports) == len(said):
+            return side_from_param_meta(reports)
+        for rank, digest in enumerate(said):
+            if digest != said[0]:
+                raise InvalidArgument(
+                    f"trainer {rank} was given another side than trainer 0, or none; give all of "
+                    "them the same side"
+                )
+        first = self._trainers[:1]
+        side: Side = self._all("trainer", first, stages.source_side, "send its side")[0]
+        if sorted(side.ranks) != list(range(len(said))):
+            raise InvalidArgument(
+                f"the trainers' side has ranks {side.ranks}, and there are {len(said)} trainers; "
+                "give the side of exactly these trainers"
+            )
+        return side
 
     def _writers(self, routes: Plan, addresses: list[bytes]) -> dict[int, list[bytes]]:
         """The engines that write to each rollout."""
