@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fabric_ray.errors import InvalidArgument
@@ -29,7 +29,7 @@ def check_local(
                 "side of this model and these parallel sizes, and all of the rank's parameters"
             )
         container, tensor = expected[name], tensors[name]
-        found, wanted = _told(tensor), f"{container.dtype} {list(container.shape)}"
+        found, wanted = told(tensor.dtype, tensor.shape), told(container.dtype, container.shape)
         if found != wanted:
             raise InvalidArgument(
                 f"`{name}` of rank {rank} is {found} here and {wanted} by the side; give the side "
@@ -43,8 +43,9 @@ def check_local(
             )
 
 
-def _told(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def told(dtype: object, shape: Iterable[int]) -> str:
+    """A tensor in a word, for errors."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:
