@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Side
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import Unanswered
 from fabric_ray.weights.families import post_load, target_side
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import Parallel, megatron_side
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import LAID_OUT
 from tests.unit.trainers.megatron_rules import Rank, Sizes
+from tests.unit.weights.local_sync import InProcess
 
 CONFIG = LAID_OUT["deepseek_v3"]
 SIZES = Sizes(tp=2, pp=2, ep=2)
@@ -33,28 +32,6 @@ def held(rank: int) -> Tensors:
     return Rank(
         CONFIG, FULL, SIZES, rank, stages=[2, 2], te=True, grouped=True, vocab_multiple=128
     ).tensors()
-
-
-class Here:
-    """Calls within this process: an actor is the name of its source or target."""
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def ask(
-        self,
-        actors: Sequence[str],
-        function: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        timeout: float,
-    ) -> list[Any]:
-        answers: list[Any] = []
-        for who, (_, *rest) in zip(actors, args, strict=True):
-            try:
-                answers.append(function(None, who, *rest))
-            except FabricError as error:
-                answers.append(Unanswered(str(error)))
-        return answers
 
 
 @pytest.fixture
@@ -79,7 +56,7 @@ def open_sync() -> Iterator[Callable[..., WeightSync]]:
         target = target_side(CONFIG, tp=TP)
         for i, who in enumerate(rollouts):
             parts.append(WeightTarget(target, rank=i, name=who, engine=engine(who)))
-        return WeightSync(trainers, rollouts, digest=True, timeout=5.0, calls=Here())
+        return WeightSync(trainers, rollouts, digest=True, timeout=5.0, calls=InProcess())
 
     open_.targets = lambda: [p for p in parts if isinstance(p, WeightTarget)]  # type: ignore[attr-defined]
     yield open_
