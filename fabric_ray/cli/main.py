@@ -1,4 +1,4 @@
-"""``fabric-ray``: demos and the topology."""
+"""``fabric-ray``: demos, plans, and what this machine can do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from fabric_ray import __version__
-from fabric_ray.cli import demo, doctor, topo
+from fabric_ray.cli import demo, doctor, plan, topo
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(demo.app, name="demo")
 app.command(name="doctor")(doctor.doctor)
+app.command(name="plan")(plan.plan)
 app.command(name="topo")(topo.topo)
 
 

@@ -6,14 +6,14 @@ of its layout; a :class:`WeightSync` on the driver (or in any actor) plans once 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span
-from fabric_ray.weights.source import WeightSource
-from fabric_ray.weights.target import WeightTarget
-
 if TYPE_CHECKING:
+    from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span
+    from fabric_ray.weights.source import WeightSource
     from fabric_ray.weights.sync import WeightSync
+    from fabric_ray.weights.target import WeightTarget
 
 __all__ = [
     "ConnectReport",
@@ -25,11 +25,11 @@ __all__ = [
     "WeightTarget",
 ]
 
+_MODULES = {"WeightSource": "source", "WeightSync": "sync", "WeightTarget": "target"}
+
 
 def __getattr__(name: str) -> Any:
-    # Only the controller needs Ray, which takes seconds to import.
-    if name == "WeightSync":
-        from fabric_ray.weights.sync import WeightSync
-
-        return WeightSync
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Layouts need no torch and only the controller needs Ray; both take seconds to import.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'report')}"), name)

@@ -5,7 +5,11 @@
 of blocks that lie on several ranks.
 """
 
-from fabric_ray.weights.quant.arithmetic import quantise
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fabric_ray.weights.quant.edges import Edges, RankEdges
 from fabric_ray.weights.quant.errors import (
     ExchangeFailed,
@@ -14,11 +18,14 @@ from fabric_ray.weights.quant.errors import (
     UnalignedBlocks,
     UnsupportedFormat,
 )
-from fabric_ray.weights.quant.exchange import EdgeExchange, Invitation
 from fabric_ray.weights.quant.formats import Cast, Format, Formats, Fp8, Int8
 from fabric_ray.weights.quant.layout import quantised_source, quantised_target
-from fabric_ray.weights.quant.shards import Preparation, RankQuantiser
 from fabric_ray.weights.quant.tables import QUANTISED, linear_formats
+
+if TYPE_CHECKING:
+    from fabric_ray.weights.quant.arithmetic import quantise
+    from fabric_ray.weights.quant.exchange import EdgeExchange, Invitation
+    from fabric_ray.weights.quant.shards import Preparation, RankQuantiser
 
 __all__ = [
     "QUANTISED",
@@ -43,3 +50,18 @@ __all__ = [
     "quantised_source",
     "quantised_target",
 ]
+
+_MODULES = {
+    "EdgeExchange": "exchange",
+    "Invitation": "exchange",
+    "Preparation": "shards",
+    "RankQuantiser": "shards",
+    "quantise": "arithmetic",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # What computes needs torch, which takes seconds to import; layouts don't.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import msgspec
@@ -92,6 +92,15 @@ class Edges:
                 known[key] = _exchanged(shape, block, tuple(parts))
             if known[key]:
                 self._forms[name] = known[key]
+
+    def sizes(self) -> dict[int, int]:
+        """Elements of the vectors of all ranks that have edge blocks."""
+        sizes: Counter[int] = Counter()
+        forms = {id(form): form for form in self._forms.values()}
+        for which, times in Counter(map(id, self._forms.values())).items():
+            for rank, edges in forms[which].items():
+                sizes[rank] += times * len(edges.blocks)
+        return dict(sizes)
 
     def of_rank(self, rank: int) -> RankEdges:
         """What one rank sends and gets; empty where all its blocks are whole."""

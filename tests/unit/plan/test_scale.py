@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.plan import PAPER, measure
 from fabric_ray.plan import DType, ParamMeta, Shard, side_from_param_meta
 
-ROOT = Path(__file__).parents[3]
 
-
-@pytest.mark.parametrize("experts", ["stacked", "named"])
-def test_kimi_k2_is_planned_in_seconds_and_evenly(experts):
-    options = ["--model", "kimi-k2", "--experts", experts, "--json"]
-    command = [sys.executable, "-m", "benchmarks.plan", *options]
-    result = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [
+        # Bytes of 128 ranks: attention and shared experts on each, one of 32 parts of the experts.
+        ("bfloat16", 11_118_379_532_288),
+        ("fp8:128x128", 5_882_391_015_424),
+    ],
+)
+def test_kimi_k2_is_planned_in_seconds_and_evenly(dtype: str, nbytes: int) -> None:
+    (case,) = (c for c in PAPER if (c.model, c.dtype) == ("kimi-k2", dtype))
+    result = measure(case)
     # One thread plans: this is the time it takes where nothing else runs.
-    assert result["cpu_seconds_plan"] < 10
-    assert result["peak_bytes"] < 2 << 30
-    assert result["serialised_bytes"] < 50 << 20
-    assert result["sender_max_over_mean"] < 1.05
-    assert result["receiver_max_over_mean"] < 1.05
-    # Bytes of 128 ranks: attention and shared experts on each, one of 32 parts of the experts.
-    assert result["bytes"] == 11_118_379_532_288
+    assert result["spent"]["plan"]["cpu_seconds"] < 10
+    assert result["peak_nbytes"] < 1e9
+    assert result["encoded_nbytes"] < 50e6
+    assert result["balance"]["sender_imbalance"] < 1.05
+    assert result["balance"]["receiver_imbalance"] < 1.05
+    assert result["balance"]["nbytes"] == nbytes
 
 
 def test_a_hundred_thousand_reports_are_merged_in_seconds():

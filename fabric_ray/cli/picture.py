@@ -1,0 +1,75 @@
+"""A plan as a picture: who sends how much to whom."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric_ray.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from fabric_ray.plan import Plan
+
+KINDS = (".svg", ".png", ".html")
+
+
+def check_picture(path: Path) -> None:
+    """That such a picture can be drawn.
+
+    Raises:
+        InvalidArgument: the name ends in none of :data:`KINDS`, its directory is missing, or
+            matplotlib is.
+    """
+    if path.suffix not in KINDS:
+        raise InvalidArgument(f"--picture {path}: give a name that ends in {', '.join(KINDS)}")
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"--picture {path}: {path.parent} is no directory; make it first")
+    if find_spec("matplotlib") is None:
+        raise InvalidArgument(
+            "--picture needs matplotlib, which isn't installed; run: pip install 'fabric-ray[ray]'"
+        )
+
+
+def draw(plan: Plan, title: str, path: Path) -> None:
+    """Writes the heat map of a plan: trainers from top to bottom, rollouts from left to right."""
+    kind = "png" if path.suffix == ".png" else "svg"
+    image = _heat_map(matrix(plan), title, kind)
+    if path.suffix == ".html":
+        body = image.decode()
+        head = f"<!doctype html>\n<title>{escape(title)}</title>\n"
+        image = (head + body[body.index("<svg") :]).encode()
+    path.write_bytes(image)
+
+
+def matrix(plan: Plan) -> npt.NDArray[np.float64]:
+    """``[trainers, rollouts]``: bytes from one to the other."""
+    rows = {rank: at for at, rank in enumerate(plan.ranks("source"))}
+    columns = {rank: at for at, rank in enumerate(plan.ranks("target"))}
+    matrix = np.zeros((len(rows), len(columns)))
+    for link in plan.links():
+        matrix[rows[link.src], columns[link.dst]] = link.nbytes
+    return matrix
+
+
+def _heat_map(matrix: npt.NDArray[np.float64], title: str, kind: str) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    axes = figure.subplots()
+    scale = max(matrix.max(), 1.0)
+    unit, name = next(u for u in ((1e9, "GB"), (1e6, "MB"), (1.0, "bytes")) if scale >= u[0])
+    # What exchanges nothing stays white.
+    shown = np.ma.masked_equal(matrix, 0) / unit
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+    figure.colorbar(image, label=f"{name} from trainer to rollout")
+    axes.set(xlabel="rollout rank", ylabel="trainer rank")
+    axes.set_title(title, fontsize=10, parse_math=False)
+    out = BytesIO()
+    figure.savefig(out, format=kind, dpi=150)
+    return out.getvalue()

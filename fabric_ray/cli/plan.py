@@ -1,0 +1,145 @@
+"""``fabric-ray plan``: what a weight push would be, before anybody owns the cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fabric_ray.cli import words
+from fabric_ray.cli.picture import check_picture, draw
+from fabric_ray.errors import FabricError
+from fabric_ray.models.presets import PRESETS
+from fabric_ray.weights.forecast import Forecast, Push, forecast
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help=f"{', '.join(PRESETS)}, or the path of a config.json.")
+    ],
+    trainer: Annotated[
+        str,
+        typer.Option(help="fsdp=16,pp=2,ep=8 or megatron:tp=8,pp=8,cp=4,ep=32,etp=1."),
+    ],
+    rollout: Annotated[
+        str, typer.Option(help="tp=8,ep=8,engines=4; dp=: data-parallel attention.")
+    ],
+    dtype: Annotated[
+        str,
+        typer.Option(help="On rollouts: bfloat16, fp8:128x128, fp8:64x64, fp8:channel, int8, ..."),
+    ] = "bfloat16",
+    nic: Annotated[float, typer.Option(help="Gb/s of each rank's NIC.", min=1e-3)] = 400.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Who sends how much to whom: FILE.svg, .png or .html.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="Who sends which box of this container or tensor.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Explain what this rollout receives.")] = None,
+) -> None:
+    """What a weight push of a model would be: bytes, balance, the floor of its time.
+
+    Nothing is allocated and nothing is sent.
+    """
+    try:
+        if picture is not None:
+            check_picture(picture)
+        config = words.model(model)
+        push = Push(
+            config, words.trainers(trainer), words.rollouts(rollout), words.formats(dtype, config)
+        )
+        planned, told = forecast(push)
+        explained = None
+        if explain is not None or rank is not None:
+            explained = planned.explain(explain, rank=rank)
+        if picture is not None:
+            draw(planned, f"{model} as {dtype}\n{trainer} to {rollout}", picture)
+    except (FabricError, OSError) as error:
+        typer.echo(f"fabric-ray: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
+        typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))
+        return
+    console = Console()
+    console.print(_table(model, dtype, told, nic))
+    if explained is not None:
+        console.print(explained, markup=False, highlight=False)
+
+
+def summary(told: Forecast, nic: float) -> dict[str, Any]:
+    """What ``--json`` prints of a forecast: its fields, and the floor for NICs of ``nic`` Gb/s."""
+    fields: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    return fields | {
+        "gathered": [],
+        "nic_gbps": nic,
+        "busiest_nbytes": told.busiest_nbytes,
+        "floor_seconds": told.floor_seconds(nic),
+    }
+
+
+def _table(model: str, dtype: str, told: Forecast, nic: float) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for what, value in _rows(model, dtype, told, nic):
+        table.add_row(what, escape(value))
+    return table
+
+
+def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str, str]]:
+    balance = told.balance
+    sent, received = [*balance.sent.values()], [*balance.received.values()]
+    bound = "sending" if max(sent) > max(received) else "receiving"
+    gathered = "nothing; every rank sends from what it holds"
+    if told.exchanged_maxima:
+        gathered = (
+            f"nothing; before a push the busiest trainer shares {told.exchanged_maxima:,} maxima "
+            "of blocks with others"
+        )
+    seconds = sum(spent.seconds for spent in told.spent.values())
+    rows = [
+        ("model", f"{model}, {told.parameters / 1e9:.2f} B parameters, pushed as {dtype}"),
+        ("pushed", f"{_size(balance.nbytes)}, {len(sent)} trainers to {len(received)} rollouts"),
+        ("a rollout receives", _range(received)),
+        ("a trainer sends", _range(sent)),
+        (
+            "busiest over mean",
+            f"senders {balance.sender_imbalance:.3f}, receivers {balance.receiver_imbalance:.3f}, "
+            f"pairs {balance.link_imbalance:.2f} ({told.links:,} pairs)",
+        ),
+        ("floor", f"{told.floor_seconds(nic):.3f} s of {bound}, {nic:g} Gb/s a rank"),
+        ("held by", ", ".join(_held(count, nbytes) for count, nbytes in told.holders.items())),
+        ("gathered", gathered),
+        ("computed after it", ", ".join(told.derived) or "nothing"),
+        ("copies", f"{told.copies:,}, of which {told.copies_stored:,} are stored"),
+        ("plan", f"{_size(told.encoded_nbytes)} encoded, made in {seconds:.1f} s"),
+        ("peak memory", f"{_size(told.peak_nbytes)} of this process"),
+    ]
+    return rows
+
+
+def _held(count: int, nbytes: int) -> str:
+    return f"{count} trainer{'s' * (count > 1)}: {_size(nbytes)}"
+
+
+def _range(nbytes: list[int]) -> str:
+    low, high = _size(min(nbytes)), _size(max(nbytes))
+    if low == high:
+        return low
+    return f"{low} to {high}, {_size(round(fmean(nbytes)))} on average"
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"
