@@ -201,6 +201,19 @@ def test_replicas_exchange_among_themselves() -> None:
     ]  # fmt: skip
 
 
+def test_sizes_of_all_ranks_are_those_of_each() -> None:
+    mesh = Mesh.line(range(4))
+    shapes = {"a": (30, 8), "b": (30, 8), "whole": (32, 8), "wide": (6, 20)}
+    containers = [
+        Container(name, BF16, Leaf(Tensor(name, shape, BF16), mesh, (Shard(0),)))
+        for name, shape in shapes.items()
+    ]
+    edges = Edges(Side.of(4, containers), {"*": Fp8((4, 4))})
+    sizes = [edges.of_rank(rank).size for rank in range(4)]
+    assert [edges.sizes().get(rank, 0) for rank in range(4)] == sizes
+    assert len(set(sizes)) > 1
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that tensors made by operations take at a time."""
 
