@@ -105,7 +105,7 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
             f"nothing; before a push the busiest trainer shares {told.exchanged_maxima:,} maxima "
             "of blocks with others"
         )
-    seconds = sum(spent.seconds for spent in told.spent.values())
+    took = ", ".join(f"{what} {spent.cpu_seconds:.1f}" for what, spent in told.spent.items())
     rows = [
         ("model", f"{model}, {told.parameters / 1e9:.2f} B parameters, pushed as {dtype}"),
         ("pushed", f"{_size(balance.nbytes)}, {len(sent)} trainers to {len(received)} rollouts"),
@@ -121,7 +121,7 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
         ("gathered", gathered),
         ("computed after it", ", ".join(told.derived) or "nothing"),
         ("copies", f"{told.copies:,}, of which {told.copies_stored:,} are stored"),
-        ("plan", f"{_size(told.encoded_nbytes)} encoded, made in {seconds:.1f} s"),
+        ("plan", f"{_size(told.encoded_nbytes)} encoded; seconds of one core: {took}"),
         ("peak memory", f"{_size(told.peak_nbytes)} of this process"),
     ]
     return rows
