@@ -129,12 +129,12 @@ def test_the_picture_shows_every_link() -> None:
     from fabric_ray.cli.words import model, rollouts, trainers
     from fabric_ray.weights.forecast import Push, forecast
 
-    push = Push(model("llama-3.1-8b"), trainers("fsdp=8"), rollouts("tp=2,engines=4"))
-    plan, told = forecast(push)
+    push = Push(model("llama-3.1-8b"), trainers("fsdp=4,pp=2"), rollouts("tp=2,engines=4"))
+    plan, _ = forecast(push)
     cells = matrix(plan)
-    assert cells.shape == (8, 8)
-    assert dict(enumerate(cells.sum(axis=1))) == told.balance.sent
-    assert dict(enumerate(cells.sum(axis=0))) == told.balance.received
+    links = [[plan.bytes_on_link(src, dst) for dst in range(8)] for src in range(8)]
+    assert cells.tolist() == links
+    assert len({*cells.ravel()}) > 1
 
 
 @pytest.mark.parametrize(
