@@ -113,7 +113,9 @@ class WeightSource:
 
         A rollout that can't be reached is named in the result; the others get their share.
         """
-        if self._share is None or self._share.session != session:
+        if self._share is None:
+            raise Stale("this trainer was given no route (a restart?); call connect() again")
+        if self._share.session != session:
             raise Stale(
                 "another WeightSync has connected to this trainer since; push with that one, or "
                 "call connect() to take over again"
