@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fabric_ray.errors import WeightSyncError
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.report import Sent
 from tests.unit.weights.local_sync import Fault, LocalSync
 
@@ -97,3 +97,12 @@ def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
     with pytest.raises(WeightSyncError, match="not after 1"):
         target.commit(1)
     assert target.version == 1
+
+
+def test_a_rank_that_nobody_holds_is_missed_before_anything_is_planned(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    sync._rollouts.pop()
+    with pytest.raises(InvalidArgument, match=r"ranks \(0, 1\), and WeightSync was given 1;"):
+        sync.connect()
