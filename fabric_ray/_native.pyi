@@ -846,6 +846,7 @@ class Engine:
     def _paths(
         self, batch: Batch
     ) -> list[tuple[int, bool, int, str, str, str, str | None, str]]: ...
+    def _rails(self) -> list[tuple[str, str, int, int]]: ...
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
         earlier use, not counted), ``regions`` registered now, and those ``retiring``."""

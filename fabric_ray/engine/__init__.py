@@ -20,7 +20,7 @@ from fabric_ray._native import (
     Watcher,
 )
 from fabric_ray.engine.config import EngineConfig
-from fabric_ray.engine.core import Explanation, Path, Paths, TransferEngine, Verdict
+from fabric_ray.engine.core import Explanation, Path, Paths, Rail, TransferEngine, Verdict
 from fabric_ray.engine.memory import pages
 from fabric_ray.engine.symmetric import SymmetricMemory
 
@@ -38,6 +38,7 @@ __all__ = [
     "Paths",
     "Peer",
     "PeerGroup",
+    "Rail",
     "Region",
     "RegionDescriptor",
     "RemoteRegion",

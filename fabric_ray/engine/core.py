@@ -73,6 +73,19 @@ class Path(msgspec.Struct, frozen=True):
         return f"{self.op}: {self.nbytes} bytes, {ends}: {self.way}"
 
 
+class Rail(msgspec.Struct, frozen=True):
+    """One NIC, or one transport within this host, as an engine may use it now."""
+
+    transport: str
+    device: str
+    """The NIC; empty where there is none."""
+    window: int
+    """Bytes that may be under way over it at a time: less while other processes of this host have
+    work for the same NIC."""
+    under_way: int
+    """Bytes that are under way over it, as far as they are limited."""
+
+
 class Paths(msgspec.Struct, frozen=True):
     """The ways of all pieces of a batch."""
 
@@ -219,6 +232,10 @@ class TransferEngine(_native.Engine):
             return Paths(tuple(Path(*path) for path in self._paths(what)))
         name, transport, verdicts = self._explain(what)
         return Explanation(name, transport, tuple(Verdict(*v) for v in verdicts))
+
+    def rails(self) -> tuple[Rail, ...]:
+        """The ways out of this engine, in the order of its transports and NICs."""
+        return tuple(Rail(*rail) for rail in self._rails())
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, NotQuiesced, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
@@ -115,7 +115,6 @@ class WeightTarget:
         self._views: list[dict[str, torch.Tensor]] = []
         self._live = 0
         self._counter: Counter | None = None
-        self._arrival: Transfer | None = None
         self._prepared: int | None = None
         self._torn = False
         self._hooks: list[Callable[[int], None]] = []
@@ -166,14 +165,18 @@ class WeightTarget:
         """Returns when every byte of ``version`` is here (and its digest is right), see RS-3.
 
         Raises:
-            FabricError: a writer was lost, or the digest differs.
-            TimeoutError: bytes are missing.
+            FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
+                digest differs.
         """
-        if self._arrival is None:
+        if self._counter is None or self._share is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)
         who = f"rollout {self.rank}"
         start = time.time()
-        self._arrival.wait(timeout)
+        # Only now: whom a rollout loses sight of between pushes has nothing to do with a version.
+        arrival = self._counter.expect(
+            self._share.expected_pages, writers=list(self._writers()), timeout=timeout
+        )
+        arrival.wait()
         spans = [Span(who, "arrive", start, time.time())]
         if digest is not None:
             start = time.time()
@@ -232,7 +235,7 @@ class WeightTarget:
     def close(self) -> None:
         """Gives everything back."""
         TARGETS.remove(self.name)
-        self._arrival = self._counter = None
+        self._counter = None
         self._views, self._slabs = [], []
 
     def _lock_out(self) -> None:
@@ -262,10 +265,6 @@ class WeightTarget:
         assert self._share is not None
         slab = self._slabs[self._next]
         self._counter = self._engine.counter()
-        # A version may come in a minute or in a day: only the loss of a writer ends the wait.
-        self._arrival = self._counter.expect(
-            self._share.expected_pages, writers=list(self._writers()), timeout=1e9
-        )
         offsets = [slab.offsets.get(i, -1) for i in range(self._share.container_count)]
         return Arm(
             self.rank,

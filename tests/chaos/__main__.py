@@ -61,9 +61,9 @@ def _show(summary: Summary) -> None:
     for name, count in sorted(summary.results.items()):
         table.add_row(name, str(count))
     console.print(table)
-    if summary.resident:
-        first, last = (b / MIB for b in (summary.resident[0], summary.resident[-1]))
-        console.print(f"memory of the eldest process: {first:.0f} MiB, at last {last:.0f} MiB")
+    if summary.in_use:
+        first, last = (b / MIB for b in (summary.in_use[0], summary.in_use[-1]))
+        console.print(f"memory of the eldest process: {first:.1f} MiB, at last {last:.1f} MiB")
     for note in sorted(summary.notes):
         console.print(f"[yellow]note: {note}")
     for what in summary.broken:

@@ -72,9 +72,27 @@ def _target(fd: str) -> str | None:
         return None  # the directory that was being read
 
 
-def resident() -> int:
-    """Bytes of memory this process occupies, after what is free was given back."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+class _Mallinfo(ctypes.Structure):
+    """What glibc's allocator says of itself (mallinfo2)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def in_use() -> int:
+    """Bytes that this process has allocated and not freed. What the kernel counts as resident is no
+    measure: the allocator keeps freed memory that lies between other memory."""
+    gc.collect()
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:  # not glibc, or one before 2.33
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    ask.restype = _Mallinfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)

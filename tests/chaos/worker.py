@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fabric_ray import EngineAddress, TransferEngine
-from tests.chaos.belongings import Belongings, full_disk, resident, spill_folder
+from tests.chaos.belongings import Belongings, full_disk, in_use, spill_folder
 from tests.chaos.draw import PEER_TIMEOUT, Round
 from tests.chaos.places import Place, Spill
 from tests.chaos.reports import Ended, Opened
@@ -72,9 +72,9 @@ class Worker:
         deadline = time.monotonic() + 8.0
         while more := Belongings().more_than(self.before):
             if time.monotonic() > deadline:
-                return [*wrong, f"leak: after its engine was closed, {more}"], resident()
+                return [*wrong, f"leak: after its engine was closed, {more}"], in_use()
             time.sleep(0.02)
-        return wrong, resident()
+        return wrong, in_use()
 
     def _forget(self) -> None:
         self.places, self.sources, self.counters = {}, {}, {}

@@ -36,17 +36,17 @@ class Summary:
     results: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
-    resident: list[int] = field(default_factory=list)
+    in_use: list[int] = field(default_factory=list)
     """Bytes of the process that lives longest, each time its engine was closed."""
 
     def leak(self) -> str | None:
         """Whether memory grows: the last third beside the one before. The first warms up."""
-        third = len(self.resident) // 3
+        third = len(self.in_use) // 3
         if third < 3:
             return None
-        middle = sorted(self.resident[-2 * third : -third])[third // 2]
-        last = sorted(self.resident[-third:])[third // 2]
-        if last - middle > max(8 * MIB, middle // 20):
+        middle = sorted(self.in_use[-2 * third : -third])[third // 2]
+        last = sorted(self.in_use[-third:])[third // 2]
+        if last - middle > max(MIB, middle // 100):
             return f"leak: w{ELDER} grew from {middle // MIB} to {last // MIB} MiB"
         return None
 
@@ -181,12 +181,12 @@ class World:
                 self.summary.broken.append(f"{self._transport} round {number}: close: {said!r}")
                 self._crew.mates[rank].kill()
                 continue
-            wrong, resident = said
+            wrong, held = said
             self.summary.broken += [
                 f"{self._transport} seed {self._seed} up to round {number}: w{rank}: {w}"
                 for w in wrong
             ]
             if rank == ELDER:
-                self.summary.resident.append(resident)
+                self.summary.in_use.append(held)
         self._opened.clear()
         self._reached = 0

@@ -21,7 +21,7 @@ pub mod transport;
 mod wake;
 
 pub use engine::{
-    Counter, Delivery, Explanation, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet,
+    Counter, Delivery, Explanation, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet, Rail,
     Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats, Submit,
     TransferEngine, Transports, Watcher, Way,
 };

@@ -383,6 +383,8 @@ def test_the_transport_is_visible_everywhere(open_engine: Callable[..., Transfer
         assert {v.transport: v.chosen for v in explanation.verdicts}[transport]
         assert all(v.reason for v in explanation.verdicts)
     assert "not shm" in str(a.explain(a.peer(c.address)))
+    assert {rail.transport for rail in a.rails()} >= {"shm", "tcp"}
+    assert all(0 <= rail.under_way < rail.window for rail in a.rails())
 
 
 def test_a_drained_engine_ends_what_it_has_begun_and_takes_nothing_new(pair: Pair) -> None:

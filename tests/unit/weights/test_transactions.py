@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.report import Sent
+from tests.chaos.faults import reset_sockets
 from tests.unit.weights.local_sync import Fault, LocalSync
 
 STEPS = {
@@ -106,3 +109,16 @@ def test_a_rank_that_nobody_holds_is_missed_before_anything_is_planned(
     sync._rollouts.pop()
     with pytest.raises(InvalidArgument, match=r"ranks \(0, 1\), and WeightSync was given 1;"):
         sync.connect()
+
+
+def test_connections_that_end_between_two_pushes_fail_no_version(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    broken = 0
+    while reset_sockets(os.getpid(), 0, "shm"):
+        broken += 1
+    assert broken
+    time.sleep(0.2)  # long enough for all to hear of it
+    sync.push()
+    assert [target.version for target in sync.targets] == [2, 2]

@@ -361,6 +361,11 @@ impl Group {
         self.ledger.set_window(rail, bytes);
     }
 
+    /// What may be under way over a rail, and what is; bytes.
+    pub fn use_of(&self, rail: usize) -> (u64, u64) {
+        (self.ledger.window(rail), self.ledger.under_way(rail).total())
+    }
+
     /// How far a rail is from the memory that the engine serves.
     pub fn place(&mut self, rail: usize, tier: Tier) {
         self.ledger.set_tier(rail, tier);

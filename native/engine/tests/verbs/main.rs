@@ -7,4 +7,5 @@ mod limits;
 mod peers;
 mod rails;
 mod registrations;
+mod shares;
 mod world;

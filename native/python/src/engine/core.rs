@@ -512,6 +512,13 @@ impl Engine {
         Ok(paths.into_iter().map(tuple).collect())
     }
 
+    /// Of each rail: `(transport, device, window, under_way)`
+    fn _rails(&self, py: Python<'_>) -> Vec<(&'static str, String, u64, u64)> {
+        let rails = py.detach(|| self.engine.rails());
+        let tuple = |r: fe::Rail| (r.transport.name(), r.device, r.window, r.under_way);
+        rails.into_iter().map(tuple).collect()
+    }
+
     /// Counts since the engine was opened.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let s = self.engine.stats();

@@ -1,0 +1,89 @@
+//! Several processes of a host with work for one NIC.
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use fabric_engine::{Handle, Region, RemoteRegion, TransferEngine};
+
+use crate::world::{engine, filled, import, wait, write, Side, LONG};
+
+const BYTES: usize = 32 << 20;
+/// Far more than any window takes.
+const QUEUED: usize = 64;
+
+fn backlog(at: &TransferEngine, src: &Region, there: &RemoteRegion) -> Vec<Handle> {
+    (0..QUEUED).map(|_| write(at, src, there, BYTES as u64, None)).collect()
+}
+
+/// Not a test of its own: a process that has work for the same NIC until its input ends.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn is_a_neighbour() {
+    let Ok(descriptor) = std::env::var("FABRIC_TEST_NEIGHBOUR") else { return };
+    let byte = |i: usize| u8::from_str_radix(&descriptor[i..i + 2], 16).unwrap();
+    let descriptor: Vec<u8> = (0..descriptor.len()).step_by(2).map(byte).collect();
+    let a = engine(Side::A);
+    let (src, there) = (filled(&a, BYTES, 2), import(&a, &descriptor));
+    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let _work = backlog(&a, &src, &there);
+    println!("\nworks");
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+struct Neighbour(Child);
+
+impl Neighbour {
+    fn start(of: &Region) -> Self {
+        let bytes = of.descriptor().to_bytes();
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "--nocapture", "shares::is_a_neighbour"])
+            .env("FABRIC_TEST_NEIGHBOUR", hex)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|l| l.is_ok_and(|l| l == "works")), "it has ended");
+        Self(child)
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn until(what: &str, at: &TransferEngine, reached: impl Fn(u64) -> bool) {
+    let start = Instant::now();
+    while !reached(at.rails()[0].window) {
+        assert!(start.elapsed() < LONG, "{what}: {:?}", at.rails());
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+/// Two processes with more work than a NIC takes have half of it each, and whoever is killed leaves its
+/// half to the other.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn processes_share_a_nic_and_a_dead_one_has_no_share() {
+    let (a, b) = (engine(Side::A), engine(Side::B));
+    let (ours, theirs) = (b.alloc(BYTES as u64).unwrap(), b.alloc(BYTES as u64).unwrap());
+    let (src, there) = (filled(&a, BYTES, 1), import(&a, &ours.descriptor().to_bytes()));
+    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let whole = a.rails()[0].window;
+    let work = backlog(&a, &src, &there);
+    let neighbour = Neighbour::start(&theirs);
+    until("half of it is the neighbour's", &a, |window| window <= whole / 2);
+    let share = a.rails()[0].window;
+    assert!(share >= whole / 2 - (64 << 10), "{share} of {whole}");
+    drop(neighbour);
+    until("the neighbour's half comes back", &a, |window| window == whole);
+    assert!(work.iter().any(|w| !w.is_done()), "there was too little work to tell");
+    a.close();
+}
