@@ -5,12 +5,15 @@ This package imports no torch; its modules ``transformer``, ``checkpoint``, ``bo
 """
 
 from fabric_ray.models.config import (
+    COMPUTED,
     KINDS,
     Kind,
+    Latent,
     Llama3Scaling,
     ModelConfig,
     Moe,
     Rope,
+    parameter_dtype,
     parameter_shapes,
 )
 from fabric_ray.models.demo import demo_config
@@ -18,10 +21,12 @@ from fabric_ray.models.errors import CheckpointError, InvalidConfig, ModelError,
 from fabric_ray.models.hf import config_from_hf, config_to_hf, read_config
 
 __all__ = [
+    "COMPUTED",
     "KINDS",
     "CheckpointError",
     "InvalidConfig",
     "Kind",
+    "Latent",
     "Llama3Scaling",
     "ModelConfig",
     "ModelError",
@@ -31,6 +36,7 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "demo_config",
+    "parameter_dtype",
     "parameter_shapes",
     "read_config",
 ]

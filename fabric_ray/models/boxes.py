@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fabric_ray.models.config import ModelConfig, parameter_shapes
+from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
 
 Box = tuple[slice, ...]
 """One slice with bounds and without step per dimension."""
@@ -32,8 +32,8 @@ class InitialWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, std: float = 0.02) -> None:
+        self._config = config
         self._shapes = parameter_shapes(config)
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._seed = seed
         self._std = std
 
@@ -44,10 +44,11 @@ class InitialWeights(Mapping[str, Tensor]):
         """A part of a parameter; little more of it is made than its rows."""
         rows, *rest = box
         shape = (rows.stop - rows.start, *self._shapes[name][1:])
-        out = torch.empty(shape, dtype=self._dtype)
+        dtype: torch.dtype = getattr(torch, parameter_dtype(self._config, name))
+        out = torch.empty(shape, dtype=dtype)
         if name.endswith("norm.weight"):
             out.fill_(1)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             out.fill_(0)
         else:
             self._fill(out, name, rows.start)

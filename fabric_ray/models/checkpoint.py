@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fabric_ray.models.boxes import Box
-from fabric_ray.models.config import ModelConfig, Shape, parameter_shapes
+from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
 from fabric_ray.models.errors import CheckpointError
 from fabric_ray.models.hf import CONFIG_FILE, config_to_hf, read_config
 
@@ -25,8 +25,8 @@ INDEX_FILE = "model.safetensors.index.json"
 class Checkpoint(Mapping[str, Tensor]):
     """A checkpoint directory as a mapping from parameter names to full tensors.
 
-    Nothing is read before it is asked for and nothing is kept. Tensors come in ``config.dtype``,
-    in memory of their own. Tensors in the files that the model lacks are ignored.
+    Nothing is read before it is asked for and nothing is kept. Tensors come in the
+    model's dtype, in memory of their own. Tensors in the files that the model lacks are ignored.
 
     Raises:
         UnsupportedModel: the configuration asks for what isn't implemented.
@@ -37,7 +37,6 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self.config = read_config(self.directory)
-        self._dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._shapes = parameter_shapes(self.config)
         self._files = _locate(self.directory, self._shapes)
         self._open: dict[str, Any] = {}
@@ -60,8 +59,9 @@ class Checkpoint(Mapping[str, Tensor]):
             CheckpointError: its file can't be read.
         """
         part: Tensor = self._slice(name)[box]
+        dtype: torch.dtype = getattr(torch, parameter_dtype(self.config, name))
         # The view shares the mapped file; a copy lets pages of it go.
-        return part.to(self._dtype) if part.dtype != self._dtype else part.clone()
+        return part.to(dtype) if part.dtype != dtype else part.clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -178,9 +178,10 @@ def _checked(
     for name, tensor in pairs:
         expected = shapes.get(name)
         found = tuple(tensor.shape)
-        if found != expected or tensor.dtype != getattr(torch, config.dtype):
+        needed = parameter_dtype(config, name)
+        if found != expected or tensor.dtype != getattr(torch, needed):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            wanted = f"{list(expected)} {config.dtype}" if expected is not None else "nothing"
+            wanted = f"{list(expected)} {needed}" if expected is not None else "nothing"
             raise CheckpointError(
                 f"{name} is {list(found)} {dtype} but the model has {wanted} of that name; save "
                 "the tensors of this config",

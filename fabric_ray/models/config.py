@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from fabric_ray.models.errors import InvalidConfig
 
-Kind = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+Kind = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+]
 """Architectures, by their Hugging Face ``model_type``."""
 
-KINDS: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+COMPUTED: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
 
 DTypeName = Literal["bfloat16", "float16", "float32"]
 
 LIMIT = 1 << 31
 """No size in a configuration reaches it."""
+
+MAX_LAYERS = 10_000
 
 Shape = tuple[int, ...]
 
@@ -46,7 +61,11 @@ class Moe(msgspec.Struct, frozen=True):
     intermediate: int
     """Width of each expert."""
     shared_intermediate: int = 0
-    """Width of the gated expert that sees every token; 0 where there is none."""
+    """Width of the expert that sees every token; 0 where there is none."""
+    shared_gate: bool = True
+    """Whether that expert has a gate; one without goes by the name of ``shared_experts``."""
+    correction_bias: bool = False
+    """Whether the router has a bias that only chooses (DeepSeek-V3, section 2.1.2)."""
     normalise: bool = True
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     sparse_step: int = 1
@@ -55,8 +74,24 @@ class Moe(msgspec.Struct, frozen=True):
     """Layers without experts, whatever ``sparse_step`` says."""
 
 
+class Latent(msgspec.Struct, frozen=True):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are
+    computed from one short vector per token."""
+
+    kv_rank: int
+    """Width of that vector."""
+    nope_dim: int
+    """Width of a head's queries and keys that position doesn't turn."""
+    rope_dim: int
+    """Width of what it does turn; the keys' is shared by all heads."""
+    value_dim: int
+    q_rank: int = 0
+    """Width of the vector that queries are computed from; 0 where it is the hidden state."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
-    """A decoder-only transformer: RMSNorm, RoPE, grouped queries, SwiGLU, optionally experts.
+    """A decoder-only transformer: RMSNorm, RoPE, grouped queries or latent attention, SwiGLU,
+    optionally experts.
 
     Raises:
         InvalidConfig: the sizes contradict each other.
@@ -80,6 +115,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """Bias of ``o_proj``."""
     mlp_bias: bool = False
     moe: Moe | None = None
+    latent: Latent | None = None
+    """With it ``head_dim`` is the width of a head's queries and keys, turned or not."""
     dtype: DTypeName = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -116,12 +153,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return dict(_parameters(config))
 
 
+def parameter_dtype(config: ModelConfig, name: str) -> DTypeName:
+    """A parameter's dtype: ``config.dtype``, but float32 for routers' correction biases."""
+    return "float32" if name.endswith(".e_score_correction_bias") else config.dtype
+
+
 def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield "model.embed_tokens.weight", (c.vocab, c.hidden)
     for layer in range(c.layers):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (c.hidden,)
-        yield from _attention(c, prefix + "self_attn.")
+        if c.latent is None:
+            yield from _attention(c, prefix + "self_attn.")
+        else:
+            yield from _latent_attention(c, c.latent, prefix + "self_attn.")
         yield prefix + "post_attention_layernorm.weight", (c.hidden,)
         mlp = prefix + "mlp."
         if c.moe is not None and c.has_experts(layer):
@@ -146,6 +191,20 @@ def _attention(c: ModelConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield prefix + "o_proj.bias", (c.hidden,)
 
 
+def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if latent.q_rank:
+        yield prefix + "q_a_proj.weight", (latent.q_rank, c.hidden)
+        yield prefix + "q_a_layernorm.weight", (latent.q_rank,)
+        yield prefix + "q_b_proj.weight", (c.q_width, latent.q_rank)
+    else:
+        yield prefix + "q_proj.weight", (c.q_width, c.hidden)
+    yield prefix + "kv_a_proj_with_mqa.weight", (latent.kv_rank + latent.rope_dim, c.hidden)
+    yield prefix + "kv_a_layernorm.weight", (latent.kv_rank,)
+    kv_width = c.heads * (latent.nope_dim + latent.value_dim)
+    yield prefix + "kv_b_proj.weight", (kv_width, latent.kv_rank)
+    yield prefix + "o_proj.weight", (c.hidden, c.heads * latent.value_dim)
+
+
 def _mlp(prefix: str, hidden: int, width: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
     for name, shape in (
         ("gate", (width, hidden)),
@@ -159,12 +218,15 @@ def _mlp(prefix: str, hidden: int, width: int, *, bias: bool) -> Iterator[tuple[
 
 def _experts(c: ModelConfig, moe: Moe, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield prefix + "gate.weight", (moe.experts, c.hidden)
+    if moe.correction_bias:
+        yield prefix + "gate.e_score_correction_bias", (moe.experts,)
     for expert in range(moe.experts):
         yield from _mlp(f"{prefix}experts.{expert}.", c.hidden, moe.intermediate, bias=False)
     if moe.shared_intermediate:
-        shared = prefix + "shared_expert."
+        shared = prefix + ("shared_expert." if moe.shared_gate else "shared_experts.")
         yield from _mlp(shared, c.hidden, moe.shared_intermediate, bias=False)
-        yield prefix + "shared_expert_gate.weight", (1, c.hidden)
+        if moe.shared_gate:
+            yield prefix + "shared_expert_gate.weight", (1, c.hidden)
 
 
 def _check(c: ModelConfig) -> None:
@@ -182,11 +244,16 @@ def _check(c: ModelConfig) -> None:
         sizes["top_k"] = c.moe.top_k
         sizes["expert intermediate"] = c.moe.intermediate
         sizes["sparse_step"] = c.moe.sparse_step
+    if c.latent is not None:
+        _check_latent(c, c.latent)
+        sizes["kv_rank"] = c.latent.kv_rank
+        sizes["value_dim"] = c.latent.value_dim
+        sizes["q_rank"] = c.latent.q_rank or 1
     for field, size in sizes.items():
         if not 0 < size < LIMIT:
             raise InvalidConfig(f"{field} is {size}; give 1 to {LIMIT - 1}", field=field)
-    if c.layers > 10_000:
-        raise InvalidConfig(f"layers is {c.layers}; give at most 10000", field="layers")
+    if c.layers > MAX_LAYERS:
+        raise InvalidConfig(f"layers is {c.layers}; give at most {MAX_LAYERS}", field="layers")
     if c.heads % c.kv_heads:
         raise InvalidConfig(
             f"{c.heads} heads can't share {c.kv_heads} kv heads evenly; "
@@ -199,6 +266,26 @@ def _check(c: ModelConfig) -> None:
         )
     if c.moe is not None:
         _check_moe(c.moe)
+
+
+def _check_latent(c: ModelConfig, latent: Latent) -> None:
+    if c.kind in COMPUTED:
+        raise InvalidConfig(f"{c.kind} has no latent attention; leave it out", field="latent")
+    for field in ("qk_norm", "qkv_bias", "out_bias"):
+        if getattr(c, field):
+            raise InvalidConfig(f"{field} has no meaning in latent attention", field=field)
+    parts = latent.nope_dim, latent.rope_dim
+    if c.head_dim != sum(parts) or min(parts) < 1:
+        raise InvalidConfig(
+            f"head_dim is {c.head_dim}; with latent attention give nope_dim + rope_dim, both "
+            f"positive, here {latent.nope_dim} + {latent.rope_dim}",
+            field="head_dim",
+        )
+    if c.kv_heads != c.heads:
+        raise InvalidConfig(
+            f"kv_heads is {c.kv_heads}; latent attention has one for each of {c.heads} heads",
+            field="kv_heads",
+        )
 
 
 def _check_moe(moe: Moe) -> None:

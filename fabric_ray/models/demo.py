@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fabric_ray.models.config import KINDS, Kind, ModelConfig, Moe
+from fabric_ray.models.config import COMPUTED, Kind, ModelConfig, Moe
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
 
 
@@ -28,9 +28,10 @@ def demo_config(
         UnsupportedModel: the kind is unknown.
         InvalidConfig: no model of about that size suits the ranks.
     """
-    if kind not in KINDS:
+    if kind not in COMPUTED:
         raise UnsupportedModel(
-            f"model type {kind!r} isn't supported; use one of {', '.join(KINDS)}", model_type=kind
+            f"model type {kind!r} isn't supported; use one of {', '.join(COMPUTED)}",
+            model_type=kind,
         )
     best = None
     if tp >= 1 and ep >= 1 and tp % ep == 0:

@@ -8,10 +8,13 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from fabric_ray.models.config import (
+    COMPUTED,
     KINDS,
     LIMIT,
+    MAX_LAYERS,
     DTypeName,
     Kind,
+    Latent,
     Llama3Scaling,
     ModelConfig,
     Moe,
@@ -28,6 +31,10 @@ _ARCHITECTURES: dict[Kind, str] = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_ROUTED = (*_LATENT, "glm4_moe")
+"""Kinds whose shared experts have no gate."""
 
 Size = Annotated[int, msgspec.Meta(ge=1, lt=LIMIT)]
 
@@ -74,10 +81,26 @@ class _HfConfig(msgspec.Struct):
     norm_topk_prob: bool = False
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[int] | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int = 0
+    moe_layer_freq: Size = 1
+    topk_method: str | None = None
+    use_qk_norm: bool = False
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
 
 
-def read_config(path: Path | str) -> ModelConfig:
+def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
     """Reads a ``config.json``, or the one in a directory.
+
+    Args:
+        path: of the file, or of the directory that it lies in.
+        quantised: whether the configuration of a quantised checkpoint will do. It is read as that
+            of the model beneath, whose weights are in ``dtype``, unlike those in the files.
 
     Raises:
         UnsupportedModel: its model type or a variant it asks for isn't implemented.
@@ -98,10 +121,10 @@ def read_config(path: Path | str) -> ModelConfig:
         fields = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise InvalidConfig(f"{path} is no JSON ({error}); restore it", path=str(path)) from error
-    return config_from_hf(fields, origin=str(path))
+    return config_from_hf(fields, origin=str(path), quantised=quantised)
 
 
-def config_from_hf(fields: Any, *, origin: str = "config") -> ModelConfig:
+def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = False) -> ModelConfig:
     """The model that the fields of a ``config.json`` describe; ``origin`` names it in errors.
 
     Raises:
@@ -115,30 +138,43 @@ def config_from_hf(fields: Any, *, origin: str = "config") -> ModelConfig:
         raise InvalidConfig(
             f"{origin}: {str(error)[:1].lower()}{str(error)[1:]}; correct the field"
         ) from error
-    _refuse_variants(raw, origin)
+    _refuse_variants(raw, origin, quantised)
+    latent = _latent(kind, raw, origin)
     return ModelConfig(
         kind=kind,
         vocab=raw.vocab_size,
         hidden=raw.hidden_size,
         layers=raw.num_hidden_layers,
         heads=raw.num_attention_heads,
-        kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=_head_dim(kind, raw, origin),
+        kv_heads=(None if latent else raw.num_key_value_heads) or raw.num_attention_heads,
+        head_dim=latent.nope_dim + latent.rope_dim if latent else _head_dim(kind, raw, origin),
         intermediate=raw.intermediate_size,
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw, origin),
+        rope=_rope(kind, raw, origin),
         tied=raw.tie_word_embeddings,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and raw.use_qk_norm),
         qkv_bias=kind in ("qwen2", "qwen2_moe") or raw.attention_bias,
-        out_bias=kind not in ("qwen2", "qwen2_moe") and raw.attention_bias,
+        out_bias=kind not in ("qwen2", "qwen2_moe", "glm4_moe") and raw.attention_bias,
         mlp_bias=kind == "llama" and raw.mlp_bias,
-        moe=_moe(kind, raw, origin),
+        moe=_routed(kind, raw, origin) if kind in _ROUTED else _moe(kind, raw, origin),
+        latent=latent,
         dtype=_dtype(raw, origin),
     )
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``config.json`` that :func:`config_from_hf` reads back to the same."""
+    """The fields of a ``config.json`` that :func:`config_from_hf` reads back to the same.
+
+    Raises:
+        UnsupportedModel: of models of this kind only the parameters are known, not how to compute
+            them, so that the fields would be incomplete.
+    """
+    if config.kind not in COMPUTED:
+        raise UnsupportedModel(
+            f"a config.json of model type {config.kind!r} can't be written; use the one that the "
+            "model came with",
+            model_type=config.kind,
+        )
     rope: dict[str, Any] = {"rope_theta": config.rope.theta}
     if (scaling := config.rope.scaling) is not None:
         rope["rope_scaling"] = {
@@ -191,10 +227,13 @@ def _kind(fields: Any, origin: str) -> Kind:
     )
 
 
-def _refuse_variants(raw: _HfConfig, origin: str) -> None:
+def _refuse_variants(raw: _HfConfig, origin: str, quantised: bool) -> None:
     problem = None
-    if raw.quantization_config is not None:
-        problem = "quantised weights; use the unquantised checkpoint"
+    if raw.quantization_config is not None and not quantised:
+        problem = (
+            "quantised weights; use the unquantised checkpoint, or read the config alone with "
+            "quantised=True"
+        )
     elif raw.hidden_act != "silu":
         problem = f"activation {raw.hidden_act!r}; only 'silu' is implemented"
     elif raw.use_sliding_window or (raw.layer_types and set(raw.layer_types) != {"full_attention"}):
@@ -219,11 +258,12 @@ def _head_dim(kind: Kind, raw: _HfConfig, origin: str) -> int:
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _rope(raw: _HfConfig, origin: str) -> Rope:
+def _rope(kind: Kind, raw: _HfConfig, origin: str) -> Rope:
     fields = raw.rope_parameters or raw.rope_scaling or _RopeFields()
     theta = fields.rope_theta or raw.rope_theta or 10_000.0
     rope_type = fields.rope_type or fields.type or "default"
-    if rope_type == "default":
+    # Scaling changes what is computed, not what is held.
+    if rope_type == "default" or kind not in COMPUTED:
         return Rope(theta)
     if rope_type != "llama3":
         raise UnsupportedModel(
@@ -240,31 +280,65 @@ def _rope(raw: _HfConfig, origin: str) -> Rope:
     return Rope(theta, scaling)
 
 
+def _latent(kind: Kind, raw: _HfConfig, origin: str) -> Latent | None:
+    if kind not in _LATENT:
+        return None
+    fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {field: getattr(raw, field) for field in fields}
+    kv_rank, nope_dim, rope_dim, value_dim = _needed(kind, origin, sizes)
+    return Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank=raw.q_lora_rank or 0)
+
+
+def _routed(kind: Kind, raw: _HfConfig, origin: str) -> Moe:
+    """Experts as DeepSeek and GLM have them."""
+    fields = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    sizes = {field: getattr(raw, field) for field in fields}
+    experts, top_k, intermediate = _needed(kind, origin, sizes)
+    method = raw.topk_method or ("greedy" if kind == "deepseek_v2" else "noaux_tc")
+    return Moe(
+        experts=experts,
+        top_k=top_k,
+        intermediate=intermediate,
+        shared_intermediate=intermediate * (raw.n_shared_experts or 0),
+        shared_gate=False,
+        correction_bias=method == "noaux_tc",
+        normalise=raw.norm_topk_prob,
+        dense_layers=tuple(
+            layer
+            for layer in range(min(raw.num_hidden_layers, MAX_LAYERS))
+            if layer < raw.first_k_dense_replace or layer % raw.moe_layer_freq
+        ),
+    )
+
+
 def _moe(kind: Kind, raw: _HfConfig, origin: str) -> Moe | None:
     if kind not in ("qwen2_moe", "qwen3_moe"):
         return None
-    experts = raw.num_experts or raw.num_local_experts
     needed = {
-        "num_experts": experts,
+        "num_experts": raw.num_experts or raw.num_local_experts,
         "num_experts_per_tok": raw.num_experts_per_tok,
         "moe_intermediate_size": raw.moe_intermediate_size,
     }
     if kind == "qwen2_moe":
         needed["shared_expert_intermediate_size"] = raw.shared_expert_intermediate_size
-    for field, value in needed.items():
-        if value is None:
-            raise InvalidConfig(f"{origin}: {kind} needs {field}; add it", field=field)
+    experts, top_k, intermediate, *shared = _needed(kind, origin, needed)
     return Moe(
-        experts=experts or 0,
-        top_k=raw.num_experts_per_tok or 0,
-        intermediate=raw.moe_intermediate_size or 0,
-        shared_intermediate=(
-            raw.shared_expert_intermediate_size or 0 if kind == "qwen2_moe" else 0
-        ),
+        experts=experts,
+        top_k=top_k,
+        intermediate=intermediate,
+        shared_intermediate=shared[0] if shared else 0,
         normalise=raw.norm_topk_prob,
         sparse_step=raw.decoder_sparse_step,
         dense_layers=tuple(raw.mlp_only_layers or ()),
     )
+
+
+def _needed(kind: Kind, origin: str, fields: dict[str, int | None]) -> list[int]:
+    """The values, all of which must be there."""
+    for field, value in fields.items():
+        if value is None:
+            raise InvalidConfig(f"{origin}: {kind} needs {field}; add it", field=field)
+    return [value or 0 for value in fields.values()]
 
 
 def _dtype(raw: _HfConfig, origin: str) -> DTypeName:

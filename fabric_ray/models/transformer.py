@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fabric_ray.models.config import ModelConfig, Moe, Rope
+from fabric_ray.models.config import COMPUTED, ModelConfig, Moe, Rope
+from fabric_ray.models.errors import UnsupportedModel
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each ``[positions, head_dim]``."""
@@ -201,10 +202,19 @@ class Transformer(nn.Module):
 
     Its parameters have arbitrary values until ``load_parameters`` fills them; make it under
     ``torch.device("meta")`` to give them no memory before.
+
+    Raises:
+        UnsupportedModel: of models of this kind only the parameters are known.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if config.kind not in COMPUTED:
+            raise UnsupportedModel(
+                f"models of type {config.kind!r} can't be computed here, only laid out; use one of "
+                f"{', '.join(COMPUTED)}",
+                model_type=config.kind,
+            )
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
         self.model = Decoder(config, dtype)

@@ -17,40 +17,59 @@ _VOCAB_MULTIPLE = 64
 
 
 def expected_containers(
-    config: ModelConfig, full_tensors: Mapping[str, Tensor], *, tp: int, ep: int = 1, rank: int
+    config: ModelConfig,
+    full_tensors: Mapping[str, Tensor],
+    *,
+    tp: int,
+    ep: int = 1,
+    dp: int = 1,
+    rank: int,
 ) -> dict[str, Tensor]:
-    """All containers of rank ``rank`` (0 to ``tp - 1``) of a replica, by name.
+    """All containers of rank ``rank`` (0 to ``dp * tp - 1``) of a replica, by name.
 
     Args:
         config: the model.
         full_tensors: every parameter whole, under its Hugging Face name; a
             :class:`~fabric_ray.models.checkpoint.Checkpoint` will do.
-        tp: ranks of one replica.
-        ep: groups of ranks that own whole experts; divides ``tp``.
+        tp: ranks that share everything but experts.
+        ep: groups of ranks that own whole experts; divides ``dp * tp``.
+        dp: groups of ``tp`` ranks in a replica.
         rank: place in the replica.
     """
-    return dict(iter_expected(config, full_tensors, tp=tp, ep=ep, rank=rank))
+    return dict(iter_expected(config, full_tensors, tp=tp, ep=ep, dp=dp, rank=rank))
 
 
 def iter_expected(
-    config: ModelConfig, full_tensors: Mapping[str, Tensor], *, tp: int, ep: int = 1, rank: int
+    config: ModelConfig,
+    full_tensors: Mapping[str, Tensor],
+    *,
+    tp: int,
+    ep: int = 1,
+    dp: int = 1,
+    rank: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one: only the parameters of one container are held at a time."""
     get = full_tensors.__getitem__
+    among_all, rank = rank, rank % tp
     yield "model.embed_tokens.weight", _vocab_rows(get("model.embed_tokens.weight"), tp, rank)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{norm}.weight", get(f"{prefix}{norm}.weight")
-        yield from _attention(config, full_tensors, prefix + "self_attn.", tp, rank)
+        attention = _latent_attention if config.latent else _attention
+        yield from attention(config, full_tensors, prefix + "self_attn.", tp, rank)
         mlp = prefix + "mlp."
         moe = config.moe
         if moe is None or not config.has_experts(layer):
             yield from _mlp(full_tensors, mlp, tp, rank, bias=config.mlp_bias)
             continue
-        yield f"{mlp}gate.weight", get(f"{mlp}gate.weight")
-        yield from _experts(full_tensors, mlp, moe.experts, tp // ep, ep, rank)
-        if moe.shared_intermediate:
+        router = ["gate.weight"]
+        router += ["gate.e_score_correction_bias"] if moe.correction_bias else []
+        yield from ((mlp + name, get(mlp + name)) for name in router)
+        yield from _experts(full_tensors, mlp, moe.experts, tp * dp // ep, ep, among_all)
+        if moe.shared_intermediate and not moe.shared_gate:
+            yield from _mlp(full_tensors, mlp + "shared_experts.", tp, rank, bias=False)
+        elif moe.shared_intermediate:
             yield from _mlp(full_tensors, mlp + "shared_expert.", tp, rank, bias=False)
             gate = mlp + "shared_expert_gate.weight"
             yield gate, get(gate)
@@ -91,6 +110,27 @@ def _kv_heads(config: ModelConfig, full: Tensor, tp: int, rank: int) -> Tensor:
     first = rank * queries_per_rank // queries_per_kv
     last = (rank * queries_per_rank + queries_per_rank - 1) // queries_per_kv
     return heads[first : last + 1].flatten(0, 1)
+
+
+def _latent_attention(
+    config: ModelConfig, full: Mapping[str, Tensor], prefix: str, tp: int, rank: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Queries, keys and values by heads; the latents that they come from on every rank."""
+    latents = full[f"{prefix}kv_a_proj_with_mqa.weight"]
+    if f"{prefix}q_a_proj.weight" in full:
+        fused = torch.cat([full[f"{prefix}q_a_proj.weight"], latents])
+        yield f"{prefix}fused_qkv_a_proj_with_mqa.weight", fused
+        yield f"{prefix}q_a_layernorm.weight", full[f"{prefix}q_a_layernorm.weight"]
+        queries = "q_b_proj.weight"
+    else:
+        yield f"{prefix}kv_a_proj_with_mqa.weight", latents
+        queries = "q_proj.weight"
+    yield f"{prefix}kv_a_layernorm.weight", full[f"{prefix}kv_a_layernorm.weight"]
+    for name in (queries, "kv_b_proj.weight"):
+        by_head = full[prefix + name].view(config.heads, -1, full[prefix + name].shape[1])
+        yield prefix + name, by_head.chunk(tp)[rank].flatten(0, 1)
+    by_head = full[f"{prefix}o_proj.weight"].view(config.hidden, config.heads, -1)
+    yield f"{prefix}o_proj.weight", by_head.chunk(tp, dim=1)[rank].flatten(1, 2).contiguous()
 
 
 def _mlp(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fabric_ray.plan import LocalContainer
+from fabric_ray.weights.quant import Invitation
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -52,6 +53,8 @@ class SourceShare(msgspec.Struct, frozen=True):
     containers: tuple[str, ...]
     """Names by the indices that copies use."""
     arms: tuple[Arm, ...]
+    invitations: dict[int, Invitation] | None = None
+    """Where each trainer takes block maxima, if tensors change their dtype on the way."""
 
 
 class TargetShare(msgspec.Struct, frozen=True):

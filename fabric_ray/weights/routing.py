@@ -10,7 +10,7 @@ from fabric_ray.plan import Copy, Row
 
 def outgoing(
     copies: Iterable[Copy],
-    sources: Mapping[int, Region],
+    sources: Mapping[int, tuple[Region, int]],
     target: RemoteRegion,
     offsets: Sequence[int],
 ) -> tuple[Batch, Digest]:
@@ -18,21 +18,22 @@ def outgoing(
 
     Args:
         copies: all to the same target rank.
-        sources: the region of each source container.
+        sources: the region of each source container, and where the container begins in it.
         target: the target's region.
         offsets: where each target container begins in it.
     """
     batch, digest = Batch(), Digest()
     for copy in copies:
-        region, base = sources[copy.src_container], offsets[copy.dst_container]
+        region, begin = sources[copy.src_container]
+        base = offsets[copy.dst_container]
         for row in copy.rows():
-            ours, theirs = _src_pages(row), _dst_pages(row, base)
+            ours, theirs = _src_pages(row, begin), _dst_pages(row, base)
             if row.runs == 1:
                 batch.write(
                     region,
                     target,
                     row.nbytes,
-                    src_offset=row.src_offset,
+                    src_offset=begin + row.src_offset,
                     dst_offset=base + row.dst_offset,
                 )
             else:
@@ -51,8 +52,8 @@ def arriving(copies: Iterable[Copy], target: Region, offsets: Sequence[int]) -> 
     return digest
 
 
-def _src_pages(row: Row) -> Pages:
-    return Pages._range(0, row.runs, row.src_stride, row.src_offset)
+def _src_pages(row: Row, begin: int) -> Pages:
+    return Pages._range(0, row.runs, row.src_stride, begin + row.src_offset)
 
 
 def _dst_pages(row: Row, base: int) -> Pages:

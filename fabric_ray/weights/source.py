@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray._native import Batch, CounterRef, Digest, Region, RegionDescriptor, Transfer
+from fabric_ray._native import Batch, Digest, Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument, Stale
-from fabric_ray.plan import Copy, ParamMeta, Plan
-from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.errors import InvalidArgument, Stale
+from fabric_ray.plan import LocalContainer, ParamMeta, Plan, Side
+from fabric_ray.weights.conversion import Conversion, Recipe
+from fabric_ray.weights.held import Held
+from fabric_ray.weights.local import check_local
+from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.registry import Registry
-from fabric_ray.weights.report import Arm, LinkReport, Sent, SourceShare, Span
+from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
+from fabric_ray.weights.sending import Sending
+from fabric_ray.weights.steps import Step, steps, temporary_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +35,12 @@ class WeightSource:
     Args:
         tensors: a module, or parameters by name; DTensors and plain tensors, in host memory.
         rank: this trainer's place among the trainers: its index in ``WeightSync(trainers=...)``.
+        side: what all trainers hold, where tensors can't tell (Megatron's, see
+            :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then plain, this
+            rank's part, under the names of the side's containers. All trainers are given the same.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+        watermark: bytes of temporary memory for tensors that change their dtype on the way.
 
     Raises:
         InvalidArgument: a parameter that can't be pushed as it is, by name.
@@ -42,60 +51,74 @@ class WeightSource:
         tensors: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         rank: int,
+        side: Side | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
+        watermark: int = 256 << 20,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
-        self._named: Callable[[], Mapping[str, Any]]
-        if isinstance(tensors, Mapping):
-            self._named = lambda: tensors
-        else:
-            self._named = lambda: dict(tensors.named_parameters())
-        self._tensors: dict[str, Any] = dict(self._named())
-        if not self._tensors:
-            raise InvalidArgument("a weight source needs at least one parameter")
-        for param, tensor in self._tensors.items():
-            if tensor.device.type != "cpu":
-                raise InvalidArgument(
-                    f"parameter `{param}` is on {tensor.device}, and weights are pushed "
-                    "from host memory so far; give a copy on the host"
-                )
+        if side is not None and rank not in side.ranks:
+            raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
+        if watermark < 1:
+            raise InvalidArgument(f"a watermark of {watermark} bytes lets nothing be made ready")
         self.rank = rank
+        self.side = side
         self.name = name
+        self.watermark = watermark
         self._engine = engine or process_engine()
-        self._layouts: dict[str, _Layout] = {}
-        self._regions: dict[str, tuple[int, Region]] = {}
+        self._held = Held(tensors, self._engine)
         self._share: SourceShare | None = None
-        self._copies: dict[int, list[Copy]] = {}
-        self._routes: dict[bytes, tuple[Batch, Digest]] = {}
+        self._conversion: Conversion | None = None
+        self._steps: list[Step] = []
+        self._ring: Region | None = None
+        self._routes: dict[tuple[int, bytes], tuple[Batch, Digest]] = {}
         SOURCES.add(name, self)
 
-    def meta(self) -> tuple[int, list[ParamMeta], bytes]:
-        """What the controller gathers: rank, shards, and where the engine is."""
-        self._refresh()
-        self._layouts = {param: _layout(tensor) for param, tensor in self._tensors.items()}
-        metas = [
-            param_meta(param, tensor, rank=self.rank)
-            for param, tensor in self._tensors.items()
-            if tensor.numel()
-        ]
-        return self.rank, metas, self._engine.address.to_bytes()
+    def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
+        """What the controller gathers: rank, shards (or the digest of the side that this source was
+        given), and where the engine is."""
+        self._held.note()
+        address = self._engine.address.to_bytes()
+        if self.side is not None:
+            encoded = msgspec.msgpack.encode(self.side)
+            return self.rank, blake2b(encoded, digest_size=16).digest(), address
+        return self.rank, self._held.reports(self.rank), address
+
+    def convert(self, recipe: Recipe) -> Invitation:
+        """Gets ready to send other dtypes than it holds; returns what the other trainers need to
+        share block maxima with it."""
+        self._drop_conversion()
+        self._conversion = Conversion(recipe, self.rank, self._engine)
+        return self._conversion.invitation
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
         """Takes this rank's part of the routing table, connects to its rollouts, and has everything
-        ready that the first push would otherwise wait for."""
+        ready that the first push would otherwise wait for.
+
+        Raises:
+            InvalidArgument: this rank's tensors aren't what the side that it was given says, or
+                one of them takes more temporary memory than the watermark.
+        """
         plan = Plan.from_bytes(share.plan)
-        by_target: dict[int, list[Copy]] = defaultdict(list)
-        for copy in plan.for_source(self.rank):
-            by_target[copy.peer].append(copy)
-        self._share, self._copies = share, dict(by_target)
+        if not share.invitations:
+            self._drop_conversion()
+        elif self._conversion is not None:
+            self._conversion.connect(share.invitations)
+        if self.side is not None:
+            self._check_side(plan.local_containers("source", self.rank))
+        units = self._conversion.units(share.containers) if self._conversion else []
         self._routes.clear()
+        self._ring = None
+        self._steps = steps(plan.for_source(self.rank), units, self.watermark)
+        if nbytes := temporary_nbytes(self._steps):
+            self._ring = self._engine.alloc(nbytes)
+        self._share = share
         ready = []
         for arm in share.arms:
-            if arm.rank in self._copies:
-                for region in (arm.region, *arm.further):
-                    batch, _ = self._route(msgspec.structs.replace(arm, region=region))
+            for region in (arm.region, *arm.further):
+                for number in self._sent_to(arm):
+                    batch, _ = self._route(number, msgspec.structs.replace(arm, region=region))
                     ready.append(self._engine.prepare(batch, timeout=timeout))
         for transfer in ready:
             transfer.wait()
@@ -111,7 +134,12 @@ class WeightSource:
     ) -> Sent:
         """Writes this rank's share of ``version`` to every rollout, and waits until it is there.
 
-        A rollout that can't be reached is named in the result; the others get their share.
+        Step by step: while one is being sent, the next is made ready. A rollout that can't be
+        reached is named in the result; the others get their share.
+
+        Raises:
+            FabricError: tensors aren't what was planned for, or can't be made ready; nothing of
+                the version counts then.
         """
         if self._share is None:
             raise Stale("this trainer was given no route (a restart?); call connect() again")
@@ -121,150 +149,98 @@ class WeightSource:
                 "call connect() to take over again"
             )
         who = f"trainer {self.rank}"
-        spans, links, failed, digests = [], [], dict[int, str](), dict[int, int]()
         start = time.time()
-        self._follow()
-        pending: list[tuple[Arm, Transfer, float]] = []
-        routes = [(arm, self._route(arm)) for arm in self._in_turn(arms)]
-        spans.append(Span(who, "prepare", start, time.time()))
+        if self._held.follow():
+            self._routes.clear()
+        sending = Sending(self.rank, self._engine, timeout)
+        mine = self._in_turn(arms)
+        for arm in mine:
+            for number in self._sent_to(arm):
+                self._route(number, arm)
+        spans = [Span(who, "route", start, time.time())]
+        if self._conversion is not None:
+            local = {name: self._held.local(name) for name in self._conversion.names}
+            spans.append(self._conversion.begin(version, local, timeout))
         start = time.time()
-        for arm, (batch, _) in routes:
-            begun = time.perf_counter()
-            try:
-                transfer = self._engine.submit(
-                    batch, imm=CounterRef.from_bytes(arm.counter), timeout=timeout
-                )
-                pending.append((arm, transfer, begun))
-            except FabricError as error:
-                failed[arm.rank] = str(error)
-        for arm, transfer, begun in pending:
-            try:
-                transfer.wait()
-            except FabricError as error:
-                failed[arm.rank] = str(error)
-                continue
-            nbytes = sum(copy.nbytes for copy in self._copies[arm.rank])
-            seconds = time.perf_counter() - begun
-            links.append(LinkReport(self.rank, arm.rank, nbytes, seconds, transfer.transport))
+        for number, step in enumerate(self._steps):
+            if step.units:
+                sending.wait_for(step.place.after)
+                spans.append(self._make_ready(step))
+            for arm in mine:
+                if arm.rank in step.copies:
+                    batch, found = self._route(number, arm)
+                    nbytes = sum(copy.nbytes for copy in step.copies[arm.rank])
+                    sending.send(number, arm, batch, nbytes)
+                    if digest:
+                        # Now: what was made ready isn't there any more when all is sent.
+                        sending.add_digest(arm, found)
+        sending.wait_for(len(self._steps))
         spans.append(Span(who, "write", start, time.time()))
-        if digest and not failed:
-            start = time.time()
-            digests = {arm.rank: d.compute() for arm, (_, d) in routes}
-            spans.append(Span(who, "digest", start, time.time()))
-        return Sent(tuple(spans), tuple(links), failed, digests)
+        return sending.result(spans)
 
     def close(self) -> None:
         """Forgets all registrations."""
         SOURCES.remove(self.name)
         self._routes.clear()
-        self._regions.clear()
+        self._drop_conversion()
+        self._held.close()
+        self._ring = None
+
+    def _check_side(self, containers: Iterable[LocalContainer]) -> None:
+        """That tensors are what the side says: those sent as they are by the plan, others by what
+        they are made from."""
+        made: Collection[str] = ()
+        if self._conversion is not None:
+            self._conversion.check(self._held.tensors)
+            made = self._conversion.made
+        plain = {name: t for name, t in self._held.tensors.items() if name not in made}
+        check_local(plain, [c for c in containers if c.name not in made], self.rank)
+
+    def _make_ready(self, step: Step) -> Span:
+        assert self._conversion is not None, "only then a step has units"
+        assert self._ring is not None, "accept has made room"
+        start, offsets = time.time(), step.offsets()
+        memory = self._ring.tensor()
+        for unit in step.units:
+            at = offsets[unit.values]
+            local = self._held.local(unit.name)
+            self._conversion.prepare(unit, local, memory[at : at + unit.nbytes])
+        return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
     def _in_turn(self, arms: list[Arm]) -> list[Arm]:
         """The rollouts that get something from here, each trainer beginning with another."""
-        mine = [arm for arm in sorted(arms, key=lambda a: a.rank) if arm.rank in self._copies]
+        mine = [arm for arm in sorted(arms, key=lambda a: a.rank) if list(self._sent_to(arm))]
         turn = self.rank % max(1, len(mine))
         return mine[turn:] + mine[:turn]
 
-    def _route(self, arm: Arm) -> tuple[Batch, Digest]:
-        """The requests for one rollout; put together once for each place it is written to."""
+    def _sent_to(self, arm: Arm) -> Iterator[int]:
+        """The steps that have something for a rollout."""
+        return (number for number, step in enumerate(self._steps) if arm.rank in step.copies)
+
+    def _route(self, number: int, arm: Arm) -> tuple[Batch, Digest]:
+        """The requests of one step for one rollout; put together once for each place it is written
+        to."""
         if self._share is None:
             raise InvalidArgument("the source has no routes yet; call WeightSync.connect() first")
-        route = self._routes.get(arm.region)
+        route = self._routes.get((number, arm.region))
         if route is None:
+            step = self._steps[number]
+            copies = step.copies[arm.rank]
             target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
-            copies = self._copies[arm.rank]
+            ready = step.offsets()
             names = self._share.containers
-            sources = {i: self._region(names[i]) for i in {c.src_container for c in copies}}
+            sources: dict[int, tuple[Region, int]] = {}
+            for container in {copy.src_container for copy in copies}:
+                if container in ready:
+                    assert self._ring is not None, "accept has made room"
+                    sources[container] = (self._ring, ready[container])
+                else:
+                    sources[container] = (self._held.region(names[container]), 0)
             route = outgoing(copies, sources, target, arm.offsets)
-            self._routes[arm.region] = route
+            self._routes[number, arm.region] = route
         return route
 
-    def _region(self, param: str) -> Region:
-        known = self._regions.get(param)
-        if known is None:
-            flat = _memory(param, self._tensors[param])
-            known = (flat.data_ptr(), self._engine.register(flat))
-            self._regions[param] = known
-        return known[1]
-
-    def _refresh(self) -> None:
-        """Looks the parameters up again: a module's may have been replaced."""
-        for param, tensor in self._named().items():
-            held = self._tensors.get(param)
-            # While FSDP has gathered a parameter, the module shows the whole one for a moment; the
-            # shards remain what is trained.
-            if tensor is not held and hasattr(tensor, "_local_tensor") >= hasattr(
-                held, "_local_tensor"
-            ):
-                self._tensors[param] = tensor
-
-    def _follow(self) -> None:
-        """Finds parameters that an optimizer or a checkpoint has given new memory.
-
-        Raises:
-            InvalidArgument: one has another shape, dtype or placement than was planned for.
-        """
-        self._refresh()
-        for param, tensor in self._tensors.items():
-            _span(param, tensor)
-            now, planned = _layout(tensor), self._layouts.get(param)
-            if now != planned:
-                raise InvalidArgument(
-                    f"parameter `{param}` was {planned} when the route was planned and is {now} "
-                    "now; call WeightSync.connect() again"
-                )
-        for param, (at, _) in list(self._regions.items()):
-            if _local(self._tensors[param]).data_ptr() != at:
-                self._regions.pop(param)
-                self._routes.clear()
-
-
-class _Layout(NamedTuple):
-    """What a plan depends on."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    placements: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} {self.placements}".rstrip()
-
-
-def _layout(tensor: Any) -> _Layout:
-    local = _local(tensor)
-    placements = str(getattr(tensor, "placements", ""))
-    return _Layout(tuple(local.shape), tuple(local.stride()), str(local.dtype), placements)
-
-
-def _local(tensor: Any) -> Any:
-    """This rank's shard; not by ``to_local()``, which autograd records."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-def _span(param: str, tensor: Any) -> tuple[int, int]:
-    """Where a shard begins in its storage and up to where it reaches, in bytes.
-
-    Raises:
-        InvalidArgument: the storage is shorter than that: its memory was freed.
-    """
-    local = _local(tensor)
-    if not local.numel():
-        return 0, 0
-    steps = zip(local.shape, local.stride(), strict=True)
-    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
-    start = local.storage_offset() * local.element_size()
-    if start + nbytes > local.untyped_storage().nbytes():
-        raise InvalidArgument(
-            f"parameter `{param}`: its memory was freed; load the parameter again"
-        )
-    return start, nbytes
-
-
-def _memory(param: str, tensor: Any) -> Any:
-    """The bytes from a shard's first element to its last, whatever its strides."""
-    import torch
-
-    start, nbytes = _span(param, tensor)
-    storage = _local(tensor).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,))
+    def _drop_conversion(self) -> None:
+        if self._conversion is not None:
+            self._conversion.close()
+            self._conversion = None

@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from fabric_ray.plan import ParamMeta, Side
+from fabric_ray.weights.conversion import Recipe
+from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, TargetShare
 from fabric_ray.weights.source import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
 
-def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta], bytes]:
+def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta] | bytes, bytes]:
     return SOURCES.get(name).meta()
+
+
+def source_side(_: Any, name: str) -> Side | None:
+    return SOURCES.get(name).side
+
+
+def source_convert(_: Any, name: str, recipe: Recipe) -> Invitation:
+    return SOURCES.get(name).convert(recipe)
 
 
 def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:

@@ -10,9 +10,11 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.plan import Plan, plan, side_from_param_meta
+from fabric_ray.plan import ParamMeta, Plan, Side, plan, side_from_param_meta
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls, RayCalls, Unanswered
+from fabric_ray.weights.conversion import Recipe
+from fabric_ray.weights.quant import Formats, Invitation, quantised_source
 from fabric_ray.weights.report import (
     Arm,
     ConnectReport,
@@ -35,6 +37,9 @@ class WeightSync:
         rollouts: actor handles; a rollout's rank is its index.
         name: of the sources and targets.
         extra: what to do with trainer parameters that no rollout asks for.
+        formats: what becomes of which tensors on the way, by patterns of their names, as for
+            :func:`fabric_ray.weights.quant.quantised_target`, which made the rollouts' side. Each
+            trainer converts its own shards; the result is that of converting whole tensors.
         digest: have every push compare digests of all bytes on both sides.
         timeout: seconds that a stage may take.
         calls: how the actors are reached; by default as Ray actors.
@@ -47,6 +52,7 @@ class WeightSync:
         *,
         name: str = "default",
         extra: Literal["refuse", "ignore"] = "refuse",
+        formats: Formats | None = None,
         digest: bool = False,
         timeout: float = 60.0,
         calls: Calls | None = None,
@@ -57,6 +63,7 @@ class WeightSync:
         self._rollouts = list(rollouts)
         self._name = name
         self._extra: Literal["refuse", "ignore"] = extra
+        self._formats = dict(formats or {})
         self._digest = digest
         self._timeout = timeout
         self._calls = calls or RayCalls()
@@ -92,7 +99,7 @@ class WeightSync:
         clock.lap("gather")
         _in_order("trainer", [rank for rank, _, _ in metas])
         _in_order("rollout", [rank for rank, _, _ in targets])
-        source = side_from_param_meta({rank: reports for rank, reports, _ in metas})
+        source = self._source_side([said for _, said, _ in metas])
         sides = [side for _, side, _ in targets]
         for rank, side in enumerate(sides):
             if side != sides[0]:
@@ -105,7 +112,8 @@ class WeightSync:
                 f"the rollouts' layout has ranks {sides[0].ranks}, and WeightSync was given "
                 f"{len(sides)}; pass one rollout for each rank"
             )
-        routes = plan(source, sides[0], extra=self._extra)
+        converted = quantised_source(source, self._formats) if self._formats else source
+        routes = plan(converted, sides[0], extra=self._extra)
         clock.lap("plan")
         encoded = routes.to_bytes()
         writers = self._writers(routes, [address for _, _, address in metas])
@@ -126,7 +134,13 @@ class WeightSync:
         ]
         each = [(share,) for share in shares]
         arms = self._all("rollout", self._rollouts, stages.target_accept, "make room", each)
-        share = SourceShare(self._session, encoded, routes.containers("source"), tuple(arms))
+        share = SourceShare(
+            self._session,
+            encoded,
+            routes.containers("source"),
+            tuple(arms),
+            self._invitations(source),
+        )
         common = (self._calls.share(share), self._timeout)
         self._all(
             "trainer",
@@ -216,6 +230,35 @@ class WeightSync:
         """The routing table in words."""
         return self.plan.explain(tensor_or_container)
 
+    def _invitations(self, source: Side) -> dict[int, Invitation] | None:
+        """Has trainers get ready to convert; where each takes the others' block maxima."""
+        if not self._formats:
+            return None
+        recipe = [(self._calls.share(Recipe(source, self._formats)),)] * len(self._trainers)
+        what = "get ready to convert"
+        made = self._all("trainer", self._trainers, stages.source_convert, what, recipe)
+        return dict(enumerate(made))
+
+    def _source_side(self, said: list[list[ParamMeta] | bytes]) -> Side:
+        """What trainers hold: by what each reports, or by the side that all of them were given."""
+        reports = {rank: word for rank, word in enumerate(said) if not isinstance(word, bytes)}
+        if len(reports) == len(said):
+            return side_from_param_meta(reports)
+        for rank, digest in enumerate(said):
+            if digest != said[0]:
+                raise InvalidArgument(
+                    f"trainer {rank} was given another side than trainer 0, or none; give all of "
+                    "them the same side"
+                )
+        first = self._trainers[:1]
+        side: Side = self._all("trainer", first, stages.source_side, "send its side")[0]
+        if sorted(side.ranks) != list(range(len(said))):
+            raise InvalidArgument(
+                f"the trainers' side has ranks {side.ranks}, and there are {len(said)} trainers; "
+                "give the side of exactly these trainers"
+            )
+        return side
+
     def _writers(self, routes: Plan, addresses: list[bytes]) -> dict[int, list[bytes]]:
         """The engines that write to each rollout."""
         out: dict[int, list[bytes]] = {r: [] for r in range(len(self._rollouts))}
@@ -281,6 +324,9 @@ class WeightSync:
 
     def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
+        if self._formats:
+            # Trainers that stopped in the middle of an exchange can't take it up again.
+            self._plan = None
         session = [(self._session,)] * len(self._rollouts)
         arms, failed = self._some("rollout", self._rollouts, stages.target_abort, session)
         self._keep(arms)

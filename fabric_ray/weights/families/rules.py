@@ -5,7 +5,8 @@ Patterns are Hugging Face names in which ``{layer}`` and ``{expert}`` stand for 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,24 +48,49 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A container of the engine, and the parameters it is made of.
+    """A container of an engine or a trainer, and the parameters it is made of.
 
     Several parts lie behind each other along dimension 0. Where parts name an ``{expert}``, the
-    container stacks the experts that a rank owns along a new first dimension. A rule applies
-    wherever all its parameters exist; where only some do, the model is refused.
+    container stacks the experts that a rank owns along a new first dimension; if its own name has
+    ``{expert}`` too (trainers only), each of them has a container instead.
+
+    Several rules may use a parameter: the first that finds all it needs does. A model where none
+    finds all is refused.
     """
 
     container: str
     """Pattern of its name."""
     parts: tuple[Part, ...]
+    beside: str | None = None
+    """Pattern of a parameter of another rule without which this one doesn't apply."""
+    interleaved: bool = False
+    """Whether parts lie behind each other once for each key/value head, not once in all."""
 
     @property
-    def stacked(self) -> bool:
+    def per_expert(self) -> bool:
         return any("{expert}" in part.parameter for part in self.parts)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Patterns of the parameters that it needs."""
+        names = {part.parameter for part in self.parts}
+        return frozenset(names | {self.beside} if self.beside else names)
+
+
+class Derived(msgspec.Struct, frozen=True):
+    """A tensor that an engine computes from containers of a rank, each time they are loaded."""
+
+    name: str
+    """Pattern of its name."""
+    containers: tuple[str, ...]
+    """Patterns of their names."""
+    compute: Callable[..., Any]
+    """From the model's configuration and this rank's containers to the tensor."""
 
 
 class Family(msgspec.Struct, frozen=True):
-    """How inference engines lay out the models of one architecture."""
+    """How the models of one architecture are laid out."""
 
     name: str
     rules: tuple[Rule, ...]
+    derived: tuple[Derived, ...] = ()

@@ -13,19 +13,26 @@ _TP_OFFERED = 256
 """Error messages offer sizes up to here."""
 
 
-def parallel_sizes(config: ModelConfig, family: Family, tp: int, ep: int) -> None:
+def told(tp: int, dp: int) -> str:
+    """The sizes of a replica, in words."""
+    return f"tp={tp}" if dp == 1 else f"tp={tp} times dp={dp}"
+
+
+def parallel_sizes(config: ModelConfig, family: Family, *, tp: int, ep: int, dp: int) -> None:
     """Checks the sizes alone.
 
     Raises:
         InvalidRanks: they mean nothing for this model.
         Indivisible: there are fewer experts than ranks to own them.
     """
-    if tp < 1 or ep < 1:
-        raise InvalidRanks(f"tp={tp} and ep={ep} must be 1 or more", family=family.name)
-    if tp % ep:
-        divisors = [n for n in range(1, tp + 1) if tp % n == 0]
+    if min(tp, ep, dp) < 1:
+        raise InvalidRanks(f"tp={tp}, ep={ep} and dp={dp} must be 1 or more", family=family.name)
+    size = tp * dp
+    if size % ep:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise InvalidRanks(
-            f"ep={ep} doesn't divide tp={tp}; use ep={_either(divisors)}", family=family.name
+            f"ep={ep} doesn't divide {told(tp, dp)}; use ep={_either(divisors)}",
+            family=family.name,
         )
     experts = config.moe.experts if config.moe else 0
     if ep > 1 and not experts:
@@ -35,7 +42,7 @@ def parallel_sizes(config: ModelConfig, family: Family, tp: int, ep: int) -> Non
             f"{family.name}: {experts} experts can't be spread over ep={ep} ranks; use at most "
             f"ep={experts}",
             family=family.name,
-            allowed=tuple(n for n in range(1, experts + 1) if tp % n == 0),
+            allowed=tuple(n for n in range(1, experts + 1) if size % n == 0),
         )
 
 
@@ -70,6 +77,7 @@ def check_shares(
     *,
     tp: int,
     ep: int,
+    dp: int,
 ) -> None:
     """Refuses what the ranks can't share evenly.
 
@@ -77,15 +85,19 @@ def check_shares(
         Indivisible: names the parameter, and the tensor-parallel sizes that would do.
     """
     splits = list(_splits(matches))
-    for name, cut, stacked in splits:
-        ways = tp // ep if stacked else tp
+
+    def ways_of(tp: int, per_expert: bool) -> int:
+        return tp * dp // ep if per_expert else tp
+
+    for name, cut, per_expert in splits:
+        ways = ways_of(tp, per_expert)
         if shares(config, cut, shapes[name], ways) is None:
             allowed = [
                 n
-                for n in range(ep, _TP_OFFERED + 1, ep)
-                if all(
-                    shares(config, c, shapes[p], n // ep if s else n) is not None
-                    for p, c, s in splits
+                for n in range(1, _TP_OFFERED + 1)
+                if n * dp % ep == 0
+                and all(
+                    shares(config, c, shapes[p], ways_of(n, e)) is not None for p, c, e in splits
                 )
             ]
             unit = cut.unit.replace("_", " ")
@@ -109,7 +121,7 @@ def _splits(matches: Sequence[Match]) -> Iterator[tuple[str, Split, bool]]:
         for part, name in zip(found.rule.parts, found.members[0], strict=True):
             if isinstance(part.cut, Split) and part not in seen:
                 seen.add(part)
-                yield name, part.cut, found.rule.stacked
+                yield name, part.cut, found.rule.per_expert
 
 
 def _either(values: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fabric_ray.models.config import ModelConfig, parameter_shapes
+from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
 from fabric_ray.plan.types import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
 
 
@@ -13,10 +13,10 @@ def source_side(config: ModelConfig, *, ranks: Sequence[int] = (0,)) -> Side:
 
     Trainers that shard describe themselves instead: see ``fabric_ray.plan.dtensor``.
     """
-    dtype = DType.of(config.dtype)
     mesh = Mesh.line(ranks)
-    containers = [
-        Container(name, dtype, Leaf(Tensor(name, shape, dtype), mesh, (Replicate(),)))
-        for name, shape in parameter_shapes(config).items()
-    ]
-    return Side.of(ranks, containers)
+
+    def whole(name: str, shape: Shape) -> Container:
+        dtype = DType.of(parameter_dtype(config, name))
+        return Container(name, dtype, Leaf(Tensor(name, shape, dtype), mesh, (Replicate(),)))
+
+    return Side.of(ranks, [whole(*item) for item in parameter_shapes(config).items()])

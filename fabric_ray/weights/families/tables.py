@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from fabric_ray.weights.families.errors import UnknownFamily
-from fabric_ray.weights.families.rules import Cut, Family, Part, Rule, Split, Vocab, Whole
+from typing import Any, Literal
+
+import msgspec
+
+from fabric_ray.models.config import ModelConfig
+from fabric_ray.weights.families.errors import IncompleteFamily, UnknownFamily
+from fabric_ray.weights.families.rules import (
+    Cut,
+    Derived,
+    Family,
+    Part,
+    Rule,
+    Split,
+    Vocab,
+    Whole,
+)
+
+Engine = Literal["sglang", "vllm"]
 
 _LAYER = "model.layers.{layer}."
 
@@ -52,11 +68,64 @@ def attention(prefix: str) -> tuple[Rule, ...]:
     )
 
 
+def latent_attention(prefix: str) -> tuple[Rule, ...]:
+    """Multi-head latent attention: what leads to the latents whole, what comes from them cut by
+    heads."""
+    latents = f"{prefix}kv_a_proj_with_mqa.weight"
+    return (
+        fused(
+            f"{prefix}fused_qkv_a_proj_with_mqa.weight",
+            (f"{prefix}q_a_proj.weight", Whole()),
+            (latents, Whole()),
+        ),
+        # Where queries aren't compressed.
+        same(latents, Whole()),
+        same(f"{prefix}q_proj.weight", Split(0, "heads")),
+        same(f"{prefix}q_a_layernorm.weight", Whole()),
+        same(f"{prefix}q_b_proj.weight", Split(0, "heads")),
+        same(f"{prefix}kv_a_layernorm.weight", Whole()),
+        same(f"{prefix}kv_b_proj.weight", Split(0, "heads")),
+        same(f"{prefix}o_proj.weight", Split(1, "heads")),
+    )
+
+
+def absorbed(prefix: str) -> tuple[Derived, ...]:
+    """Latent attention with the keys' and values' projections absorbed into queries and outputs
+    (DeepSeek-V2, section 2.1.2): SGLang's names; vLLM calls the same values ``W_UK_T`` and
+    ``W_UV``."""
+    source = (f"{prefix}kv_b_proj.weight",)
+    return (Derived(f"{prefix}w_kc", source, _w_kc), Derived(f"{prefix}w_vc", source, _w_vc))
+
+
+def _w_kc(config: ModelConfig, kv_b: Any) -> Any:
+    """``[heads, nope_dim, kv_rank]``, in memory with the last two swapped, as the kernels want."""
+    keys, _ = _by_head(config, kv_b)
+    return keys.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _w_vc(config: ModelConfig, kv_b: Any) -> Any:
+    """``[heads, kv_rank, value_dim]``, in memory with the last two swapped."""
+    _, values = _by_head(config, kv_b)
+    return values.contiguous().transpose(1, 2)
+
+
+def _by_head(config: ModelConfig, kv_b: Any) -> Any:
+    """The heads' projections to keys and to values."""
+    if config.latent is None:
+        raise IncompleteFamily(
+            f"{config.kind} has no latent attention to derive from; use another table",
+            family=config.kind,
+        )
+    sizes = (config.latent.nope_dim, config.latent.value_dim)
+    return kv_b.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+
+
 def experts(prefix: str) -> tuple[Rule, ...]:
     """Routed experts, stacked: ``w13`` is gate over up, ``w2`` is down."""
     one = prefix + "experts.{expert}."
     return (
         same(f"{prefix}gate.weight", Whole()),
+        same(f"{prefix}gate.e_score_correction_bias", Whole()),
         fused(
             f"{prefix}experts.w13_weight",
             (f"{one}gate_proj.weight", Split(0)),
@@ -74,15 +143,19 @@ def shared_expert(prefix: str) -> tuple[Rule, ...]:
     )
 
 
-_DENSE = (
+_FRAME = (
     same("model.embed_tokens.weight", Vocab()),
     same(_LAYER + "input_layernorm.weight", Whole()),
-    *attention(_LAYER + "self_attn."),
     same(_LAYER + "post_attention_layernorm.weight", Whole()),
     *mlp(_LAYER + "mlp."),
     same("model.norm.weight", Whole()),
     same("lm_head.weight", Vocab()),
 )
+_DENSE = (*_FRAME, *attention(_LAYER + "self_attn."))
+_EXPERTS = experts(_LAYER + "mlp.")
+_SHARED = mlp(_LAYER + "mlp.shared_experts.")
+_LATENT = (*_FRAME, *latent_attention(_LAYER + "self_attn."), *_EXPERTS, *_SHARED)
+_ABSORBED = absorbed(_LAYER + "self_attn.")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -90,15 +163,23 @@ FAMILIES: dict[str, Family] = {
         Family("llama", _DENSE),
         Family("qwen2", _DENSE),
         Family("qwen3", _DENSE),
-        Family("qwen2_moe", (*_DENSE, *experts(_LAYER + "mlp."), *shared_expert(_LAYER + "mlp."))),
-        Family("qwen3_moe", (*_DENSE, *experts(_LAYER + "mlp."))),
+        Family("qwen2_moe", (*_DENSE, *_EXPERTS, *shared_expert(_LAYER + "mlp."))),
+        Family("qwen3_moe", (*_DENSE, *_EXPERTS)),
+        Family("glm4_moe", (*_DENSE, *_EXPERTS, *_SHARED)),
+        Family("deepseek_v2", _LATENT, _ABSORBED),
+        Family("deepseek_v3", _LATENT, _ABSORBED),
+        Family("kimi_k2", _LATENT, _ABSORBED),
     )
 }
 """By Hugging Face ``model_type``."""
 
 
-def family_of(name: str) -> Family:
-    """The table of a model type.
+_VLLM = {"fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
+"""Names in which vLLM differs from SGLang."""
+
+
+def family_of(name: str, *, engine: Engine = "sglang") -> Family:
+    """The table of a model type, in an engine's words.
 
     Raises:
         UnknownFamily: there is none.
@@ -109,4 +190,11 @@ def family_of(name: str) -> Family:
             "Family of your own",
             family=name,
         )
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    for theirs, ours in _VLLM.items() if engine == "vllm" else ():
+        rules = tuple(
+            msgspec.structs.replace(rule, container=rule.container.replace(theirs, ours))
+            for rule in family.rules
+        )
+        family = msgspec.structs.replace(family, rules=rules)
+    return family

@@ -131,7 +131,7 @@ def trainer(transport: str, nics: Sequence[str], child: subprocess.Popen[bytes])
         for rank, engine in enumerate(engines):
             for at, tensor in zip(shards[rank], tensors, strict=True):
                 at[...] = shard(full(tensor, version), rank, 0, len(TRAINERS))
-            sources = {i: engine.register(a) for i, a in enumerate(shards[rank])}
+            sources = {i: (engine.register(a), 0) for i, a in enumerate(shards[rank])}
             for place in places:
                 copies = [c for c in p.for_source(rank) if c.peer == place.rank]
                 there = engine.import_region(RegionDescriptor.from_bytes(place.region))

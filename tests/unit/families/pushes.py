@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from fabric_ray.models import ModelConfig
+from fabric_ray.models import ModelConfig, parameter_dtype, parameter_shapes
 from fabric_ray.models.boxes import BoxSource, load_parameters
 from fabric_ray.models.fsdp import make_mesh
 from fabric_ray.models.transformer import Transformer
@@ -34,16 +34,17 @@ def raw(tensor: Tensor) -> np.ndarray:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def noise(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Tensor]:
+def noise(config: ModelConfig) -> dict[str, Tensor]:
     """Random bits: no two elements are likely to agree, and NaNs must survive too."""
     generator = torch.Generator().manual_seed(3)
-    size = DType.of(dtype).itemsize
-    return {
-        name: torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
-        .view(getattr(torch, dtype))
-        .reshape(shape)
-        for name, shape in shapes.items()
-    }
+
+    def bits(name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = parameter_dtype(config, name)
+        size = (*shape, DType.of(dtype).itemsize)
+        drawn = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        return drawn.view(getattr(torch, dtype)).reshape(shape)
+
+    return {name: bits(name, shape) for name, shape in parameter_shapes(config).items()}
 
 
 def chunked(full: Mapping[str, Tensor], world: int, *, replicas: int = 1) -> tuple[Side, Memory]:
@@ -99,14 +100,15 @@ def pushed(
     *,
     tp: int,
     ep: int = 1,
+    dp: int = 1,
     ranks: tuple[int, ...] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Every engine rank's containers after a push into zeroed memory."""
-    target = target_side(config, tp=tp, ep=ep, ranks=ranks)
+    target = target_side(config, tp=tp, ep=ep, dp=dp, ranks=ranks)
     held: list[dict[str, Tensor]] = []
     room: Memory = {}
     for index, rank in enumerate(target.ranks):
-        specs = target_containers(config, tp=tp, ep=ep, rank=index % tp)
+        specs = target_containers(config, tp=tp, ep=ep, dp=dp, rank=index % (tp * dp))
         held.append({s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in specs})
         room |= {(rank, name): raw(tensor) for name, tensor in held[-1].items()}
     apply(plan(source, target, min_split_bytes=1), memory, room)

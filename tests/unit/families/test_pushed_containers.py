@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from fabric_ray.models import ModelConfig, parameter_shapes
+from fabric_ray.models import ModelConfig
 from fabric_ray.models.boxes import load_parameters
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.models.tensor_parallel import forward
@@ -16,14 +16,15 @@ from fabric_ray.models.transformer import Transformer
 from fabric_ray.weights.families import source_side, target_containers, target_side
 from fabric_ray.weights.reference import expected_containers
 from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import SMALL, some_tokens, waves
+from tests.unit.models.small_models import LAID_OUT, SMALL, some_tokens, waves
 
 # Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
 DENSE = [(1, 1), (2, 1), (4, 1)]
 MOE = [*DENSE, (2, 2), (4, 2), (4, 4)]
+MODELS = SMALL | LAID_OUT
 CASES = [
     pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
-    for name, config in SMALL.items()
+    for name, config in MODELS.items()
     for tp, ep in (MOE if config.moe else DENSE)
 ]
 
@@ -31,8 +32,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "tp", "ep"), CASES)
 @pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)], ids=["fsdp", "hsdp"])
 def test_sharded_trainers_fill_every_container_bit_for_bit(name, tp, ep, world, replicas):
-    config = msgspec.structs.replace(SMALL[name], dtype="bfloat16")
-    full = noise(parameter_shapes(config), "bfloat16")
+    config = msgspec.structs.replace(MODELS[name], dtype="bfloat16")
+    full = noise(config)
     source, memory = chunked(full, world, replicas=replicas)
     # Two engines, whose ranks are numbered as they please.
     ranks = tuple(range(3, 3 + 4 * tp, 2))
@@ -43,7 +44,7 @@ def test_sharded_trainers_fill_every_container_bit_for_bit(name, tp, ep, world, 
 
 @pytest.mark.parametrize(("name", "tp", "ep"), CASES)
 def test_specs_are_the_names_shapes_and_dtypes_of_the_reference(name, tp, ep):
-    config = SMALL[name]
+    config = MODELS[name]
     full = waves(config)
     for rank in range(tp):
         specs = target_containers(config, tp=tp, ep=ep, rank=rank)
@@ -54,6 +55,20 @@ def test_specs_are_the_names_shapes_and_dtypes_of_the_reference(name, tp, ep):
         }
     side = target_side(config, tp=tp, ep=ep)
     assert [c.name for c in side.containers] == [s.name for s in specs]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("tp", "ep", "dp"), [(1, 2, 2), (2, 4, 2), (2, 1, 2), (1, 4, 4), (2, 2, 3)]
+)
+def test_data_parallel_groups_hold_all_but_the_experts_whole(name, tp, ep, dp):
+    config = msgspec.structs.replace(MODELS[name], dtype="bfloat16")
+    full = noise(config)
+    source, memory = chunked(full, 3)
+    size = tp * dp
+    found = pushed(config, source, memory, tp=tp, ep=ep, dp=dp, ranks=tuple(range(2 * size)))
+    for rank, held in enumerate(found):
+        assert_same(held, expected_containers(config, full, tp=tp, ep=ep, dp=dp, rank=rank % size))
 
 
 @pytest.mark.parametrize(

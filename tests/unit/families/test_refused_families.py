@@ -13,6 +13,8 @@ from fabric_ray.weights.families import (
     IncompleteFamily,
     Indivisible,
     InvalidRanks,
+    Part,
+    Rule,
     Split,
     UnknownFamily,
     Whole,
@@ -27,8 +29,8 @@ from tests.unit.models.small_models import SMALL
 @pytest.mark.parametrize(
     ("name", "tp", "ep", "kind", "words"),
     [
-        ("llama", 0, 1, InvalidRanks, "tp=0 and ep=1 must be 1 or more"),
-        ("qwen3_moe", 2, 0, InvalidRanks, "tp=2 and ep=0 must be 1 or more"),
+        ("llama", 0, 1, InvalidRanks, "tp=0, ep=1 and dp=1 must be 1 or more"),
+        ("qwen3_moe", 2, 0, InvalidRanks, "tp=2, ep=0 and dp=1 must be 1 or more"),
         ("qwen3_moe", 4, 3, InvalidRanks, "ep=3 doesn't divide tp=4; use ep=1, 2 or 4"),
         ("llama", 2, 2, InvalidRanks, "llama has no experts to spread; use ep=1"),
         ("qwen3_moe", 8, 8, Indivisible, "6 experts can't be spread over ep=8"),
@@ -46,6 +48,22 @@ def test_sizes_that_make_no_engine(name, tp, ep, kind, words):
             call()
         assert isinstance(caught.value, FabricError)
         assert caught.value.fields["family"] == SMALL[name].kind
+
+
+def test_data_parallel_sizes_are_named():
+    config = SMALL["qwen3_moe"]
+    with pytest.raises(InvalidRanks, match="dp=0 must be 1 or more"):
+        target_side(config, tp=2, dp=0)
+    with pytest.raises(InvalidRanks, match="ep=3 doesn't divide tp=2 times dp=2; use ep=1, 2 or 4"):
+        target_side(config, tp=2, dp=2, ep=3)
+    with pytest.raises(InvalidRanks, match=r"3 ranks don't make .* tp=1 times dp=2"):
+        target_side(config, tp=1, dp=2, ranks=range(3))
+    with pytest.raises(InvalidRanks, match=r"rank 4 is none of .*use 0 to 3"):
+        target_containers(config, tp=2, dp=2, rank=4)
+    with pytest.raises(Indivisible) as caught:
+        target_side(config, tp=8, dp=3, ep=2)
+    for tp in caught.value.fields["allowed"]:
+        assert target_side(config, tp=tp, dp=3, ep=2)
 
 
 def test_the_sizes_offered_do():
@@ -111,6 +129,40 @@ def test_a_table_of_ones_own_is_used_and_checked():
     )
     specs = target_containers(config, tp=2, rank=1, family=rows)
     assert next(s.shape for s in specs if s.name == "model.norm.weight") == (16,)
+
+
+def test_a_parameter_goes_to_the_first_rule_that_finds_all_it_needs():
+    config, norm = SMALL["llama"], "model.norm.weight"
+    rest = without(FAMILIES["llama"], "model.norm").rules
+
+    def container(*rules: Rule) -> str:
+        specs = target_containers(config, tp=1, rank=0, family=Family("mine", (*rest, *rules)))
+        return specs[-2].name
+
+    both = fused("both", (norm, Whole()), ("model.bias", Whole()))
+    beside = Rule("beside", (Part(norm, Whole()),), beside="lm_head.weight")
+    nowhere = Rule("nowhere", (Part(norm, Whole()),), beside="model.other")
+    alone = Rule("alone", (Part(norm, Whole()),))
+    assert container(both, alone) == "alone"
+    assert container(both, nowhere, beside, alone) == "beside"
+    with pytest.raises(IncompleteFamily, match="builds both from"):
+        container(nowhere, both)
+    with pytest.raises(IncompleteFamily, match=r"no rule for parameter model\.norm\.weight"):
+        container(nowhere)
+    with pytest.raises(IncompleteFamily, match=r"uses parameter model\.norm\.weight twice"):
+        container(alone, beside)
+
+
+def test_a_table_that_gives_each_expert_a_container_is_none_of_an_engine():
+    table = FAMILIES["qwen3_moe"]
+    rules = tuple(
+        msgspec.structs.replace(
+            rule, container=rule.container.replace("experts.", "experts.{expert}.")
+        )
+        for rule in table.rules
+    )
+    with pytest.raises(IncompleteFamily, match=r"layers\.0\.mlp\.experts\.\{expert\}.*stack them"):
+        target_side(SMALL["qwen3_moe"], tp=1, family=Family("mine", rules))
 
 
 def test_every_refusal_is_a_family_error():

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from fabric_ray.models import Llama3Scaling, ModelConfig, Moe, Rope, parameter_shapes
+from fabric_ray.models import (
+    Latent,
+    Llama3Scaling,
+    ModelConfig,
+    Moe,
+    Rope,
+    parameter_dtype,
+    parameter_shapes,
+)
 
 
 def small(kind: str, **changes: object) -> ModelConfig:
@@ -55,6 +64,40 @@ SMALL = {
 }
 
 
+_ROUTED = Moe(
+    experts=6,
+    top_k=2,
+    intermediate=24,
+    shared_intermediate=24,
+    shared_gate=False,
+    correction_bias=True,
+    dense_layers=(0,),
+)
+_LATENT = Latent(kv_rank=20, nope_dim=8, rope_dim=4, value_dim=6, q_rank=28)
+
+LAID_OUT = {
+    "glm4_moe": small("glm4_moe", qk_norm=True, qkv_bias=True, moe=_ROUTED),
+    "deepseek_v3": small(
+        "deepseek_v3", kv_heads=4, head_dim=12, latent=_LATENT, moe=_ROUTED, layers=4
+    ),
+    "deepseek_v2-lite": small(
+        "deepseek_v2",
+        kv_heads=4,
+        head_dim=12,
+        latent=structs.replace(_LATENT, q_rank=0),
+        moe=structs.replace(_ROUTED, correction_bias=False, shared_intermediate=48),
+    ),
+    "kimi_k2": small(
+        "kimi_k2",
+        kv_heads=4,
+        head_dim=12,
+        latent=_LATENT,
+        moe=structs.replace(_ROUTED, dense_layers=(0, 2)),
+    ),
+}
+"""Models that are laid out, but not computed."""
+
+
 def waves(config: ModelConfig) -> dict[str, Tensor]:
     """Weights from a formula, so that recorded results don't hang on a random generator."""
     out = {}
@@ -64,7 +107,7 @@ def waves(config: ModelConfig) -> dict[str, Tensor]:
         wave = 0.3 * phase.sin().reshape(shape)
         if name.endswith("norm.weight"):
             wave = 1 + wave
-        out[name] = wave.to(getattr(torch, config.dtype))
+        out[name] = wave.to(getattr(torch, parameter_dtype(config, name)))
     return out
 
 

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fabric_ray.models import (
     InvalidConfig,
+    Latent,
     Llama3Scaling,
     ModelConfig,
     UnsupportedModel,
     config_from_hf,
     config_to_hf,
     demo_config,
+    parameter_dtype,
     parameter_shapes,
     read_config,
 )
-from tests.unit.models.small_models import SMALL, small
+from fabric_ray.models.transformer import Transformer
+from tests.unit.models.small_models import LAID_OUT, SMALL, small
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,7 +83,7 @@ def test_rope_is_read_from_either_place() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "deepseek_v3"}, ["'deepseek_v3'", "llama", "qwen3_moe"]),
+        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "llama", "qwen3_moe"]),
         ({"model_type": None}, ["None", "llama"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantised", "unquantised"]),
         ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
@@ -144,6 +148,127 @@ def test_more_experts_than_there_are_cannot_be_chosen() -> None:
     hf = config_to_hf(SMALL["qwen3_moe"]) | {"num_experts_per_tok": 7}
     with pytest.raises(InvalidConfig, match="7 of 6 experts"):
         config_from_hf(hf)
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "torch_dtype": "bfloat16",
+}
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+}
+GLM_45_AIR = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    [(DEEPSEEK_V3, 671.03), (KIMI_K2, 1026.41), (GLM_45_AIR, 106.85)],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_models_that_are_only_laid_out_have_the_published_size(
+    fields: dict[str, Any], billions: float
+) -> None:
+    config = config_from_hf(fields, quantised=True)
+    assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.01)
+    with pytest.raises(UnsupportedModel, match="can't be computed here, only laid out"):
+        Transformer(config)
+    with pytest.raises(UnsupportedModel, match=r"config\.json of model type .* the one that the"):
+        config_to_hf(config)
+
+
+def test_correction_biases_are_float32_whatever_the_model_is() -> None:
+    config = structs.replace(LAID_OUT["glm4_moe"], dtype="bfloat16")
+    dtypes = {name: parameter_dtype(config, name) for name in parameter_shapes(config)}
+    biases = {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
+    assert {name for name, dtype in dtypes.items() if dtype == "float32"} == biases
+    assert set(dtypes.values()) == {"float32", "bfloat16"}
+
+
+def test_variants_of_latent_attention() -> None:
+    first = "model.layers.0.self_attn."
+    lite = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": None}
+    names = parameter_shapes(config_from_hf(lite, quantised=True))
+    assert names[first + "q_proj.weight"] == (128 * 192, 7168)
+    assert first + "q_a_proj.weight" not in names
+    assert "model.layers.3.mlp.gate.e_score_correction_bias" not in names
+    names = parameter_shapes(config_from_hf(DEEPSEEK_V3, quantised=True))
+    assert names[first + "kv_a_proj_with_mqa.weight"] == (576, 7168)
+    assert names["model.layers.3.mlp.shared_experts.up_proj.weight"] == (2048, 7168)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({}, UnsupportedModel, "quantised weights"),
+        ({"quantization_config": None, "kv_lora_rank": None}, InvalidConfig, "kv_lora_rank"),
+        ({"quantization_config": None, "n_routed_experts": None}, InvalidConfig, "n_routed"),
+        ({"quantization_config": None, "attention_bias": True}, InvalidConfig, "qkv_bias"),
+    ],
+)
+def test_what_latent_attention_needs_is_named(
+    changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        config_from_hf(DEEPSEEK_V3 | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 16}, "head_dim"),
+        ({"kv_heads": 2}, "kv_heads"),
+        ({"kind": "llama"}, "llama has no latent attention"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"latent": Latent(0, 8, 4, 6)}, "kv_rank"),
+    ],
+)
+def test_latent_sizes_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        structs.replace(LAID_OUT["deepseek_v3"], **changes)
 
 
 def test_experts_are_where_the_config_says() -> None:

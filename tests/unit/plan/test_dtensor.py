@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -117,11 +117,32 @@ def fsdp_tp(module: Block) -> nn.Module:
     return fully_shard(module, mesh=mesh["dp"])
 
 
+def hsdp_tp(module: Block) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("r", "s", "tp"))
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], styles, src_data_rank=None)
+    return fully_shard(module, mesh=mesh["r", "s"])
+
+
+def offloaded(module: Block) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
+    return fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def by_columns(module: Block) -> nn.Module:
+    """FSDP2 cuts the dimension that it is told to, if that can be done evenly."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("r", "s"))
+    return fully_shard(module, mesh=mesh, shard_placement_fn=lambda p: TorchShard(p.ndim - 1))
+
+
 def replicated(module: Block) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("shard", [fsdp, hsdp, fsdp_tp, replicated], ids=lambda f: f.__name__)
+WAYS = [fsdp, hsdp, fsdp_tp, hsdp_tp, offloaded, by_columns, replicated]
+
+
+@pytest.mark.parametrize("shard", WAYS, ids=lambda f: f.__name__)
 def test_a_sharded_module_fills_tensor_parallel_engines(shard):
     source, memory = gathered(shard)
     target = engines()

@@ -4,6 +4,8 @@ any call can be made to fail at will."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -48,17 +50,65 @@ class Fault(NamedTuple):
     how: str
 
 
-class LocalSync(WeightSync):
-    """The controller, with objects of this process where it has actors."""
+class InProcess:
+    """Objects of this process, called by name, where a controller has actors."""
+
+    fault: Fault | None = None
+
+    @cached_property
+    def before(self) -> dict[str, Callable[[], object]]:
+        """What happens first when a stage is asked for."""
+        return {}
+
+    @cached_property
+    def dead(self) -> set[str]:
+        return set()
+
+    def kill(self, who: str) -> None:
+        raise NotImplementedError
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def ask(
+        self,
+        actors: Sequence[str],
+        function: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        def answer(who: str, rest: tuple[Any, ...]) -> Any:
+            try:
+                return self._call(who, function, rest)
+            except Exception as error:
+                return Unanswered(str(error))
+
+        self.before.get(function.__name__, lambda: None)()
+        # At the same time, as actors are: some wait for each other.
+        with ThreadPoolExecutor(len(actors)) as pool:
+            return list(pool.map(answer, actors, (tuple(rest) for _, *rest in args)))
+
+    def _call(self, who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        how = None
+        if self.fault is not None and (function.__name__, who) == self.fault[:2]:
+            how = self.fault.how
+        if how == "dies":
+            self.kill(who)
+        if who in self.dead or how == "is not asked":
+            raise ConnectionError("it did not answer")
+        result = function(None, who, *extra)
+        if how == "is not heard":
+            raise ConnectionError("it did not answer")
+        return result
+
+
+class LocalSync(InProcess, WeightSync):
+    """Trainers and rollouts of a small model, their controller and what goes wrong with them."""
 
     def __init__(self, *, staged: bool = True, digest: bool = False, timeout: float = 1.0) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
         rollouts = [f"rollout {i}" for i in range(ROLLOUTS)]
         super().__init__(trainers, rollouts, digest=digest, timeout=timeout, calls=self)
-        self.fault: Fault | None = None
-        self.before: dict[str, Callable[[], object]] = {}
-        """What happens first when a stage is asked for."""
-        self.dead: set[str] = set()
         self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
         everybody = (*trainers, *rollouts)
         self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
@@ -112,35 +162,3 @@ class LocalSync(WeightSync):
             for name, want in expected(rank, target.version).items():
                 if not torch.equal(weights[name], want):
                     yield f"RS-3: `{name}` at {who} is not that of version {target.version}"
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def ask(
-        self,
-        actors: Sequence[str],
-        function: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        timeout: float,
-    ) -> list[Any]:
-        answers: list[Any] = []
-        self.before.get(function.__name__, lambda: None)()
-        for who, (_, *rest) in zip(actors, args, strict=True):
-            try:
-                answers.append(self._call(who, function, tuple(rest)))
-            except Exception as error:
-                answers.append(Unanswered(str(error)))
-        return answers
-
-    def _call(self, who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
-        how = None
-        if self.fault is not None and (function.__name__, who) == self.fault[:2]:
-            how = self.fault.how
-        if how == "dies":
-            self.kill(who)
-        if who in self.dead or how == "is not asked":
-            raise ConnectionError("it did not answer")
-        result = function(None, who, *extra)
-        if how == "is not heard":
-            raise ConnectionError("it did not answer")
-        return result

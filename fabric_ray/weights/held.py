@@ -1,0 +1,153 @@
+"""What one rank holds: tensors that an optimizer may move and a checkpoint may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabric_ray._native import Region
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import ParamMeta
+from fabric_ray.plan.dtensor import param_meta
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Held:
+    """A module's parameters, or tensors by name, and their registrations.
+
+    Raises:
+        InvalidArgument: a parameter that can't be pushed as it is, by name.
+    """
+
+    def __init__(
+        self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], engine: TransferEngine
+    ) -> None:
+        self._named: Callable[[], Mapping[str, Any]]
+        if isinstance(tensors, Mapping):
+            self._named = lambda: tensors
+        else:
+            self._named = lambda: dict(tensors.named_parameters())
+        self.tensors: dict[str, Any] = dict(self._named())
+        self._engine = engine
+        self._layouts: dict[str, _Layout] = {}
+        self._regions: dict[str, tuple[int, Region]] = {}
+        if not self.tensors:
+            raise InvalidArgument("a weight source needs at least one parameter")
+        for param, tensor in self.tensors.items():
+            if tensor.device.type != "cpu":
+                raise InvalidArgument(
+                    f"parameter `{param}` is on {tensor.device}, and weights are pushed "
+                    "from host memory so far; give a copy on the host"
+                )
+
+    def note(self) -> None:
+        """Remembers the layouts that a plan is about to be made for."""
+        self._refresh()
+        self._layouts = {param: _layout(tensor) for param, tensor in self.tensors.items()}
+
+    def reports(self, rank: int) -> list[ParamMeta]:
+        """What tensors say of themselves."""
+        named = self.tensors.items()
+        return [param_meta(param, tensor, rank=rank) for param, tensor in named if tensor.numel()]
+
+    def local(self, param: str) -> torch.Tensor:
+        """This rank's shard."""
+        local: torch.Tensor = _local(self.tensors[param])
+        return local
+
+    def region(self, param: str) -> Region:
+        """Its memory, from the first element to the last, registered once for each address."""
+        known = self._regions.get(param)
+        if known is None:
+            flat = _memory(param, self.tensors[param])
+            known = (flat.data_ptr(), self._engine.register(flat))
+            self._regions[param] = known
+        return known[1]
+
+    def follow(self) -> bool:
+        """Finds parameters that were given new memory; whether any registered one was.
+
+        Raises:
+            InvalidArgument: one has another shape, dtype or placement than was planned for.
+        """
+        self._refresh()
+        for param, tensor in self.tensors.items():
+            _span(param, tensor)
+            now, planned = _layout(tensor), self._layouts.get(param)
+            if now != planned:
+                raise InvalidArgument(
+                    f"parameter `{param}` was {planned} when the route was planned and is {now} "
+                    "now; call WeightSync.connect() again"
+                )
+        moved = [p for p, (at, _) in self._regions.items() if self.local(p).data_ptr() != at]
+        for param in moved:
+            self._regions.pop(param)
+        return bool(moved)
+
+    def close(self) -> None:
+        self._regions.clear()
+
+    def _refresh(self) -> None:
+        """Looks the parameters up again: a module's may have been replaced."""
+        for param, tensor in self._named().items():
+            held = self.tensors.get(param)
+            # While FSDP has gathered a parameter, the module shows the whole one for a moment; the
+            # shards remain what is trained.
+            if tensor is not held and hasattr(tensor, "_local_tensor") >= hasattr(
+                held, "_local_tensor"
+            ):
+                self.tensors[param] = tensor
+
+
+class _Layout(NamedTuple):
+    """What a plan depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    placements: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.placements}".rstrip()
+
+
+def _layout(tensor: Any) -> _Layout:
+    local = _local(tensor)
+    placements = str(getattr(tensor, "placements", ""))
+    return _Layout(tuple(local.shape), tuple(local.stride()), str(local.dtype), placements)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's shard; not by ``to_local()``, which autograd records."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _span(param: str, tensor: Any) -> tuple[int, int]:
+    """Where a shard begins in its storage and up to where it reaches, in bytes.
+
+    Raises:
+        InvalidArgument: the storage is shorter than that: its memory was freed.
+    """
+    local = _local(tensor)
+    if not local.numel():
+        return 0, 0
+    steps = zip(local.shape, local.stride(), strict=True)
+    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * local.element_size()
+    start = local.storage_offset() * local.element_size()
+    if start + nbytes > local.untyped_storage().nbytes():
+        raise InvalidArgument(
+            f"parameter `{param}`: its memory was freed; load the parameter again"
+        )
+    return start, nbytes
+
+
+def _memory(param: str, tensor: Any) -> Any:
+    """The bytes from a shard's first element to its last, whatever its strides."""
+    import torch
+
+    start, nbytes = _span(param, tensor)
+    storage = _local(tensor).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,))

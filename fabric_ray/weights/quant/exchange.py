@@ -1,0 +1,219 @@
+"""Block maxima from rank to rank, by counted writes.
+
+Each rank has one region that is registered once: for every partner a slot of incoming and one of
+outgoing maxima, all of it twice. Rounds take turns between the halves, each with a counter of its
+own. A rank begins round ``n + 1`` when it has read what round ``n`` brought, and ends it when all
+its partners have begun theirs. So whoever writes for round ``n + 2`` knows that the half it writes
+to has been read, and a count of the next round can't be taken for one of this. To that end every
+partner writes in every round, if only its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fabric_ray.engine import Batch, CounterRef, Peer, RegionDescriptor, Transfer, TransferEngine
+from fabric_ray.errors import FabricError, InvalidArgument, TransferTimeout
+from fabric_ray.weights.quant.edges import RankEdges
+from fabric_ray.weights.quant.errors import ExchangeFailed
+
+_HEADER = 8
+"""Bytes before the maxima of a slot: the version."""
+_NONE = np.zeros(0, dtype=np.int64)
+
+_Version = npt.NDArray[np.int64]
+_Maxima = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where a rank takes maxima; pickles."""
+
+    descriptor: RegionDescriptor
+    counters: tuple[CounterRef, CounterRef]
+    """Of even and of odd rounds."""
+    slots: dict[int, tuple[int, int]]
+    """Per partner, offset in a half and bytes."""
+
+
+class EdgeExchange:
+    """One rank's end of the exchange.
+
+    Make one per rank, hand everybody's :attr:`invitation` to everybody's :meth:`connect`, then call
+    :meth:`run` on all ranks once for each version. After an error it is of no more use: close it,
+    and connect new ones.
+
+    Args:
+        engine: this rank's; ranks must not share one.
+        edges: what this rank sends and gets.
+    """
+
+    def __init__(self, engine: TransferEngine, edges: RankEdges) -> None:
+        self._engine = engine
+        self._edges = edges
+        self._incoming = _slots(edges, {p: len(ids) for p, ids in edges.receives.items()})
+        self._outgoing = _slots(edges, {p: len(ids) for p, ids in edges.sends.items()})
+        self._half = _end(self._incoming)
+        self._region = engine.alloc(max(8, 2 * (self._half + _end(self._outgoing))))
+        self._memory = self._region.numpy()
+        self._counters = (engine.counter(), engine.counter())
+        self._peers: dict[int, Peer] = {}
+        self._batches: list[Batch] = []
+        self._expected: Transfer | None = None
+        self._rounds = 0
+        self._broken: str | None = "isn't connected"
+
+    @property
+    def invitation(self) -> Invitation:
+        """For the other ranks."""
+        taken = self._region[: max(8, 2 * self._half)]
+        refs = (self._counters[0].ref, self._counters[1].ref)
+        return Invitation(taken.descriptor(), refs, self._incoming)
+
+    def connect(self, invitations: Mapping[int, Invitation]) -> None:
+        """Prepares the writes to all partners.
+
+        Raises:
+            InvalidArgument: a partner's invitation is missing, or made for another side.
+        """
+        for rank in self._edges.partners:
+            theirs = invitations.get(rank)
+            wanted = self._outgoing[rank][1]
+            if theirs is None or theirs.slots.get(self._edges.rank, (0, 0))[1] != wanted:
+                raise InvalidArgument(
+                    f"rank {self._edges.rank} has {wanted} bytes for rank {rank}, which "
+                    f"{'is missing' if theirs is None else 'expects something else'}; connect all "
+                    "ranks of one side with the same formats"
+                )
+        self._batches = [Batch(), Batch()]
+        for rank in self._edges.partners:
+            theirs = invitations[rank]
+            region = self._engine.import_region(theirs.descriptor)
+            self._peers[rank] = region.peer
+            offset, nbytes = theirs.slots[self._edges.rank]
+            for parity, batch in enumerate(self._batches):
+                source = self._outgoing_at(rank, parity)
+                half = region.nbytes // 2
+                batch.write(
+                    self._region[source : source + nbytes],
+                    region.slice(parity * half + offset, nbytes),
+                    imm=theirs.counters[parity],
+                )
+        self._broken = None
+
+    def run(self, version: int, maxima: Tensor, *, timeout: float | None = None) -> None:
+        """Sends this rank's maxima and takes in those of its partners.
+
+        Args:
+            version: of the push; all ranks must be at the same.
+            maxima: float32 ``[edges.size]`` from
+                :meth:`~fabric_ray.weights.quant.RankQuantiser.partial_maxima`; is completed.
+            timeout: seconds; by default the engine's ``op_timeout``.
+
+        Raises:
+            ExchangeFailed: a partner is lost, at another version or too late; names it.
+        """
+        if self._broken is not None:
+            raise ExchangeFailed(
+                f"rank {self._edges.rank} can't exchange block maxima: its exchange "
+                f"{self._broken}; make new ones on all ranks and connect them",
+                ranks=(),
+                version=version,
+            )
+        if not self._peers:
+            return
+        parity, self._rounds = self._rounds % 2, self._rounds + 1
+        self._fill(parity, version, maxima)
+        try:
+            self._move(parity, timeout)
+        except BaseException as cause:
+            self._end("has failed")
+            if not isinstance(cause, FabricError):
+                raise
+            raise self._failure(version, parity, cause) from cause
+        if self._late(version, parity):
+            self._end("has failed")
+            raise self._failure(version, parity, None)
+        for rank, places in self._edges.receives.items():
+            _, theirs = self._slot(self._incoming_at(rank, parity), len(places))
+            at = torch.from_numpy(places)
+            maxima[at] = torch.maximum(maxima[at], torch.from_numpy(theirs.copy()))
+
+    def close(self) -> None:
+        """Ends it, and a :meth:`run` in another thread. Partners find out when they write; the
+        memory goes when none of them can reach it any more."""
+        self._end("is closed")
+
+    def _end(self, why: str) -> None:
+        self._broken = self._broken or why
+        self._region.revoke()
+        if self._expected is not None:
+            self._expected.cancel()
+
+    def _fill(self, parity: int, version: int, maxima: Tensor) -> None:
+        for rank in self._peers:
+            places = self._edges.sends.get(rank, _NONE)
+            header, ours = self._slot(self._outgoing_at(rank, parity), len(places))
+            header[0] = version
+            ours[:] = maxima[torch.from_numpy(places)].numpy()
+
+    def _move(self, parity: int, timeout: float | None) -> None:
+        """Writes to all partners and waits until all have written."""
+        sent = self._engine.submit(self._batches[parity], timeout=timeout)
+        peers = list(self._peers.values())
+        counter = self._counters[parity]
+        self._expected = counter.expect(len(peers), writers=peers, timeout=timeout)
+        sent.wait()  # first: what is refused tells at once that a partner has ended its exchange
+        self._expected.wait()
+
+    def _failure(self, version: int, parity: int, cause: FabricError | None) -> ExchangeFailed:
+        told = "" if isinstance(cause, TransferTimeout) else str(cause)
+        named = [rank for rank, peer in self._peers.items() if peer.label in told]
+        late = self._late(version, parity)
+        ranks = tuple(named or late or self._peers)
+        at = {rank: self._version_of(rank, parity) for rank in late}
+        why = f"{cause}" if cause is not None else f"their slots say {at}"
+        return ExchangeFailed(
+            f"rank {self._edges.rank}, version {version}: no block maxima from rank "
+            f"{', '.join(map(str, ranks))} ({why}); give the version up, then connect the ranks "
+            "that live anew",
+            ranks=ranks,
+            version=version,
+        )
+
+    def _late(self, version: int, parity: int) -> list[int]:
+        """Partners whose slots don't hold this version."""
+        return [rank for rank in self._peers if self._version_of(rank, parity) != version]
+
+    def _version_of(self, rank: int, parity: int) -> int:
+        return int(self._slot(self._incoming_at(rank, parity), 0)[0][0])
+
+    def _incoming_at(self, rank: int, parity: int) -> int:
+        return parity * self._half + self._incoming[rank][0]
+
+    def _outgoing_at(self, rank: int, parity: int) -> int:
+        return 2 * self._half + parity * _end(self._outgoing) + self._outgoing[rank][0]
+
+    def _slot(self, offset: int, count: int) -> tuple[_Version, _Maxima]:
+        start = offset + _HEADER
+        values = self._memory[start : start + 4 * count]
+        return self._memory[offset:start].view(np.int64), values.view(np.float32)
+
+
+def _slots(edges: RankEdges, counts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """Offset and bytes of each partner's slot, one behind the other."""
+    out: dict[int, tuple[int, int]] = {}
+    for rank in edges.partners:
+        out[rank] = _end(out), _HEADER + 4 * counts.get(rank, 0)
+    return out
+
+
+def _end(slots: Mapping[int, tuple[int, int]]) -> int:
+    """Bytes of all slots, each aligned to its version."""
+    return max((-(-(offset + nbytes) // 8) * 8 for offset, nbytes in slots.values()), default=0)
