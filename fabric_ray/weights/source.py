@@ -141,7 +141,9 @@ class WeightSource:
             FabricError: tensors aren't what was planned for, or can't be made ready; nothing of
                 the version counts then.
         """
-        if self._share is None or self._share.session != session:
+        if self._share is None:
+            raise Stale("this trainer was given no route (a restart?); call connect() again")
+        if self._share.session != session:
             raise Stale(
                 "another WeightSync has connected to this trainer since; push with that one, or "
                 "call connect() to take over again"

@@ -107,6 +107,11 @@ class WeightSync:
                     f"rollout {rank} describes another target layout than rollout 0; give all of "
                     "them the same side"
                 )
+        if len(sides[0].ranks) != len(sides):
+            raise InvalidArgument(
+                f"the rollouts' layout has ranks {sides[0].ranks}, and WeightSync was given "
+                f"{len(sides)}; pass one rollout for each rank"
+            )
         converted = quantised_source(source, self._formats) if self._formats else source
         routes = plan(converted, sides[0], extra=self._extra)
         clock.lap("plan")

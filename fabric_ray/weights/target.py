@@ -101,7 +101,7 @@ class WeightTarget:
         from fabric_ray.runtime import engine as process_engine
 
         if rank not in side.ranks:
-            raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
+            raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
         self.side = side
         self.rank = rank
         self.name = name
@@ -128,8 +128,8 @@ class WeightTarget:
             WeightSyncError: there is no version yet, or it is being overwritten in place.
         """
         if self.version is None or self._torn:
-            what = "is being overwritten" if self._torn else "has not arrived"
-            raise WeightSyncError(f"the first or next version {what}; push one first")
+            what = "the version in use was overwritten by a push that is not over or has failed"
+            raise WeightSyncError(f"{what if self._torn else 'no version has arrived'}; push one")
         return self._views[self._live]
 
     def on_commit(self, hook: Callable[[int], None]) -> None:

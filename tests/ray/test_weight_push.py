@@ -84,7 +84,7 @@ async def test_a_push_can_be_awaited(cluster: list[str]) -> None:
 def test_rs_1_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -> None:
     trainers, rollouts = start(cluster, rollouts=1)
     try:
-        with pytest.raises(WeightSyncError, match="has not arrived"):
+        with pytest.raises(WeightSyncError, match="no version has arrived"):
             ray.get(rollouts[0].weights.remote())
         sync = WeightSync(trainers, rollouts)
         sync.push(3)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fabric_ray.doctor import Finding, examine
-from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices
+from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices, nowhere
 from fabric_ray.doctor.examine import links
 from fabric_ray.doctor.system import hugepages, memlock, ptrace, system
 from fabric_ray.doctor.writes import Link, writes
@@ -75,6 +75,16 @@ def test_faults_of_nics_are_named(survey: Survey, code: str, status: str, words:
     finding = named(survey, code)
     assert finding.status == status
     assert words in finding.remedy
+
+
+def test_a_nic_that_was_asked_for_and_is_not_there_is_a_failure() -> None:
+    offers = (Offer("efa", "efa", "rdmap0", None, rdma=True, chosen=True, why=""),)
+    survey = found(port(), offers=offers)
+    (missing,) = nowhere(survey, ["mlx5_*", "rdmap0", "mlx6_0"])
+    assert (missing.subject, missing.status) == ("NIC mlx6_0", "fail")
+    assert "mlx5_0, rdmap0" in missing.detail
+    (missing,) = nowhere(found(), ["*"])
+    assert "there are: none" in missing.detail
 
 
 def test_only_what_would_be_used_is_tried() -> None:
