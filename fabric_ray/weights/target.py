@@ -204,13 +204,15 @@ class WeightTarget:
             )
         self._live = self._next
         self.version, self._prepared, self._torn = version, None, False
+        failed = None
         for hook in self._hooks:
             try:
                 hook(version)
-            except Exception:
+            except Exception as error:
                 # The version is in use, here and elsewhere; that can't be taken back.
                 logger.exception("a hook for version %d failed", version)
-        return self._arm()
+                failed = failed or f"{type(error).__name__}: {error}"
+        return msgspec.structs.replace(self._arm(), hook=failed)
 
     def abort(self) -> Arm:
         """Gives a version up: nothing of it can be used, counted or written any more."""
