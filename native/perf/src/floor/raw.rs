@@ -23,14 +23,19 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Zeroed memory that no other process could map.
+    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy and
+    /// torch ask for them too, and so does the harness for all others.
     pub fn private(len: usize) -> Outcome<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice; the result is
         // checked by `owned`.
         let start = unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, -1, 0) };
-        Self::owned(start, len)
+        let mut memory = Self::owned(start, len)?;
+        // SAFETY: advice on the whole of a mapping that is owned here; it changes no byte.
+        unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
+        memory.bytes_mut().fill(0);
+        Ok(memory)
     }
 
     pub fn shared(len: usize) -> Outcome<Self> {
