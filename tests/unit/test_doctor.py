@@ -112,12 +112,14 @@ def test_locked_memory(soft: int, hard: int, has_nics: bool, status: str, words:
 
 
 def test_huge_pages_and_ptrace_are_read_from_the_kernel(tmp_path: Path) -> None:
-    assert hugepages(tmp_path).status == "absent"
-    pool = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    pool.mkdir(parents=True)
-    (pool / "nr_hugepages").write_text("64\n")
-    (pool / "free_hugepages").write_text("60\n")
-    assert hugepages(tmp_path).detail == "2048kB: 60 of 64 free"
+    assert hugepages(tmp_path).status == "warn"
+    modes = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    modes.parent.mkdir(parents=True)
+    modes.write_text("always within_size advise [never] deny force\n")
+    assert hugepages(tmp_path).status == "warn"
+    assert "echo advise > /sys/kernel/mm/" in hugepages(tmp_path).remedy
+    modes.write_text("always within_size [advise] never deny force\n")
+    assert hugepages(tmp_path).status == "ok"
     scope = tmp_path / "proc/sys/kernel/yama/ptrace_scope"
     scope.parent.mkdir(parents=True)
     for value, status in (("0", "ok"), ("1", "ok"), ("2", "warn"), ("3", "warn")):
