@@ -30,8 +30,17 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
+# Tests of pure functions share the cores; all others watch a clock and run alone. With ARGS only what it
+# selects, one by one.
+PURE := $(addprefix tests/unit/,families models plan quant trainers)
+
 test-python: $(DONE)/native $(DONE)/perf
+ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
+else
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(PURE)
+	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(PURE))
+endif
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native $(DONE)/perf

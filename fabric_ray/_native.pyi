@@ -507,7 +507,8 @@ class Batch:
     """A request of several operations, which may mix kinds and peers.
 
     Build it once, submit it as often as needed: what can be prepared is prepared here. The methods
-    take what those of the engine take, and raise what they raise.
+    take what those of the engine take. Bytes outside a region are found by `submit`, which names
+    the operation and sends nothing.
     """
 
     def __new__(cls) -> Self: ...
@@ -632,7 +633,7 @@ class Engine:
     def id(self) -> str:
         """This engine's id as hex: drawn anew each time one opens."""
     def alloc(self, nbytes: int) -> Region:
-        """``nbytes`` bytes of memory that peers on this host can map, zeroed.
+        """``nbytes`` bytes of memory that peers on this host can map, zeroed; 1 at least.
 
         Raises:
             ResourceError: no room; the message says where.
@@ -785,7 +786,8 @@ class Engine:
         Args:
             parts: ``(dst, dst_offset, src_offset, nbytes)``, all in bytes.
             group: if given, part ``i`` must belong to its peer ``i``.
-            imm: counts 1 at each receiver.
+            imm: counts 1 at each receiver: a pre-agreed integer where there are several, for a
+                reference is good for its engine alone.
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
 
         Raises:
@@ -822,12 +824,13 @@ class Engine:
         count: int = 16,
         max_nbytes: int = 65536,
     ) -> None:
-        """Opens the receive pool: ``callback(message)`` is called for each message.
+        """Opens the receive pool, in place of the one before: ``callback(message)`` is called for
+        each message.
 
         Args:
             count: messages alive at a time; further ones wait at their senders until one is
                 dropped.
-            max_nbytes: bytes of the longest message.
+            max_nbytes: bytes of the longest message; transports carry 64 KiB at most.
         """
     def watch(self, callback: Callable[[int, int], object], device: int | None = None) -> Watcher:
         """A 64-bit word that the engine watches: ``callback(old, new)`` runs when it has changed.

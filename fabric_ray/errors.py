@@ -154,6 +154,7 @@ __all__ = [
     "OutOfBounds",
     "PeerError",
     "PeerLost",
+    "RailLost",
     "Refused",
     "ResourceError",
     "Stale",

@@ -1,4 +1,4 @@
-"""``fabric-ray``: demos, plans, and what this machine can do."""
+"""``fabric-ray``: demos, plans, the doctor and the topology."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import typer
 from fabric_ray import __version__
 from fabric_ray.cli import demo, doctor, plan, topo
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.add_typer(demo.app, name="demo")
 app.command(name="doctor")(doctor.doctor)
 app.command(name="plan")(plan.plan)
@@ -25,7 +30,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Moves LLM state between Ray actors."""

@@ -11,7 +11,7 @@ from fabric_ray.models import ModelConfig, read_config
 from fabric_ray.models.config import DTypeName
 from fabric_ray.models.presets import PRESETS, preset
 from fabric_ray.weights.forecast import Rollouts, Trainers
-from fabric_ray.weights.quant import QUANTISED, Cast, Format, Formats, Fp8, Int8, linear_formats
+from fabric_ray.weights.quant import Cast, Format, Formats, Fp8, Int8, linear_formats
 from fabric_ray.weights.trainers import FsdpParallel, Parallel
 
 _FSDP = ("fsdp", "pp", "ep")
@@ -66,20 +66,15 @@ def formats(text: str, config: ModelConfig) -> Formats:
     """What a dtype means for a model: floats for all of it, others for what engines quantise.
 
     Raises:
-        InvalidArgument: it is no dtype, or nobody knows what engines quantise of this model.
+        InvalidArgument: it is no dtype.
+        UnsupportedFormat: nobody knows what engines quantise of this model.
     """
     for name in get_args(DTypeName):
         if text == name:
             # Engines keep routers' correction biases as they are.
             bias = "*.e_score_correction_bias"
             return {} if name == config.dtype else {bias: Cast("float32"), "*": Cast(name)}
-    fmt = _quantised(text)
-    if config.kind not in QUANTISED:
-        raise InvalidArgument(
-            f"--dtype {text}: what engines quantise of {config.kind} isn't known; use "
-            f"{', '.join(get_args(DTypeName))}, or a model of {', '.join(QUANTISED)}"
-        )
-    return linear_formats(config.kind, fmt)
+    return linear_formats(config.kind, _quantised(text))
 
 
 def _quantised(text: str) -> Format:

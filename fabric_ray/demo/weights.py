@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,11 +196,25 @@ def _cluster(options: Options) -> Iterator[None]:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if not address:
         settings |= {"include_dashboard": False, "object_store_memory": 128 << 20}
-    ray.init(address=address or "local", **settings)
+    try:
+        _knock(address or "local")
+        ray.init(address=address or "local", **settings)
+    except OSError as error:
+        raise InvalidArgument(
+            f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
+            "RAY_ADDRESS, or none to have Ray started here"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises OSError if nobody listens at ``host:port``: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -90,6 +91,16 @@ def devices(found: Survey) -> Iterator[Finding]:
     for offer in found.offers:
         subject = f"{offer.provider} {offer.domain}"
         yield Finding("offer", subject, "ok" if offer.chosen else "absent", offer.why)
+
+
+def nowhere(found: Survey, names: Sequence[str]) -> Iterator[Finding]:
+    """Yields the NICs that were asked for by name or glob and that nothing here answers to."""
+    there = {p.device for p in found.ports} | {o.domain for o in found.offers}
+    for name in names:
+        if not any(fnmatchcase(nic, name) for nic in there):
+            here = ", ".join(sorted(there)) or "none"
+            detail = f"nothing matches it; there are: {here}"
+            yield Finding("nic", f"NIC {name}", "fail", detail, "see fabric-ray topo")
 
 
 def _port(port: Port) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from fabric_ray.doctor.devices import Survey, devices, survey
+from fabric_ray.doctor.devices import Survey, devices, nowhere, survey
 from fabric_ray.doctor.findings import Finding, Report
 from fabric_ray.doctor.system import system
 from fabric_ray.doctor.writes import Link, writes
@@ -41,6 +41,7 @@ def examine(
 def _all(nics: Sequence[str], provider: str | None, budget: float) -> Iterator[Finding]:
     found = survey(nics, provider)
     yield from devices(found)
+    yield from nowhere(found, nics)
     yield from system(has_nics=bool(found.ports) or any(o.rdma for o in found.offers))
     yield from writes(links(found, provider), budget)
 

@@ -89,18 +89,14 @@ def _shared_memory(root: Path) -> Finding:
 
 
 def hugepages(root: Path) -> Finding:
-    """Reserved huge pages."""
-    pools = []
-    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*")):
-        total, free = (_number(pool / f"{n}_hugepages") for n in ("nr", "free"))
-        if total:
-            pools.append(f"{pool.name.removeprefix('hugepages-')}: {free} of {total} free")
-    if pools:
-        return Finding("hugepages", "huge pages", "ok", "; ".join(pools))
-    enabled = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    mode = enabled.partition("[")[2].partition("]")[0]
-    detail = f"none reserved; transparent ones: {mode or 'not known'}"
-    return Finding("hugepages", "huge pages", "absent", detail, "sysctl vm.nr_hugepages=1024")
+    """Whether memory that the engine shares with processes of this host can be of huge pages."""
+    where = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    mode = _text(where).partition("[")[2].partition("]")[0]
+    if mode in ("always", "within_size", "advise", "force"):
+        return Finding("hugepages", "huge pages", "ok", f"shared memory may have them ({mode})")
+    detail = f"shared memory has none ({mode or 'not known'}): copies over shm could be faster"
+    remedy = f"as root: echo advise > {Path('/') / where.relative_to(root)}"
+    return Finding("hugepages", "huge pages", "warn", detail, remedy)
 
 
 def ptrace(root: Path) -> Finding:
@@ -156,8 +152,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _number(path: Path) -> int:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else 0

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import os
+import reprlib
+from difflib import get_close_matches
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fabric_ray.errors import InvalidArgument
 
 TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp", "file"]
 
-_ENVIRONMENT = {
-    "name": "FABRIC_RAY_NAME",
-    "transport": "FABRIC_RAY_TRANSPORT",
-    "require": "FABRIC_RAY_REQUIRE",
-    "token": "FABRIC_RAY_TOKEN",
-    "heal": "FABRIC_RAY_HEAL",
-    "rail_window": "FABRIC_RAY_RAIL_WINDOW",
-    "receive_window": "FABRIC_RAY_RECEIVE_WINDOW",
-    "spin": "FABRIC_RAY_SPIN",
-    "copy_threads": "FABRIC_RAY_COPY_THREADS",
-    "tcp_streams": "FABRIC_RAY_TCP_STREAMS",
-    "nics": "FABRIC_RAY_NICS",
-    "max_rails": "FABRIC_RAY_MAX_RAILS",
-    "rail_rules": "FABRIC_RAY_RAILS",
-    "gid_index": "FABRIC_RAY_GID_INDEX",
-    "pkey_index": "FABRIC_RAY_PKEY_INDEX",
-    "spray": "FABRIC_RAY_SPRAY",
-    "service_level": "FABRIC_RAY_SERVICE_LEVEL",
-    "traffic_class": "FABRIC_RAY_TRAFFIC_CLASS",
-    "libfabric_provider": "FABRIC_RAY_LIBFABRIC_PROVIDER",
-}
+_MOST_BYTES = 1 << 62
+_LONGEST_S = 1e9
 
 
 class EngineConfig(BaseModel):
-    """Every field has a default that suits a laptop and a cluster alike."""
+    """Every field has a default that suits a laptop and a cluster alike.
+
+    The environment may give any of them: ``FABRIC_RAY_`` and the field's name in capitals
+    (``rail_rules`` is ``FABRIC_RAY_RAILS``).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +42,7 @@ class EngineConfig(BaseModel):
     require: TransportName | Literal["rdma"] | None = None
     """A transport that must be usable, or the engine doesn't open."""
 
-    token: bytes | None = None
+    token: bytes | None = Field(default=None, repr=False)
     """Shared secret of the handshake. Without one, tcp listens on loopback only."""
 
     bind: tuple[str, ...] = ()
@@ -68,7 +57,7 @@ class EngineConfig(BaseModel):
     copy_threads: int | None = Field(default=None, ge=1, le=256)
     """Threads that may copy at once over shm; by default one per core, at most 4."""
 
-    inline_bytes: int = Field(default=1 << 20, ge=0)
+    inline_bytes: int = Field(default=1 << 20, ge=0, le=_MOST_BYTES)
     """A submit call copies at most this many bytes before it returns."""
 
     stage_foreign: bool = False
@@ -76,20 +65,20 @@ class EngineConfig(BaseModel):
     from, not by the kernel (process_vm_writev): for processes that may not trace each other, such
     as those of two containers."""
 
-    peer_timeout: float = Field(default=2.0, gt=0)
+    peer_timeout: float = Field(default=2.0, gt=0, le=_LONGEST_S)
     """Seconds of silence after which a tcp peer is lost."""
 
-    op_timeout: float = Field(default=60.0, gt=0)
+    op_timeout: float = Field(default=60.0, gt=0, le=_LONGEST_S)
     """Seconds until transfers and expectations that name no deadline fail."""
 
     heal: bool = True
     """Lost links are replaced and what they carried is sent again; without it, it fails at once."""
 
-    rail_window: int = Field(default=16 << 20, ge=64 << 10)
+    rail_window: int = Field(default=16 << 20, ge=64 << 10, le=_MOST_BYTES)
     """Bytes that may be under way on one NIC or tcp peer (five of the largest slices at least):
     what is urgent waits behind no more than that."""
 
-    receive_window: int = Field(default=64 << 20, ge=64 << 10)
+    receive_window: int = Field(default=64 << 20, ge=64 << 10, le=_MOST_BYTES)
     """Bytes that may be on their way to this engine, divided among the peers that send it much."""
 
     nics: tuple[str, ...] = ()
@@ -128,7 +117,7 @@ class EngineConfig(BaseModel):
     def _token_from_text(cls, value: object) -> object:
         return value.encode() if isinstance(value, str) else value
 
-    @field_validator("transport", "nics", mode="before")
+    @field_validator("transport", "nics", "bind", mode="before")
     @classmethod
     def _several_from_text(cls, value: object) -> object:
         if isinstance(value, str) and value != "auto":
@@ -151,16 +140,29 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def resolve(cls, config: EngineConfig | None, overrides: dict[str, object]) -> EngineConfig:
-        """``overrides`` over ``config`` over the environment over the defaults."""
-        values: dict[str, object] = {
-            field: os.environ[variable]
-            for field, variable in _ENVIRONMENT.items()
-            if os.environ.get(variable)
-        }
+        """``overrides`` over ``config`` over the environment over the defaults.
+
+        Raises:
+            InvalidArgument: a field that there isn't, or with a value that it can't have; named as
+                it was given, the variable if it came from the environment.
+        """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InvalidArgument(
+                f"an engine is configured by an EngineConfig, not by a {type(config).__name__}; "
+                "or name its fields: TransferEngine(transport='tcp')"
+            )
+        given: dict[str, object] = dict(overrides)
         if config is not None:
-            values |= config.model_dump(exclude_unset=True)
-        values |= overrides
-        return cls.model_validate(values)
+            given = config.model_dump(exclude_unset=True) | given
+        environment = {
+            field: value
+            for field in cls.model_fields
+            if field not in given and (value := os.environ.get(_variable(field)))
+        }
+        try:
+            return cls.model_validate(environment | given)
+        except ValidationError as error:
+            raise InvalidArgument(_complaint(error, environment | given, environment)) from None
 
     @property
     def transports(self) -> list[str]:
@@ -182,3 +184,25 @@ class EngineConfig(BaseModel):
             "traffic_class": self.traffic_class,
             "provider": self.libfabric_provider,
         }
+
+
+def _variable(field: str) -> str:
+    return "FABRIC_RAY_RAILS" if field == "rail_rules" else f"FABRIC_RAY_{field.upper()}"
+
+
+def _complaint(
+    error: ValidationError, values: dict[str, object], environment: dict[str, str]
+) -> str:
+    """What is wrong with each field, one after the other."""
+    causes: dict[str, list[str]] = {}
+    for wrong in error.errors(include_url=False, include_context=False):
+        field, cause = str(wrong["loc"][0]), wrong["msg"].removeprefix("Value error, ")
+        if wrong["type"] == "extra_forbidden":
+            near = get_close_matches(field, EngineConfig.model_fields, n=1)
+            cause = f"there is no such option{''.join(f'; did you mean {n}?' for n in near)}"
+        causes.setdefault(field, []).append(cause[0].lower() + cause[1:])
+    return "; ".join(
+        f"{_variable(field) if field in environment else field}"
+        f"{'' if field == 'token' else f'={reprlib.repr(values[field])}'}: {', or '.join(said)}"
+        for field, said in causes.items()
+    )

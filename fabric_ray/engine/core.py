@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
-import numpy as np
 from typing_extensions import Self
 
 from fabric_ray import _native
 from fabric_ray._native import Batch, Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.memory import memory_of, segment_of
+from fabric_ray.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,7 @@ class TransferEngine(_native.Engine):
             overrides: fields of :class:`EngineConfig` by name.
 
         Raises:
+            InvalidArgument: an option that there isn't, or with a value that it can't have.
             TransportUnavailable: ``require`` can't be met here.
             ResourceError: the system refused something; the message says which limit to raise.
         """
@@ -169,18 +171,26 @@ class TransferEngine(_native.Engine):
     def empty(
         self, shape: tuple[int, ...] | int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Region]:
-        """A zeroed torch tensor in memory that peers on this host can map, and its region."""
+        """A zeroed torch tensor in memory that peers on this host can map, and its region.
+
+        Raises:
+            InvalidArgument: a size below 0.
+            ResourceError: no room; the message says where.
+        """
         import torch
 
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in shape):
+            raise InvalidArgument(f"a tensor of shape {shape} can't be: a size is negative")
         itemsize = torch.empty(0, dtype=dtype).element_size()
-        count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+        count = math.prod(shape)
         region = self.alloc(max(1, count * itemsize))
         part = region if region.nbytes == count * itemsize else region[: count * itemsize]
         return part.tensor(dtype, shape), region
 
     async def messages(self, *, count: int = 16, max_nbytes: int = 65536) -> AsyncIterator[Message]:
-        """Opens the receive pool and yields what arrives, at most ``count`` ahead of the reader.
+        """Opens the receive pool, in place of the one before, and yields what arrives, at most
+        ``count`` ahead of the reader.
 
         Ends when the engine is closed.
         """

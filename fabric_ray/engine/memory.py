@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _DLPACK_CUDA = 2
+_PAGES = 1 << 32
 
 
 def memory_of(obj: Any) -> tuple[int, int, Any]:
@@ -94,6 +96,10 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     # The storage, not the tensor: rebinding the tensor must not free what peers reach. Nor must
     # resizing: torch refuses that for a storage that numpy has seen.
     storage = tensor.untyped_storage()
+    if tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes():
+        raise InvalidArgument(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed; load it again"
+        )
     if tensor.is_cuda:
         # A GPU storage can't be kept from being resized; torch's allocator at least keeps the
         # segment mapped.
@@ -117,14 +123,28 @@ def pages(indices: ArrayLike | Iterable[int], *, stride: int, offset: int = 0) -
         indices: page numbers below 2^32; a ``range`` with step 1 costs nothing to describe.
         stride: bytes between neighbouring page numbers.
         offset: bytes before page 0.
+
+    Raises:
+        InvalidArgument: indices that aren't such numbers, or a negative stride or offset.
     """
+    stride, offset = index(stride), index(offset)
     if stride < 0 or offset < 0:
         raise InvalidArgument("stride and offset of pages must not be negative")
-    if isinstance(indices, range) and indices.step == 1 and indices.start >= 0:
+    if isinstance(indices, range) and indices.step == 1 and 0 <= indices.start <= indices.stop:
+        if indices.stop > _PAGES:
+            raise InvalidArgument(f"page indices must lie between 0 and {_PAGES - 1}")
         return Pages._range(indices.start, len(indices), stride, offset)
-    array = np.asarray(indices if hasattr(indices, "__array__") else list(indices))  # type: ignore[arg-type]
-    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise InvalidArgument("page indices must be a flat sequence of integers")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
-        raise InvalidArgument("page indices must lie between 0 and 2^32 - 1")
+    array = _flat(indices)
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= _PAGES):
+        raise InvalidArgument(f"page indices must lie between 0 and {_PAGES - 1}")
     return Pages._listed(np.ascontiguousarray(array, dtype=np.uint32).tobytes(), stride, offset)
+
+
+def _flat(indices: ArrayLike | Iterable[int]) -> np.ndarray[Any, Any]:
+    try:
+        array = np.asarray(indices if hasattr(indices, "__array__") else list(indices))  # type: ignore[arg-type]
+    except ValueError:  # lists of unequal lengths
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgument("page indices must be a flat sequence of integers")
+    return array

@@ -13,6 +13,8 @@ class Unanswered(NamedTuple):
     """In place of an answer."""
 
     cause: str
+    kind: str = ""
+    """The error's class, by name, if there was one."""
 
 
 class Calls(Protocol):
@@ -69,16 +71,22 @@ class RayCalls:
             try:
                 answers.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
             except (RayError, FabricError) as error:
-                answers.append(Unanswered(_cause(error, timeout)))
+                answers.append(_unanswered(error, timeout))
         return answers
 
 
-def _cause(error: BaseException, timeout: float) -> str:
+def _unanswered(error: BaseException, timeout: float) -> Unanswered:
     from ray.exceptions import GetTimeoutError, RayActorError
 
     if isinstance(error, RayActorError):
-        return "its actor has died"
+        return Unanswered("its actor has died")
     if isinstance(error, GetTimeoutError):
-        return f"it did not answer within {timeout:g} s; see whether it is stuck"
-    cause = getattr(error, "cause", None) or error
-    return str(cause) if isinstance(cause, FabricError) else f"{type(cause).__name__}: {cause}"
+        return Unanswered(f"it did not answer within {timeout:g} s; see whether it is stuck")
+    return unanswered(getattr(error, "cause", None) or error)
+
+
+def unanswered(error: BaseException) -> Unanswered:
+    """What to answer where a call has raised."""
+    kind = type(error).__name__
+    told = str(error) if isinstance(error, FabricError) else f"{kind}: {error}"
+    return Unanswered(told, kind)

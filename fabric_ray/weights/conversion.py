@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Side
+from fabric_ray.plan import LocalContainer, Side
 from fabric_ray.weights.local import told
 from fabric_ray.weights.quant import EdgeExchange, Formats, Invitation, Preparation, RankQuantiser
 from fabric_ray.weights.report import Span
@@ -32,7 +32,9 @@ class Recipe(msgspec.Struct, frozen=True):
 class Conversion:
     """One rank's part in it: its shards, and the maxima that it needs from others."""
 
-    def __init__(self, recipe: Recipe, rank: int, engine: TransferEngine) -> None:
+    def __init__(self, session: str, recipe: Recipe, rank: int, engine: TransferEngine) -> None:
+        self.session = session
+        """Whose recipe it is."""
         self._rank = rank
         self._dtypes = {c.name: c.dtype.name for c in recipe.side.containers}
         self._quantiser = RankQuantiser(recipe.side, recipe.formats, rank)
@@ -73,24 +75,29 @@ class Conversion:
                     "the side of this model and these parallel sizes"
                 )
 
-    def units(self, containers: Sequence[str]) -> list[Unit]:
+    def units(self, containers: Iterable[LocalContainer]) -> list[Unit]:
         """What is made ready.
 
         Args:
-            containers: names of the converted side's, by index.
+            containers: this rank's, of the converted side. Other ranks may have others of the same
+                name, with other strides.
         """
-        index = {name: i for i, name in enumerate(containers)}
+        index = {container.name: container.index for container in containers}
         return [_unit(p, index) for p in self._quantiser.preparations.values()]
 
-    def begin(self, version: int, tensors: Mapping[str, torch.Tensor], timeout: float) -> Span:
+    def begin(self, version: int, local: Callable[[str], torch.Tensor], timeout: float) -> Span:
         """Has all ranks agree on the maxima of blocks that they share.
+
+        Args:
+            local: this rank's shard by name.
+            timeout: seconds.
 
         Raises:
             ExchangeFailed: another rank is lost, late or at another version; names it.
         """
         start = time.time()
-        self._maxima = self._quantiser.partial_maxima(tensors)
-        self._exchange.run(version, self._maxima, timeout=timeout)
+        self._maxima = self._quantiser.partial_maxima({name: local(name) for name in self.names})
+        self._exchange.run(version, self._maxima, timeout=max(timeout, 1e-3))
         return Span(f"trainer {self._rank}", "exchange", start, time.time())
 
     def prepare(self, unit: Unit, local: torch.Tensor, memory: torch.Tensor) -> None:
@@ -110,6 +117,10 @@ class Conversion:
             flat = memory[unit.scales_at : unit.scales_at + unit.scales_nbytes]
             scales = flat.view(preparation.scale_dtype).view(preparation.scale_shape)
         preparation.prepare(local, values.view(preparation.shape), scales, self._maxima)
+
+    def give_up(self) -> None:
+        """Tells the others that this rank doesn't come to the next exchange."""
+        self._exchange.give_up()
 
     def close(self) -> None:
         self._exchange.close()

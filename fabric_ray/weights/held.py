@@ -43,13 +43,18 @@ class Held:
                     "from host memory so far; give a copy on the host"
                 )
 
+    def refresh(self) -> None:
+        """Looks the parameters up again: a module's may have been replaced, or removed."""
+        named = self._named()
+        self.tensors = {param: self._newer(param, tensor) for param, tensor in named.items()}
+
     def note(self) -> None:
-        """Remembers the layouts that a plan is about to be made for."""
-        self._refresh()
+        """Remembers the layouts that a route has just been taken for."""
         self._layouts = {param: _layout(tensor) for param, tensor in self.tensors.items()}
 
     def reports(self, rank: int) -> list[ParamMeta]:
         """What tensors say of themselves."""
+        self.refresh()
         named = self.tensors.items()
         return [param_meta(param, tensor, rank=rank) for param, tensor in named if tensor.numel()]
 
@@ -71,9 +76,14 @@ class Held:
         """Finds parameters that were given new memory; whether any registered one was.
 
         Raises:
-            InvalidArgument: one has another shape, dtype or placement than was planned for.
+            InvalidArgument: one has another shape, dtype, placement or strides than was planned
+                for, or isn't there any more.
         """
-        self._refresh()
+        self.refresh()
+        for param in self._layouts.keys() - self.tensors.keys():
+            raise InvalidArgument(
+                f"parameter `{param}` isn't there any more; call WeightSync.connect() again"
+            )
         for param, tensor in self.tensors.items():
             _span(param, tensor)
             now, planned = _layout(tensor), self._layouts.get(param)
@@ -90,16 +100,12 @@ class Held:
     def close(self) -> None:
         self._regions.clear()
 
-    def _refresh(self) -> None:
-        """Looks the parameters up again: a module's may have been replaced."""
-        for param, tensor in self._named().items():
-            held = self.tensors.get(param)
-            # While FSDP has gathered a parameter, the module shows the whole one for a moment; the
-            # shards remain what is trained.
-            if tensor is not held and hasattr(tensor, "_local_tensor") >= hasattr(
-                held, "_local_tensor"
-            ):
-                self.tensors[param] = tensor
+    def _newer(self, param: str, tensor: Any) -> Any:
+        """While FSDP has gathered a parameter, the module shows the whole one for a moment; the
+        shards remain what is trained."""
+        held = self.tensors.get(param)
+        gathered = hasattr(held, "_local_tensor") and not hasattr(tensor, "_local_tensor")
+        return held if gathered else tensor
 
 
 class _Layout(NamedTuple):
@@ -111,7 +117,8 @@ class _Layout(NamedTuple):
     placements: str
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} {self.placements}".rstrip()
+        strides = f"strides {list(self.strides)}"
+        return f"{self.dtype} {list(self.shape)} {strides} {self.placements}".rstrip()
 
 
 def _layout(tensor: Any) -> _Layout:

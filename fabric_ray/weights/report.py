@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from fabric_ray.plan import LocalContainer
-from fabric_ray.weights.quant import Invitation
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -42,6 +41,8 @@ class Arm(msgspec.Struct, frozen=True):
     """The version that the rollout runs."""
     further: tuple[bytes, ...] = ()
     """Regions that later versions will be written to; named once, when routes are handed out."""
+    hook: str | None = None
+    """Why a hook failed for the version that has just been put into use."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):
@@ -53,8 +54,8 @@ class SourceShare(msgspec.Struct, frozen=True):
     containers: tuple[str, ...]
     """Names by the indices that copies use."""
     arms: tuple[Arm, ...]
-    invitations: dict[int, Invitation] | None = None
-    """Where each trainer takes block maxima, if tensors change their dtype on the way."""
+    converted: bool = False
+    """Whether tensors change their dtype on the way."""
 
 
 class TargetShare(msgspec.Struct, frozen=True):
@@ -107,6 +108,8 @@ class ConnectReport(msgspec.Struct, frozen=True):
     receiver_imbalance: float
     seconds: dict[str, float]
     """By stage: gather, plan, distribute."""
+    converted: int = 0
+    """Containers that change their dtype on the way, and their scales."""
 
 
 class PushReport(msgspec.Struct, frozen=True):

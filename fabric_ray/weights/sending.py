@@ -11,6 +11,14 @@ from fabric_ray.errors import FabricError
 from fabric_ray.weights.report import Arm, LinkReport, Sent, Span
 
 
+class Route(NamedTuple):
+    """What one step has for one rollout, ready to be submitted at every push."""
+
+    batch: Batch
+    digest: Digest
+    nbytes: int
+
+
 class _UnderWay(NamedTuple):
     step: int
     rollout: int
@@ -18,12 +26,16 @@ class _UnderWay(NamedTuple):
 
 
 class Sending:
-    """Sends steps in order. A rollout that can't be reached gets no more of them."""
+    """Sends steps in order. A rollout that can't be reached gets no more of them.
 
-    def __init__(self, rank: int, engine: TransferEngine, timeout: float) -> None:
+    Args:
+        deadline: by ``time.monotonic()``, for all of them together.
+    """
+
+    def __init__(self, rank: int, engine: TransferEngine, deadline: float) -> None:
         self._rank = rank
         self._engine = engine
-        self._timeout = timeout
+        self._deadline = deadline
         self._under_way: list[_UnderWay] = []
         self._failed: dict[int, str] = {}
         self._digests: dict[int, int] = {}
@@ -32,25 +44,26 @@ class Sending:
         self._ended: dict[int, float] = {}
         self._transports: dict[int, str | None] = {}
 
-    def send(self, step: int, arm: Arm, batch: Batch, nbytes: int) -> None:
+    def send(self, step: int, arm: Arm, route: Route) -> None:
         """Submits what a step has for a rollout."""
         if arm.rank in self._failed:
             return
         self._began.setdefault(arm.rank, time.perf_counter())
+        left = max(1e-3, self._deadline - time.monotonic())
         try:
             transfer = self._engine.submit(
-                batch, imm=CounterRef.from_bytes(arm.counter), timeout=self._timeout
+                route.batch, imm=CounterRef.from_bytes(arm.counter), timeout=left
             )
         except FabricError as error:
             self._failed[arm.rank] = str(error)
             return
         self._under_way.append(_UnderWay(step, arm.rank, transfer))
-        self._nbytes[arm.rank] = self._nbytes.get(arm.rank, 0) + nbytes
+        self._nbytes[arm.rank] = self._nbytes.get(arm.rank, 0) + route.nbytes
 
-    def add_digest(self, arm: Arm, digest: Digest) -> None:
+    def add_digest(self, arm: Arm, route: Route) -> None:
         """Adds that of what a step has for a rollout; to be called while it still lies there."""
         if arm.rank not in self._failed:
-            sum_ = self._digests.get(arm.rank, 0) + digest.compute()
+            sum_ = self._digests.get(arm.rank, 0) + route.digest.compute()
             self._digests[arm.rank] = sum_ & ((1 << 64) - 1)
 
     def wait_for(self, step: int) -> None:

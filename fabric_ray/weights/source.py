@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fabric_ray._native import Batch, Digest, Region, RegionDescriptor
+from fabric_ray._native import Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Stale
 from fabric_ray.plan import LocalContainer, ParamMeta, Plan, Side
@@ -20,13 +22,18 @@ from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
-from fabric_ray.weights.sending import Sending
+from fabric_ray.weights.sending import Route, Sending
 from fabric_ray.weights.steps import Step, steps, temporary_nbytes
 
 if TYPE_CHECKING:
     import torch
 
 SOURCES: Registry[WeightSource] = Registry("weight source")
+
+_OUTDATED = (
+    "another WeightSync has connected to this trainer since, or another push was begun; push with "
+    "that one, or call connect() to take over again"
+)
 
 
 class WeightSource:
@@ -72,56 +79,79 @@ class WeightSource:
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
         self._ring: Region | None = None
-        self._routes: dict[tuple[int, bytes], tuple[Batch, Digest]] = {}
+        self._routes: dict[int, dict[bytes, list[tuple[int, Route]]]] = {}
+        # A controller that has waited long enough goes on while a push is still running here.
+        self._turn = threading.Lock()
+        self._latest: object = None
         SOURCES.add(name, self)
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """What the controller gathers: rank, shards (or the digest of the side that this source was
         given), and where the engine is."""
-        self._held.note()
         address = self._engine.address.to_bytes()
         if self.side is not None:
             encoded = msgspec.msgpack.encode(self.side)
             return self.rank, blake2b(encoded, digest_size=16).digest(), address
         return self.rank, self._held.reports(self.rank), address
 
-    def convert(self, recipe: Recipe) -> Invitation:
+    def convert(self, session: str, recipe: Recipe, *, again: bool = False) -> Invitation:
         """Gets ready to send other dtypes than it holds; returns what the other trainers need to
-        share block maxima with it."""
-        self._drop_conversion()
-        self._conversion = Conversion(recipe, self.rank, self._engine)
-        return self._conversion.invitation
+        share block maxima with it.
+
+        Args:
+            again: in the session that it is in, since an exchange has failed.
+
+        Raises:
+            Stale: another controller has connected since.
+        """
+        with self._claim():
+            if again:
+                self._check_session(session)
+            self._drop_conversion()
+            self._conversion = Conversion(session, recipe, self.rank, self._engine)
+            return self._conversion.invitation
+
+    def join(self, session: str, invitations: Mapping[int, Invitation]) -> None:
+        """Takes part in the exchange of block maxima, with all who were invited to it."""
+        with self._claim():
+            if self._conversion is None or self._conversion.session != session:
+                raise Stale(_OUTDATED)
+            self._conversion.connect(invitations)
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
         """Takes this rank's part of the routing table, connects to its rollouts, and has everything
         ready that the first push would otherwise wait for.
 
         Raises:
-            InvalidArgument: this rank's tensors aren't what the side that it was given says, or
-                one of them takes more temporary memory than the watermark.
+            InvalidArgument: this rank's tensors aren't what was planned for, or one of them takes
+                more temporary memory than the watermark.
+            Stale: another controller has connected since.
         """
-        plan = Plan.from_bytes(share.plan)
-        if not share.invitations:
-            self._drop_conversion()
-        elif self._conversion is not None:
-            self._conversion.connect(share.invitations)
-        if self.side is not None:
-            self._check_side(plan.local_containers("source", self.rank))
-        units = self._conversion.units(share.containers) if self._conversion else []
-        self._routes.clear()
-        self._ring = None
-        self._steps = steps(plan.for_source(self.rank), units, self.watermark)
-        if nbytes := temporary_nbytes(self._steps):
-            self._ring = self._engine.alloc(nbytes)
-        self._share = share
-        ready = []
-        for arm in share.arms:
-            for region in (arm.region, *arm.further):
-                for number in self._sent_to(arm):
-                    batch, _ = self._route(number, msgspec.structs.replace(arm, region=region))
-                    ready.append(self._engine.prepare(batch, timeout=timeout))
-        for transfer in ready:
-            transfer.wait()
+        with self._claim():
+            plan = Plan.from_bytes(share.plan)
+            if not share.converted:
+                self._drop_conversion()
+            elif self._conversion is None or self._conversion.session != share.session:
+                raise Stale(_OUTDATED)
+            containers = plan.local_containers("source", self.rank)
+            self._held.refresh()
+            self._check(containers)
+            units = self._conversion.units(containers) if self._conversion else []
+            self._share = None
+            self._routes.clear()
+            self._ring = None
+            self._steps = steps(plan.for_source(self.rank), units, self.watermark)
+            if nbytes := temporary_nbytes(self._steps):
+                self._ring = self._engine.alloc(nbytes)
+            self._held.note()
+            self._share = share
+            ready = []
+            for arm in share.arms:
+                for region in (arm.region, *arm.further):
+                    for _, route in self._route(msgspec.structs.replace(arm, region=region)):
+                        ready.append(self._engine.prepare(route.batch, timeout=timeout))
+            for transfer in ready:
+                transfer.wait()
 
     def push(
         self,
@@ -137,62 +167,82 @@ class WeightSource:
         Step by step: while one is being sent, the next is made ready. A rollout that can't be
         reached is named in the result; the others get their share.
 
+        Args:
+            timeout: seconds for all of it.
+
         Raises:
             FabricError: tensors aren't what was planned for, or can't be made ready; nothing of
                 the version counts then.
         """
-        if self._share is None or self._share.session != session:
-            raise Stale(
-                "another WeightSync has connected to this trainer since; push with that one, or "
-                "call connect() to take over again"
-            )
-        who = f"trainer {self.rank}"
-        start = time.time()
-        if self._held.follow():
-            self._routes.clear()
-        sending = Sending(self.rank, self._engine, timeout)
-        mine = self._in_turn(arms)
-        for arm in mine:
-            for number in self._sent_to(arm):
-                self._route(number, arm)
-        spans = [Span(who, "route", start, time.time())]
-        if self._conversion is not None:
-            local = {name: self._held.local(name) for name in self._conversion.names}
-            spans.append(self._conversion.begin(version, local, timeout))
-        start = time.time()
-        for number, step in enumerate(self._steps):
-            if step.units:
-                sending.wait_for(step.place.after)
-                spans.append(self._make_ready(step))
-            for arm in mine:
-                if arm.rank in step.copies:
-                    batch, found = self._route(number, arm)
-                    nbytes = sum(copy.nbytes for copy in step.copies[arm.rank])
-                    sending.send(number, arm, batch, nbytes)
-                    if digest:
-                        # Now: what was made ready isn't there any more when all is sent.
-                        sending.add_digest(arm, found)
-        sending.wait_for(len(self._steps))
-        spans.append(Span(who, "write", start, time.time()))
-        return sending.result(spans)
+        deadline = time.monotonic() + timeout
+        with self._claim() as claim:
+            self._check_session(session)
+            who = f"trainer {self.rank}"
+            start = time.time()
+            try:
+                if self._held.follow():
+                    self._routes.clear()
+                mine = self._in_turn(arms)
+                spans = [Span(who, "route", start, time.time())]
+                if self._conversion is not None:
+                    left = deadline - time.monotonic()
+                    spans.append(self._conversion.begin(version, self._held.local, left))
+            except BaseException:
+                if self._conversion is not None:
+                    self._conversion.give_up()
+                raise
+            start = time.time()
+            sending = Sending(self.rank, self._engine, deadline)
+            for number, step in enumerate(self._steps):
+                if self._latest is not claim:
+                    raise Stale(_OUTDATED)
+                if step.units:
+                    sending.wait_for(step.place.after)
+                    spans.append(self._make_ready(step))
+                for arm, routes in mine:
+                    if number in routes:
+                        sending.send(number, arm, routes[number])
+                        if digest:
+                            # Now: what was made ready isn't there any more when all is sent.
+                            sending.add_digest(arm, routes[number])
+            sending.wait_for(len(self._steps))
+            spans.append(Span(who, "write", start, time.time()))
+            return sending.result(spans)
 
     def close(self) -> None:
         """Forgets all registrations."""
         SOURCES.remove(self.name)
-        self._routes.clear()
-        self._drop_conversion()
-        self._held.close()
-        self._ring = None
+        with self._claim():
+            self._routes.clear()
+            self._drop_conversion()
+            self._held.close()
+            self._ring = self._share = None
 
-    def _check_side(self, containers: Iterable[LocalContainer]) -> None:
-        """That tensors are what the side says: those sent as they are by the plan, others by what
+    @contextmanager
+    def _claim(self) -> Iterator[object]:
+        """One call at a time; a push that is overtaken stops before its next step."""
+        claim = self._latest = object()
+        with self._turn:
+            yield claim
+
+    def _check_session(self, session: str) -> None:
+        if self._share is None or self._share.session != session:
+            raise Stale(_OUTDATED)
+
+    def _check(self, containers: Iterable[LocalContainer]) -> None:
+        """That tensors are what was planned for: those sent as they are by the plan, others by what
         they are made from."""
         made: Collection[str] = ()
         if self._conversion is not None:
             self._conversion.check(self._held.tensors)
             made = self._conversion.made
-        plain = {name: t for name, t in self._held.tensors.items() if name not in made}
-        check_local(plain, [c for c in containers if c.name not in made], self.rank)
+        plain = {
+            name: self._held.local(name)
+            for name, tensor in self._held.tensors.items()
+            if name not in made and (self.side is not None or tensor.numel())
+        }
+        by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
+        check_local(plain, [c for c in containers if c.name not in made], self.rank, by=by)
 
     def _make_ready(self, step: Step) -> Span:
         assert self._conversion is not None, "only then a step has units"
@@ -205,38 +255,51 @@ class WeightSource:
             self._conversion.prepare(unit, local, memory[at : at + unit.nbytes])
         return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
-    def _in_turn(self, arms: list[Arm]) -> list[Arm]:
-        """The rollouts that get something from here, each trainer beginning with another."""
-        mine = [arm for arm in sorted(arms, key=lambda a: a.rank) if list(self._sent_to(arm))]
+    def _in_turn(self, arms: list[Arm]) -> list[tuple[Arm, dict[int, Route]]]:
+        """The rollouts that get something from here and the routes of each step, each trainer
+        beginning with another rollout."""
+        routed = [(arm, dict(self._route(arm))) for arm in sorted(arms, key=lambda a: a.rank)]
+        mine = [(arm, routes) for arm, routes in routed if routes]
         turn = self.rank % max(1, len(mine))
         return mine[turn:] + mine[:turn]
 
-    def _sent_to(self, arm: Arm) -> Iterator[int]:
-        """The steps that have something for a rollout."""
-        return (number for number, step in enumerate(self._steps) if arm.rank in step.copies)
-
-    def _route(self, number: int, arm: Arm) -> tuple[Batch, Digest]:
-        """The requests of one step for one rollout; put together once for each place it is written
+    def _route(self, arm: Arm) -> list[tuple[int, Route]]:
+        """The requests for one rollout by steps; put together once for each place it is written
         to."""
-        if self._share is None:
-            raise InvalidArgument("the source has no routes yet; call WeightSync.connect() first")
-        route = self._routes.get((number, arm.region))
-        if route is None:
-            step = self._steps[number]
-            copies = step.copies[arm.rank]
-            target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
-            ready = step.offsets()
-            names = self._share.containers
-            sources: dict[int, tuple[Region, int]] = {}
-            for container in {copy.src_container for copy in copies}:
-                if container in ready:
-                    assert self._ring is not None, "accept has made room"
-                    sources[container] = (self._ring, ready[container])
-                else:
-                    sources[container] = (self._held.region(names[container]), 0)
-            route = outgoing(copies, sources, target, arm.offsets)
-            self._routes[number, arm.region] = route
-        return route
+        assert self._share is not None, "only a session has routes"
+        known = self._routes.setdefault(arm.rank, {})
+        if arm.region not in known:
+            # Those that an abort has given another key are of no use any more.
+            announced = {r for a in self._share.arms for r in (a.region, *a.further)}
+            self._routes[arm.rank] = known = {r: k for r, k in known.items() if r in announced}
+            known[arm.region] = [
+                (number, self._requests(step, arm))
+                for number, step in enumerate(self._steps)
+                if arm.rank in step.copies
+            ]
+        return known[arm.region]
+
+    def _requests(self, step: Step, arm: Arm) -> Route:
+        assert self._share is not None, "only a session has routes"
+        copies = step.copies[arm.rank]
+        target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
+        ready, names = step.offsets(), self._share.containers
+        made = self._conversion.made if self._conversion else frozenset()
+        sources: dict[int, tuple[Region, int]] = {}
+        for container in {copy.src_container for copy in copies}:
+            name = names[container]
+            if container in ready:
+                assert self._ring is not None, "accept has made room"
+                sources[container] = (self._ring, ready[container])
+            elif name in made:
+                raise InvalidArgument(
+                    f"`{name}` is to be sent by trainer {self.rank}, which doesn't make it; this "
+                    "is a bug, please report it"
+                )
+            else:
+                sources[container] = (self._held.region(name), 0)
+        batch, digest = outgoing(copies, sources, target, arm.offsets)
+        return Route(batch, digest, sum(copy.nbytes for copy in copies))
 
     def _drop_conversion(self) -> None:
         if self._conversion is not None:

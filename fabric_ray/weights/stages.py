@@ -20,8 +20,12 @@ def source_side(_: Any, name: str) -> Side | None:
     return SOURCES.get(name).side
 
 
-def source_convert(_: Any, name: str, recipe: Recipe) -> Invitation:
-    return SOURCES.get(name).convert(recipe)
+def source_convert(_: Any, name: str, session: str, again: bool, recipe: Recipe) -> Invitation:
+    return SOURCES.get(name).convert(session, recipe, again=again)
+
+
+def source_join(_: Any, name: str, session: str, invitations: dict[int, Invitation]) -> None:
+    SOURCES.get(name).join(session, invitations)
 
 
 def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:

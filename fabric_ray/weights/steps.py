@@ -73,6 +73,7 @@ def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list
     of = _by_container(units)
     most = min(_LARGEST_STEP, watermark // _STEPS_UNDER_WAY)
     members: list[list[Unit]] = [[]]
+    sizes = [0]
     sent: list[dict[int, list[Copy]]] = [defaultdict(list)]
     at: dict[str, int] = {}
     for copy in copies:
@@ -83,15 +84,16 @@ def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list
                     f"container `{unit.name}` takes {unit.nbytes} bytes when it is made ready, "
                     f"more than the watermark of {watermark}; raise the watermark to that"
                 )
-            if members[-1] and sum(u.nbytes for u in members[-1]) + unit.nbytes > most:
+            if members[-1] and sizes[-1] + unit.nbytes > most:
                 members.append([])
+                sizes.append(0)
                 sent.append(defaultdict(list))
             members[-1].append(unit)
+            sizes[-1] += unit.nbytes
             at[unit.name] = len(members) - 1
         step = len(members) - 1 if unit is None else at[unit.name]
         sent[step][copy.peer].append(copy)
-    placed = places([sum(u.nbytes for u in m) for m in members], watermark)
-    together = zip(members, sent, placed, strict=True)
+    together = zip(members, sent, places(sizes, watermark), strict=True)
     return [Step(tuple(m), dict(s), place) for m, s, place in together]
 
 

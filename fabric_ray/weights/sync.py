@@ -14,7 +14,8 @@ from fabric_ray.plan import ParamMeta, Plan, Side, plan, side_from_param_meta
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls, RayCalls, Unanswered
 from fabric_ray.weights.conversion import Recipe
-from fabric_ray.weights.quant import Formats, Invitation, quantised_source
+from fabric_ray.weights.quant import ExchangeFailed, Formats, quantised_source
+from fabric_ray.weights.quant.layout import scaled_tensors, tensor_names
 from fabric_ray.weights.report import (
     Arm,
     ConnectReport,
@@ -72,6 +73,8 @@ class WeightSync:
         self._turn = threading.RLock()
         self._arms: dict[int, Arm] = {}
         self._session = ""
+        self._recipe: Recipe | None = None
+        self._met = False
         self.version = 0
         """The version that all rollouts run; 0 before the first."""
 
@@ -94,6 +97,8 @@ class WeightSync:
 
     def _connect(self) -> ConnectReport:
         clock = _Clock()
+        # Whatever fails from here on leaves nothing behind that a push could use.
+        self._plan, self._arms = None, {}
         metas = self._all("trainer", self._trainers, stages.source_meta, "gather metadata")
         targets = self._all("rollout", self._rollouts, stages.target_meta, "gather metadata")
         clock.lap("gather")
@@ -107,15 +112,19 @@ class WeightSync:
                     f"rollout {rank} describes another target layout than rollout 0; give all of "
                     "them the same side"
                 )
-        converted = quantised_source(source, self._formats) if self._formats else source
+        if len(sides[0].ranks) != len(sides):
+            raise InvalidArgument(
+                f"the rollouts' layout has ranks {sides[0].ranks}, and WeightSync was given "
+                f"{len(sides)}; pass one rollout for each rank"
+            )
+        converted = self._converted(source, sides[0])
         routes = plan(converted, sides[0], extra=self._extra)
         clock.lap("plan")
         encoded = routes.to_bytes()
         writers = self._writers(routes, [address for _, _, address in metas])
         count = len(routes.containers("target"))
-        # From here on the actors listen to nobody else, and whatever fails leaves nothing behind
-        # that a push could use.
-        self._plan, self._arms, self._session = None, {}, uuid4().hex
+        # From here on the actors listen to nobody else.
+        self._session = uuid4().hex
         shares = [
             TargetShare(
                 self._session,
@@ -129,13 +138,11 @@ class WeightSync:
         ]
         each = [(share,) for share in shares]
         arms = self._all("rollout", self._rollouts, stages.target_accept, "make room", each)
-        share = SourceShare(
-            self._session,
-            encoded,
-            routes.containers("source"),
-            tuple(arms),
-            self._invitations(source),
-        )
+        if self._formats:
+            self._recipe = Recipe(source, self._formats)
+            self._meet()
+        names = routes.containers("source")
+        share = SourceShare(self._session, encoded, names, tuple(arms), bool(self._formats))
         common = (self._calls.share(share), self._timeout)
         self._all(
             "trainer",
@@ -156,6 +163,7 @@ class WeightSync:
             balance.sender_imbalance,
             balance.receiver_imbalance,
             clock.laps,
+            len(set(converted.containers) - set(source.containers)),
         )
 
     def push(self, version: int | None = None) -> PushReport:
@@ -177,6 +185,8 @@ class WeightSync:
     def _push(self, version: int | None) -> PushReport:
         if self._plan is None:
             self._connect()
+        elif self._formats and not self._met:
+            self._meet(again=True)
         self._rearm()
         version = self.version + 1 if version is None else version
         if version <= self.version:
@@ -209,6 +219,13 @@ class WeightSync:
                 version=version,
                 failed=failed,
             )
+        if hooks := {f"rollout {a.rank}": a.hook for a in following if a and a.hook}:
+            raise WeightSyncError(
+                f"version {version} is in use everywhere, but a hook failed at {_names(hooks)}: "
+                f"{_causes(hooks)}",
+                version=version,
+                failed=hooks,
+            )
         for s in (*(s.spans for s in sent), *confirmed):
             spans.extend(s)
         links = tuple(link for s in sent for link in s.links)
@@ -225,14 +242,40 @@ class WeightSync:
         """The routing table in words."""
         return self.plan.explain(tensor_or_container)
 
-    def _invitations(self, source: Side) -> dict[int, Invitation] | None:
-        """Has trainers get ready to convert; where each takes the others' block maxima."""
+    def _converted(self, source: Side, target: Side) -> Side:
+        """What trainers send instead of what they hold.
+
+        Raises:
+            InvalidArgument: nothing at all is converted, or rollouts hold a tensor without its
+                scales.
+        """
         if not self._formats:
-            return None
-        recipe = [(self._calls.share(Recipe(source, self._formats)),)] * len(self._trainers)
+            return source
+        converted = quantised_source(source, self._formats)
+        if converted == source:
+            raise InvalidArgument(
+                f"no tensor of the trainers fits any pattern of {sorted(self._formats)}, or all "
+                "that do are of these dtypes; see fabric_ray.weights.quant.linear_formats"
+            )
+        wanted = set(tensor_names(target))
+        for values, scales in scaled_tensors(source, self._formats):
+            if values in wanted and scales not in wanted:
+                raise InvalidArgument(
+                    f"the rollouts hold `{values}` but not its scales `{scales}`; make their side "
+                    "with quantised_target and the same formats"
+                )
+        return converted
+
+    def _meet(self, *, again: bool = False) -> None:
+        """Has trainers exchange block maxima with each other, from the next push on."""
+        here = len(self._trainers)
+        recipe = self._calls.share(self._recipe)
+        args = [(self._session, again, recipe)] * here
         what = "get ready to convert"
-        made = self._all("trainer", self._trainers, stages.source_convert, what, recipe)
-        return dict(enumerate(made))
+        made = self._all("trainer", self._trainers, stages.source_convert, what, args)
+        invited = [(self._session, self._calls.share(dict(enumerate(made))))] * here
+        self._all("trainer", self._trainers, stages.source_join, what, invited)
+        self._met = True
 
     def _source_side(self, said: list[list[ParamMeta] | bytes]) -> Side:
         """What trainers hold: by what each reports, or by the side that all of them were given."""
@@ -319,9 +362,8 @@ class WeightSync:
 
     def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
-        if self._formats:
-            # Trainers that stopped in the middle of an exchange can't take it up again.
-            self._plan = None
+        # Trainers that stopped in the middle of an exchange can't take it up again.
+        self._met = False
         session = [(self._session,)] * len(self._rollouts)
         arms, failed = self._some("rollout", self._rollouts, stages.target_abort, session)
         self._keep(arms)
@@ -359,13 +401,15 @@ class WeightSync:
         """Results in order (``None`` for failures), and who failed why."""
         each = [(self._name, *more) for more in args or [()] * len(actors)]
         results: list[Any] = []
-        failed: dict[str, str] = {}
+        silent: list[tuple[str, Unanswered]] = []
         for i, answer in enumerate(self._calls.ask(actors, function, each, self._timeout)):
             if isinstance(answer, Unanswered):
-                failed[f"{role} {i if ranks is None else ranks[i]}"] = answer.cause
+                silent.append((f"{role} {i if ranks is None else ranks[i]}", answer))
                 answer = None
             results.append(answer)
-        return results, failed
+        # Who only missed another comes last.
+        silent.sort(key=lambda who: who[1].kind == ExchangeFailed.__name__)
+        return results, {who: answer.cause for who, answer in silent}
 
 
 class _Clock:

@@ -101,7 +101,7 @@ class WeightTarget:
         from fabric_ray.runtime import engine as process_engine
 
         if rank not in side.ranks:
-            raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
+            raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
         self.side = side
         self.rank = rank
         self.name = name
@@ -128,8 +128,8 @@ class WeightTarget:
             WeightSyncError: there is no version yet, or it is being overwritten in place.
         """
         if self.version is None or self._torn:
-            what = "is being overwritten" if self._torn else "has not arrived"
-            raise WeightSyncError(f"the first or next version {what}; push one first")
+            what = "the version in use was overwritten by a push that is not over or has failed"
+            raise WeightSyncError(f"{what if self._torn else 'no version has arrived'}; push one")
         return self._views[self._live]
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
@@ -204,13 +204,15 @@ class WeightTarget:
             )
         self._live = self._next
         self.version, self._prepared, self._torn = version, None, False
+        failed = None
         for hook in self._hooks:
             try:
                 hook(version)
-            except Exception:
+            except Exception as error:
                 # The version is in use, here and elsewhere; that can't be taken back.
                 logger.exception("a hook for version %d failed", version)
-        return self._arm()
+                failed = failed or f"{type(error).__name__}: {error}"
+        return msgspec.structs.replace(self._arm(), hook=failed)
 
     def abort(self) -> Arm:
         """Gives a version up: nothing of it can be used, counted or written any more."""

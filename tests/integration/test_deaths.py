@@ -156,10 +156,20 @@ def test_ic_4_a_stopped_peer_costs_a_deadline_not_a_hang(
 def test_an_engine_does_not_survive_fork(open_engine: Callable[..., TransferEngine]) -> None:
     a = open_engine()
     region = a.alloc(64)
+    itself = a.peer(a.address)
+    refused = (
+        lambda: a.alloc(64),
+        region.deregister,
+        a.counter,
+        lambda: a.peer(a.address),
+        lambda: a.explain(itself),
+        lambda: a.receive(print),
+        lambda: a.watch(print),
+    )
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        for action in (lambda: a.alloc(64), region.deregister, a.close):
+        for action in (*refused, a.close):
             try:
                 action()
                 os.write(write, b"fine\n")
@@ -169,9 +179,9 @@ def test_an_engine_does_not_survive_fork(open_engine: Callable[..., TransferEngi
                 os.write(write, f"{e!r}\n".encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    alloc, deregister, close, _ = os.read(read, 2000).decode().split("\n")
-    assert "one engine per process" in alloc
-    assert "one engine per process" in deregister
+    *said, close, _ = os.read(read, 4000).decode().split("\n")
+    assert len(said) == len(refused)
+    assert all("one engine per process" in line for line in said), said
     # So that a `with` block may end in the child as well; it ends nothing of the parent's.
     assert close == "fine"
     assert a.alloc(64).nbytes == 64

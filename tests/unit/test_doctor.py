@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fabric_ray.doctor import Finding, examine
-from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices
+from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices, nowhere
 from fabric_ray.doctor.examine import links
 from fabric_ray.doctor.system import hugepages, memlock, ptrace, system
 from fabric_ray.doctor.writes import Link, writes
@@ -77,6 +77,16 @@ def test_faults_of_nics_are_named(survey: Survey, code: str, status: str, words:
     assert words in finding.remedy
 
 
+def test_a_nic_that_was_asked_for_and_is_not_there_is_a_failure() -> None:
+    offers = (Offer("efa", "efa", "rdmap0", None, rdma=True, chosen=True, why=""),)
+    survey = found(port(), offers=offers)
+    (missing,) = nowhere(survey, ["mlx5_*", "rdmap0", "mlx6_0"])
+    assert (missing.subject, missing.status) == ("NIC mlx6_0", "fail")
+    assert "mlx5_0, rdmap0" in missing.detail
+    (missing,) = nowhere(found(), ["*"])
+    assert "there are: none" in missing.detail
+
+
 def test_only_what_would_be_used_is_tried() -> None:
     offers = tuple(
         Offer("efa", "efa", name, None, rdma=True, chosen=name == "a", why="") for name in "ab"
@@ -102,12 +112,14 @@ def test_locked_memory(soft: int, hard: int, has_nics: bool, status: str, words:
 
 
 def test_huge_pages_and_ptrace_are_read_from_the_kernel(tmp_path: Path) -> None:
-    assert hugepages(tmp_path).status == "absent"
-    pool = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    pool.mkdir(parents=True)
-    (pool / "nr_hugepages").write_text("64\n")
-    (pool / "free_hugepages").write_text("60\n")
-    assert hugepages(tmp_path).detail == "2048kB: 60 of 64 free"
+    assert hugepages(tmp_path).status == "warn"
+    modes = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    modes.parent.mkdir(parents=True)
+    modes.write_text("always within_size advise [never] deny force\n")
+    assert hugepages(tmp_path).status == "warn"
+    assert "echo advise > /sys/kernel/mm/" in hugepages(tmp_path).remedy
+    modes.write_text("always within_size [advise] never deny force\n")
+    assert hugepages(tmp_path).status == "ok"
     scope = tmp_path / "proc/sys/kernel/yama/ptrace_scope"
     scope.parent.mkdir(parents=True)
     for value, status in (("0", "ok"), ("1", "ok"), ("2", "warn"), ("3", "warn")):

@@ -35,7 +35,7 @@ def post_load(
             and kernels that hold its tensors see the new values.
 
     Raises:
-        IncompleteFamily: a container is missing, or ``out`` is of other containers.
+        IncompleteFamily: a container is missing or quantised, or ``out`` is of other containers.
     """
     table = family_of(config.kind) if family is None else family
     fresh = {
@@ -73,6 +73,15 @@ def _sources(
                 raise IncompleteFamily(
                     f"family {family.name} derives {derived.name} from {name}, which this rank "
                     "doesn't hold; push that container too",
+                    family=family.name,
+                    parameter=name,
+                )
+        for name in names:
+            if not weights[name].dtype.is_floating_point or weights[name].dtype.itemsize < 2:
+                raise IncompleteFamily(
+                    f"family {family.name} derives {derived.name} from {name}, which is "
+                    f"{weights[name].dtype} here; leave that container out of the formats that the "
+                    "weights are converted to",
                     family=family.name,
                     parameter=name,
                 )

@@ -10,6 +10,7 @@ partner writes in every round, if only its version.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from fabric_ray.weights.quant.errors import ExchangeFailed
 _HEADER = 8
 """Bytes before the maxima of a slot: the version."""
 _NONE = np.zeros(0, dtype=np.int64)
+_GIVEN_UP = -1
+"""In place of a version."""
+_FAREWELL_S = 1.0
 
 _Version = npt.NDArray[np.int64]
 _Maxima = npt.NDArray[np.float32]
@@ -144,6 +148,17 @@ class EdgeExchange:
             _, theirs = self._slot(self._incoming_at(rank, parity), len(places))
             at = torch.from_numpy(places)
             maxima[at] = torch.maximum(maxima[at], torch.from_numpy(theirs.copy()))
+
+    def give_up(self) -> None:
+        """Ends it before a round that partners begin or have begun: they hear of it at once, by a
+        version that there is not."""
+        if self._broken is None and self._peers:
+            parity = self._rounds % 2
+            for rank in self._peers:
+                self._slot(self._outgoing_at(rank, parity), 0)[0][0] = _GIVEN_UP
+            with contextlib.suppress(FabricError):
+                self._engine.submit(self._batches[parity], timeout=_FAREWELL_S).wait()
+        self._end("was given up")
 
     def close(self) -> None:
         """Ends it, and a :meth:`run` in another thread. Partners find out when they write; the

@@ -31,6 +31,7 @@ from fabric_ray.weights.quant.formats import (
     Shape,
     block_of,
     format_of,
+    leaves,
     scale_dtype,
     scale_tensor,
     suffix,
@@ -67,6 +68,20 @@ def quantised_target(side: Side, formats: Formats) -> Side:
         UnsupportedFormat: as :func:`quantised_source`.
     """
     return _quantised(side, formats, _engine_scales)
+
+
+def tensor_names(side: Side) -> Iterator[str]:
+    """Of all that a side holds."""
+    return (leaf.tensor.name for c in side.containers for leaf in leaves(c.layout))
+
+
+def scaled_tensors(side: Side, formats: Formats) -> Iterator[tuple[str, str]]:
+    """Names of tensors that are given scales, and those of their scales."""
+    for container in side.containers:
+        fmt = format_of(container, formats)
+        if fmt is not None and not isinstance(fmt, Cast) and fmt.element != container.dtype:
+            for leaf in leaves(container.layout):
+                yield leaf.tensor.name, scale_tensor(leaf.tensor, fmt).name
 
 
 def source_scales(container: Container, fmt: Scaled) -> Container | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fabric_ray.weights.quant.errors import UnsupportedFormat
 from fabric_ray.weights.quant.formats import Format
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -18,6 +19,7 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "qwen2_moe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,
     "glm4_moe": _PROJECTIONS,
+    "deepseek_v2": _LATENT_PROJECTIONS,
     "deepseek_v3": _LATENT_PROJECTIONS,
     "kimi_k2": _LATENT_PROJECTIONS,
 }
@@ -29,6 +31,11 @@ def linear_formats(family: str, fmt: Format) -> dict[str, Format]:
     """One format for all that engines quantise of a family.
 
     Raises:
-        KeyError: no list has that name; write the patterns out.
+        UnsupportedFormat: no list has that name.
     """
+    if family not in QUANTISED:
+        raise UnsupportedFormat(
+            f"no list says what engines quantise of {family!r}; use one of {', '.join(QUANTISED)}, "
+            "or write the patterns out"
+        )
     return {f"*.{module}.weight": fmt for module in QUANTISED[family]}

@@ -28,8 +28,8 @@ pub enum EngineError {
     #[error("no transport reaches peer {peer}: {reasons}")]
     Unreachable { peer: String, reasons: String },
 
-    #[error("{what} is stale: {cause}; fetch a fresh descriptor from its owner")]
-    Stale { what: String, cause: String },
+    #[error("{what} is stale: {cause}; {remedy}")]
+    Stale { what: String, cause: String, remedy: &'static str },
 
     #[error("peer {peer} refused the {op}: {cause}")]
     Refused { peer: String, op: &'static str, cause: String },
@@ -39,8 +39,16 @@ pub enum EngineError {
     Storage { peer: String, op: &'static str, cause: String },
 
     /// `peer` is empty where nobody is named; `missing` counts the writes that an expectation lacks.
-    #[error("{op}{with} did not finish within {after:?}{lack}{note}", with = with(.peer), lack = lack(*.missing), note = if *.quiesced { "" } else { "; it may still touch memory until the link is closed, so keep the buffers" })]
-    Timeout { op: &'static str, peer: String, missing: u64, after: Duration, quiesced: bool },
+    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing))]
+    Timeout {
+        op: &'static str,
+        peer: String,
+        missing: u64,
+        after: Duration,
+        quiesced: bool,
+        /// What to look at, or to mind, after a separator; may be empty.
+        hint: &'static str,
+    },
 
     #[error("{what} is not quiesced after {after:?}: {cause}; the engine keeps its memory until the peer acknowledges or dies")]
     NotQuiesced { what: String, after: Duration, cause: String },
@@ -90,6 +98,18 @@ impl EngineError {
     pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
         use rustix::io::Errno;
         matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::FBIG)
+    }
+
+    /// The same, said of one operation of a batch.
+    pub(crate) fn in_operation(self, i: usize) -> Self {
+        match self {
+            Self::Invalid(text) => Self::Invalid(format!("operation {i} of the batch: {text}")),
+            Self::OutOfBounds { what, offset, len, limit } => {
+                let what = format!("operation {i} of the batch, {what}");
+                Self::OutOfBounds { what, offset, len, limit }
+            }
+            other => other,
+        }
     }
 
     /// An operating-system call that failed for want of something the user can raise.

@@ -487,7 +487,11 @@ fn what_is_no_file_is_refused_with_words() {
         assert!(e.contains(words) && e.contains(path.to_str().unwrap()), "{e}");
     };
     let plain = FileOptions::default();
-    refused(&folder.0.join("none"), plain, "give create");
+    let none = folder.0.join("none");
+    refused(&none, plain, "must exist");
+    refused(&none, FileOptions { create: true, ..plain }, "name nbytes");
+    refused(&none, FileOptions { create: true, len: Some(0), ..plain }, "zero bytes");
+    assert!(!none.exists(), "what is refused makes no file");
     refused(&folder.0, FileOptions { writable: false, ..plain }, "neither a file nor a disk");
     refused(Path::new("/dev/full"), plain, "neither a file nor a disk");
     refused(&empty, plain, "zero bytes");

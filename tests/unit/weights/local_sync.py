@@ -81,7 +81,7 @@ class InProcess:
             try:
                 return self._call(who, function, rest)
             except Exception as error:
-                return Unanswered(str(error))
+                return Unanswered(str(error), type(error).__name__)
 
         self.before.get(function.__name__, lambda: None)()
         # At the same time, as actors are: some wait for each other.

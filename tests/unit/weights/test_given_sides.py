@@ -69,9 +69,9 @@ def open_sync() -> Iterator[Callable[..., WeightSync]]:
 def test_megatron_ranks_push_to_tensor_parallel_rollouts(open_sync) -> None:
     sync = open_sync()
     targets = open_sync.targets()
-    derived: list[Tensors] = []
+    derived: dict[int, Tensors] = {}
     for target in targets:
-        target.on_commit(lambda _, t=target: derived.append(post_load(CONFIG, t.weights)))
+        target.on_commit(lambda _, t=target: derived.update({t.rank: post_load(CONFIG, t.weights)}))
     assert sync.push().version == 1
     for rank, target in enumerate(targets):
         expected = expected_containers(CONFIG, FULL, tp=TP, rank=rank)

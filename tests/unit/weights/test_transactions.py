@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fabric_ray.errors import WeightSyncError
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.report import Sent
 from tests.chaos.faults import reset_sockets
 from tests.unit.weights.local_sync import Fault, LocalSync
@@ -100,6 +100,15 @@ def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
     with pytest.raises(WeightSyncError, match="not after 1"):
         target.commit(1)
     assert target.version == 1
+
+
+def test_a_rank_that_nobody_holds_is_missed_before_anything_is_planned(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    sync._rollouts.pop()
+    with pytest.raises(InvalidArgument, match=r"ranks \(0, 1\), and WeightSync was given 1;"):
+        sync.connect()
 
 
 def test_connections_that_end_between_two_pushes_fail_no_version(

@@ -25,7 +25,7 @@ impl Imm {
         if value >= FIRST_ALLOCATED_SLOT {
             return Err(EngineError::Invalid(format!(
                 "immediate {value} is too large: plain values end at {}, or take one from \
-                 TransferEngine::counter",
+                 TransferEngine.counter()",
                 FIRST_ALLOCATED_SLOT - 1
             )));
         }

@@ -17,7 +17,8 @@ impl Shared {
             return Ok(());
         }
         Err(EngineError::Invalid(format!(
-            "{peer:?} was made by another engine; make it with this engine's peer()"
+            "peer {} was made by another engine; make it with this engine's peer() or import it here",
+            peer.address.label()
         )))
     }
 
@@ -125,7 +126,7 @@ impl Shared {
                 }
                 if let Some(group) = group.filter(|g| g.peers.len() != parts.len()) {
                     return Err(EngineError::Invalid(format!(
-                        "{} parts for a group of {} peers",
+                        "{} parts for a group of {} peers; give one part for each",
                         parts.len(),
                         group.peers.len()
                     )));
@@ -138,11 +139,13 @@ impl Shared {
                     }
                     self.check_local(src, part.src_offset, part.len)?;
                     self.check_remote(&part.dst, part.dst_offset, part.len)?;
-                    if group.is_some_and(|g| g.peers[i].key != part.dst.peer.key) {
+                    let member = group.map(|g| &g.peers[i]);
+                    if let Some(member) = member.filter(|m| m.key != part.dst.peer.key) {
                         return Err(EngineError::Invalid(format!(
-                            "part {i} of the scatter goes to {:?}, the group has {:?} there",
-                            part.dst.peer,
-                            group.map(|g| &g.peers[i])
+                            "part {i} of the scatter goes to {}, the group has {} there; give both \
+                             in one order",
+                            part.dst.peer.address.label(),
+                            member.address.label()
                         )));
                     }
                 }

@@ -273,7 +273,8 @@ impl Counters {
                 let missing = e.threshold.saturating_sub(cell.arrived.load(SeqCst));
                 let writers: Vec<_> = e.writers.iter().map(|w| w.label()).collect();
                 let (op, peer, after) = ("expectation", writers.join(", "), e.timeout);
-                Some(EngineError::Timeout { op, peer, missing, after, quiesced: false })
+                let hint = "; they may still arrive, so keep the memory that they go to";
+                Some(EngineError::Timeout { op, peer, missing, after, quiesced: false, hint })
             })
         });
         self.next_expiry.fetch_min(next.0, SeqCst);

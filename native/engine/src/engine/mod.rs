@@ -202,6 +202,7 @@ impl TransferEngine {
 
     /// Makes a peer known. Connects with the first use.
     pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
+        self.shared.check_process()?;
         let key = {
             let mut core = self.shared.cell.lock(&self.shared);
             if core.closed {
@@ -236,6 +237,7 @@ impl TransferEngine {
 
     /// A counter of this engine that nobody else uses.
     pub fn counter(&self) -> Result<Counter> {
+        self.shared.check_open()?;
         let imm = self.shared.counters.allocate()?;
         Ok(self.make_counter(imm, true))
     }
@@ -251,7 +253,7 @@ impl TransferEngine {
         self.make_counter(imm, false)
     }
 
-    /// Opens the rotating pool for messages: up to `count` at a time are in users' hands, each of at
+    /// Opens the rotating pool for messages, in place of the one before: up to `count` at a time are in users' hands, each of at
     /// most `max_len` bytes. Further ones wait at their senders.
     pub fn receive(
         &self,
@@ -259,6 +261,7 @@ impl TransferEngine {
         count: u32,
         on_message: impl Fn(Delivery) + Send + Sync + 'static,
     ) -> Result<()> {
+        self.shared.check_open()?;
         if count == 0 || max_len == 0 {
             return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
         }
@@ -287,6 +290,7 @@ impl TransferEngine {
 
     /// A word that others write and this engine watches; see [`Watcher`].
     pub fn watch(&self, on_change: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<Watcher> {
+        self.shared.check_process()?;
         self.shared.watchers.add(Box::new(on_change), None)
     }
 
@@ -303,6 +307,7 @@ impl TransferEngine {
 
     /// Which transport leads to a peer, and why not the others.
     pub fn explain(&self, peer: &Peer) -> Result<Explanation> {
+        self.shared.check_process()?;
         self.shared.check_peer(peer)?;
         let core = self.shared.cell.lock(&self.shared);
         let (transport, verdicts) = core.group.explain(peer.key, &core.domains);
@@ -391,8 +396,8 @@ impl Shared {
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
-        for op in ops {
-            self.check(op)?;
+        for (i, op) in ops.iter().enumerate() {
+            self.check(op).map_err(|e| if ops.len() > 1 { e.in_operation(i) } else { e })?;
         }
         let name = match ops {
             [] => {

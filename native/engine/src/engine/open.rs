@@ -146,10 +146,16 @@ fn check_required(
         Some(Requirement::Transport(kind)) => kind.to_string(),
         None => failures.first().map_or("usable".to_owned(), |(kind, _)| kind.to_string()),
     };
-    let soft = domains.iter().filter(|d| d.kind().has_nics() && !d.is_rdma());
+    // Why others aren't there helps nobody who named one.
+    let asked = |kind: TransportKind| match config.require {
+        None => true,
+        Some(Requirement::Transport(one)) => kind == one,
+        Some(Requirement::Rdma) => kind.has_nics(),
+    };
+    let soft = domains.iter().filter(|d| d.kind().has_nics() && asked(d.kind()) && !d.is_rdma());
     let soft = soft.map(|d| format!("{} {} is no RDMA device", d.kind(), d.device()));
-    let reasons: Vec<_> =
-        failures.iter().map(|(k, why)| format!("{k}: {why}")).chain(soft).collect();
+    let failures = failures.iter().filter(|(kind, _)| asked(*kind));
+    let reasons: Vec<_> = failures.map(|(k, why)| format!("{k}: {why}")).chain(soft).collect();
     Err(EngineError::TransportUnavailable { wanted, reasons: reasons.join("; ") })
 }
 

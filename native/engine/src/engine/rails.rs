@@ -20,10 +20,11 @@ impl TransferEngine {
     /// All of them, in the order of their transports and NICs.
     pub fn rails(&self) -> Vec<Rail> {
         let core = self.shared.cell.lock(&self.shared);
-        let rail = |(number, domain): (usize, &Box<dyn crate::domain::Domain>)| {
+        let numbered = core.domains.iter().enumerate();
+        let rails = numbered.map(|(number, domain)| {
             let (window, under_way) = core.group.use_of(number);
             Rail { transport: domain.kind(), device: domain.device().to_owned(), window, under_way }
-        };
-        core.domains.iter().enumerate().map(rail).collect()
+        });
+        rails.collect()
     }
 }

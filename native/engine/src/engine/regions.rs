@@ -205,6 +205,7 @@ impl Region {
             return Err(EngineError::Stale {
                 what: "the local region".into(),
                 cause: "it was deregistered".into(),
+                remedy: "register the memory again",
             });
         }
         Ok(())

@@ -501,6 +501,14 @@ impl Group {
             missing: 0,
             after: transfer.timeout,
             quiesced: transfer.outstanding == 0,
+            hint: match (route.state, transfer.name) {
+                (State::Up, "send") => ": see whether the peer's receive pool is open and has room",
+                (State::Up, _) if transfer.outstanding == 0 => "",
+                (State::Up, _) => {
+                    "; it may still touch memory until the link is closed, so keep the buffers"
+                }
+                _ => ": there is no connection to it yet; explain() says what was tried",
+            },
         };
         // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
         // until its link lets go of it (MR-1).

@@ -416,6 +416,7 @@ impl Route {
             DomainError::Stale(cause) => EngineError::Stale {
                 what: format!("the region of {peer} named by the {op}"),
                 cause,
+                remedy: "fetch a fresh descriptor from its owner",
             },
             DomainError::Refused(cause) => EngineError::Refused { peer, op, cause },
             DomainError::Handshake(cause) => EngineError::Handshake { peer, cause },
@@ -440,9 +441,11 @@ impl Route {
             false => said.collect::<Vec<_>>().join("; "),
         };
         match self.telling {
-            Some(DomainError::Stale(_)) => {
-                EngineError::Stale { what: format!("the address of {peer}"), cause: reasons }
-            }
+            Some(DomainError::Stale(_)) => EngineError::Stale {
+                what: format!("the address of {peer}"),
+                cause: reasons,
+                remedy: "fetch its new address",
+            },
             Some(DomainError::Handshake(_)) => EngineError::Handshake { peer, cause: reasons },
             Some(DomainError::Io { call, errno }) => EngineError::resource(call, errno),
             _ => EngineError::Unreachable { peer, reasons },

@@ -22,7 +22,7 @@ mod walk;
 mod writer;
 
 use crate::{
-    floor::{Outcome, Temperature},
+    floor::{raw::Mapping, Outcome, Temperature},
     rails::Policy,
 };
 
@@ -214,8 +214,8 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
 /// A region of the size asked for, of the engine's memory or of ordinary memory.
 fn region(options: &Options, engine: &TransferEngine) -> Outcome<Region> {
     let region = if options.foreign {
-        let memory = vec![0u8; options.region as usize].into_boxed_slice();
-        let addr = memory.as_ptr() as usize;
+        let memory = Mapping::private(options.region as usize)?;
+        let addr = memory.bytes().as_ptr() as usize;
         // SAFETY: the region keeps the memory, which nothing else refers to.
         unsafe { engine.register(addr, options.region, Some(Box::new(memory))) }
     } else {

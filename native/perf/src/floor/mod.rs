@@ -10,7 +10,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 mod copies;
-mod raw;
+pub(crate) mod raw;
 mod signals;
 mod tcp;
 

@@ -23,14 +23,15 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Zeroed memory that no other process could map.
+    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy and
+    /// torch ask for them too, and so does the harness for all others.
     pub fn private(len: usize) -> Outcome<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice; the result is
         // checked by `owned`.
         let start = unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, -1, 0) };
-        Self::owned(start, len)
+        Self::populated(start, len)
     }
 
     pub fn shared(len: usize) -> Outcome<Self> {
@@ -45,7 +46,7 @@ impl Mapping {
         let start = unsafe {
             let sized = libc::ftruncate(fd, len as libc::off_t) == 0;
             let protection = libc::PROT_READ | libc::PROT_WRITE;
-            let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+            let flags = libc::MAP_SHARED;
             let start = if sized {
                 libc::mmap(ptr::null_mut(), len, protection, flags, fd, 0)
             } else {
@@ -54,7 +55,16 @@ impl Mapping {
             libc::close(fd);
             start
         };
-        Self::owned(start, len)
+        Self::populated(start, len)
+    }
+
+    /// With huge pages where they are to be had.
+    fn populated(start: *mut libc::c_void, len: usize) -> Outcome<Self> {
+        let mut memory = Self::owned(start, len)?;
+        // SAFETY: advice on the whole of a mapping that is owned here; it changes no byte.
+        unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
+        memory.bytes_mut().fill(0);
+        Ok(memory)
     }
 
     /// Takes what mmap returned for `len` readable and writable bytes.

@@ -7,6 +7,7 @@ use super::{
     memory::{Pages, Region, RemoteRegion},
     peers::{Peer, PeerGroup},
     segment::{RemoteSegment, Segment},
+    whole,
 };
 use crate::errors::OrRaise;
 
@@ -138,23 +139,31 @@ fn imm_for(
     imm.map(|i| ImmArg::extract(i)?.for_peer(py, peer)).transpose()
 }
 
-/// How many bytes a transfer without `nbytes` moves: the rest of the shorter of both sides, which
-/// must be equally long.
+/// How many bytes a transfer without `nbytes` moves: the rest of both sides, which must be equally
+/// long.
 pub fn length(
     py: Python<'_>,
     nbytes: Option<u64>,
-    (a, a_offset): (u64, u64),
-    (b, b_offset): (u64, u64),
+    (src, src_offset): (u64, u64),
+    (dst, dst_offset): (u64, u64),
 ) -> PyResult<u64> {
     if let Some(n) = nbytes {
         return Ok(n);
     }
-    let (a, b) = (a.saturating_sub(a_offset), b.saturating_sub(b_offset));
-    if a == b {
-        return Ok(a);
+    match (rest("src", src, src_offset), rest("dst", dst, dst_offset)) {
+        (Ok(src), Ok(dst)) if src == dst => Ok(src),
+        (Ok(src), Ok(dst)) => Err(fe::EngineError::Invalid(format!(
+            "src has {src} bytes and dst has {dst}: name nbytes, or slice one of them"
+        ))),
+        (Err(e), _) | (_, Err(e)) => Err(e),
     }
-    let text = format!("{a} bytes here, {b} bytes there: name nbytes, or slice one side");
-    Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)))
+    .or_raise(py)
+}
+
+/// What is left of `limit` bytes after the first `offset`.
+fn rest(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
+    let outside = || fe::EngineError::OutOfBounds { what: what.to_owned(), offset, len: 0, limit };
+    limit.checked_sub(offset).ok_or_else(outside)
 }
 
 /// The pieces from which requests are put together, shared by `Engine` and `Batch`.
@@ -192,11 +201,30 @@ pub mod build {
                 dst_offset,
             })
             .collect();
-        let imm = match (imm, parts.first()) {
-            (Some(i), Some(part)) => Some(ImmArg::extract(i)?.for_peer(py, part.dst.peer())?),
-            _ => None,
-        };
+        let imm = imm.map(|imm| scattered(py, imm, &parts)).transpose()?.flatten();
         Ok(Owned::Scatter { group: group.map(|g| g.0.clone()), src: src.0.clone(), parts, imm })
+    }
+
+    /// The immediate of all parts: a reference is good for the parts of its engine alone.
+    fn scattered(
+        py: Python<'_>,
+        imm: &Bound<'_, PyAny>,
+        parts: &[ScatterDst],
+    ) -> PyResult<Option<Imm>> {
+        let imm = ImmArg::extract(imm)?;
+        let elsewhere = |owner| parts.iter().find(|p| p.dst.peer().id() != owner);
+        if let ImmArg::Of(r) = &imm {
+            if let Some(part) = elsewhere(r.owner) {
+                let text = format!(
+                    "the counter belongs to engine {}, but a part goes to {}: agree on a plain \
+                     integer where several engines count",
+                    r.owner,
+                    part.dst.peer().address().label()
+                );
+                return Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)));
+            }
+        }
+        parts.first().map(|part| imm.for_peer(py, part.dst.peer())).transpose()
     }
 
     pub fn barrier(py: Python<'_>, group: &PeerGroup, imm: &Bound<'_, PyAny>) -> PyResult<Owned> {
@@ -233,9 +261,9 @@ impl Batch {
         py: Python<'_>,
         src: &Region,
         dst: &RemoteRegion,
-        nbytes: Option<u64>,
-        src_offset: u64,
-        dst_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = whole)] src_offset: u64,
+        #[pyo3(from_py_with = whole)] dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
@@ -250,9 +278,9 @@ impl Batch {
         py: Python<'_>,
         src: &RemoteRegion,
         dst: &Region,
-        nbytes: Option<u64>,
-        src_offset: u64,
-        dst_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = whole)] src_offset: u64,
+        #[pyo3(from_py_with = whole)] dst_offset: u64,
     ) -> PyResult<()> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
         let (src, dst) = (src.0.clone(), dst.0.clone());
@@ -265,7 +293,7 @@ impl Batch {
     fn write_pages(
         &mut self,
         py: Python<'_>,
-        page_nbytes: u64,
+        #[pyo3(from_py_with = whole)] page_nbytes: u64,
         src: &Region,
         src_pages: &Pages,
         dst: &RemoteRegion,
@@ -285,7 +313,7 @@ impl Batch {
 
     fn read_pages(
         &mut self,
-        page_nbytes: u64,
+        #[pyo3(from_py_with = whole)] page_nbytes: u64,
         src: &RemoteRegion,
         src_pages: &Pages,
         dst: &Region,
@@ -307,10 +335,10 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         local: &Segment,
-        local_offset: u64,
+        #[pyo3(from_py_with = whole)] local_offset: u64,
         remote: &RemoteSegment,
-        remote_offset: u64,
-        nbytes: u64,
+        #[pyo3(from_py_with = whole)] remote_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: u64,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
@@ -324,10 +352,10 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         local: &Segment,
-        local_offset: u64,
+        #[pyo3(from_py_with = whole)] local_offset: u64,
         remote: &RemoteSegment,
-        remote_offset: u64,
-        nbytes: u64,
+        #[pyo3(from_py_with = whole)] remote_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: u64,
     ) -> PyResult<()> {
         let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
         self.ops.push(Owned::ReadPieces { pieces: pieces.or_raise(py)? });
@@ -339,7 +367,7 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         src: &Region,
-        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        #[pyo3(from_py_with = whole)] parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {

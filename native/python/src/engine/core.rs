@@ -5,10 +5,11 @@ use fe::{
     api::{EngineConfig, Priority, Spin},
     Local, Op, Remote, Submit,
 };
-use pyo3::{exceptions::PyValueError, prelude::*, types::PyDict};
+use pyo3::{prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, Owned},
+    callable,
     config::{self, Nics},
     counter::Counter,
     keep::Keep,
@@ -19,8 +20,9 @@ use super::{
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
     watcher::{on_change, Watcher},
+    whole,
 };
-use crate::errors::OrRaise;
+use crate::errors::{raise, OrRaise};
 
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
 const BRIEF: u64 = 16 << 10;
@@ -37,9 +39,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for PriorityArg {
             "latency" => Ok(Self(Priority::Latency)),
             "bulk" => Ok(Self(Priority::Bulk)),
             "background" => Ok(Self(Priority::Background)),
-            other => Err(PyValueError::new_err(format!(
-                "priority {other:?}: use 'latency', 'bulk' or 'background'"
-            ))),
+            other => {
+                let text = format!("priority {other:?}: use 'latency', 'bulk' or 'background'");
+                Err(raise(obj.py(), &fe::EngineError::Invalid(text)))
+            }
         }
     }
 }
@@ -53,13 +56,14 @@ pub(crate) struct Engine {
 
 /// What the keywords of a request say.
 fn options(
+    py: Python<'_>,
     timeout: Option<f64>,
     rail: Option<u8>,
     priority: Option<PriorityArg>,
 ) -> PyResult<Submit> {
     let timeout = match timeout {
         None => None,
-        some => Some(seconds(some, Duration::ZERO)?),
+        some => Some(seconds(py, some, Duration::ZERO)?),
     };
     Ok(Submit { timeout, rail, priority: priority.map(|p| p.0) })
 }
@@ -73,7 +77,7 @@ impl Engine {
         (bytes, peer): (u64, Option<&fe::Peer>),
         (timeout, rail, priority): (Option<f64>, Option<u8>, Option<PriorityArg>),
     ) -> PyResult<Transfer> {
-        let options = options(timeout, rail, priority)?;
+        let options = options(py, timeout, rail, priority)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
         let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
         Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
@@ -109,7 +113,7 @@ impl Engine {
             transports.iter().map(|t| config::transport(py, t)).collect::<PyResult<_>>()?;
         let require = require.map(|name| config::requirement(py, name)).transpose()?;
         let bind = bind.iter().map(|a| config::address(py, a)).collect::<PyResult<_>>()?;
-        let op_timeout = seconds(Some(op_timeout), Duration::ZERO)?;
+        let op_timeout = seconds(py, Some(op_timeout), Duration::ZERO)?;
         let config = EngineConfig {
             name,
             transports,
@@ -121,7 +125,7 @@ impl Engine {
             copy_threads: copy_threads.unwrap_or(defaults.copy_threads),
             inline_bytes,
             stage_foreign,
-            peer_timeout: seconds(Some(peer_timeout), Duration::ZERO)?,
+            peer_timeout: seconds(py, Some(peer_timeout), Duration::ZERO)?,
             op_timeout,
             heal,
             rail_window,
@@ -145,7 +149,11 @@ impl Engine {
     }
 
     /// `nbytes` bytes of memory that peers on this host can map, zeroed.
-    fn alloc(&self, py: Python<'_>, nbytes: u64) -> PyResult<Region> {
+    fn alloc(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] nbytes: u64) -> PyResult<Region> {
+        if nbytes == 0 {
+            let text = "a region needs at least one byte".into();
+            return Err(raise(py, &fe::EngineError::Invalid(text)));
+        }
         py.detach(|| self.engine.alloc(nbytes)).map(Region).or_raise(py)
     }
 
@@ -178,8 +186,8 @@ impl Engine {
         &self,
         py: Python<'_>,
         path: std::path::PathBuf,
-        nbytes: Option<u64>,
-        offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = whole)] offset: u64,
         create: bool,
         writable: bool,
     ) -> PyResult<Region> {
@@ -234,7 +242,11 @@ impl Engine {
     }
 
     /// The counter behind a pre-agreed integer below 2^19.
-    fn plain_counter(&self, py: Python<'_>, value: u32) -> PyResult<Counter> {
+    fn plain_counter(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] value: u32,
+    ) -> PyResult<Counter> {
         let imm = fe::api::Imm::plain(value).or_raise(py)?;
         Ok(Counter { counter: self.engine.plain_counter(imm), timeout: self.op_timeout })
     }
@@ -248,12 +260,12 @@ impl Engine {
         py: Python<'_>,
         src: &Region,
         dst: &RemoteRegion,
-        nbytes: Option<u64>,
-        src_offset: u64,
-        dst_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = whole)] src_offset: u64,
+        #[pyo3(from_py_with = whole)] dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
@@ -274,11 +286,11 @@ impl Engine {
         py: Python<'_>,
         src: &RemoteRegion,
         dst: &Region,
-        nbytes: Option<u64>,
-        src_offset: u64,
-        dst_offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = whole)] src_offset: u64,
+        #[pyo3(from_py_with = whole)] dst_offset: u64,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
@@ -297,14 +309,14 @@ impl Engine {
     fn write_pages(
         &self,
         py: Python<'_>,
-        page_nbytes: u64,
+        #[pyo3(from_py_with = whole)] page_nbytes: u64,
         src: &Region,
         src_pages: &Pages,
         dst: &RemoteRegion,
         dst_pages: &Pages,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let imm = imm
@@ -328,13 +340,13 @@ impl Engine {
     fn read_pages(
         &self,
         py: Python<'_>,
-        page_nbytes: u64,
+        #[pyo3(from_py_with = whole)] page_nbytes: u64,
         src: &RemoteRegion,
         src_pages: &Pages,
         dst: &Region,
         dst_pages: &Pages,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let op = Op::ReadPages {
@@ -356,11 +368,11 @@ impl Engine {
         &self,
         py: Python<'_>,
         src: &Region,
-        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        #[pyo3(from_py_with = whole)] parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let owned = build::scatter(py, src, parts, group, imm)?;
@@ -406,10 +418,10 @@ impl Engine {
         batch: &Batch,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        rail: Option<u8>,
+        #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
-        let options = options(timeout, rail, priority)?;
+        let options = options(py, timeout, rail, priority)?;
         let imm = imm.map(super::counter::ImmArg::extract).transpose()?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, imm.as_ref())).collect::<PyResult<_>>()?;
@@ -424,23 +436,23 @@ impl Engine {
     /// first of many pushes over the same ranges is then as quick as the others. No byte moves.
     #[pyo3(signature = (batch, *, timeout=None))]
     fn prepare(&self, py: Python<'_>, batch: &Batch, timeout: Option<f64>) -> PyResult<Transfer> {
-        let options = options(timeout, None, None)?;
+        let options = options(py, timeout, None, None)?;
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, None)).collect::<PyResult<_>>()?;
         let handle = py.detach(|| self.engine.prepare(&ops, options)).or_raise(py)?;
         Ok(Transfer::new(handle, None))
     }
 
-    /// Opens the receive pool: `callback(message)` is called for each message of at most
+    /// Opens the receive pool, in place of the one before: `callback(message)` is called for each message of at most
     /// `max_nbytes` bytes. At most `count` messages are alive at a time; further ones wait at their
     /// senders until one is dropped.
     #[pyo3(signature = (callback, *, count=16, max_nbytes=65536))]
     fn receive(
         &self,
         py: Python<'_>,
-        callback: Py<PyAny>,
-        count: u32,
-        max_nbytes: usize,
+        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
+        #[pyo3(from_py_with = whole)] count: u32,
+        #[pyo3(from_py_with = whole)] max_nbytes: usize,
     ) -> PyResult<()> {
         let deliver = move |delivery: fe::Delivery| {
             Python::try_attach(|py| {
@@ -455,7 +467,12 @@ impl Engine {
     /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
     /// `device`, kernels on that GPU write and read it as well.
     #[pyo3(signature = (callback, device=None))]
-    fn watch(&self, py: Python<'_>, callback: Py<PyAny>, device: Option<i32>) -> PyResult<Watcher> {
+    fn watch(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
+        device: Option<i32>,
+    ) -> PyResult<Watcher> {
         let on_change = on_change(callback);
         let watcher = match device {
             None => self.engine.watch(on_change),

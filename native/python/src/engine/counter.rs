@@ -6,7 +6,7 @@ use pyo3::{
     prelude::*,
 };
 
-use super::{peers::Peer, seconds, transfer::Transfer, values::CounterRef};
+use super::{peers::Peer, seconds, transfer::Transfer, values::CounterRef, whole};
 use crate::errors::{raise, OrRaise};
 
 /// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.
@@ -36,9 +36,10 @@ impl ImmArg {
             Self::Of(r) => Err(raise(
                 py,
                 &fe::EngineError::Invalid(format!(
-                    "the counter belongs to engine {}, the write goes to {peer:?}: name a counter \
-                     of the receiver",
-                    r.owner
+                    "the counter belongs to engine {}, the write goes to {}: name a counter of the \
+                     receiver",
+                    r.owner,
+                    peer.address().label()
                 )),
             )),
         }
@@ -60,7 +61,7 @@ impl Counter {
         writers: Option<Vec<PyRef<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<fe::Handle> {
-        let timeout = seconds(timeout, self.timeout)?;
+        let timeout = seconds(py, timeout, self.timeout)?;
         let writers: Vec<fe::Peer> =
             writers.unwrap_or_default().iter().map(|p| p.0.clone()).collect();
         self.counter.expect(n, &writers, timeout).or_raise(py)
@@ -99,7 +100,7 @@ impl Counter {
     fn expect(
         &self,
         py: Python<'_>,
-        n: u32,
+        #[pyo3(from_py_with = whole)] n: u32,
         writers: Option<Vec<PyRef<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
@@ -111,7 +112,7 @@ impl Counter {
     fn wait(
         &self,
         py: Python<'_>,
-        n: u32,
+        #[pyo3(from_py_with = whole)] n: u32,
         writers: Option<Vec<PyRef<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<()> {

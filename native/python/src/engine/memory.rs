@@ -3,12 +3,14 @@ use std::time::Duration;
 use fabric_engine as fe;
 use fe::api::PageIndices;
 use pyo3::{
-    exceptions::{PyAttributeError, PyValueError},
+    exceptions::PyAttributeError,
     prelude::*,
     types::{PyBytes, PyDict, PySlice},
 };
 
-use super::{peers::Peer, transfer::Transfer, values::RegionDescriptor, watcher::gpu_array};
+use super::{
+    peers::Peer, seconds, transfer::Transfer, values::RegionDescriptor, watcher::gpu_array, whole,
+};
 use crate::errors::{raise, OrRaise};
 
 /// A registered memory region of this engine, or a part of one. Keeps the memory alive; when the
@@ -53,7 +55,12 @@ impl Region {
     }
 
     /// A part of it: `nbytes` bytes from `offset`. Same registration, own bounds.
-    fn slice(&self, py: Python<'_>, offset: u64, nbytes: u64) -> PyResult<Self> {
+    fn slice(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: u64,
+    ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
 
@@ -66,7 +73,7 @@ impl Region {
     /// `NotQuiesced` if that can't be shown within `timeout` seconds.
     #[pyo3(signature = (timeout=10.0))]
     fn deregister(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
-        let timeout = super::seconds(Some(timeout), Duration::ZERO)?;
+        let timeout = seconds(py, Some(timeout), Duration::ZERO)?;
         py.detach(|| self.0.deregister(timeout)).or_raise(py)
     }
 
@@ -200,7 +207,12 @@ impl RemoteRegion {
     }
 
     /// A part of it: `nbytes` bytes from `offset`.
-    fn slice(&self, py: Python<'_>, offset: u64, nbytes: u64) -> PyResult<Self> {
+    fn slice(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: u64,
+    ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
 
@@ -218,9 +230,11 @@ impl RemoteRegion {
 /// Where a Python slice of `len` bytes begins and how long it is.
 fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
     let len = isize::try_from(len).unwrap_or(isize::MAX);
+    let py = part.py();
     let part = part.indices(len)?;
     if part.step != 1 {
-        return Err(PyValueError::new_err("a region can't be sliced in steps; use pages"));
+        let text = "a region can't be sliced in steps; use pages".into();
+        return Err(raise(py, &fe::EngineError::Invalid(text)));
     }
     Ok((part.start as u64, part.slicelength as u64))
 }
@@ -236,8 +250,8 @@ impl Pages {
     fn _listed(
         py: Python<'_>,
         indices: &Bound<'_, PyBytes>,
-        stride: u64,
-        offset: u64,
+        #[pyo3(from_py_with = whole)] stride: u64,
+        #[pyo3(from_py_with = whole)] offset: u64,
     ) -> PyResult<Self> {
         let indices: Vec<u32> = indices
             .as_bytes()
@@ -250,7 +264,13 @@ impl Pages {
 
     /// `first, first + 1, ...`
     #[staticmethod]
-    fn _range(py: Python<'_>, first: u32, count: u32, stride: u64, offset: u64) -> PyResult<Self> {
+    fn _range(
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] first: u32,
+        #[pyo3(from_py_with = whole)] count: u32,
+        #[pyo3(from_py_with = whole)] stride: u64,
+        #[pyo3(from_py_with = whole)] offset: u64,
+    ) -> PyResult<Self> {
         let indices = PageIndices::range(first, count).or_raise(py)?;
         Ok(Self(fe::api::Pages::new(indices, stride, offset)))
     }

@@ -1,6 +1,13 @@
 //! The engine's classes.
 
-use pyo3::prelude::*;
+use fabric_engine::EngineError;
+use pyo3::{
+    exceptions::{PyOverflowError, PyTypeError},
+    prelude::*,
+    types::PyInt,
+};
+
+use crate::errors::raise;
 
 mod batch;
 mod config;
@@ -41,13 +48,42 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// Seconds as a duration; `None` means `default`.
-fn seconds(value: Option<f64>, default: std::time::Duration) -> PyResult<std::time::Duration> {
-    match value {
-        None => Ok(default),
-        Some(s) => std::time::Duration::try_from_secs_f64(s).map_err(|_| {
-            pyo3::exceptions::PyValueError::new_err(format!(
-                "a timeout of {s} seconds is not a length of time"
-            ))
-        }),
+fn seconds(
+    py: Python<'_>,
+    value: Option<f64>,
+    default: std::time::Duration,
+) -> PyResult<std::time::Duration> {
+    let Some(s) = value else { return Ok(default) };
+    std::time::Duration::try_from_secs_f64(s).map_err(|_| {
+        let text = format!("a timeout of {s} seconds is not a length of time: give 0 or more");
+        raise(py, &EngineError::Invalid(text))
+    })
+}
+
+/// A size, an offset or a count; one that doesn't fit is `InvalidArgument`, not `OverflowError`.
+fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
+where
+    for<'a> T: FromPyObject<'a, 'py, Error: Into<PyErr>>,
+{
+    let py = value.py();
+    value.extract::<T>().map_err(Into::into).map_err(|e: PyErr| {
+        if !e.is_instance_of::<PyOverflowError>(py) {
+            return e;
+        }
+        let what = match value.is_instance_of::<PyInt>() {
+            true => value.to_string(),
+            false => "a number".to_owned(),
+        };
+        let text = format!("{what} is no size, offset or count: it is negative or too large");
+        raise(py, &EngineError::Invalid(text))
+    })
+}
+
+/// What is to be called later.
+fn callable(value: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    if value.is_callable() {
+        return Ok(value.clone().unbind());
     }
+    let kind = value.get_type().name()?;
+    Err(PyTypeError::new_err(format!("the callback must be callable, not {kind}")))
 }

@@ -16,7 +16,7 @@ use pyo3::{
     types::PyDict,
 };
 
-use super::{queue::CompletionQueue, seconds, watcher::gpu_array};
+use super::{callable, queue::CompletionQueue, seconds, watcher::gpu_array};
 use crate::errors::{raise, OrRaise};
 
 /// Signals (Ctrl-C) are looked at this often during a blocking wait.
@@ -69,7 +69,7 @@ impl Transfer {
         if let Some(result) = self.handle.poll() {
             return result.or_raise(py);
         }
-        let timeout = seconds(timeout, FOREVER)?;
+        let timeout = seconds(py, timeout, FOREVER)?;
         Self::wait_for(py, &self.handle, timeout)?.ok_or_else(|| {
             PyTimeoutError::new_err(format!(
                 "the {} is not over after {timeout:?}; it goes on",
@@ -97,7 +97,10 @@ impl Transfer {
     }
 
     /// Calls `callback(self)` on the engine's callback thread when it is over, at once if it is.
-    fn add_done_callback(slf: &Bound<'_, Self>, callback: Py<PyAny>) {
+    fn add_done_callback(
+        slf: &Bound<'_, Self>,
+        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
+    ) {
         let this = slf.clone().unbind();
         let handle = slf.get().handle.clone();
         // Detached: a callback may run on this thread if the engine is closed.
@@ -143,7 +146,7 @@ impl Transfer {
     /// Waits until nothing of it can land any more, at most `timeout` seconds; returns `quiesced`.
     #[pyo3(signature = (timeout=None))]
     fn wait_quiesced(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<bool>> {
-        let mut left = seconds(timeout, FOREVER)?;
+        let mut left = seconds(py, timeout, FOREVER)?;
         loop {
             let step = left.min(SIGNAL_CHECK);
             let quiet = py.detach(|| self.handle.wait_quiet(step));

@@ -1,6 +1,8 @@
 use fabric_engine as fe;
 use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
+use super::whole;
+
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
 pub(crate) struct Watcher(pub fe::Watcher);
@@ -19,13 +21,13 @@ impl Watcher {
     }
 
     /// Changes the word and wakes the watching thread.
-    fn store(&self, value: u64) {
+    fn store(&self, #[pyo3(from_py_with = whole)] value: u64) {
         self.0.store(value);
     }
 
     /// Adds to the word and wakes the watching thread.
     #[pyo3(signature = (n=1))]
-    fn add(&self, n: u64) {
+    fn add(&self, #[pyo3(from_py_with = whole)] n: u64) {
         self.0.add(n);
     }
 

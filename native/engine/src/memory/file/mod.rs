@@ -76,8 +76,14 @@ impl FileMemory {
         }
         let end = offset.checked_add(len.unwrap_or(0)).filter(|end| *end <= 1 << 56);
         let Some(end) = end else {
-            return Err(invalid(format!("{offset} and the bytes after it pass the largest file")));
+            let len = len.unwrap_or(0);
+            return Err(invalid(format!("{len} bytes from offset {offset} pass the largest file")));
         };
+        let nothing = || invalid("a region of zero bytes can't be registered; name nbytes".into());
+        // Nothing is made that would be refused.
+        if len == Some(0) || (create && len.is_none() && !path.exists()) {
+            return Err(nothing());
+        }
         let open = OpenOptions::new()
             .read(true)
             .write(writable)
@@ -109,7 +115,7 @@ impl FileMemory {
         }
         let len = len.unwrap_or(there.saturating_sub(offset));
         if len == 0 {
-            return Err(invalid("a region of zero bytes can't be registered".into()));
+            return Err(nothing());
         }
         Ok((Self { file, path: path.to_owned(), writable }, len))
     }
@@ -146,7 +152,7 @@ fn failed(call: &'static str, path: &Path, e: &std::io::Error) -> EngineError {
     let cause = format!("{}: {e}", path.display());
     let hint = match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
         Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => "free space on its disk",
-        Some(rustix::io::Errno::NOENT) => "name a file that exists, or give create",
+        Some(rustix::io::Errno::NOENT) => "the file must exist, or with create its directory",
         Some(rustix::io::Errno::MFILE) => "raise the open-file limit of this process (ulimit -n)",
         Some(rustix::io::Errno::FBIG) => "raise the limit on the size of files (ulimit -f)",
         _ => "the path must lead to a file that this process may open so",

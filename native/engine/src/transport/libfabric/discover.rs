@@ -78,13 +78,7 @@ pub(super) fn choose(
         None => nics,
     };
     let verdicts = judge(&all, nics, secret);
-    let reasons: Vec<String> = all
-        .iter()
-        .zip(&verdicts)
-        .filter_map(|(i, v)| {
-            Some(format!("{} ({}): {}", i.offer.domain, i.offer.provider, v.as_ref().err()?))
-        })
-        .collect();
+    let reasons = reasons(all.iter().map(|i| &i.offer).zip(&verdicts));
     let mut chosen: Vec<OwnedInfo> =
         all.into_iter().zip(verdicts).filter(|(_, v)| v.is_ok()).map(|(i, _)| i).collect();
     if chosen.is_empty() {
@@ -94,13 +88,33 @@ pub(super) fn choose(
         if reasons.is_empty() {
             why.push_str(": it offers none (fi_info lists what it has)");
         }
-        let reasons = reasons.into_iter().take(8);
         return Err(DomainError::Unavailable(
-            reasons.fold(why, |why, reason| format!("{why}; {reason}")),
+            reasons.into_iter().fold(why, |why, reason| format!("{why}; {reason}")),
         ));
     }
     chosen.sort_by_key(|i| place_of(&i.offer, &nics.names));
     Ok(chosen)
+}
+
+/// Why the others are not driven, each reason once, with the first few that it holds for.
+fn reasons<'a>(
+    judged: impl Iterator<Item = (&'a Offer, &'a Result<String, String>)>,
+) -> Vec<String> {
+    let mut whom: Vec<(&str, Vec<String>)> = Vec::new();
+    for (offer, verdict) in judged {
+        let Err(why) = verdict else { continue };
+        let name = format!("{} ({})", offer.domain, offer.provider);
+        match whom.iter_mut().find(|(known, _)| known == why) {
+            Some((_, names)) => names.push(name),
+            None => whom.push((why, vec![name])),
+        }
+    }
+    let said = |(why, names): (&str, Vec<String>)| {
+        let more = names.len().saturating_sub(4);
+        let and = if more > 0 { format!(" and {more} more") } else { String::new() };
+        format!("{}{and}: {why}", names[..names.len() - more].join(", "))
+    };
+    whom.into_iter().map(said).collect()
 }
 
 /// The NICs nearest to what the engine serves, if it is for us to choose among hardware.
@@ -216,7 +230,7 @@ fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
     let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
     let layered = |p: &str| p == provider || p.split(';').next() == Some(provider);
     if !layered(&o.provider) {
-        return Some(format!("provider {provider} is wanted; set nics.provider to use this one"));
+        return Some(format!("provider {provider} is wanted; libfabric_provider names another"));
     }
     if !nics.names.is_empty() && !nics.names.iter().any(|n| matches_glob(n, &o.domain)) {
         return Some(format!("not among the NICs named: {}", nics.names.join(", ")));
@@ -271,7 +285,7 @@ mod tests {
         let v = verdicts(&all, &nics, true);
         assert!(v[0].is_ok() && v[2].is_ok());
         assert!(v[1].as_ref().unwrap_err().contains("same NIC"));
-        assert!(v[3].as_ref().unwrap_err().contains("nics.provider"));
+        assert!(v[3].as_ref().unwrap_err().contains("libfabric_provider"));
         let one = NicConfig { max_rails: 1, ..NicConfig::default() };
         assert!(verdicts(&all, &one, true)[2].as_ref().unwrap_err().contains("1 rails"));
         let named = NicConfig { names: vec!["*1".into(), "rdmap0".into()], ..one };

@@ -360,7 +360,11 @@ impl TcpDomain {
                 match self.link(id) {
                     Some(link) if index == 0 && !refused => {
                         link.cut_off |= matches!(error, DomainError::LinkDown(_));
-                        link.tried.push(error.to_string());
+                        let why = error.to_string();
+                        link.tried.push(match why.contains(&half.remote) {
+                            true => why,
+                            false => format!("connect to {}: {why}", half.remote),
+                        });
                         self.try_next(now, id);
                     }
                     _ => self.take_down(id, error, false),

@@ -1,0 +1,268 @@
+"""Pushes at awkward moments: tensors that changed, controllers that overlap, trainers that fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.conversion import Conversion
+from fabric_ray.weights.quant import Cast, Formats, Fp8, quantise, quantised_target
+from tests.unit.weights.local_sync import InProcess
+
+BF16 = DType.of("bfloat16")
+Shapes = dict[str, tuple[int, ...]]
+
+
+def side_of(shapes: Shapes, ranks: int, placement: Any) -> Side:
+    mesh = Mesh.line(range(ranks))
+    return Side.of(
+        ranks,
+        [
+            Container(name, BF16, Leaf(Tensor(name, shape, BF16), mesh, (placement,)))
+            for name, shape in shapes.items()
+        ],
+    )
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+class Few:
+    """Some trainers and a rollout."""
+
+    def __init__(
+        self,
+        tensors: list[dict[str, torch.Tensor]],
+        target: Side,
+        formats: Formats | None = None,
+        *,
+        side: Side | None = None,
+        watermark: int = 1 << 20,
+    ) -> None:
+        self.tensors, self.formats = tensors, formats
+        self.trainers = [f"trainer {i}" for i in range(len(tensors))]
+        self.engines = {
+            who: TransferEngine(name=who, transport="shm") for who in (*self.trainers, "rollout 0")
+        }
+        self.sources = [
+            WeightSource(
+                tensors[rank],
+                rank=rank,
+                side=side,
+                name=who,
+                engine=self.engines[who],
+                watermark=watermark,
+            )
+            for rank, who in enumerate(self.trainers)
+        ]
+        self.target = WeightTarget(
+            quantised_target(target, formats or {}),
+            rank=0,
+            name="rollout 0",
+            engine=self.engines["rollout 0"],
+        )
+        self.calls = InProcess()
+
+    def controller(self, **options: Any) -> WeightSync:
+        return WeightSync(
+            self.trainers,
+            ["rollout 0"],
+            formats=self.formats,
+            calls=self.calls,
+            **{"timeout": 5.0, **options},
+        )
+
+    def close(self) -> None:
+        for part in (*self.sources, self.target):
+            part.close()
+        for engine in self.engines.values():
+            engine.close()
+
+
+@pytest.fixture
+def few() -> Iterator[Callable[..., Few]]:
+    made = []
+
+    def make(*args: Any, **options: Any) -> Few:
+        made.append(Few(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_replicas_with_other_strides_convert_what_they_hold(few: Callable[..., Few]) -> None:
+    full = noise(512, 1024)
+    for fmt in (Cast("float16"), Fp8((128, 128))):
+        tensors = [{"w": full.clone()}, {"w": full.t().contiguous().t()}]
+        setup = few(tensors, side_of({"w": (512, 1024)}, 1, Replicate()), {"w": fmt})
+        setup.controller().push()
+        values, _ = quantise(full, fmt)
+        assert torch.equal(setup.target.weights["w"].view(torch.uint8), values.view(torch.uint8))
+        setup.close()
+
+
+def test_other_strides_are_refused_and_a_connect_that_failed_leaves_no_route(
+    few: Callable[..., Few],
+) -> None:
+    full = noise(64, 32)
+    setup = few([{"w": full.clone()}], side_of({"w": (64, 32)}, 1, Replicate()))
+    sync = setup.controller()
+    sync.push()
+    setup.tensors[0]["w"] = full.t().contiguous().t()
+    with pytest.raises(WeightSyncError, match=r"strides \[32, 1\] when .* strides \[1, 64\]"):
+        sync.push()
+    setup.calls.fault = ("target_meta", "rollout 0", "is not asked")  # type: ignore[assignment]
+    with pytest.raises(WeightSyncError, match="rollout 0 did not gather metadata"):
+        sync.connect()
+    setup.calls.fault = None
+    sync.push()
+    assert torch.equal(setup.target.weights["w"], full)
+
+
+@pytest.mark.parametrize("formats", [None, {"w": Cast("float16")}])
+def test_a_controller_that_was_fenced_off_does_not_come_back_by_itself(
+    few: Callable[..., Few], formats: Formats | None
+) -> None:
+    setup = few([{"w": noise(64, 32)}], side_of({"w": (64, 32)}, 1, Replicate()), formats)
+    first = setup.controller()
+    first.push()
+    second = setup.controller()
+    second.push()
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="another WeightSync has connected"):
+            first.push()
+    second.push()
+
+
+def test_who_fails_before_the_exchange_is_named_first_and_holds_nobody_up(
+    few: Callable[..., Few],
+) -> None:
+    full, shapes = noise(22, 9), {"w": (22, 9)}
+    shards = [{"w": shard.clone()} for shard in full.chunk(3)]
+    setup = few(
+        shards,
+        side_of(shapes, 1, Replicate()),
+        {"w": Fp8((3, 3))},
+        side=side_of(shapes, 3, Shard(0)),
+    )
+    sync = setup.controller(timeout=30.0)
+    sync.push()
+    kept = shards[1]["w"]
+    shards[1]["w"] = torch.zeros(8, 9)
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"trainer 1 and trainer [02] .*float32") as caught:
+        sync.push()
+    assert time.monotonic() - start < 20, "the others waited until their time was up"
+    assert next(iter(caught.value.failed)) == "trainer 1"
+    shards[1]["w"] = kept
+    sync.push()
+
+
+def test_formats_that_fit_nothing_are_refused(few: Callable[..., Few]) -> None:
+    plain = side_of({"w": (64, 32)}, 1, Replicate())
+    setup = few([{"w": noise(64, 32)}], plain, {"w.wieght": Fp8()})
+    with pytest.raises(InvalidArgument, match=r"no tensor .* fits any pattern of \['w.wieght'\]"):
+        setup.controller().connect()
+
+
+def test_values_without_their_scales_are_refused(few: Callable[..., Few]) -> None:
+    formats = {"w": Fp8((32, 32))}
+    whole = quantised_target(side_of({"w": (64, 32)}, 1, Replicate()), formats)
+    bare = Side.of(1, [c for c in whole.containers if not c.name.endswith("_inv")])
+    setup = few([{"w": noise(64, 32)}], bare)
+    setup.formats = formats
+    with pytest.raises(InvalidArgument, match="`w` but not its scales `w_scale_inv`"):
+        setup.controller(extra="ignore").connect()
+
+
+def test_a_parameter_that_is_gone_is_not_pushed(few: Callable[..., Few]) -> None:
+    shapes = {"v": (4, 4), "w": (4, 4)}
+    tensors = [{name: noise(4, 4) for name in shapes}]
+    setup = few(tensors, side_of(shapes, 1, Replicate()))
+    sync = setup.controller()
+    sync.push()
+    del tensors[0]["w"]
+    with pytest.raises(WeightSyncError, match="`w` isn't there any more"):
+        sync.push()
+
+
+def test_routes_to_keys_of_the_past_are_forgotten(few: Callable[..., Few]) -> None:
+    setup = few([{"w": noise(4, 4)}], side_of({"w": (4, 4)}, 1, Replicate()))
+    sync = setup.controller()
+    sync.push()
+    for _ in range(8):
+        setup.calls.fault = ("target_confirm", "rollout 0", "is not asked")  # type: ignore[assignment]
+        with pytest.raises(WeightSyncError):
+            sync.push()
+        setup.calls.fault = None
+    sync.push()
+    assert len(setup.sources[0]._routes[0]) <= 4
+
+
+def test_a_push_that_is_overtaken_makes_nothing_ready_for_the_next(
+    few: Callable[..., Few], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {f"w{i}": (64, 64) for i in range(6)}
+    tensors = [{name: noise(64, 64) for name in shapes}]
+    setup = few(
+        tensors, side_of(shapes, 1, Replicate()), {"w*": Cast("float16")}, watermark=4 * 64 * 64
+    )
+    sync = setup.controller()
+    sync.push()
+    held, go_on = threading.Event(), threading.Event()
+    prepare = Conversion.prepare
+
+    def slow(self: Conversion, unit: Any, *args: Any) -> None:
+        if unit.name == "w2" and not held.is_set():
+            held.set()
+            assert go_on.wait(20)
+        prepare(self, unit, *args)
+
+    monkeypatch.setattr(Conversion, "prepare", slow)
+    outcome: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            sync.push()
+        except BaseException as error:
+            outcome.append(error)
+
+    late = threading.Thread(target=push)
+    late.start()
+    assert held.wait(20)
+    for tensor in tensors[0].values():
+        tensor.copy_(noise(64, 64))
+    second = setup.controller()
+    overtaking = threading.Thread(target=second.push)
+    overtaking.start()
+    time.sleep(0.3)
+    go_on.set()
+    late.join(30)
+    overtaking.join(30)
+    assert not late.is_alive()
+    assert not overtaking.is_alive()
+    assert isinstance(outcome[0], WeightSyncError)
+    assert second.version == 2
+    for name, tensor in tensors[0].items():
+        assert torch.equal(setup.target.weights[name], tensor.half())
+
+
+def test_a_hook_that_fails_is_told_and_the_version_is_in_use(few: Callable[..., Few]) -> None:
+    setup = few([{"w": noise(4, 4)}], side_of({"w": (4, 4)}, 1, Replicate()))
+    setup.target.on_commit(lambda version: {}["missing"])
+    sync = setup.controller()
+    with pytest.raises(WeightSyncError, match="in use everywhere, but a hook failed at rollout 0"):
+        sync.push()
+    assert sync.version == setup.target.version == 1
