@@ -123,11 +123,8 @@ class _Loop:
                 each.cancel()
 
     async def _draw(self, rollout: Any) -> None:
-        """Has a rollout draw one batch after the other, as long as they can be used in time."""
+        """Has a rollout draw one batch after the other."""
         while True:
-            async with self._changed:
-                await self._changed.wait_for(self._buffer.may_begin)
-                self._buffer.begin()
             batch = await rollout.draw.remote()
             async with self._changed:
                 self._buffer.put(batch)
@@ -172,10 +169,7 @@ class _Loop:
     async def _take(self, version: int) -> Taken:
         async with self._changed:
             while (taken := self._buffer.take(version)) is None:
-                # Discarded batches have left room.
-                self._changed.notify_all()
                 await self._changed.wait()
-            self._changed.notify_all()
             return taken
 
     async def _train(self, taken: Taken) -> Sequence[Trained]:
@@ -188,9 +182,6 @@ class _Loop:
     async def _push(self, version: int) -> _Pushed:
         """Pushes, and compares what every rollout serves with what the trainers hold."""
         report = await self._sync.push_async(version)
-        async with self._changed:
-            self._buffer.serve(version)
-            self._changed.notify_all()
         held = asyncio.gather(*(t.publish.remote(version) for t in self._trainers))
         served: list[Served] = await asyncio.gather(*(r.served.remote() for r in self._rollouts))
         for expected in await held:

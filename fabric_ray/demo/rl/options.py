@@ -26,13 +26,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 1
     trainers: int = 2
     rollouts: int = 2
-    prompts: int = 16
+    prompts: int = 8
     """Of a batch that a rollout draws at once."""
     group: int = 8
     """Samples of each prompt."""
-    batches: int = 2
+    batches: int = 4
     """That each trainer takes for an update."""
-    digits: int = 4
+    digits: int = 6
     lr: float = 3e-3
     clip: float = 0.2
     transport: Literal["auto", "shm", "tcp"] = "auto"

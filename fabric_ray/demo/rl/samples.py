@@ -33,12 +33,9 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class SampleBuffer:
-    """First in, first out; rollouts begin only what can be used in time.
-
-    A batch that begins now is drawn with the version that rollouts serve, and learned from when
-    all that is ahead of it has been: that must be within ``staleness`` versions (AReaL, section
-    5.1, bounds the same way). One that comes too late all the same, because its rollout is slow,
-    is discarded and counted.
+    """First in, first out, and never more than one update takes: rollouts don't wait for trainers,
+    so a fresh batch takes the place of the oldest. What is too old when it would be learned from is
+    discarded, too.
 
     Args:
         batches: that one update takes.
@@ -48,28 +45,13 @@ class SampleBuffer:
     def __init__(self, *, batches: int, staleness: int) -> None:
         self._batches, self._staleness = batches, staleness
         self._waiting: deque[Samples] = deque()
-        self._begun = 0
-        self._serving = self._next = 1
         self.discarded = 0
         """Samples, since the beginning."""
 
-    def may_begin(self) -> bool:
-        """Whether a batch that begins now can be learned from in time."""
-        ahead = len(self._waiting) + self._begun
-        return self._next + ahead // self._batches <= self._serving + self._staleness
-
-    def begin(self) -> None:
-        """A rollout begins a batch."""
-        self._begun += 1
-
     def put(self, batch: Samples) -> None:
-        """One that has begun is there."""
-        self._begun -= 1
+        if len(self._waiting) == self._batches:
+            self.discarded += len(self._waiting.popleft())
         self._waiting.append(batch)
-
-    def serve(self, version: int) -> None:
-        """All rollouts run ``version``."""
-        self._serving = version
 
     def take(self, version: int) -> Taken | None:
         """What trainers at ``version`` learn from; ``None`` while there is too little."""
@@ -79,9 +61,8 @@ class SampleBuffer:
         self._waiting = fresh
         if len(fresh) < self._batches:
             return None
-        self._next = version + 1
-        batches = tuple(fresh.popleft() for _ in range(self._batches))
+        self._waiting = deque()
         staleness: Counter[int] = Counter()
-        for batch in batches:
+        for batch in fresh:
             staleness[version - batch.version] += len(batch)
-        return Taken(batches, dict(sorted(staleness.items())))
+        return Taken(tuple(fresh), dict(sorted(staleness.items())))
