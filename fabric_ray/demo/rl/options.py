@@ -13,7 +13,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig
 
 LOGPROB_TOLERANCE = 1e-4
-"""Both sides compute in float32, in another order: differences are some 1e-6."""
+"""Both sides compute in float32, in another order: differences stay near 1e-5."""
 RISE = 0.1
 """By how much the mean reward of the last quarter must pass that of the first; rewards go from 0 to
 1, and a quarter's mean varies by some hundredths."""
