@@ -32,7 +32,7 @@ test-rust: $(DONE)/tools
 
 # Tests of pure functions share the cores; all others watch a clock and run alone. With ARGS only what it
 # selects, one by one.
-PURE := $(addprefix tests/unit/,families models plan quant trainers)
+PURE := $(addprefix tests/unit/,families models plan quant rl trainers)
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS

@@ -33,11 +33,6 @@ class Kind(str, Enum):
     qwen3_moe = "qwen3_moe"
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps ``weights`` a command of its own while it is the only one."""
-
-
 @app.command()
 def weights(
     checkpoint: Annotated[
@@ -73,13 +68,7 @@ def weights(
 
     Every byte on every rollout is compared with a reference that torch puts together.
     """
-    missing = [m for m in ("ray", "torch", "safetensors", "matplotlib") if find_spec(m) is None]
-    if missing:
-        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[ray]'")
-    # Ray reads it when it is imported, and would print more than the demo does.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A laptop under load needs longer than Ray allows by default.
-    os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+    _prepare()
     from fabric_ray.demo.options import Options
     from fabric_ray.demo.show import show, summary
     from fabric_ray.demo.weights import run
@@ -123,6 +112,75 @@ def weights(
         show(outcome, Console())
     if not outcome.verified:
         raise typer.Exit(1)
+
+
+@app.command()
+def rl(
+    steps: Annotated[int, typer.Option(help="Updates; each is pushed as a version.")] = 120,
+    staleness: Annotated[
+        int, typer.Option(help="Versions that a sample may be behind the trainers.")
+    ] = 1,
+    trainers: Annotated[int, typer.Option(help="FSDP2 trainers.")] = 2,
+    rollouts: Annotated[int, typer.Option(help="Rollouts: engines of their own.")] = 2,
+    transport: Annotated[Transport, typer.Option(help="What moves the bytes.")] = Transport.auto,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("demo-output"),
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """A small transformer learns to sort digits by asynchronous reinforcement learning.
+
+    Rollouts generate while trainers learn and push. Verified: every version's bits on every
+    rollout, every sample's log-probabilities, its staleness, and that the reward rose.
+    """
+    _prepare()
+    from fabric_ray.demo.rl.loop import run
+    from fabric_ray.demo.rl.options import Options, Update
+    from fabric_ray.demo.rl.show import HEADER, line, show, summary
+
+    options = Options(
+        steps=steps,
+        staleness=staleness,
+        trainers=trainers,
+        rollouts=rollouts,
+        transport=transport.value,
+        seed=seed,
+        output=output,
+        address=address,
+    )
+    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+
+    def tell(update: Update) -> None:
+        if update.step == 1:
+            console.print(HEADER, highlight=False)
+        console.print(line(update), highlight=False)
+
+    try:
+        outcome = run(options, tell)
+    except FabricError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(summary(outcome)))
+    else:
+        show(outcome, console)
+    if not outcome.verified:
+        raise typer.Exit(1)
+
+
+def _prepare() -> None:
+    """What every demo needs before it imports Ray."""
+    missing = [m for m in ("ray", "torch", "safetensors", "matplotlib") if find_spec(m) is None]
+    if missing:
+        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[ray]'")
+    # Ray reads it when it is imported, and would print more than the demo does.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A laptop under load needs longer than Ray allows by default.
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 
 
 def _fail(message: str) -> None:

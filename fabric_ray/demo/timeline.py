@@ -14,6 +14,7 @@ _COLOURS = {
     "start": "#bbbbbb",
     "connect": "#ccbb44",
     "train": "#4477aa",
+    "generate": "#66ccee",
     "push": "#ee6677",
     "floor": "#dddddd",
     "check": "#228833",
@@ -47,6 +48,20 @@ def draw(path: Path, driver: Sequence[Span], pushes: Sequence[Push]) -> None:
         loc="left",
         fontsize="medium",
     )
+    figure.savefig(path)
+
+
+def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
+    """Writes a PNG: a lane for each actor, in the order of their first spans, seconds from the
+    start."""
+    from matplotlib.figure import Figure
+
+    lanes = list(dict.fromkeys(span.who for span in spans))
+    figure = Figure(figsize=(11, 1.2 + 0.45 * len(lanes)), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    _bars(axes, lanes, spans, min(span.start for span in spans), 1.0)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left", fontsize="medium")
     figure.savefig(path)
 
 

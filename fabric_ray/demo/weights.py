@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +12,14 @@ from tempfile import mkdtemp
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
+from fabric_ray.demo.cluster import cluster, make_output, named_failures
 from fabric_ray.demo.options import Checked, Options, Outcome, Push
 from fabric_ray.demo.rollout import Rollout
 from fabric_ray.demo.timeline import draw
 from fabric_ray.demo.trainer import Trainer
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import FabricError
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.weights import WeightSync
 from fabric_ray.weights.families import target_side
@@ -45,18 +45,12 @@ def run(options: Options, tell: Tell = lambda *_: None) -> Outcome:
     config = _config(options)
     # Bad sizes end here, before any process is started.
     target_side(config, tp=options.rollouts, ep=options.ep)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument(f"{options.output} can't be written to: {error.strerror}") from None
-    with _cluster(options), _scratch(options.output) as scratch:
+    make_output(options.output)
+    with cluster(options.address), _scratch(options.output) as scratch, named_failures():
         try:
             return _Run(options, config, scratch, tell).outcome()
-        except RayTaskError as error:
-            cause = error.cause
-            raise cause if isinstance(cause, FabricError) else error from None
-        except RayError as error:
-            raise FabricError(f"an actor of the demo failed: {error}") from None
+        except RayError:
+            raise
         except OSError as error:
             raise FabricError(f"{error.filename or options.output}: {error.strerror}") from None
 
@@ -184,37 +178,6 @@ def _config(options: Options) -> ModelConfig:
     return demo_config(
         parameters=options.parameters, kind=options.kind, tp=options.rollouts, ep=options.ep
     )
-
-
-@contextmanager
-def _cluster(options: Options) -> Iterator[None]:
-    """Ray, started here and stopped in the end unless it was running."""
-    if ray.is_initialized():
-        yield
-        return
-    address = options.address or os.environ.get("RAY_ADDRESS")
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if not address:
-        settings |= {"include_dashboard": False, "object_store_memory": 128 << 20}
-    try:
-        _knock(address or "local")
-        ray.init(address=address or "local", **settings)
-    except OSError as error:
-        raise InvalidArgument(
-            f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
-            "RAY_ADDRESS, or none to have Ray started here"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _knock(address: str) -> None:
-    """Raises OSError if nobody listens at ``host:port``: Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning: rollouts generate while trainers learn and push weights."""

@@ -1,0 +1,209 @@
+"""The loop: take samples, update, push, while rollouts generate."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import ray
+
+from fabric_ray.demo.cluster import cluster, make_output, named_failures
+from fabric_ray.demo.rl import task
+from fabric_ray.demo.rl.identity import differing
+from fabric_ray.demo.rl.options import Options, Outcome, Update, model
+from fabric_ray.demo.rl.overlap import Interval, covered
+from fabric_ray.demo.rl.rollout import Rollout, Served
+from fabric_ray.demo.rl.samples import SampleBuffer, Taken
+from fabric_ray.demo.rl.trainer import Trained, Trainer
+from fabric_ray.demo.timeline import draw_lanes
+from fabric_ray.weights import PushReport, Span, WeightSync
+
+Tell = Callable[[Update], None]
+"""Called after each update."""
+
+_TIMEOUT = 600.0
+# Updates, the last ones, that the timeline shows.
+_PICTURED = 6
+
+
+def run(options: Options, tell: Tell = lambda _: None) -> Outcome:
+    """Runs the demo on Ray: on a cluster if ``options.address`` or ``RAY_ADDRESS`` names one.
+
+    Raises:
+        FabricError: whatever went wrong, by name.
+    """
+    options.check()
+    make_output(options.output)
+    with cluster(options.address), named_failures(), _actors(options) as actors:
+        return asyncio.run(_Loop(options, actors, tell).outcome())
+
+
+class _Actors(NamedTuple):
+    trainers: list[Any]
+    rollouts: list[Any]
+
+
+@contextmanager
+def _actors(options: Options) -> Iterator[_Actors]:
+    """Trainers with their first weights, and rollouts; ended with the block."""
+    # No CPUs are asked for: the demo has to fit on any machine. Ray's types lack the groups.
+    remote: Any = partial(ray.remote, num_cpus=0, scheduling_strategy="SPREAD")
+    trainer = remote()(Trainer)
+    # Pushes and questions are answered while it draws.
+    rollout = remote(concurrency_groups={"draw": 1})(Rollout)
+    actors = _Actors(
+        [trainer.remote(rank, options) for rank in range(options.trainers)],
+        [rollout.remote(rank, options) for rank in range(options.rollouts)],
+    )
+    try:
+        store = ray.get(actors.trainers[0].serve.remote(), timeout=_TIMEOUT)
+        loads = [trainer.load.remote(store) for trainer in actors.trainers]
+        ready = [rollout.__ray_ready__.remote() for rollout in actors.rollouts]
+        ray.get([*loads, *ready], timeout=_TIMEOUT)
+        yield actors
+    finally:
+        for actor in (*actors.rollouts, *actors.trainers):
+            ray.kill(actor)
+
+
+class _Pushed(NamedTuple):
+    report: PushReport
+    generating: list[tuple[Interval, ...]]
+    """Of each rollout, since the push before."""
+
+
+class _Loop:
+    def __init__(self, options: Options, actors: _Actors, tell: Tell) -> None:
+        self._options, self._tell = options, tell
+        self._trainers, self._rollouts = actors.trainers, actors.rollouts
+        self._sync = WeightSync(self._trainers, self._rollouts, digest=True, timeout=_TIMEOUT)
+        self._buffer = SampleBuffer(
+            batches=options.trainers * options.batches, staleness=options.staleness
+        )
+        self._changed = asyncio.Condition()
+        self._example = ("", "")
+        self._wrong: list[str] = []
+        self._spans: deque[list[Span]] = deque(maxlen=_PICTURED)
+
+    async def outcome(self) -> Outcome:
+        await asyncio.to_thread(self._sync.connect)
+        first = await self._push(1)
+        start = time.perf_counter()
+        updates = await self._while_drawing()
+        return Outcome(
+            options=self._options,
+            parameters=model().parameter_count,
+            nbytes=first.report.nbytes,
+            updates=tuple(updates),
+            wrong=tuple(self._wrong),
+            example=self._example,
+            seconds=time.perf_counter() - start,
+            transport=first.report.links[0].transport,
+            timeline=self._picture(),
+        )
+
+    async def _while_drawing(self) -> list[Update]:
+        """All updates; a rollout that fails ends them."""
+        updates = asyncio.create_task(self._updates())
+        # Two for each, so that a rollout's next batch needn't wait for this process.
+        draws = [asyncio.create_task(self._draw(rollout)) for rollout in self._rollouts * 2]
+        try:
+            ended, _ = await asyncio.wait([updates, *draws], return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                each.result()
+            return updates.result()
+        finally:
+            for each in (updates, *draws):
+                each.cancel()
+
+    async def _draw(self, rollout: Any) -> None:
+        """Has a rollout draw one batch after the other."""
+        while True:
+            batch = await rollout.draw.remote()
+            async with self._changed:
+                self._buffer.put(batch)
+                self._changed.notify_all()
+
+    async def _updates(self) -> list[Update]:
+        updates = []
+        for step in range(1, self._options.steps + 1):
+            updates.append(await self._update(step, version=step))
+            self._tell(updates[-1])
+        return updates
+
+    async def _update(self, step: int, version: int) -> Update:
+        start, discarded = time.perf_counter(), self._buffer.discarded
+        taken = await self._take(version)
+        self._example = task.readable(taken.batches[-1].tokens[0])
+        trained = await self._train(taken)
+        pushed = await self._push(version + 1)
+        training = min(t.start for t in trained), max(t.end for t in trained)
+        report = pushed.report
+        pushing = report.started, report.started + report.seconds
+        self._spans.append(_spans(trained, pushing, pushed.generating))
+        rewards = [reward for batch in taken.batches for reward in batch.rewards.tolist()]
+        return Update(
+            step=step,
+            version=version + 1,
+            reward=statistics.fmean(rewards),
+            solved=sum(reward == 1 for reward in rewards) / len(rewards),
+            staleness=taken.staleness,
+            discarded=self._buffer.discarded - discarded,
+            clipped=statistics.fmean(t.clipped for t in trained),
+            mismatch=max(t.mismatch for t in trained),
+            seconds=time.perf_counter() - start,
+            train_seconds=training[1] - training[0],
+            push_seconds=report.seconds,
+            generating_in_training=statistics.fmean(
+                covered(training, by) for by in pushed.generating
+            ),
+            generating_in_push=statistics.fmean(covered(pushing, by) for by in pushed.generating),
+        )
+
+    async def _take(self, version: int) -> Taken:
+        async with self._changed:
+            while (taken := self._buffer.take(version)) is None:
+                await self._changed.wait()
+            return taken
+
+    async def _train(self, taken: Taken) -> Sequence[Trained]:
+        world = self._options.trainers
+        shares = [taken.batches[rank::world] for rank in range(world)]
+        refs = (t.train.remote(s) for t, s in zip(self._trainers, shares, strict=True))
+        trained: list[Trained] = await asyncio.gather(*refs)
+        return trained
+
+    async def _push(self, version: int) -> _Pushed:
+        """Pushes, and compares what every rollout serves with what the trainers hold."""
+        report = await self._sync.push_async(version)
+        held = asyncio.gather(*(t.publish.remote(version) for t in self._trainers))
+        served: list[Served] = await asyncio.gather(*(r.served.remote() for r in self._rollouts))
+        for expected in await held:
+            for rank, each in enumerate(served):
+                names = differing(each.fingerprints, expected)
+                if each.version != version:
+                    names = (f"is at version {each.version}", *names)
+                self._wrong.extend(f"version {version}, rollout {rank}: {name}" for name in names)
+        return _Pushed(report, [each.generating for each in served])
+
+    def _picture(self) -> str:
+        path = self._options.output / "rl-timeline.png"
+        spans = [span for each in self._spans for span in each]
+        draw_lanes(path, spans, f"the last {len(self._spans)} updates")
+        return str(path)
+
+
+def _spans(
+    trained: Sequence[Trained], pushing: Interval, generating: Sequence[Sequence[Interval]]
+) -> list[Span]:
+    spans = [Span(f"trainer {rank}", "train", t.start, t.end) for rank, t in enumerate(trained)]
+    spans.append(Span("weights", "push", *pushing))
+    for rank, intervals in enumerate(generating):
+        spans.extend(Span(f"rollout {rank}", "generate", *each) for each in intervals)
+    return spans

@@ -1,0 +1,101 @@
+"""What counts as verified, and how it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from fabric_ray.demo.rl.identity import differing, fingerprints
+from fabric_ray.demo.rl.options import Options, Outcome, Update
+from fabric_ray.demo.rl.overlap import covered
+from fabric_ray.demo.rl.plot import plot
+from fabric_ray.demo.rl.show import summary
+from fabric_ray.errors import InvalidArgument
+
+UPDATE = Update(
+    step=1,
+    version=2,
+    reward=0.2,
+    solved=0.0,
+    staleness={0: 64, 1: 64},
+    discarded=0,
+    clipped=0.0,
+    mismatch=1e-6,
+    seconds=0.2,
+    train_seconds=0.1,
+    push_seconds=0.01,
+    generating_in_training=0.9,
+    generating_in_push=0.8,
+)
+
+
+def outcome(last: float = 0.5, wrong: tuple[str, ...] = (), **changes: Any) -> Outcome:
+    update = msgspec.structs.replace
+    late = update(UPDATE, reward=last, **changes)
+    return Outcome(
+        options=Options(steps=8),
+        parameters=1,
+        nbytes=1,
+        updates=(*[UPDATE] * 6, late, late),
+        wrong=wrong,
+        example=("2 1", "1 2"),
+        seconds=2.0,
+        transport="shm",
+        timeline="rl-timeline.png",
+    )
+
+
+def test_verified_if_all_holds() -> None:
+    assert outcome().verified
+    said = summary(outcome())
+    assert said["verified"] is True
+    assert said["reward"]["first_quarter"] == pytest.approx(0.2)
+    assert said["reward"]["last_quarter"] == pytest.approx(0.5)
+    assert said["staleness"] == {0: 512, 1: 512}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"last": 0.25}, "reward_rose"),
+        ({"wrong": ("version 2, rollout 0: model.norm.weight",)}, "weights_equal"),
+        ({"mismatch": 1e-3}, "logprobs_agree"),
+        ({"mismatch": float("nan")}, "logprobs_agree"),
+        ({"staleness": {2: 128}}, "staleness_bounded"),
+    ],
+)
+def test_one_fault_is_enough(changes: dict[str, Any], check: str) -> None:
+    found = outcome(**changes)
+    assert not found.verified
+    assert [name for name, holds in found.checks.items() if not holds] == [check]
+
+
+def test_fingerprints_see_every_bit() -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(4)}
+    known = fingerprints(weights.items())
+    assert differing(fingerprints(weights.items()), known) == ()
+    weights["b"][1] = -0.0
+    weights["a"] = weights["a"].view(3, 2)
+    assert differing(fingerprints(weights.items()), known) == ("a", "b")
+    assert differing(known, {}) == ("a", "b")
+
+
+def test_covered_is_a_share_of_time() -> None:
+    assert covered((10.0, 20.0), [(0.0, 12.0), (15.0, 16.0), (19.0, 30.0)]) == pytest.approx(0.4)
+    assert covered((10.0, 20.0), []) == 0
+    assert covered((10.0, 10.0), [(0.0, 20.0)]) == 0
+
+
+def test_the_curve_in_text() -> None:
+    assert plot([0.0, 0.5, 1.0], height=2) == "1.0 │  █\n0.0 │ ██"
+    assert all(len(row) == 5 + 60 for row in plot([0.5] * 1000).splitlines())
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 3}, {"staleness": -1}, {"group": 1}, {"rollouts": 0}])
+def test_what_cannot_be_run_is_named(wrong: dict[str, int]) -> None:
+    (name,) = wrong
+    with pytest.raises(InvalidArgument, match=name):
+        Options(**wrong).check()

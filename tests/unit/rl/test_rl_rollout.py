@@ -1,0 +1,95 @@
+"""A rollout draws while versions arrive, and no batch with two of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from fabric_ray import TransferEngine, runtime
+from fabric_ray.demo.rl import policy
+from fabric_ray.demo.rl.identity import differing, fingerprints
+from fabric_ray.demo.rl.options import Options, model
+from fabric_ray.demo.rl.rollout import Rollout
+from fabric_ray.errors import FabricError
+from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.weights import WeightSource, WeightSync
+from fabric_ray.weights.reference import iter_expected
+from tests.unit.weights.local_sync import InProcess
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout]:
+    with TransferEngine(name="rollout", transport="shm") as engine:
+        monkeypatch.setattr(runtime, "engine", lambda **_: engine)
+        made = Rollout(0, Options(rollouts=1, prompts=2, group=2))
+        yield made
+        made.target.close()
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    return dict(InitialWeights(model(), seed=5, std=0.1))
+
+
+@pytest.fixture
+def sync(rollout: Rollout, tensors: Tensors) -> Iterator[WeightSync]:
+    with TransferEngine(name="trainer", transport="shm") as engine:
+        source = WeightSource(tensors, rank=0, engine=engine)
+        yield WeightSync(["default"], ["default"], digest=True, calls=InProcess())
+        source.close()
+
+
+def expected(tensors: Tensors) -> dict[str, str]:
+    return fingerprints(iter_expected(model(), tensors, tp=1, rank=0))
+
+
+def test_nothing_is_drawn_before_the_first_version(rollout: Rollout) -> None:
+    with pytest.raises(FabricError, match="push a version first"):
+        rollout.draw()
+
+
+def test_a_version_that_arrives_while_a_batch_is_drawn_serves_the_next(
+    rollout: Rollout, sync: WeightSync, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync.push()
+    first = expected(tensors)
+    half_way, go_on = threading.Event(), threading.Event()
+    whole = policy.sample
+
+    def slow(*args: Any, **named: Any) -> Any:
+        half_way.set()
+        assert go_on.wait(20)
+        assert differing(fingerprints(serving.weights.items()), first) == ()
+        return whole(*args, **named)
+
+    monkeypatch.setattr(policy, "sample", slow)
+    serving = rollout._serving
+    assert serving is not None
+    with ThreadPoolExecutor(2) as pool:
+        drawn = pool.submit(rollout.draw)
+        assert half_way.wait(20)
+        for tensor in tensors.values():
+            tensor.mul_(0.5)
+        pushed = pool.submit(sync.push)
+        # The push waits for the batch: the one after it would write where the batch reads.
+        while rollout.served().version == 1:
+            assert not pushed.done()
+            time.sleep(0.01)
+        assert not wait([pushed], timeout=0.3).done
+        go_on.set()
+        assert drawn.result(20).version == 1
+        assert pushed.result(20).version == 2
+    assert rollout.draw().version == 2
+    served = rollout.served()
+    assert differing(served.fingerprints, expected(tensors)) == ()
+    assert served.generating
