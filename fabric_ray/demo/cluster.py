@@ -19,21 +19,23 @@ from fabric_ray.errors import FabricError, InvalidArgument
 def cluster(address: str | None) -> Iterator[None]:
     """Ray at ``address`` or ``RAY_ADDRESS``, or started here; stopped in the end unless it was
     running."""
-    if ray.is_initialized():
-        yield
-        return
     address = address or os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if not address:
         settings |= {"include_dashboard": False, "object_store_memory": 128 << 20}
+    running = ray.is_initialized()
     try:
         _knock(address or "local")
-        ray.init(address=address or "local", **settings)
+        if not running:
+            ray.init(address=address or "local", **settings)
     except OSError as error:
         raise InvalidArgument(
             f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
             "RAY_ADDRESS, or none to have Ray started here"
         ) from error
+    if running:
+        yield
+        return
     try:
         yield
     finally:
