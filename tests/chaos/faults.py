@@ -60,7 +60,7 @@ def _break(link: socket.socket, transport: str) -> bool:
             # Connecting to nothing: the kernel resets the connection.
             nothing = (ctypes.c_char * 16)()
             return bool(_libc.connect(link.fileno(), nothing, 16) == 0)
-        # Links bear their listener's name at one end or the other; nobody else's sockets are broken.
+        # Links bear their listener's name at one end or the other; no other socket is broken.
         names = (n for n in (name, link.getsockname()) if isinstance(n, bytes))
         if not any(b"fabric-ray/" in n for n in names):
             return False
