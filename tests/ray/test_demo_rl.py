@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import ray
 
 from fabric_ray.demo.rl.loop import run
@@ -39,7 +37,6 @@ def test_the_command_learns_and_prints_one_json_object(cluster: list[str], tmp_p
     assert result["generating_in_push"] > 0.5
 
 
-@pytest.mark.skipif(not os.environ.get("FABRIC_RAY_LONG"), reason="long: FABRIC_RAY_LONG=1 runs it")
 def test_without_staleness_every_sample_is_on_policy(cluster: list[str], tmp_path: Path) -> None:
     outcome = run(
         Options(
