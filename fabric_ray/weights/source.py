@@ -240,12 +240,13 @@ class WeightSource:
         """That tensors are what was planned for: those sent as they are by the plan, others by what
         they are made from."""
         made: Collection[str] = ()
+        held = {name: self._held.local(name) for name in self._held.tensors}
         if self._conversion is not None:
-            self._conversion.check(self._held.tensors)
+            self._conversion.check(held)
             made = self._conversion.made
         plain = {
-            name: self._held.local(name)
-            for name, tensor in self._held.tensors.items()
+            name: tensor
+            for name, tensor in held.items()
             if name not in made and (self.side is not None or tensor.numel())
         }
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
