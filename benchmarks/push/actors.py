@@ -17,14 +17,19 @@ from fabric_ray import runtime
 from fabric_ray.demo import trainer as demo
 from fabric_ray.models import ModelConfig, fsdp, parameter_shapes
 from fabric_ray.models.checkpoint import Checkpoint
-from fabric_ray.plan import Plan
+from fabric_ray.plan import ParamMeta, Plan, Side
 from fabric_ray.runtime.process import node_address
 from fabric_ray.weights import WeightTarget
 from fabric_ray.weights.families import target_side
-from fabric_ray.weights.quant import Fp8, linear_formats, quantise, quantised_target
+from fabric_ray.weights.quant import (
+    Formats,
+    Fp8,
+    RankQuantiser,
+    linear_formats,
+    quantised_target,
+)
 from fabric_ray.weights.reference import iter_expected
 
-BLOCK = (128, 128)
 _PATIENCE = timedelta(seconds=600)
 
 
@@ -89,12 +94,27 @@ class Trainer(demo.Trainer):
         """This rank's shards in Ray's object store."""
         return {name: ray.put(_shard(p).numpy()) for name, p in self.model.named_parameters()}
 
+    def meta(self) -> list[ParamMeta]:
+        """What this rank holds."""
+        _, reports, _ = self.source.meta()
+        assert not isinstance(reports, bytes), "no side was given"
+        return reports
+
+    def get_ready_to_quantise(self, side: Side) -> None:
+        self._quantiser = RankQuantiser(side, fp8_formats(self.config), self.rank)
+        nbytes = max(p.nbytes for p in self._quantiser.preparations.values())
+        self._values = torch.empty(nbytes, dtype=torch.uint8)
+        self._values.zero_()
+
     def quantise(self) -> None:
-        """Every matrix of this rank's shards in fp8, and thrown away."""
-        for parameter in self.model.parameters():
-            shard = getattr(parameter, "_local_tensor", parameter).detach()
-            if shard.ndim == 2 and shard.numel():
-                quantise(shard, Fp8(BLOCK))
+        """Makes fp8 of this rank's shards, one by one in the same memory; sends nothing."""
+        shards = {n: _local(p) for n, p in self.model.named_parameters()}
+        maxima = self._quantiser.partial_maxima(shards)
+        for name, preparation in self._quantiser.preparations.items():
+            count = _count(preparation.shape)
+            values = self._values[:count].view(preparation.values_dtype).view(preparation.shape)
+            scales = torch.empty(preparation.scale_shape, dtype=preparation.scale_dtype)
+            preparation.prepare(shards[name], values, scales, maxima)
 
 
 class Rollout:
@@ -108,7 +128,7 @@ class Rollout:
         engine = runtime.engine(name=f"rollout-{rank}", transport=transport)
         self._side = side = target_side(config, tp=tp, ranks=range(tp * engines))
         if fp8:
-            side = quantised_target(side, linear_formats(config.kind, Fp8(BLOCK)))
+            side = quantised_target(side, fp8_formats(config))
         # In place, as every other way here.
         self.target = WeightTarget(side, rank=rank, engine=engine, staged=False)
         self._loaders: dict[str, Loader] = {}
@@ -162,10 +182,19 @@ class Rollout:
         return self._loaders["whole"]
 
 
+def fp8_formats(config: ModelConfig) -> Formats:
+    """As DeepSeek-V3 does it."""
+    return linear_formats(config.kind, Fp8((128, 128)))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local.detach()
+
+
 def _shard(parameter: torch.Tensor) -> torch.Tensor:
     # numpy knows no bfloat16.
-    local = getattr(parameter, "_local_tensor", parameter).detach()
-    return local.contiguous().view(torch.int16)
+    return _local(parameter).contiguous().view(torch.int16)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -11,8 +11,8 @@ import ray
 
 from benchmarks.push import actors
 from fabric_ray.models import ModelConfig
+from fabric_ray.plan import side_from_param_meta
 from fabric_ray.weights import WeightSync
-from fabric_ray.weights.quant import Fp8, linear_formats
 
 MIB = 1 << 20
 _BUCKET = 256 * MIB
@@ -67,7 +67,7 @@ class World:
         ]
         store = ray.get(self.trainers[0].serve.remote(), timeout=_PATIENCE)
         self.each(self.trainers, "load", store, None)
-        formats = linear_formats(config.kind, Fp8(actors.BLOCK)) if fp8 else None
+        formats = actors.fp8_formats(config) if fp8 else None
         self.sync = WeightSync(self.trainers, self.rollouts, formats=formats)
         self.connected = self.sync.connect()
         self._update = False
@@ -114,6 +114,8 @@ class World:
 
     def quantise_floor(self) -> Way:
         copied = self.floor().run
+        metas = dict(enumerate(self.each(self.trainers, "meta")))
+        self.each(self.trainers, "get_ready_to_quantise", side_from_param_meta(metas))
 
         def run() -> float:
             start = time.perf_counter()
