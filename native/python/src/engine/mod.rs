@@ -18,6 +18,7 @@ mod keep;
 mod memory;
 mod peers;
 mod queue;
+mod requests;
 mod segment;
 mod transfer;
 mod values;
