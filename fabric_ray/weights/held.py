@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """A module's parameters, or tensors by name, and their registrations.
+    """A module's parameters and persistent buffers, or tensors by name, and their registrations.
 
     Raises:
         InvalidArgument: a parameter that can't be pushed as it is, by name.
@@ -29,7 +29,7 @@ class Held:
         if isinstance(tensors, Mapping):
             self._named = lambda: tensors
         else:
-            self._named = lambda: dict(tensors.named_parameters())
+            self._named = lambda: _of_module(tensors)
         self.tensors: dict[str, Any] = dict(self._named())
         self._engine = engine
         self._layouts: dict[str, _Layout] = {}
@@ -106,6 +106,16 @@ class Held:
         held = self.tensors.get(param)
         gathered = hasattr(held, "_local_tensor") and not hasattr(tensor, "_local_tensor")
         return held if gathered else tensor
+
+
+def _of_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters, and the buffers that a checkpoint would have: routers' biases are such."""
+    named: dict[str, Any] = dict(module.named_parameters())
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                named[f"{prefix}.{name}" if prefix else name] = buffer
+    return named
 
 
 class _Layout(NamedTuple):

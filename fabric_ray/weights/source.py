@@ -47,7 +47,8 @@ class WeightSource:
     """This rank's shards of a model, ready to be pushed.
 
     Args:
-        tensors: a module, or parameters by name; DTensors and plain tensors, in host memory.
+        tensors: a module, of which parameters and persistent buffers are taken, or tensors by name;
+            DTensors and plain tensors, in host memory.
         rank: this trainer's place among the trainers: its index in ``WeightSync(trainers=...)``.
         side: what all trainers hold, where tensors can't tell (Megatron's, see
             :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then plain, this
