@@ -155,8 +155,10 @@ class WeightSource:
             self._share = share
             ready = []
             for arm in share.arms:
-                for region in (arm.region, *arm.further):
-                    for _, route in self._route(msgspec.structs.replace(arm, region=region)):
+                regions = (arm.region, *arm.further)
+                for region in regions:
+                    at = msgspec.structs.replace(arm, region=region, further=regions)
+                    for _, route in self._route(at):
                         ready.append(self._engine.prepare(route.batch, timeout=timeout))
             for transfer in ready:
                 transfer.wait()

@@ -34,31 +34,34 @@ def values(name: str, seed: int, version: int) -> torch.Tensor:
     return torch.from_numpy(pattern(count, name, seed, version)).view(torch.int16).reshape(rows)
 
 
-def side() -> Side:
-    """What rollouts hold: q and k in one, cut by rows; the norm everywhere; the rest cut."""
+def side(twins: bool) -> Side:
+    """What rollouts hold: q and k in one, cut by rows; the norm everywhere; the rest cut. As twins
+    they hold everything, and pass it on to each other."""
     mesh = Mesh.line(range(len(ROLLOUTS)))
+    cut = Replicate() if twins else Shard(0)
 
     def leaf(name: str, placement: Any) -> Leaf:
         return Leaf(Tensor(name, SHAPES[name], INT16), mesh, (placement,))
 
-    qk = Concat(0, (leaf("q", Shard(0)), leaf("k", Shard(0))))
+    qk = Concat(0, (leaf("q", cut), leaf("k", cut)))
     containers = [
         Container("qk", INT16, qk),
         Container("norm", INT16, leaf("norm", Replicate())),
-        Container("big", INT16, leaf("big", Shard(0))),
+        Container("big", INT16, leaf("big", cut)),
     ]
     return Side.of(len(ROLLOUTS), containers)
 
 
-def expected(rank: int, seed: int, version: int) -> dict[str, torch.Tensor]:
-    q, k, big = (values(n, seed, version).chunk(len(ROLLOUTS))[rank] for n in ("q", "k", "big"))
+def expected(rank: int, seed: int, version: int, twins: bool) -> dict[str, torch.Tensor]:
+    parts, at = (1, 0) if twins else (len(ROLLOUTS), rank)
+    q, k, big = (values(n, seed, version).chunk(parts)[at] for n in ("q", "k", "big"))
     return {"qk": torch.cat([q, k]), "norm": values("norm", seed, version), "big": big}
 
 
 # In the processes.
 
 
-def join(worker: Worker, seed: int, in_place: bool) -> None:
+def join(worker: Worker, seed: int, in_place: bool, twins: bool) -> None:
     """Gives a process its part, unless it has one."""
     if worker.parts:
         return
@@ -69,7 +72,7 @@ def join(worker: Worker, seed: int, in_place: bool) -> None:
         part.tensors = tensors
     else:
         at = ROLLOUTS.index(worker.rank)
-        part = WeightTarget(side(), rank=at, engine=worker.engine, staged=not in_place)
+        part = WeightTarget(side(twins), rank=at, engine=worker.engine, staged=not in_place)
     worker.parts.append(part)
 
 
@@ -94,7 +97,8 @@ def held(worker: Worker, seed: int) -> Held:
     except WeightSyncError:
         return Held(target.version, target.version is not None, ())
     wrong = []
-    for name, want in expected(target.rank, seed, target.version).items():
+    twins = target.side == side(True)
+    for name, want in expected(target.rank, seed, target.version, twins).items():
         found = weights[name].contiguous().view(torch.uint8).numpy().ravel()
         if what := differs(found, want.contiguous().view(torch.uint8).numpy().ravel()):
             wrong.append(f"RS-3: `{name}` of version {target.version} at w{worker.rank}: {what}")
@@ -129,8 +133,10 @@ class Pipes(NamedTuple):
         return [Unanswered(_cause(a)) if isinstance(a, Exception) else a for a in answers]
 
 
-def controller(crew: Crew, *, digest: bool) -> WeightSync:
-    return WeightSync(TRAINERS, ROLLOUTS, digest=digest, timeout=TIMEOUT, calls=Pipes(crew))
+def controller(crew: Crew, *, digest: bool, twins: bool) -> WeightSync:
+    return WeightSync(
+        TRAINERS, ROLLOUTS, digest=digest, relay=twins, timeout=TIMEOUT, calls=Pipes(crew)
+    )
 
 
 def _cause(error: Exception) -> str:

@@ -61,7 +61,7 @@ class World:
         self._opened: dict[int, Opened] = {}
         self._sync: WeightSync | None = None
         self._reached = 0
-        self._in_place = False
+        self._in_place = self._twins = False
         self._broken: list[str] = []
 
     def play(self, first: int, count: int, told: Callable[[], None] = lambda: None) -> Summary:
@@ -95,7 +95,8 @@ class World:
 
     def _open_all(self, number: int) -> None:
         if not self._opened:
-            self._in_place = random.Random(f"{self._seed}/{number}").random() < 0.3
+            dice = random.Random(f"{self._seed}/{number}")
+            self._in_place, self._twins = dice.random() < 0.3, dice.random() < 0.5
         for rank in self._crew.renew():
             self._opened.pop(rank, None)
             self._sync = None
@@ -137,17 +138,19 @@ class World:
     def _weights(self, stage: Round) -> None:
         version = stage.number + 1
         members = (*TRAINERS, *ROLLOUTS)
-        joined = self._all(weights.join, self._seed, self._in_place)
+        joined = self._all(weights.join, self._seed, self._in_place, self._twins)
         joined |= self._all(weights.train, self._seed, version)
         failed = [f"error: {e!r}" for e in joined.values() if isinstance(e, Exception)]
         if failed:
             self._broken += failed
             return
         if self._sync is None:
-            self._sync = weights.controller(self._crew, digest=bool(stage.number % 2))
+            self._sync = weights.controller(
+                self._crew, digest=bool(stage.number % 2), twins=self._twins
+            )
             self._sync.connect()
         if stage.reconnect:
-            self._sync = weights.controller(self._crew, digest=True)
+            self._sync = weights.controller(self._crew, digest=True, twins=self._twins)
         start = time.monotonic() + 0.005
         with Faults(self._crew, stage, start) as faults:
             time.sleep(0.005)
