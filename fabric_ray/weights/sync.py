@@ -16,6 +16,7 @@ from fabric_ray.weights.calls import Calls, RayCalls, Unanswered
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import ExchangeFailed, Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors, tensor_names
+from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import (
     Arm,
     ConnectReport,
@@ -104,7 +105,6 @@ class WeightSync:
         clock.lap("gather")
         _in_order("trainer", [rank for rank, _, _ in metas])
         _in_order("rollout", [rank for rank, _, _ in targets])
-        source = self._source_side([said for _, said, _ in metas])
         sides = [side for _, side, _ in targets]
         for rank, side in enumerate(sides):
             if side != sides[0]:
@@ -117,8 +117,9 @@ class WeightSync:
                 f"the rollouts' layout has ranks {sides[0].ranks}, and WeightSync was given "
                 f"{len(sides)}; pass one rollout for each rank"
             )
-        converted = self._converted(source, sides[0])
-        routes = plan(converted, sides[0], extra=self._extra)
+        source, target = self._both_sides([said for _, said, _ in metas], sides[0])
+        converted = self._converted(source, target)
+        routes = plan(converted, target, extra=self._extra)
         clock.lap("plan")
         encoded = routes.to_bytes()
         writers = self._writers(routes, [address for _, _, address in metas])
@@ -231,7 +232,14 @@ class WeightSync:
         links = tuple(link for s in sent for link in s.links)
         nbytes = sum(link.nbytes for link in links)
         return PushReport(
-            version, nbytes, clock.began, clock.total, clock.laps, links, tuple(spans)
+            version,
+            nbytes,
+            clock.began,
+            clock.total,
+            clock.laps,
+            links,
+            tuple(spans),
+            tuple(s.temporary for s in sent if s.temporary),
         )
 
     async def push_async(self, version: int | None = None) -> PushReport:
@@ -276,6 +284,14 @@ class WeightSync:
         invited = [(self._session, self._calls.share(dict(enumerate(made))))] * here
         self._all("trainer", self._trainers, stages.source_join, what, invited)
         self._met = True
+
+    def _both_sides(self, said: list[Any], target: Side) -> tuple[Side, Side]:
+        """What trainers hold and rollouts need, or what replicas hold of what rollouts need."""
+        if not any(isinstance(word, ReplicaMeta) for word in said):
+            return self._source_side(said), target
+        if self._formats:
+            raise InvalidArgument("give the formats to every ReplicaSource, not to WeightSync")
+        return replica_sides(said, target, extra=self._extra)
 
     def _source_side(self, said: list[list[ParamMeta] | bytes]) -> Side:
         """What trainers hold: by what each reports, or by the side that all of them were given."""

@@ -1,0 +1,130 @@
+"""Whole tensors on a trainer, one after the other, in host memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Tensor
+from fabric_ray.weights.local import told
+from fabric_ray.weights.quant import Cast, Format, Formats, quantise
+from fabric_ray.weights.quant.formats import format_of, scale_tensor
+
+Gather = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Gather
+"""A module, or tensors by name, whose DTensors are gathered one by one; or a function that gathers
+and returns pairs of a Hugging Face name and a whole tensor, as Megatron's exporters do."""
+
+_AGAIN = "gather the same at every push, in the same order, or make another ReplicaSource"
+
+
+class Gathering:
+    """A trainer's weights, whole, in the same order at each push.
+
+    Args:
+        weights: what to gather. A tensor that a function has handed out isn't written to again.
+        formats: what becomes of which tensors once they are whole.
+    """
+
+    def __init__(self, weights: Weights, formats: Formats) -> None:
+        self._weights = weights
+        self._formats = formats
+        self._whole: dict[str, Tensor] | None = None
+
+    def whole(self) -> dict[str, Tensor]:
+        """What will come, in order. A function that gathers is called once to find out.
+
+        Raises:
+            InvalidArgument: a name comes twice, or there is nothing.
+        """
+        if self._whole is None:
+            whole: dict[str, Tensor] = {}
+            for name, tensor in self._gathered() if self._is_function else self._named():
+                for each in self._become(_described(name, tensor)):
+                    if each.name in whole:
+                        raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
+                    whole[each.name] = each
+            if not whole:
+                raise InvalidArgument("a replica source needs at least one tensor to gather")
+            self._whole = whole
+        return self._whole
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors themselves, as :meth:`whole` has announced them.
+
+        Raises:
+            InvalidArgument: something else has come.
+            NotFinite: a tensor can't be given its format.
+        """
+        announced = iter(self.whole().values())
+        for name, gathered in self._gathered():
+            made = self._made(name, gathered)
+            # Whoever took it decides how long it is kept; here it would outlive its bucket.
+            del gathered
+            while made:
+                found, expected = _described(*made[0]), next(announced, None)
+                if found != expected:
+                    raise InvalidArgument(f"{_told(found)} came, not {_told(expected)}; {_AGAIN}")
+                yield made.popleft()
+        if missing := next(announced, None):
+            raise InvalidArgument(f"`{missing.name}` did not come; {_AGAIN}")
+
+    @property
+    def _is_function(self) -> bool:
+        return not isinstance(self._weights, (torch.nn.Module, Mapping))
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if isinstance(self._weights, torch.nn.Module):
+            return self._weights.named_parameters()
+        assert isinstance(self._weights, Mapping), "functions name nothing before they gather"
+        return self._weights.items()
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._is_function:
+            assert callable(self._weights)
+            return map(_on_host, self._weights())
+        return map(_on_host, self._named())
+
+    def _format(self, whole: Tensor) -> Format | None:
+        """What is to become of a tensor."""
+        alone = Leaf(whole, Mesh.line([0]), (Replicate(),))
+        fmt = format_of(Container(whole.name, whole.dtype, alone), self._formats)
+        return None if fmt is None or fmt.element == whole.dtype else fmt
+
+    def _become(self, whole: Tensor) -> Iterator[Tensor]:
+        fmt = self._format(whole)
+        yield Tensor(whole.name, whole.shape, whole.dtype if fmt is None else fmt.element)
+        if fmt is not None and not isinstance(fmt, Cast):
+            yield scale_tensor(whole, fmt)
+
+    def _made(self, name: str, tensor: torch.Tensor) -> deque[tuple[str, torch.Tensor]]:
+        whole = _described(name, tensor)
+        fmt = self._format(whole)
+        if fmt is None:
+            return deque([(name, tensor)])
+        values, scales = quantise(tensor, fmt, name=name)
+        made = deque([(name, values)])
+        if scales is not None and not isinstance(fmt, Cast):
+            made.append((scale_tensor(whole, fmt).name, scales))
+        return made
+
+
+def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
+    name, tensor = named
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return name, whole.detach().cpu()
+
+
+def _described(name: str, tensor: torch.Tensor) -> Tensor:
+    dtype = DType(str(tensor.dtype).removeprefix("torch."), tensor.element_size())
+    return Tensor(name, tuple(tensor.shape), dtype)
+
+
+def _told(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "nothing more"
+    return f"`{tensor.name}` ({told(tensor.dtype.name, tensor.shape)})"

@@ -1,0 +1,235 @@
+"""The route of a push from replicas, as an ordinary plan.
+
+Every engine tensor as one rollout holds it is a tensor of its own, which one trainer holds, and which
+that rollout and its twins need.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import (
+    Concat,
+    Container,
+    Layout,
+    Leaf,
+    Mesh,
+    Pad,
+    Plan,
+    Replicate,
+    Side,
+    Tensor,
+    plan,
+)
+from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.weights.replica.mapping import Group, assign
+
+
+class ReplicaMeta(msgspec.Struct, frozen=True):
+    """What a trainer that gathers tells the controller."""
+
+    stage: int
+    fills: tuple[str, ...]
+    """Engine tensors that all it takes is gathered for."""
+    unused: tuple[str, ...]
+    """What it gathers and no engine tensor is made of."""
+    layout: bytes | None
+    """The digest of the rollouts' side, as its replica has it."""
+
+
+def layout_digest(side: Side) -> bytes:
+    return blake2b(msgspec.msgpack.encode(side), digest_size=16).digest()
+
+
+def named(container: str, rank: int) -> str:
+    """An engine tensor as it is on one rollout."""
+    return f"{container}@{rank}"
+
+
+def unnamed(tensor: str) -> tuple[str, int]:
+    """The engine tensor and the rollout of a name that :func:`named` has made."""
+    container, _, rank = tensor.rpartition("@")
+    return container, int(rank)
+
+
+def whole_tensors(side: Side) -> dict[str, Tensor]:
+    """What a side's containers are made of, by name."""
+    found = (leaf.tensor for c in side.containers for leaf in leaves(c.layout))
+    return {tensor.name: tensor for tensor in found}
+
+
+def whole_plan(side: Side) -> Plan:
+    """How all containers of a side are filled from whole tensors, those of rank 0."""
+    mesh = Mesh.line([0])
+    return plan(
+        Side.of(
+            1,
+            [
+                Container(t.name, t.dtype, Leaf(t, mesh, (Replicate(),)))
+                for t in whole_tensors(side).values()
+            ],
+        ),
+        side,
+    )
+
+
+def replica_sides(
+    said: Sequence[Any], target: Side, *, extra: Literal["refuse", "ignore"]
+) -> tuple[Side, Side]:
+    """Both sides of the plan by which trainers with replicas fill rollouts.
+
+    The target's containers keep their names, shapes, dtypes and strides; what they are made of
+    becomes one tensor for each group of twins. So each has one holder, and is sent whole.
+
+    Args:
+        said: by trainer rank, what it reported.
+        target: the rollouts' side.
+        extra: what to do with gathered tensors that no rollout asks for.
+
+    Raises:
+        InvalidArgument: the reports don't fit together, or a container is filled by no stage or by
+            several; names trainers and containers.
+    """
+    metas = _checked(said, target, extra)
+    whole = whole_plan(target)
+    rollouts = {rank: _Rollout(whole, rank) for rank in target.ranks}
+    senders = _senders(metas, target, rollouts)
+    sources, targets = [], []
+    for container in target.containers:
+        parts: list[Layout] = []
+        for trainer, group in senders[container.name]:
+            first = rollouts[group[0]]
+            if container.name not in first.filled:
+                continue
+            shape = first.local[container.name].shape
+            tensor = Tensor(named(container.name, group[0]), shape, container.dtype)
+            here = Leaf(tensor, Mesh.line([trainer]), (Replicate(),))
+            sources.append(Container(tensor.name, tensor.dtype, here, container.strides))
+            parts.append(Leaf(tensor, Mesh.line(group), (Replicate(),)))
+        layout = parts[0] if len(parts) == 1 else Concat(0, tuple(parts))
+        targets.append(_with_padding(container, layout, rollouts))
+    return Side.of(len(metas), sources), Side.of(target.ranks, targets)
+
+
+class _Rollout:
+    """What one rollout holds, and which bytes of which whole tensors."""
+
+    def __init__(self, whole: Plan, rank: int) -> None:
+        self.local = {c.name: c for c in whole.local_containers("target", rank)}
+        self._copies = whole.for_target(rank)
+        names = whole.containers("target")
+        self.filled = {names[index] for index in np.unique(self._copies.dst_container)}
+        """Containers that aren't all padding."""
+
+    def signature(self, names: Collection[str]) -> Hashable:
+        """Equal for rollouts that hold the same of these containers."""
+        local = [c for c in self.local.values() if c.name in names]
+        copies = self._copies
+        mine = np.isin(copies.dst_container, [c.index for c in local])
+        columns = (
+            copies.src_container,
+            copies.src_offset,
+            copies.dst_container,
+            copies.dst_offset,
+            copies.run,
+            copies.loop_count,
+        )
+        loops = copies.loops[np.repeat(mine, copies.loop_count)]
+        return tuple(local), loops.tobytes(), *(column[mine].tobytes() for column in columns)
+
+
+def _senders(
+    metas: Sequence[ReplicaMeta], target: Side, rollouts: Mapping[int, _Rollout]
+) -> dict[str, list[tuple[int, Group]]]:
+    """By container: who fills which rollouts."""
+    fills: dict[int, list[str]] = defaultdict(list)
+    for container, stage in _stages(metas, target).items():
+        fills[stage].append(container)
+    out: dict[str, list[tuple[int, Group]]] = {}
+    for stage, names in fills.items():
+        wanted, twins = set(names), defaultdict(list)
+        for rank, rollout in rollouts.items():
+            twins[rollout.signature(wanted)].append(rank)
+        trainers = [rank for rank, meta in enumerate(metas) if meta.stage == stage]
+        dealt = assign(trainers, twins.values())
+        senders = [(trainer, group) for trainer, groups in dealt.items() for group in groups]
+        out |= dict.fromkeys(names, senders)
+    return out
+
+
+def _with_padding(
+    container: Container, layout: Layout, rollouts: Mapping[int, _Rollout]
+) -> Container:
+    """The container, also on rollouts that have nothing of it but padding."""
+    ranks = container.ranks
+    held = {r: found.local.get(container.name) for r, found in rollouts.items()}
+    for rank, local in held.items():
+        if local is not None and container.name not in rollouts[rank].filled:
+            layout = Pad(layout, local.shape)
+            break
+    return Container(container.name, container.dtype, layout, container.strides, ranks)
+
+
+def _stages(metas: Sequence[ReplicaMeta], target: Side) -> dict[str, int]:
+    """The one stage that fills each container."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for meta in metas:
+        for name in meta.fills:
+            found[name].add(meta.stage)
+    out = {}
+    for container in target.containers:
+        stages = sorted(found[container.name])
+        if not stages:
+            raise InvalidArgument(
+                f"no trainer gathers what container `{container.name}` of the rollouts is made of; "
+                "gather it in some stage"
+            )
+        if len(stages) > 1:
+            raise InvalidArgument(
+                f"stages {stages} all gather what container `{container.name}` is made of; let one "
+                "stage gather it"
+            )
+        out[container.name] = stages[0]
+    return out
+
+
+def _checked(
+    said: Sequence[Any], target: Side, extra: Literal["refuse", "ignore"]
+) -> list[ReplicaMeta]:
+    """The reports, if they are of one kind and of one model."""
+    metas: list[ReplicaMeta] = []
+    digest = layout_digest(target)
+    first: dict[int, tuple[int, ReplicaMeta]] = {}
+    for rank, meta in enumerate(said):
+        if not isinstance(meta, ReplicaMeta):
+            raise InvalidArgument(
+                f"trainer {rank} holds a WeightSource and others hold a ReplicaSource; make all of "
+                "them of one kind"
+            )
+        if meta.layout not in (None, digest):
+            raise InvalidArgument(
+                f"the replica of trainer {rank} has another layout than the rollouts; give it the "
+                "side that their targets were given"
+            )
+        if meta.unused and extra == "refuse":
+            raise InvalidArgument(
+                f"trainer {rank} gathers `{meta.unused[0]}`"
+                + (f" and {len(meta.unused) - 1} more" if len(meta.unused) > 1 else "")
+                + ", which no rollout asks for; leave them out, or pass extra='ignore'"
+            )
+        other, like = first.setdefault(meta.stage, (rank, meta))
+        if set(meta.fills) != set(like.fills):
+            odd = sorted(set(meta.fills) ^ set(like.fills))[0]
+            raise InvalidArgument(
+                f"trainers {other} and {rank} are of stage {meta.stage}, but only one of them "
+                f"gathers what `{odd}` is made of; all of a stage gather the same"
+            )
+        metas.append(meta)
+    return metas
