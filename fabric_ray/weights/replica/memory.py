@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,16 +58,19 @@ class ReplicaMemory:
     def _checked(self, container: LocalContainer) -> torch.Tensor:
         name, rollout = unnamed(container.name)
         tensor = self._replica.tensors(rollout).get(name)
-        wanted = (
-            f"{told(container.dtype, container.shape)}, strides {list(container.strides)} bytes"
-        )
+        wanted = _laid_out(container.dtype, container.shape, container.strides)
         found = "missing"
         if tensor is not None:
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
-            found = f"{told(tensor.dtype, tensor.shape)}, strides {strides} bytes"
+            found = _laid_out(tensor.dtype, tensor.shape, strides)
         if tensor is None or found != wanted:
             raise InvalidArgument(
                 f"`{name}` of rollout {rollout} is {wanted}, and {found} in the replica of trainer "
                 f"{self.rank}; make the replica of the rollouts' engine"
             )
         return tensor
+
+
+def _laid_out(dtype: object, shape: Sequence[int], strides: Sequence[int]) -> str:
+    steps = [step for size, step in zip(shape, strides, strict=True) if size > 1]
+    return f"{told(dtype, shape)} with strides {steps} bytes"

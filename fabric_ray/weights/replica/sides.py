@@ -1,7 +1,7 @@
 """The route of a push from replicas, as an ordinary plan.
 
-Every engine tensor as one rollout holds it is a tensor of its own, which one trainer holds, and which
-that rollout and its twins need.
+Every engine tensor as one rollout holds it is a tensor of its own, which one trainer holds, and
+which that rollout and its twins need.
 """
 
 from __future__ import annotations
