@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from fabric_ray.errors import InvalidArgument
@@ -35,18 +36,13 @@ class LayoutReplica:
         return self.side.ranks
 
     def needs(self, rank: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Collection[str]]:
-        for name, tensor in tensors.items():
-            expected = self._wholes.get(name, tensor)
-            if tensor != expected:
-                raise InvalidArgument(
-                    f"`{name}` is gathered as {told(tensor.dtype.name, tensor.shape)} and is "
-                    f"{told(expected.dtype.name, expected.shape)} by the rollouts' side; gather "
-                    "what that was made of, and give ReplicaSource the formats, if any"
-                )
         copies = self._plan.for_target(rank)
-        wholes, out = self._plan.containers("source"), defaultdict(set)
-        for name, whole in set(zip(copies.dst_container, copies.src_container, strict=True)):
-            out[self._names[name]].add(wholes[whole])
+        out: dict[str, set[str]] = defaultdict(set)
+        pairs = np.unique(np.stack([copies.dst_container, copies.src_container]), axis=1)
+        for container, whole in pairs.T.tolist():
+            name = self._parts[whole]
+            self._check(tensors.get(name))
+            out[self._names[container]].add(name)
         return out
 
     def reserve(self, ranks: Sequence[int], names: Collection[str]) -> None:
@@ -101,6 +97,10 @@ class LayoutReplica:
         return self._plan.containers("target")
 
     @cached_property
+    def _parts(self) -> tuple[str, ...]:
+        return self._plan.containers("source")
+
+    @cached_property
     def _wholes(self) -> dict[str, Tensor]:
         return whole_tensors(self.side)
 
@@ -108,6 +108,17 @@ class LayoutReplica:
         if rank not in self._known:
             self._known[rank] = _AsRank(self._plan, rank)
         return self._known[rank]
+
+    def _check(self, tensor: Tensor | None) -> None:
+        """That a tensor, if it comes, is what the side is made of."""
+        if tensor is None or tensor == self._wholes[tensor.name]:
+            return
+        expected = self._wholes[tensor.name]
+        raise InvalidArgument(
+            f"`{tensor.name}` is gathered as {told(tensor.dtype.name, tensor.shape)} and is "
+            f"{told(expected.dtype.name, expected.shape)} by the rollouts' side; gather what that "
+            "was made of, and give ReplicaSource the formats, if any"
+        )
 
     def _bytes(self, name: str, container: LocalContainer) -> torch.Tensor:
         at = self._offsets[name]
