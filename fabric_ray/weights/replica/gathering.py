@@ -34,6 +34,7 @@ class Gathering:
         self._weights = weights
         self._formats = formats
         self._whole: dict[str, Tensor] | None = None
+        self._shards: dict[str, Any] = {}
 
     def whole(self) -> dict[str, Tensor]:
         """What will come, in order. A function that gathers is called once to find out.
@@ -79,7 +80,11 @@ class Gathering:
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         if isinstance(self._weights, torch.nn.Module):
-            return self._weights.named_parameters()
+            named = dict(self._weights.named_parameters())
+            # FSDP shows a whole tensor where it has gathered one; the shards are what is trained.
+            kept = {name: t for name, t in self._shards.items() if not _is_sharded(named.get(name))}
+            self._shards = {n: t for n, t in (named | kept).items() if _is_sharded(t)}
+            return (named | kept).items()
         assert isinstance(self._weights, Mapping), "functions name nothing before they gather"
         return self._weights.items()
 
@@ -114,9 +119,12 @@ class Gathering:
 
 
 def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
-    name, tensor = named
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return name, whole.detach().cpu()
+    name, tensor = named[0], named[1].detach()
+    return name, (tensor.full_tensor() if _is_sharded(tensor) else tensor).cpu()
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
 def _described(name: str, tensor: torch.Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
 from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.weights.replica.sides import named, side_by_side
 from fabric_ray.weights.replica.writes import Writes
 
 AsRank = Callable[[int], AbstractContextManager[object]]
@@ -44,21 +45,19 @@ def module_side(
     """
     ranks = range(size * replicas)
 
-    def container(name: str, like: torch.Tensor) -> Container:
+    def containers(name: str, like: torch.Tensor) -> list[Container]:
         dtype = DType(str(like.dtype).removeprefix("torch."), like.element_size())
-        parts = tuple(
-            Leaf(
-                Tensor(f"{name}@{first}", tuple(like.shape), dtype),
-                Mesh.line(ranks[first::size]),
-                (Replicate(),),
-            )
-            for first in range(size)
-        )
+        shape = tuple(like.shape)
+        wholes = [Tensor(named(name, first), shape, dtype) for first in range(size)]
+        parts = [
+            Leaf(whole, Mesh.line(ranks[first::size]), (Replicate(),))
+            for first, whole in enumerate(wholes)
+        ]
         strides = tuple(stride * dtype.itemsize for stride in like.stride())
-        layout = parts[0] if size == 1 else Concat(0, parts)
-        return Container(name, dtype, layout, None if like.is_contiguous() else strides)
+        dense = like.is_contiguous()
+        return side_by_side(Container(name, dtype, parts[0], None if dense else strides), parts)
 
-    return Side.of(ranks, [container(name, tensor) for name, tensor in tensors])
+    return Side.of(ranks, [each for item in tensors for each in containers(*item)])
 
 
 class ModuleReplica:
@@ -87,7 +86,7 @@ class ModuleReplica:
                     "the side describes"
                 )
         self._tensors = {name: own[name].detach() for name in names}
-        self._seen: dict[tuple[str, ...], Mapping[str, Collection[str]]] = {}
+        self._seen: dict[tuple[object, ...], Mapping[str, Collection[str]]] = {}
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -109,10 +108,13 @@ class ModuleReplica:
         with self._as_rank(rank), torch.no_grad():
             self._module.load_weights(iter(tensors.items()))
 
-    def _held(self, rank: int) -> tuple[str, ...]:
-        """What a rollout holds; twins needn't be watched twice."""
-        found = (leaf for c in self.side.containers for leaf in leaves(c.layout))
-        return tuple(leaf.tensor.name for leaf in found if rank in leaf.mesh.ranks)
+    def _held(self, rank: int) -> tuple[object, ...]:
+        """Equal for twins, which needn't be watched twice."""
+        found = [leaf for c in self.side.containers for leaf in leaves(c.layout)]
+        here = [leaf for leaf in found if rank in leaf.mesh.ranks]
+        if any(p != Replicate() for leaf in here for p in leaf.placements):
+            return (rank,)
+        return tuple(leaf.tensor.name for leaf in here)
 
     def _watch(self, rank: int, tensors: Iterable[Tensor]) -> Mapping[str, Collection[str]]:
         parts: dict[str, set[str]] = defaultdict(set)

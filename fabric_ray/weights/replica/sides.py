@@ -59,6 +59,15 @@ def unnamed(tensor: str) -> tuple[str, int]:
     return container, int(rank)
 
 
+def side_by_side(like: Container, parts: Sequence[Leaf]) -> list[Container]:
+    """A container of which every rank has one of several parts."""
+    layouts: Sequence[Layout] = parts
+    if len(parts) > 1 and parts[0].tensor.shape:
+        layouts = [Concat(0, tuple(parts))]
+    # Numbers have no axis to lie behind each other along.
+    return [Container(like.name, like.dtype, layout, like.strides) for layout in layouts]
+
+
 def whole_tensors(side: Side) -> dict[str, Tensor]:
     """What a side's containers are made of, by name."""
     found = (leaf.tensor for c in side.containers for leaf in leaves(c.layout))
@@ -101,9 +110,10 @@ def replica_sides(
     whole = whole_plan(target)
     rollouts = {rank: _Rollout(whole, rank) for rank in target.ranks}
     senders = _senders(metas, target, rollouts)
-    sources, targets = [], []
-    for container in target.containers:
-        parts: list[Layout] = []
+    sources: list[Container] = []
+    targets: list[Container] = []
+    for container in _by_name(target).values():
+        parts: list[Leaf] = []
         for trainer, group in senders[container.name]:
             first = rollouts[group[0]]
             if container.name not in first.filled:
@@ -113,8 +123,8 @@ def replica_sides(
             here = Leaf(tensor, Mesh.line([trainer]), (Replicate(),))
             sources.append(Container(tensor.name, tensor.dtype, here, container.strides))
             parts.append(Leaf(tensor, Mesh.line(group), (Replicate(),)))
-        layout = parts[0] if len(parts) == 1 else Concat(0, tuple(parts))
-        targets.append(_with_padding(container, layout, rollouts))
+        whole_containers = side_by_side(container, parts)
+        targets.extend(_with_padding(each, container, rollouts) for each in whole_containers)
     return Side.of(len(metas), sources), Side.of(target.ranks, targets)
 
 
@@ -165,16 +175,26 @@ def _senders(
 
 
 def _with_padding(
-    container: Container, layout: Layout, rollouts: Mapping[int, _Rollout]
+    made: Container, container: Container, rollouts: Mapping[int, _Rollout]
 ) -> Container:
     """The container, also on rollouts that have nothing of it but padding."""
-    ranks = container.ranks
-    held = {r: found.local.get(container.name) for r, found in rollouts.items()}
-    for rank, local in held.items():
-        if local is not None and container.name not in rollouts[rank].filled:
-            layout = Pad(layout, local.shape)
-            break
-    return Container(container.name, container.dtype, layout, container.strides, ranks)
+    for rollout in rollouts.values():
+        local = rollout.local.get(container.name)
+        if local is not None and container.name not in rollout.filled:
+            layout = Pad(made.layout, local.shape)
+            return Container(made.name, made.dtype, layout, made.strides, container.ranks)
+    return made
+
+
+def _by_name(target: Side) -> dict[str, Container]:
+    found: dict[str, Container] = {}
+    for container in target.containers:
+        if found.setdefault(container.name, container).strides != container.strides:
+            raise InvalidArgument(
+                f"container `{container.name}` has other strides on some rollouts than on others; "
+                "replicas fill engines whose ranks are alike"
+            )
+    return found
 
 
 def _stages(metas: Sequence[ReplicaMeta], target: Side) -> dict[str, int]:

@@ -126,7 +126,7 @@ def test_a_module_of_other_sizes_is_refused_before_anything_is_sent(
     assert all(target.version is None for target in setup.targets)
 
 
-def test_strided_and_shared_storage_is_registered_once(
+def test_a_module_may_have_strides_scalars_and_one_storage_for_all(
     open_setup: Callable[..., Setup],
 ) -> None:
     class Transposed(torch.nn.Module):
@@ -135,16 +135,18 @@ def test_strided_and_shared_storage_is_registered_once(
             room = torch.zeros(2, 6, 4)
             self.a = torch.nn.Parameter(room[0].t(), requires_grad=False)
             self.b = torch.nn.Parameter(room[1], requires_grad=False)
+            self.register_buffer("scale", torch.zeros(()))
 
         def load_weights(self, weights: Any) -> None:
             for name, whole in weights:
                 getattr(self, name).data.copy_(whole)
 
-    side = module_side(Transposed().named_parameters(), size=1, replicas=2)
-    full = {"a": torch.randn(4, 6), "b": torch.randn(6, 4)}
+    tensors = Transposed().state_dict().items()
+    side = module_side(tensors, size=2, replicas=2)
+    full = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "scale": torch.tensor(3.0)}
     setup = open_setup([(1, full)], side, replica=lambda: ModuleReplica(Transposed(), side))
     setup.sync.push()
     for target in setup.targets:
         assert_same(target.weights, full)
         assert target.weights["a"].stride() == (1, 4)
-    assert len(setup.sources[0]._memory._regions) == 1
+    assert len(setup.sources[0]._memory._regions) == 2

@@ -11,6 +11,8 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.quant import Fp8, Int8, linear_formats, quantise, quantised_target
 from fabric_ray.weights.reference import expected_containers
+from fabric_ray.weights.replica import LayoutReplica
+from fabric_ray.weights.sending import Sending
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import LAID_OUT, SMALL
 from tests.unit.replica.setups import Setup, closing, split
@@ -131,6 +133,48 @@ def test_a_later_push_registers_gathers_and_plans_nothing_anew(
     assert [s._memory._regions for s in setup.sources] == [regions for _, regions in before]
     setup.sync.push()
     check_mixed(setup)
+
+
+def test_memory_is_loaded_again_only_when_what_lay_there_has_been_sent(
+    open_setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, int]] = []
+    send, wait_for, load = Sending.send, Sending.wait_for, LayoutReplica.load
+
+    def noted(what: str, number: int) -> None:
+        events.append((what, number))
+
+    monkeypatch.setattr(
+        Sending, "send", lambda s, step, *rest: (noted("send", step), send(s, step, *rest))
+    )
+    monkeypatch.setattr(
+        Sending, "wait_for", lambda s, step: (noted("sent", step), wait_for(s, step))
+    )
+    monkeypatch.setattr(
+        LayoutReplica, "load", lambda r, rank, t: (noted("load", rank), load(r, rank, t))
+    )
+    setup = open_setup([(1, MIXED_FULL)], EXPERTS, bucket=50_000)
+    setup.sync.connect()
+    events.clear()
+    setup.sync.push()
+    filling = setup.sources[0]._filling
+    assert filling is not None
+    sent = number = -1
+    for what, value in events:
+        if what == "sent":
+            sent = max(sent, value)
+        elif what == "load":
+            number += 1
+            assert (filling._loads[number].rank, filling._loads[number].after <= sent) == (
+                value,
+                True,
+            )
+        else:
+            assert value == number, "what was loaded last is sent"
+    assert number == len(filling._loads) - 1
+    waits = [load.after for load in filling._loads]
+    # One rollout's load waits for the other's, in the same bucket; buckets don't wait.
+    assert waits == [i - 1 if i % 2 else -1 for i in range(len(waits))]
 
 
 def test_the_route_is_an_ordinary_plan_that_names_one_sender_for_each_rollout(
