@@ -24,6 +24,8 @@ class Gather:
     def __init__(self, rows: int = ROWS, columns: int = COLUMNS, layers: int = LAYERS) -> None:
         self.shape, self.columns, self.layers = (rows, columns), columns, layers
         self.live = self.most = 0
+        self.room = 1
+        """Each tensor is the first of so many in a memory."""
 
     def side(self, ranks: int) -> Side:
         """Layers of two fused matrices, cut by rows."""
@@ -49,10 +51,10 @@ class Gather:
         yield "norm", self.fresh((self.columns,), 1)
 
     def fresh(self, shape: tuple[int, ...], fill: int) -> torch.Tensor:
-        array = np.full(shape, fill, dtype=np.int16)
+        array = np.full((self.room, *shape), fill, dtype=np.int16)
         self._count(array.nbytes)
         weakref.finalize(array, self._count, -array.nbytes)
-        return torch.from_numpy(array)
+        return torch.from_numpy(array)[0]
 
     def _count(self, nbytes: int) -> None:
         self.live += nbytes
@@ -79,6 +81,18 @@ def test_whole_tensors_never_take_more_than_a_bucket_and_what_waits(
         assert gather.most == report.temporary[0].gathered
         assert gather.most <= bucket + 2 * TENSOR
         assert not gather.live, "nothing outlives a push"
+
+
+def test_what_waits_does_not_keep_the_memory_that_it_was_a_part_of(
+    open_setup: Callable[..., Setup],
+) -> None:
+    gather = Gather()
+    gather.room = 5
+    setup = open_setup([(1, gather)], gather.side(2), bucket=2 * TENSOR, cache=2 * TENSOR)
+    setup.sync.connect()
+    gather.most = 0
+    setup.sync.push()
+    assert gather.most <= 2 * gather.room * TENSOR, "a bucket's; what waits was copied"
 
 
 def of_process(what: str) -> int:
