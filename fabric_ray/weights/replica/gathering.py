@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ class Gathering:
         """
         if self._whole is None:
             whole: dict[str, Tensor] = {}
-            for name, tensor in self._gathered() if self._is_function else self._named():
-                for each in self._become(_described(name, tensor)):
+            # By map, which keeps hold of no tensor while it asks for the next.
+            for found in starmap(
+                _described, self._gathered() if self._is_function else self._named()
+            ):
+                for each in self._become(found):
                     if each.name in whole:
                         raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
                     whole[each.name] = each
@@ -134,5 +138,5 @@ def _described(name: str, tensor: torch.Tensor) -> Tensor:
 
 def _told(tensor: Tensor | None) -> str:
     if tensor is None:
-        return "nothing more"
+        return "nothing"
     return f"`{tensor.name}` ({told(tensor.dtype.name, tensor.shape)})"

@@ -20,7 +20,7 @@ from tests.unit.weights.local_sync import Fault
 CONFIG = SMALL["llama"]
 FULL = noise(CONFIG)
 SIDE = target_side(CONFIG, tp=2, ranks=range(4))
-MIDDLE = "model.layers.1.mlp.up_proj.weight"
+MIDDLE, LAST = "model.layers.1.mlp.up_proj.weight", list(FULL)[-1]
 
 
 @pytest.fixture
@@ -126,20 +126,22 @@ def test_a_trainer_that_dies_in_the_middle_is_named(
 
 
 @pytest.mark.parametrize(
-    ("odd", "words"),
+    ("where", "odd", "words"),
     [
-        (lambda name, t: [], "came, not `model.layers.1.mlp.up_proj.weight`"),
-        (lambda name, t: [(name, t.half())], r"up_proj.weight` \(float16 .* came, not"),
-        (lambda name, t: [(name, t[1:])], r"up_proj.weight` \(float32 \[47, 32\]\) came, not"),
-        (lambda name, t: [(name, t), (name, t)], "up_proj.weight` .* came, not"),
+        (MIDDLE, lambda name, t: [], "came, not `model.layers.1.mlp.up_proj.weight`"),
+        (MIDDLE, lambda name, t: [(name, t.half())], r"up_proj.weight` \(float16 .* came, not"),
+        (MIDDLE, lambda name, t: [(name, t[1:])], r"up_proj.weight` .*\[47, 32\]\) came, not"),
+        (MIDDLE, lambda name, t: [(name, t), (name, t)], "up_proj.weight` .* came, not"),
+        (LAST, lambda name, t: [], f"`{LAST}` did not come"),
+        (LAST, lambda name, t: [(name, t), ("odd", t)], "`odd` .* came, not nothing"),
     ],
-    ids=["missing", "dtype", "shape", "twice"],
+    ids=["missing", "dtype", "shape", "twice", "no last", "one more"],
 )
 def test_other_tensors_than_announced_are_named_and_the_next_version_arrives(
-    open_setup: Callable[..., Setup], trainer: Trainer, odd: Any, words: str
+    open_setup: Callable[..., Setup], trainer: Trainer, where: str, odd: Any, words: str
 ) -> None:
     setup = opened(open_setup, trainer)
-    trainer.at = lambda name, t: odd(name, t) if name == MIDDLE else [(name, t)]
+    trainer.at = lambda name, t: odd(name, t) if name == where else [(name, t)]
     with pytest.raises(WeightSyncError, match=words):
         setup.sync.push()
     check(setup, trainer, {1})

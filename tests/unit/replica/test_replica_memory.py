@@ -83,6 +83,20 @@ def test_whole_tensors_never_take_more_than_a_bucket_and_what_waits(
         assert not gather.live, "nothing outlives a push"
 
 
+def test_a_bucket_is_let_go_before_the_next_is_gathered(
+    open_setup: Callable[..., Setup],
+) -> None:
+    gather, shape = Gather(), (ROWS, COLUMNS)
+    leaves = [Leaf(Tensor(n, shape, INT16), Mesh.line([0]), (Replicate(),)) for n in "abc"]
+    alone = Side.of(1, [Container(leaf.tensor.name, INT16, leaf) for leaf in leaves])
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, gather.fresh(shape, 1)) for name in "abc")
+
+    open_setup([(1, weights)], alone, bucket=TENSOR, cache=0).sync.push()
+    assert gather.most == TENSOR
+
+
 def test_what_waits_does_not_keep_the_memory_that_it_was_a_part_of(
     open_setup: Callable[..., Setup],
 ) -> None:
