@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Tensor
+from fabric_ray.plan import Tensor
 from fabric_ray.weights.local import told
-from fabric_ray.weights.quant import Cast, Format, Formats, quantise
-from fabric_ray.weights.quant.formats import format_of, scale_tensor
+from fabric_ray.weights.quant import Formats
+from fabric_ray.weights.replica.converting import Converting, described
 
 Gather = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Gather
@@ -29,11 +28,14 @@ class Gathering:
     Args:
         weights: what to gather. A tensor that a function has handed out isn't written to again.
         formats: what becomes of which tensors once they are whole.
+        rank: this trainer's.
     """
 
-    def __init__(self, weights: Weights, formats: Formats) -> None:
+    def __init__(self, weights: Weights, formats: Formats, rank: int) -> None:
         self._weights = weights
         self._formats = formats
+        self._rank = rank
+        self._converting = Converting((), {}, rank)
         self._whole: dict[str, Tensor] | None = None
         self._shards: dict[str, Any] = {}
 
@@ -44,15 +46,15 @@ class Gathering:
             InvalidArgument: a name comes twice, or there is nothing.
         """
         if self._whole is None:
-            whole: dict[str, Tensor] = {}
             # By map, which keeps hold of no tensor while it asks for the next.
-            for found in starmap(
-                _described, self._gathered() if self._is_function else self._named()
-            ):
-                for each in self._become(found):
-                    if each.name in whole:
-                        raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
-                    whole[each.name] = each
+            named = self._gathered() if self._is_function else self._named()
+            wholes = list(starmap(described, named))
+            self._converting = Converting(wholes, self._formats, self._rank)
+            whole: dict[str, Tensor] = {}
+            for each in chain.from_iterable(map(self._converting.become, wholes)):
+                if each.name in whole:
+                    raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
+                whole[each.name] = each
             if not whole:
                 raise InvalidArgument("a replica source needs at least one tensor to gather")
             self._whole = whole
@@ -67,11 +69,11 @@ class Gathering:
         """
         announced = iter(self.whole().values())
         for name, gathered in self._gathered():
-            made = self._made(name, gathered)
+            made = self._converting.convert(name, gathered)
             # Whoever took it decides how long it is kept; here it would outlive its bucket.
             del gathered
             while made:
-                found, expected = _described(*made[0]), next(announced, None)
+                found, expected = described(*made[0]), next(announced, None)
                 if found != expected:
                     raise InvalidArgument(f"{_told(found)} came, not {_told(expected)}; {_AGAIN}")
                 yield made.popleft()
@@ -98,29 +100,6 @@ class Gathering:
             return map(_on_host, self._weights())
         return map(_on_host, self._named())
 
-    def _format(self, whole: Tensor) -> Format | None:
-        """What is to become of a tensor."""
-        alone = Leaf(whole, Mesh.line([0]), (Replicate(),))
-        fmt = format_of(Container(whole.name, whole.dtype, alone), self._formats)
-        return None if fmt is None or fmt.element == whole.dtype else fmt
-
-    def _become(self, whole: Tensor) -> Iterator[Tensor]:
-        fmt = self._format(whole)
-        yield Tensor(whole.name, whole.shape, whole.dtype if fmt is None else fmt.element)
-        if fmt is not None and not isinstance(fmt, Cast):
-            yield scale_tensor(whole, fmt)
-
-    def _made(self, name: str, tensor: torch.Tensor) -> deque[tuple[str, torch.Tensor]]:
-        whole = _described(name, tensor)
-        fmt = self._format(whole)
-        if fmt is None:
-            return deque([(name, tensor)])
-        values, scales = quantise(tensor, fmt, name=name)
-        made = deque([(name, values)])
-        if scales is not None and not isinstance(fmt, Cast):
-            made.append((scale_tensor(whole, fmt).name, scales))
-        return made
-
 
 def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
     name, tensor = named[0], named[1].detach()
@@ -129,11 +108,6 @@ def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
 
 def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
-
-
-def _described(name: str, tensor: torch.Tensor) -> Tensor:
-    dtype = DType(str(tensor.dtype).removeprefix("torch."), tensor.element_size())
-    return Tensor(name, tuple(tensor.shape), dtype)
 
 
 def _told(tensor: Tensor | None) -> str:

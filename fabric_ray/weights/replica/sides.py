@@ -7,7 +7,7 @@ which that rollout and its twins need.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -74,19 +74,16 @@ def whole_tensors(side: Side) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in found}
 
 
+def whole_side(tensors: Iterable[Tensor], rank: int = 0) -> Side:
+    """One rank that holds tensors whole, under their own names."""
+    mesh = Mesh.line([rank])
+    containers = [Container(t.name, t.dtype, Leaf(t, mesh, (Replicate(),))) for t in tensors]
+    return Side.of([rank], containers)
+
+
 def whole_plan(side: Side) -> Plan:
     """How all containers of a side are filled from whole tensors, those of rank 0."""
-    mesh = Mesh.line([0])
-    return plan(
-        Side.of(
-            1,
-            [
-                Container(t.name, t.dtype, Leaf(t, mesh, (Replicate(),)))
-                for t in whole_tensors(side).values()
-            ],
-        ),
-        side,
-    )
+    return plan(whole_side(whole_tensors(side).values()), side)
 
 
 def replica_sides(

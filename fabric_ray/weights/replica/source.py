@@ -71,7 +71,7 @@ class ReplicaSource:
         self.rank = rank
         self.stage = stage
         self.name = name
-        self._gathering = Gathering(weights, formats or {})
+        self._gathering = Gathering(weights, formats or {}, rank)
         self._replica = replica
         self._engine = engine or process_engine()
         self._bucket, self._cache = bucket, cache

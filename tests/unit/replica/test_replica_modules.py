@@ -75,7 +75,7 @@ def test_what_an_engine_tensor_is_made_of_is_seen_by_watching_and_writes_nothing
     before = {name: p.fill_(7).clone() for name, p in made[0].named_parameters()}
     from fabric_ray.weights.replica.gathering import Gathering
 
-    whole = Gathering(noise(config), {}).whole()
+    whole = Gathering(noise(config), {}, 0).whole()
     needs = replica.needs(1, whole)
     layer = "model.layers.0."
     assert set(needs[layer + "self_attn.qkv_proj.weight"]) == {
