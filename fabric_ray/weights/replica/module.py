@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
 from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.weights.replica.converting import described
 from fabric_ray.weights.replica.sides import named, side_by_side
 from fabric_ray.weights.replica.writes import Writes
 
@@ -46,16 +47,14 @@ def module_side(
     ranks = range(size * replicas)
 
     def containers(name: str, like: torch.Tensor) -> list[Container]:
-        dtype = DType(str(like.dtype).removeprefix("torch."), like.element_size())
-        shape = tuple(like.shape)
-        wholes = [Tensor(named(name, first), shape, dtype) for first in range(size)]
+        wholes = [described(named(name, first), like) for first in range(size)]
         parts = [
             Leaf(whole, Mesh.line(ranks[first::size]), (Replicate(),))
             for first, whole in enumerate(wholes)
         ]
-        strides = tuple(stride * dtype.itemsize for stride in like.stride())
-        dense = like.is_contiguous()
-        return side_by_side(Container(name, dtype, parts[0], None if dense else strides), parts)
+        strides = tuple(stride * like.element_size() for stride in like.stride())
+        gaps = None if like.is_contiguous() else strides
+        return side_by_side(Container(name, wholes[0].dtype, parts[0], gaps), parts)
 
     return Side.of(ranks, [each for item in tensors for each in containers(*item)])
 

@@ -10,6 +10,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.families import target_side
+from fabric_ray.weights.quant import Fp8, linear_formats, quantised_target
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import LayoutReplica
 from tests.unit.families.pushes import assert_same, noise
@@ -148,6 +149,22 @@ def test_other_tensors_than_announced_are_named_and_the_next_version_arrives(
     trainer.at, trainer.version = lambda name, t: [(name, t)], 3
     setup.sync.push(3)
     check(setup, trainer, {3})
+
+
+def test_a_tensor_that_cannot_be_converted_is_named_and_reaches_nobody(
+    open_setup: Callable[..., Setup], trainer: Trainer
+) -> None:
+    formats = linear_formats("llama", Fp8((8, 8)))
+    setup = open_setup(
+        [(2, trainer)], quantised_target(SIDE, formats), formats=formats, bucket=13_000
+    )
+    setup.sync.push()
+    trainer.at = lambda name, t: [(name, t / 0 if name == MIDDLE else t)]
+    with pytest.raises(WeightSyncError, match=f"{MIDDLE} on rank 0 holds NaN or infinity"):
+        setup.sync.push()
+    assert {target.version for target in setup.targets} == {1}
+    trainer.at = lambda name, t: [(name, t)]
+    assert setup.sync.push().version == 2
 
 
 def test_bytes_changed_after_they_arrived_are_no_version(
