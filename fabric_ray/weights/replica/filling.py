@@ -17,7 +17,7 @@ from fabric_ray.plan import Copy, Plan
 from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.gathering import Gathering
 from fabric_ray.weights.replica.memory import ReplicaMemory
-from fabric_ray.weights.replica.schedule import Load, schedule
+from fabric_ray.weights.replica.schedule import schedule
 from fabric_ray.weights.replica.sides import unnamed
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, Temporary
 from fabric_ray.weights.routing import outgoing
@@ -112,9 +112,8 @@ class Filling:
                             # Now: the next load may take the memory.
                             sending.add_digest(arm, mine[number])
                 number += 1
-            for name in bucket.drop:
-                del held[name]
-            held = {name: _alone(tensor) for name, tensor in held.items()}
+            kept = held.keys() - set(bucket.drop)
+            held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
             spans.append(Span(who, "load", start, time.time()))
         next(coming, None)  # whatever comes now wasn't announced
         start = time.time()
@@ -152,22 +151,19 @@ class Filling:
             announced = {r for a in self._share.arms for r in (a.region, *a.further)}
             known = {region: routes for region, routes in known.items() if region in announced}
             self._routes[arm.rank] = known
-            found = ((number, self._requests(load, arm)) for number, load in enumerate(self._loads))
-            known[arm.region] = {number: route for number, route in found if route is not None}
+            known[arm.region] = self._requests(arm)
         return known[arm.region]
 
-    def _requests(self, load: Load, arm: Arm) -> Route | None:
-        copies = [
-            copy
-            for name in load.complete
-            for copy in self._copies[load.rank, name]
-            if copy.peer == arm.rank
-        ]
-        if not copies:
-            return None
+    def _requests(self, arm: Arm) -> _Routes:
         target = self._memory.engine.import_region(RegionDescriptor.from_bytes(arm.region))
-        batch, digest = outgoing(copies, self._places, target, arm.offsets)
-        return Route(batch, digest, sum(copy.nbytes for copy in copies))
+        routes: _Routes = {}
+        for number, load in enumerate(self._loads):
+            of_load = (self._copies[load.rank, name] for name in load.complete)
+            copies = [copy for copies in of_load for copy in copies if copy.peer == arm.rank]
+            if copies:
+                batch, digest = outgoing(copies, self._places, target, arm.offsets)
+                routes[number] = Route(batch, digest, sum(copy.nbytes for copy in copies))
+        return routes
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
