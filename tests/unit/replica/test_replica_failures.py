@@ -61,7 +61,7 @@ def opened(open_setup: Callable[..., Setup], trainer: Trainer, **options: Any) -
 def check(setup: Setup, trainer: Trainer, versions: set[int]) -> None:
     for target in setup.targets:
         if target.name not in setup.dead:
-            assert target.version in versions, target.name
+            assert target.version in versions, f"RS-3: {target.name} runs {target.version}"
             expected = expected_containers(
                 CONFIG, trainer.full(target.version), tp=2, rank=target.rank % 2
             )
@@ -73,7 +73,7 @@ def check(setup: Setup, trainer: Trainer, versions: set[int]) -> None:
     ("stage", "who"),
     [("source_push", "trainer 1"), ("target_confirm", "rollout 0"), ("target_commit", "rollout 3")],
 )
-def test_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
+def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
     open_setup: Callable[..., Setup], trainer: Trainer, stage: str, who: str, how: str
 ) -> None:
     setup = opened(open_setup, trainer)
@@ -89,7 +89,7 @@ def test_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
         check(setup, trainer, {3})
 
 
-def test_a_rollout_that_dies_in_the_middle_is_named_and_the_gather_goes_on(
+def test_rs_3_a_rollout_that_dies_in_the_middle_is_named_and_the_gather_goes_on(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
     setup = opened(open_setup, trainer)
@@ -109,7 +109,7 @@ def test_a_rollout_that_dies_in_the_middle_is_named_and_the_gather_goes_on(
     check(setup, trainer, {1})
 
 
-def test_a_trainer_that_dies_in_the_middle_is_named(
+def test_rs_3_a_trainer_that_dies_in_the_middle_is_named(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
     setup = opened(open_setup, trainer)
