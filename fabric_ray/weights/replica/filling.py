@@ -7,6 +7,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,8 +25,15 @@ from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, Temporary
 from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.sending import Route, Sending
 
-_Routes = dict[int, Route]
-"""By the number of the load whose tensors they send."""
+_Routes = dict[int, list[Route]]
+"""By the number of the load whose tensors they send; one for each stripe."""
+
+
+class _Place(NamedTuple):
+    """What requests to a rollout depend on."""
+
+    region: bytes
+    stripes: int
 
 
 class Filling:
@@ -52,7 +61,7 @@ class Filling:
         self._replica = replica
         self._memory = memory
         self._rank = memory.rank
-        self._routes: dict[int, dict[bytes, _Routes]] = {}
+        self._routes: dict[int, dict[_Place, _Routes]] = {}
         plan = Plan.from_bytes(share.plan)
         self._copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
         """By rollout that a replica is loaded as, and engine tensor."""
@@ -73,8 +82,10 @@ class Filling:
         engine = self._memory.engine
         ready = []
         for arm in self._share.arms:
-            for region in (arm.region, *arm.further):
-                for route in self._route(msgspec.structs.replace(arm, region=region)).values():
+            regions = (arm.region, *arm.further)
+            for region in regions:
+                there = msgspec.structs.replace(arm, region=region, further=regions)
+                for route in chain.from_iterable(self._route(there).values()):
                     ready.append(engine.prepare(route.batch, timeout=timeout))
         for transfer in ready:
             transfer.wait()
@@ -106,11 +117,11 @@ class Filling:
                 sending.wait_for(load.after)
                 self._replica.load(load.rank, {name: held[name] for name in load.tensors})
                 for arm, mine in routes:
-                    if number in mine:
-                        sending.send(number, arm, mine[number])
+                    for route in mine.get(number, ()):
+                        sending.send(number, arm, route)
                         if digest:
                             # Now: the next load may take the memory.
-                            sending.add_digest(arm, mine[number])
+                            sending.add_digest(arm, route)
                 number += 1
             kept = held.keys() - set(bucket.drop)
             held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
@@ -146,24 +157,27 @@ class Filling:
     def _route(self, arm: Arm) -> _Routes:
         """The requests for one rollout; put together once for each place it is written to."""
         known = self._routes.setdefault(arm.rank, {})
-        if arm.region not in known:
+        place = _Place(arm.region, len(arm.counters))
+        if place not in known:
             # Those that an abort has given another key are of no use any more.
-            announced = {r for a in self._share.arms for r in (a.region, *a.further)}
-            known = {region: routes for region, routes in known.items() if region in announced}
-            self._routes[arm.rank] = known
-            known[arm.region] = self._requests(arm)
-        return known[arm.region]
+            alive = {arm.region, *arm.further}
+            self._routes[arm.rank] = known = {p: r for p, r in known.items() if p.region in alive}
+            known[place] = self._requests(arm)
+        return known[place]
 
     def _requests(self, arm: Arm) -> _Routes:
         target = self._memory.engine.import_region(RegionDescriptor.from_bytes(arm.region))
-        routes: _Routes = {}
+        routes: _Routes = defaultdict(list)
         for number, load in enumerate(self._loads):
-            of_load = (self._copies[load.rank, name] for name in load.complete)
-            copies = [copy for copies in of_load for copy in copies if copy.peer == arm.rank]
-            if copies:
-                batch, digest = outgoing(copies, self._places, target, arm.offsets)
-                routes[number] = Route(batch, digest, sum(copy.nbytes for copy in copies))
-        return routes
+            by_stripe: dict[int, list[Copy]] = defaultdict(list)
+            for copy in chain.from_iterable(self._copies[load.rank, n] for n in load.complete):
+                if copy.peer == arm.rank:
+                    by_stripe[arm.stripes[copy.dst_container]].append(copy)
+            for stripe, copies in sorted(by_stripe.items()):
+                request = outgoing(copies, self._places, target, arm.offsets)
+                nbytes = sum(copy.nbytes for copy in copies)
+                routes[number].append(Route(stripe, *request, nbytes))
+        return dict(routes)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ which that rollout and its twins need.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import (
@@ -27,6 +28,7 @@ from fabric_ray.plan import (
     Side,
     Tensor,
     plan,
+    twins,
 )
 from fabric_ray.weights.quant.formats import leaves
 from fabric_ray.weights.replica.mapping import Group, assign
@@ -87,16 +89,17 @@ def whole_plan(side: Side) -> Plan:
 
 
 def replica_sides(
-    said: Sequence[Any], target: Side, *, extra: Literal["refuse", "ignore"]
+    said: Sequence[Any], target: Side, needed: Side, *, extra: Literal["refuse", "ignore"]
 ) -> tuple[Side, Side]:
     """Both sides of the plan by which trainers with replicas fill rollouts.
 
-    The target's containers keep their names, shapes, dtypes and strides; what they are made of
-    becomes one tensor for each group of twins. So each has one holder, and is sent whole.
+    The containers that are needed keep their names, shapes, dtypes and strides; what they are made
+    of becomes one tensor for each group of twins. So each has one holder, and is sent whole.
 
     Args:
         said: by trainer rank, what it reported.
         target: the rollouts' side.
+        needed: what of it trainers are to fill.
         extra: what to do with gathered tensors that no rollout asks for.
 
     Raises:
@@ -104,83 +107,59 @@ def replica_sides(
             several; names trainers and containers.
     """
     metas = _checked(said, target, extra)
-    whole = whole_plan(target)
-    rollouts = {rank: _Rollout(whole, rank) for rank in target.ranks}
-    senders = _senders(metas, target, rollouts)
+    whole = whole_plan(needed)
+    senders = _senders(metas, needed, whole)
+    rollouts: dict[int, _Rollout] = {}
     sources: list[Container] = []
     targets: list[Container] = []
-    for container in _by_name(target).values():
+    for container in _by_name(needed).values():
         parts: list[Leaf] = []
+        padding: tuple[int, ...] | None = None
         for trainer, group in senders[container.name]:
-            first = rollouts[group[0]]
-            if container.name not in first.filled:
+            if group[0] not in rollouts:
+                rollouts[group[0]] = _Rollout(whole, group[0])
+            rollout = rollouts[group[0]]
+            shape = rollout.shapes.get(container.name)
+            if shape is None or container.name not in rollout.filled:
+                padding = padding or shape
                 continue
-            shape = first.local[container.name].shape
             tensor = Tensor(named(container.name, group[0]), shape, container.dtype)
             here = Leaf(tensor, Mesh.line([trainer]), (Replicate(),))
             sources.append(Container(tensor.name, tensor.dtype, here, container.strides))
             parts.append(Leaf(tensor, Mesh.line(group), (Replicate(),)))
-        whole_containers = side_by_side(container, parts)
-        targets.extend(_with_padding(each, container, rollouts) for each in whole_containers)
-    return Side.of(len(metas), sources), Side.of(target.ranks, targets)
+        for made in side_by_side(container, parts):
+            # Some rollouts have nothing of it but padding.
+            if padding is not None:
+                made = replace(made, layout=Pad(made.layout, padding), ranks=container.ranks)
+            targets.append(made)
+    return Side.of(len(metas), sources), Side.of(needed.ranks, targets)
 
 
 class _Rollout:
-    """What one rollout holds, and which bytes of which whole tensors."""
+    """What one rollout holds."""
 
     def __init__(self, whole: Plan, rank: int) -> None:
-        self.local = {c.name: c for c in whole.local_containers("target", rank)}
-        self._copies = whole.for_target(rank)
+        self.shapes = {c.name: c.shape for c in whole.local_containers("target", rank)}
         names = whole.containers("target")
-        self.filled = {names[index] for index in np.unique(self._copies.dst_container)}
+        self.filled = {names[index] for index in np.unique(whole.for_target(rank).dst_container)}
         """Containers that aren't all padding."""
-
-    def signature(self, names: Collection[str]) -> Hashable:
-        """Equal for rollouts that hold the same of these containers."""
-        local = [c for c in self.local.values() if c.name in names]
-        copies = self._copies
-        mine = np.isin(copies.dst_container, [c.index for c in local])
-        columns = (
-            copies.src_container,
-            copies.src_offset,
-            copies.dst_container,
-            copies.dst_offset,
-            copies.run,
-            copies.loop_count,
-        )
-        loops = copies.loops[np.repeat(mine, copies.loop_count)]
-        return tuple(local), loops.tobytes(), *(column[mine].tobytes() for column in columns)
 
 
 def _senders(
-    metas: Sequence[ReplicaMeta], target: Side, rollouts: Mapping[int, _Rollout]
+    metas: Sequence[ReplicaMeta], needed: Side, whole: Plan
 ) -> dict[str, list[tuple[int, Group]]]:
     """By container: who fills which rollouts."""
-    fills: dict[int, list[str]] = defaultdict(list)
-    for container, stage in _stages(metas, target).items():
-        fills[stage].append(container)
+    stage_of = _stages(metas, needed)
     out: dict[str, list[tuple[int, Group]]] = {}
-    for stage, names in fills.items():
-        wanted, twins = set(names), defaultdict(list)
-        for rank, rollout in rollouts.items():
-            twins[rollout.signature(wanted)].append(rank)
+    for stage in set(stage_of.values()):
+        containers = [c for c in needed.containers if stage_of[c.name] == stage]
         trainers = [rank for rank, meta in enumerate(metas) if meta.stage == stage]
-        dealt = assign(trainers, twins.values())
+        alike = twins(Side.of(needed.ranks, containers))
+        # Trainers have nothing for those who are fed by other rollouts.
+        dealt = assign(trainers, [group for group in alike if whole.expected_pages(group[0])])
         senders = [(trainer, group) for trainer, groups in dealt.items() for group in groups]
-        out |= dict.fromkeys(names, senders)
+        out |= {container.name: senders for container in containers}
     return out
-
-
-def _with_padding(
-    made: Container, container: Container, rollouts: Mapping[int, _Rollout]
-) -> Container:
-    """The container, also on rollouts that have nothing of it but padding."""
-    for rollout in rollouts.values():
-        local = rollout.local.get(container.name)
-        if local is not None and container.name not in rollout.filled:
-            layout = Pad(made.layout, local.shape)
-            return Container(made.name, made.dtype, layout, made.strides, container.ranks)
-    return made
 
 
 def _by_name(target: Side) -> dict[str, Container]:

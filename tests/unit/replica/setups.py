@@ -35,6 +35,8 @@ class Setup(InProcess):
         digest: bool = True,
         timeout: float = 5.0,
         extra: Any = "refuse",
+        relay: bool = False,
+        lost: Any = "raise",
         **options: Any,
     ) -> None:
         self.engines: dict[str, TransferEngine] = {}
@@ -52,19 +54,28 @@ class Setup(InProcess):
                     **options,
                 )
                 self.sources.append(source)
-        self.targets = [
-            WeightTarget(side, rank=rank, name=who, engine=self._engine(who), staged=staged)
-            for rank in side.ranks
-            if (who := f"rollout {rank}")
-        ]
+        self._side, self._staged = side, staged
+        self.targets: list[WeightTarget] = []
+        for rank in side.ranks:
+            self.another(rank)
         self.sync = WeightSync(
             [source.name for source in self.sources],
             [target.name for target in self.targets],
             digest=digest,
             timeout=timeout,
             extra=extra,
+            relay=relay,
+            lost=lost,
             calls=self,
         )
+
+    def another(self, rank: int) -> str:
+        """A further rollout; its number is the next."""
+        who = f"rollout {len(self.targets)}"
+        engine = self._engine(who)
+        target = WeightTarget(self._side, rank=rank, name=who, engine=engine, staged=self._staged)
+        self.targets.append(target)
+        return who
 
     def _engine(self, who: str) -> TransferEngine:
         self.engines[who] = TransferEngine(name=who, transport="shm")

@@ -109,6 +109,26 @@ def test_rs_3_a_rollout_that_dies_in_the_middle_is_named_and_the_gather_goes_on(
     check(setup, trainer, {1})
 
 
+def test_a_rollout_that_dies_in_the_middle_can_be_left_out_and_replaced(
+    open_setup: Callable[..., Setup], trainer: Trainer
+) -> None:
+    setup = opened(open_setup, trainer, lost="drop")
+
+    def at(name: str, tensor: torch.Tensor) -> Any:
+        if name == MIDDLE and "rollout 1" not in setup.dead:
+            setup.kill("rollout 1")
+        return [(name, tensor)]
+
+    trainer.at = at
+    assert set(setup.sync.push().dropped) == {1}
+    check(setup, trainer, {2})
+    joined = setup.sync.join(setup.another(rank=1))
+    assert joined.version == 2
+    trainer.version = 3
+    setup.sync.push()
+    check(setup, trainer, {3})
+
+
 def test_rs_3_a_trainer_that_dies_in_the_middle_is_named(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
@@ -231,7 +251,7 @@ def test_a_weight_source_among_replica_sources_is_refused(
 
     setup = open_setup([(1, FULL)], SIDE)
     plain = WeightSource(FULL, rank=1, name="trainer 1", engine=setup.engines["trainer 0"])
-    setup.sync._trainers.append("trainer 1")
+    setup.sync._trainers.actors[1] = "trainer 1"
     with pytest.raises(InvalidArgument, match="trainer 1 holds a WeightSource and others"):
         setup.sync.connect()
     plain.close()

@@ -181,6 +181,17 @@ def test_the_route_is_an_ordinary_plan_that_names_one_sender_for_each_rollout(
     assert {span.stage for span in report.spans} >= {"gather", "load", "write"}
 
 
+def test_trainers_may_send_once_and_rollouts_pass_it_on(
+    open_setup: Callable[..., Setup],
+) -> None:
+    setup = open_setup([(2, MIXED_FULL)], EXPERTS, bucket=50_000, relay=True)
+    for _ in range(2):
+        sent = setup.sync.push().nbytes
+        check_mixed(setup)
+    one_engine = [sum(t.nbytes for t in target.weights.values()) for target in setup.targets[:2]]
+    assert sent == sum(one_engine)
+
+
 def test_a_replica_takes_the_memory_of_a_stage_of_one_rank(
     open_setup: Callable[..., Setup],
 ) -> None:
