@@ -72,8 +72,7 @@ class Filling:
         whole = gathering.whole().values()
         sizes = {t.name: math.prod(t.shape) * t.dtype.itemsize for t in whole}
         self._schedule = schedule(sizes, needs, bucket=bucket, cache=cache)
-        loads = (load for bucket in self._schedule.buckets for load in bucket.loads)
-        self._loads = list(loads)
+        self._loads = [load for bucket in self._schedule.buckets for load in bucket.loads]
         replica.reserve(tuple(needs), {name for _, name in self._copies})
         self._places = memory.places(plan.local_containers("source", self._rank))
 
@@ -116,12 +115,11 @@ class Filling:
                 # On the critical path only where this load takes memory that is being sent.
                 sending.wait_for(load.after)
                 self._replica.load(load.rank, {name: held[name] for name in load.tensors})
-                for arm, mine in routes:
-                    for route in mine.get(number, ()):
-                        sending.send(number, arm, route)
-                        if digest:
-                            # Now: the next load may take the memory.
-                            sending.add_digest(arm, route)
+                for arm, route in ((arm, r) for arm, mine in routes for r in mine.get(number, ())):
+                    sending.send(number, arm, route)
+                    if digest:
+                        # Now: the next load may take the memory.
+                        sending.add_digest(arm, route)
                 number += 1
             kept = held.keys() - set(bucket.drop)
             held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
@@ -144,8 +142,14 @@ class Filling:
                     f"{self._rank} can be loaded as; make it of all rollouts"
                 )
             parts = self._replica.needs(rollout, whole)
-            names = [name for r, name in self._copies if r == rollout]
-            out[rollout] = {name: frozenset(parts[name]) for name in names}
+            out[rollout] = {}
+            for name in (name for r, name in self._copies if r == rollout):
+                if name not in parts:
+                    raise InvalidArgument(
+                        f"rollout {rollout} holds `{name}`, which the replica of trainer "
+                        f"{self._rank} has nothing for; make it of the rollouts' engine"
+                    )
+                out[rollout][name] = frozenset(parts[name])
         return out
 
     def _in_turn(self, arms: list[Arm]) -> list[Arm]:

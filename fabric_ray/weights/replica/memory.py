@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +39,12 @@ class ReplicaMemory:
         """
         out: dict[int, tuple[Region, int]] = {}
         used: dict[int, Region] = {}
+        tensors: dict[int, Mapping[str, torch.Tensor]] = {}
         for container in containers:
-            tensor = self._checked(container)
+            name, rollout = unnamed(container.name)
+            if rollout not in tensors:
+                tensors[rollout] = self._replica.tensors(rollout)
+            tensor = self._checked(container, tensors[rollout].get(name))
             storage = tensor.untyped_storage()
             at = storage.data_ptr()
             if at not in used:
@@ -55,15 +59,14 @@ class ReplicaMemory:
     def close(self) -> None:
         self._regions.clear()
 
-    def _checked(self, container: LocalContainer) -> torch.Tensor:
-        name, rollout = unnamed(container.name)
-        tensor = self._replica.tensors(rollout).get(name)
+    def _checked(self, container: LocalContainer, tensor: torch.Tensor | None) -> torch.Tensor:
         wanted = _laid_out(container.dtype, container.shape, container.strides)
         found = "missing"
         if tensor is not None:
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
             found = _laid_out(tensor.dtype, tensor.shape, strides)
         if tensor is None or found != wanted:
+            name, rollout = unnamed(container.name)
             raise InvalidArgument(
                 f"`{name}` of rollout {rollout} is {wanted}, and {found} in the replica of trainer "
                 f"{self.rank}; make the replica of the rollouts' engine"
