@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span
+    from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span, Temporary
     from fabric_ray.weights.source import WeightSource
     from fabric_ray.weights.sync import WeightSync
     from fabric_ray.weights.target import WeightTarget
@@ -20,6 +20,7 @@ __all__ = [
     "LinkReport",
     "PushReport",
     "Span",
+    "Temporary",
     "WeightSource",
     "WeightSync",
     "WeightTarget",

@@ -95,6 +95,16 @@ class Sent(msgspec.Struct, frozen=True):
     failed: dict[int, str]
     """Rollout rank to cause."""
     digests: dict[int, int]
+    temporary: Temporary | None = None
+
+
+class Temporary(msgspec.Struct, frozen=True):
+    """What a trainer with a replica took of its host's memory in a push."""
+
+    gathered: int
+    """The most bytes of whole tensors at once: a bucket, and those that waited for it."""
+    replica: int
+    """Bytes of the replica, which are registered once."""
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -145,6 +155,8 @@ class PushReport(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...]
     dropped: dict[int, str] = {}
     """Rollouts that died and were left out from then on, and the cause."""
+    temporary: tuple[Temporary, ...] = ()
+    """By trainer, where replicas are filled: what that took of memory."""
 
     @property
     def gbytes_per_s(self) -> float:

@@ -124,7 +124,14 @@ class Session:
         links = tuple(link for s in sent for link in s.links)
         nbytes = sum(link.nbytes for link in links)
         return PushReport(
-            version, nbytes, clock.began, clock.total, clock.laps, links, tuple(spans)
+            version,
+            nbytes,
+            clock.began,
+            clock.total,
+            clock.laps,
+            links,
+            tuple(spans),
+            temporary=tuple(s.temporary for s in sent if s.temporary),
         )
 
     def catch_up(self, number: int, rank: int) -> int | None:

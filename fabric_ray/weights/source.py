@@ -19,16 +19,14 @@ from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.held import Held
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.quant import Invitation
-from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.sending import Route, Sending
+from fabric_ray.weights.sources import SOURCES
 from fabric_ray.weights.steps import Step, steps, temporary_nbytes
 
 if TYPE_CHECKING:
     import torch
-
-SOURCES: Registry[WeightSource] = Registry("weight source")
 
 _OUTDATED = (
     "another WeightSync has connected to this trainer since, or another push was begun; push with "

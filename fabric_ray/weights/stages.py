@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric_ray.plan import ParamMeta, Side
+from fabric_ray.plan import Side
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import Arm, Feed, Sent, SourceShare, Span, TargetShare
-from fabric_ray.weights.source import SOURCES
+from fabric_ray.weights.sources import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
 
-def source_meta(_: Any, name: str) -> tuple[int, list[ParamMeta] | bytes, bytes]:
+def source_meta(_: Any, name: str) -> tuple[int, Any, bytes]:
     return SOURCES.get(name).meta()
 
 

@@ -19,6 +19,7 @@ from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.crew import Crew
 from fabric_ray.weights.feeding import Feeding
 from fabric_ray.weights.quant import Formats
+from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session
 from fabric_ray.weights.sides import converted, source_side, target_side
@@ -119,10 +120,10 @@ class WeightSync:
         self._ranks = {number: rank for number, (rank, _, _) in targets.items()}
         _in_order("rollout", {n: rank for n, rank in self._ranks.items() if n < self._first})
         said = [word for _, word, _ in metas.values()]
-        source = source_side(said, self._given_side)
         target = target_side({n: (r, side) for n, (r, side, _) in targets.items()}, self._vacant)
-        sent = converted(source, target, self._formats)
-        routes = plan(sent, first_twins(target) if self._relay else target, extra=self._extra)
+        source, needed = self._both_sides(said, target)
+        sent = converted(source, needed, self._formats)
+        routes = plan(sent, needed, extra=self._extra)
         feeding = Feeding(
             routes,
             target,
@@ -278,6 +279,15 @@ class WeightSync:
         self._ranks.pop(number, None)
         if self._session is not None:
             self._session.forget(number)
+
+    def _both_sides(self, said: list[Any], target: Side) -> tuple[Side, Side]:
+        """What trainers hold and are to fill."""
+        needed = first_twins(target) if self._relay else target
+        if not any(isinstance(word, ReplicaMeta) for word in said):
+            return source_side(said, self._given_side), needed
+        if self._formats:
+            raise InvalidArgument("give the formats to every ReplicaSource, not to WeightSync")
+        return replica_sides(said, target, needed, extra=self._extra)
 
     def _given_side(self) -> Side:
         first: dict[int, tuple[Any, ...]] = dict.fromkeys(list(self._trainers.actors)[:1], ())

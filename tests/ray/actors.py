@@ -11,8 +11,10 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fabric_ray import runtime
+from fabric_ray.models import ModelConfig
 from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightTarget
+from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
 
 BF16 = DType.of("bfloat16")
 SHAPES = {"q": (64, 96), "k": (32, 96), "norm": (96,)}
@@ -55,6 +57,41 @@ class Member:
             self.tensors["big"] = torch.zeros(big, dtype=torch.bfloat16)
         self.part: Any = WeightSource(self.tensors, rank=rank, engine=runtime.engine(**engine))
 
+    def serve(self) -> int:
+        """Opens the store where two gatherers find each other; returns its port."""
+        from fabric_ray.models import fsdp
+
+        self.store = fsdp.serve_store("127.0.0.1", world=2)
+        return self.store.port
+
+    def gatherer(
+        self, rank: int, port: int, config: ModelConfig, target: Side, engine: dict[str, Any]
+    ) -> None:
+        """Holds a half of every parameter."""
+        from fabric_ray.models import fsdp
+        from fabric_ray.models.boxes import InitialWeights
+
+        store = self.store if rank == 0 else None
+        fsdp.join(rank=rank, world=2, address="127.0.0.1", port=port, store=store)
+        self.model = fsdp.sharded_model(config, fsdp.make_mesh(), InitialWeights(config, seed=1))
+        self.part = ReplicaSource(
+            self.model,
+            LayoutReplica(target),
+            rank=rank,
+            engine=runtime.engine(**engine),
+            bucket=13_000,
+        )
+
+    def halve(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        from fabric_ray.models.fsdp import full_tensors
+
+        return {name: tensor.clone() for name, tensor in full_tensors(self.model)}
+
     def rollout(self, rank: int, target: Side, staged: bool, engine: dict[str, Any]) -> None:
         """Holds a target."""
         self.part = WeightTarget(target, rank=rank, engine=runtime.engine(**engine), staged=staged)
@@ -64,6 +101,8 @@ class Member:
     def leave(self) -> None:
         self.part.close()
         self.part = None
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         runtime.shutdown()
 
     def pid(self) -> int:
@@ -133,6 +172,20 @@ def start(
         parts.append(actor.rollout.remote(rank, target or side(rollouts), staged, engine))
     ray.get(parts)
     return trainers, receivers
+
+
+def start_gatherers(
+    nodes: list[str], config: ModelConfig, target: Side
+) -> tuple[list[Any], list[Any]]:
+    """Two trainers that shard a model and gather it, on the first node; rollouts on the others."""
+    engine = {"peer_timeout": 1.0}
+    trainers = [_take(nodes[0]) for _ in range(2)]
+    rollouts = [_take(nodes[1 + rank % 2]) for rank in target.ranks]
+    port = ray.get(trainers[0].serve.remote())
+    parts = [t.gatherer.remote(i, port, config, target, engine) for i, t in enumerate(trainers)]
+    parts += [r.rollout.remote(i, target, True, engine) for i, r in enumerate(rollouts)]
+    ray.get(parts)
+    return trainers, rollouts
 
 
 def stop(*groups: list[Any]) -> None:

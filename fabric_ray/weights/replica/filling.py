@@ -1,0 +1,189 @@
+"""One trainer's work from connect to connect: gather a bucket, load a replica as one rollout after
+the other, send what is complete."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from fabric_ray._native import RegionDescriptor
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Copy, Plan
+from fabric_ray.weights.replica.engine import EngineReplica
+from fabric_ray.weights.replica.gathering import Gathering
+from fabric_ray.weights.replica.memory import ReplicaMemory
+from fabric_ray.weights.replica.schedule import schedule
+from fabric_ray.weights.replica.sides import unnamed
+from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, Temporary
+from fabric_ray.weights.routing import outgoing
+from fabric_ray.weights.sending import Route, Sending
+
+_Routes = dict[int, list[Route]]
+"""By the number of the load whose tensors they send; one for each stripe."""
+
+
+class _Place(NamedTuple):
+    """What requests to a rollout depend on."""
+
+    region: bytes
+    stripes: int
+
+
+class Filling:
+    """What one route has a trainer do at every push.
+
+    Raises:
+        InvalidArgument: bucket or cache are too small, or the replica is of another engine than
+            the rollouts.
+    """
+
+    def __init__(
+        self,
+        share: SourceShare,
+        gathering: Gathering,
+        replica: EngineReplica,
+        memory: ReplicaMemory,
+        *,
+        bucket: int,
+        cache: int,
+    ) -> None:
+        self.session = share.session
+        """Whose route it is."""
+        self._share = share
+        self._gathering = gathering
+        self._replica = replica
+        self._memory = memory
+        self._rank = memory.rank
+        self._routes: dict[int, dict[_Place, _Routes]] = {}
+        plan = Plan.from_bytes(share.plan)
+        self._copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
+        """By rollout that a replica is loaded as, and engine tensor."""
+        for copy in plan.for_source(self._rank):
+            name, rollout = unnamed(share.containers[copy.src_container])
+            self._copies[rollout, name].append(copy)
+        needs = self._needs()
+        whole = gathering.whole().values()
+        sizes = {t.name: math.prod(t.shape) * t.dtype.itemsize for t in whole}
+        self._schedule = schedule(sizes, needs, bucket=bucket, cache=cache)
+        self._loads = [load for bucket in self._schedule.buckets for load in bucket.loads]
+        replica.reserve(tuple(needs), {name for _, name in self._copies})
+        self._places = memory.places(plan.local_containers("source", self._rank))
+
+    def prepare(self, timeout: float) -> None:
+        """Connects to the rollouts and has everything ready for all of their regions."""
+        engine = self._memory.engine
+        ready = []
+        for arm in self._share.arms:
+            regions = (arm.region, *arm.further)
+            for region in regions:
+                there = msgspec.structs.replace(arm, region=region, further=regions)
+                for route in chain.from_iterable(self._route(there).values()):
+                    ready.append(engine.prepare(route.batch, timeout=timeout))
+        for transfer in ready:
+            transfer.wait()
+
+    def push(
+        self, arms: list[Arm], sending: Sending, *, digest: bool, proceed: Callable[[], None]
+    ) -> Sent:
+        """Moves one version.
+
+        Args:
+            arms: of all rollouts.
+            proceed: called before each load; raises to stop.
+        """
+        who = f"trainer {self._rank}"
+        routes = [(arm, self._route(arm)) for arm in self._in_turn(arms)]
+        spans: list[Span] = []
+        coming = iter(self._gathering)
+        held: dict[str, torch.Tensor] = {}
+        number = most = 0
+        for bucket in self._schedule.buckets:
+            start = time.time()
+            held |= {name: next(coming)[1] for name in bucket.arrive}
+            most = max(most, sum(tensor.nbytes for tensor in held.values()))
+            spans.append(Span(who, "gather", start, time.time()))
+            start = time.time()
+            for load in bucket.loads:
+                proceed()
+                # On the critical path only where this load takes memory that is being sent.
+                sending.wait_for(load.after)
+                self._replica.load(load.rank, {name: held[name] for name in load.tensors})
+                for arm, route in ((arm, r) for arm, mine in routes for r in mine.get(number, ())):
+                    sending.send(number, arm, route)
+                    if digest:
+                        # Now: the next load may take the memory.
+                        sending.add_digest(arm, route)
+                number += 1
+            kept = held.keys() - set(bucket.drop)
+            held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
+            spans.append(Span(who, "load", start, time.time()))
+        next(coming, None)  # whatever comes now wasn't announced
+        start = time.time()
+        sending.wait_for(number)
+        spans.append(Span(who, "write", start, time.time()))
+        sent = sending.result(spans)
+        return msgspec.structs.replace(sent, temporary=Temporary(most, self._memory.nbytes))
+
+    def _needs(self) -> dict[int, dict[str, frozenset[str]]]:
+        """What each engine tensor that is sent from here is made of, by rollout."""
+        whole = self._gathering.whole()
+        out: dict[int, dict[str, frozenset[str]]] = {}
+        for rollout in sorted({rollout for rollout, _ in self._copies}):
+            if rollout not in self._replica.ranks:
+                raise InvalidArgument(
+                    f"rollout {rollout} is none of the ranks that the replica of trainer "
+                    f"{self._rank} can be loaded as; make it of all rollouts"
+                )
+            parts = self._replica.needs(rollout, whole)
+            out[rollout] = {}
+            for name in (name for r, name in self._copies if r == rollout):
+                if name not in parts:
+                    raise InvalidArgument(
+                        f"rollout {rollout} holds `{name}`, which the replica of trainer "
+                        f"{self._rank} has nothing for; make it of the rollouts' engine"
+                    )
+                out[rollout][name] = frozenset(parts[name])
+        return out
+
+    def _in_turn(self, arms: list[Arm]) -> list[Arm]:
+        """The rollouts, each trainer beginning with another."""
+        ordered = sorted(arms, key=lambda arm: arm.rank)
+        turn = self._rank % max(1, len(ordered))
+        return ordered[turn:] + ordered[:turn]
+
+    def _route(self, arm: Arm) -> _Routes:
+        """The requests for one rollout; put together once for each place it is written to."""
+        known = self._routes.setdefault(arm.rank, {})
+        place = _Place(arm.region, len(arm.counters))
+        if place not in known:
+            # Those that an abort has given another key are of no use any more.
+            alive = {arm.region, *arm.further}
+            self._routes[arm.rank] = known = {p: r for p, r in known.items() if p.region in alive}
+            known[place] = self._requests(arm)
+        return known[place]
+
+    def _requests(self, arm: Arm) -> _Routes:
+        target = self._memory.engine.import_region(RegionDescriptor.from_bytes(arm.region))
+        routes: _Routes = defaultdict(list)
+        for number, load in enumerate(self._loads):
+            by_stripe: dict[int, list[Copy]] = defaultdict(list)
+            for copy in chain.from_iterable(self._copies[load.rank, n] for n in load.complete):
+                if copy.peer == arm.rank:
+                    by_stripe[arm.stripes[copy.dst_container]].append(copy)
+            for stripe, copies in sorted(by_stripe.items()):
+                request = outgoing(copies, self._places, target, arm.offsets)
+                nbytes = sum(copy.nbytes for copy in copies)
+                routes[number].append(Route(stripe, *request, nbytes))
+        return dict(routes)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without whatever else its memory holds: that must not wait with it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,116 @@
+"""Whole tensors on a trainer, one after the other, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, starmap
+from typing import Any
+
+import torch
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Tensor
+from fabric_ray.weights.local import told
+from fabric_ray.weights.quant import Formats
+from fabric_ray.weights.replica.converting import Converting, described
+
+Gather = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Gather
+"""A module, or tensors by name, whose DTensors are gathered one by one; or a function that gathers
+and returns pairs of a Hugging Face name and a whole tensor, as Megatron's exporters do."""
+
+_AGAIN = "gather the same at every push, in the same order, or make another ReplicaSource"
+
+
+class Gathering:
+    """A trainer's weights, whole, in the same order at each push.
+
+    Args:
+        weights: what to gather. A tensor that a function has handed out isn't written to again.
+        formats: what becomes of which tensors once they are whole.
+        rank: this trainer's.
+    """
+
+    def __init__(self, weights: Weights, formats: Formats, rank: int) -> None:
+        self._weights = weights
+        self._formats = formats
+        self._rank = rank
+        self._converting = Converting((), {}, rank)
+        self._whole: dict[str, Tensor] | None = None
+        self._shards: dict[str, Any] = {}
+
+    def whole(self) -> dict[str, Tensor]:
+        """What will come, in order. A function that gathers is called once to find out.
+
+        Raises:
+            InvalidArgument: a name comes twice, or there is nothing.
+        """
+        if self._whole is None:
+            # By map, which keeps hold of no tensor while it asks for the next.
+            named = self._gathered() if self._is_function else self._named()
+            wholes = list(starmap(described, named))
+            self._converting = Converting(wholes, self._formats, self._rank)
+            whole: dict[str, Tensor] = {}
+            for each in chain.from_iterable(map(self._converting.become, wholes)):
+                if each.name in whole:
+                    raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
+                whole[each.name] = each
+            if not whole:
+                raise InvalidArgument("a replica source needs at least one tensor to gather")
+            self._whole = whole
+        return self._whole
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors themselves, as :meth:`whole` has announced them.
+
+        Raises:
+            InvalidArgument: something else has come.
+            NotFinite: a tensor can't be given its format.
+        """
+        announced = iter(self.whole().values())
+        for name, gathered in self._gathered():
+            made = self._converting.convert(name, gathered)
+            # Whoever took it decides how long it is kept; here it would outlive its bucket.
+            del gathered
+            while made:
+                found, expected = described(*made[0]), next(announced, None)
+                if found != expected:
+                    raise InvalidArgument(f"{_told(found)} came, not {_told(expected)}; {_AGAIN}")
+                yield made.popleft()
+        if missing := next(announced, None):
+            raise InvalidArgument(f"`{missing.name}` did not come; {_AGAIN}")
+
+    @property
+    def _is_function(self) -> bool:
+        return not isinstance(self._weights, (torch.nn.Module, Mapping))
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if isinstance(self._weights, torch.nn.Module):
+            named = dict(self._weights.named_parameters())
+            # FSDP shows a whole tensor where it has gathered one; the shards are what is trained.
+            kept = {name: t for name, t in self._shards.items() if not _is_sharded(named.get(name))}
+            self._shards = {n: t for n, t in (named | kept).items() if _is_sharded(t)}
+            return (named | kept).items()
+        assert isinstance(self._weights, Mapping), "functions name nothing before they gather"
+        return self._weights.items()
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._is_function:
+            assert callable(self._weights)
+            return map(_on_host, self._weights())
+        return map(_on_host, self._named())
+
+
+def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
+    name, tensor = named[0], named[1].detach()
+    return name, (tensor.full_tensor() if _is_sharded(tensor) else tensor).cpu()
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _told(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "nothing"
+    return f"`{tensor.name}` ({told(tensor.dtype.name, tensor.shape)})"

@@ -1,0 +1,135 @@
+"""A replica that is the engine's own module: its ``load_weights`` knows the layout, and nobody else
+has to."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.weights.replica.converting import described
+from fabric_ray.weights.replica.sides import named, side_by_side
+from fabric_ray.weights.replica.writes import Writes
+
+AsRank = Callable[[int], AbstractContextManager[object]]
+
+
+class Loader(Protocol):
+    """An inference engine's model, as vLLM and SGLang write them."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Puts a rank's part of whole tensors, by Hugging Face names, into its parameters."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+
+def module_side(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, size: int, replicas: int = 1
+) -> Side:
+    """The rollouts' side where nothing is known of a layout but what a rank's tensors look like.
+
+    Nothing is taken to be the same on two ranks of an engine, so it suits pushes from a
+    :class:`ModuleReplica` and no others.
+
+    Args:
+        tensors: a rank's, by name, such as ``model.named_parameters()``; alike on all ranks.
+        size: ranks of an engine. Rank ``i`` of engine ``j`` is rollout ``j * size + i``.
+        replicas: engines.
+    """
+    ranks = range(size * replicas)
+
+    def containers(name: str, like: torch.Tensor) -> list[Container]:
+        wholes = [described(named(name, first), like) for first in range(size)]
+        parts = [
+            Leaf(whole, Mesh.line(ranks[first::size]), (Replicate(),))
+            for first, whole in enumerate(wholes)
+        ]
+        strides = tuple(stride * like.element_size() for stride in like.stride())
+        gaps = None if like.is_contiguous() else strides
+        return side_by_side(Container(name, wholes[0].dtype, parts[0], gaps), parts)
+
+    return Side.of(ranks, [each for item in tensors for each in containers(*item)])
+
+
+class ModuleReplica:
+    """An engine's module in host memory, loaded as one of its ranks after another.
+
+    What an engine tensor is made of is found by watching the module load: each whole tensor by
+    itself, as a stand-in without memory, while nothing is written.
+
+    Args:
+        module: built as on the rollouts; all ranks' tensors have the same names and shapes.
+        side: the same that the rollouts' targets were given, e.g. from :func:`module_side`.
+        as_rank: a context in which the module loads as a rollout does; not needed where all
+            rollouts are whole engines.
+    """
+
+    def __init__(self, module: Loader, side: Side, *, as_rank: AsRank | None = None) -> None:
+        self.side = side
+        self._module = module
+        self._as_rank: AsRank = as_rank or (lambda _: nullcontext())
+        own = dict(module.named_buffers()) | dict(module.named_parameters())
+        names = [container.name for container in side.containers]
+        for name in names:
+            if name not in own:
+                raise InvalidArgument(
+                    f"the rollouts hold `{name}`, which the module has not; give the module that "
+                    "the side describes"
+                )
+        self._tensors = {name: own[name].detach() for name in names}
+        self._seen: dict[tuple[object, ...], Mapping[str, Collection[str]]] = {}
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.side.ranks
+
+    def needs(self, rank: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Collection[str]]:
+        held = self._held(rank)
+        if held not in self._seen:
+            self._seen[held] = self._watch(rank, tensors.values())
+        return self._seen[held]
+
+    def reserve(self, ranks: Sequence[int], names: Collection[str]) -> None:
+        """The module has its memory already."""
+
+    def tensors(self, rank: int) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def load(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._as_rank(rank), torch.no_grad():
+            self._module.load_weights(iter(tensors.items()))
+
+    def _held(self, rank: int) -> tuple[object, ...]:
+        """Equal for twins, which needn't be watched twice."""
+        found = [leaf for c in self.side.containers for leaf in leaves(c.layout)]
+        here = [leaf for leaf in found if rank in leaf.mesh.ranks]
+        if any(p != Replicate() for leaf in here for p in leaf.placements):
+            return (rank,)
+        return tuple(leaf.tensor.name for leaf in here)
+
+    def _watch(self, rank: int, tensors: Iterable[Tensor]) -> Mapping[str, Collection[str]]:
+        parts: dict[str, set[str]] = defaultdict(set)
+        written: Counter[str] = Counter()
+        for whole in tensors:
+            zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name))
+            with Writes(self._tensors) as writes:
+                self.load(rank, {whole.name: zero.expand(whole.shape)})
+            for name, count in writes.counts.items():
+                parts[name].add(whole.name)
+                written[name] += count
+        for name, count in written.items():
+            if count < self._tensors[name].numel():
+                raise InvalidArgument(
+                    f"`{name}` of rollout {rank} has {self._tensors[name].numel()} elements, and "
+                    f"{', '.join(sorted(parts[name]))} fill only {count}; gather all that it is "
+                    "made of in one stage"
+                )
+        return parts
