@@ -32,7 +32,7 @@ test-rust: $(DONE)/tools
 
 # Tests of pure functions, of guests and of what pages show share the cores; all others watch a clock and run
 # alone. With ARGS only what it selects, one by one.
-TOGETHER := $(addprefix tests/unit/,families models plan quant rl trainers) tests/rdma tests/docs
+TOGETHER := $(addprefix tests/unit/,families models plan quant replica rl trainers) tests/rdma tests/docs
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
