@@ -42,7 +42,7 @@ class Arm(msgspec.Struct, frozen=True):
     further: tuple[bytes, ...] = ()
     """Regions that later versions will be written to; named once, when routes are handed out."""
     hook: str | None = None
-    """Why a hook failed for the version that has just been put into use."""
+    """Why hooks failed for the version that was just put into use, or given up."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):

@@ -331,16 +331,18 @@ class WeightSync:
             )
 
     def _write(self, version: int, arms: list[Arm]) -> list[Sent]:
+        written = False
         try:
             if not all(arm.staged for arm in arms):
                 session = [(self._session,)] * len(self._rollouts)
                 self._all("rollout", self._rollouts, stages.target_begin, "begin", session)
+            written = True
             args = [(self._session, version, arms, self._digest, self._timeout)] * len(
                 self._trainers
             )
             return self._all("trainer", self._trainers, stages.source_push, "push", args)
         except WeightSyncError as error:
-            raise self._give_up(version, error) from None
+            raise self._give_up(version, error, written=written) from None
 
     def _agree(self, version: int, sent: list[Sent]) -> dict[int, int]:
         """The digest that each rollout must find; raises if a trainer couldn't reach one."""
@@ -360,16 +362,20 @@ class WeightSync:
                 digests[rollout] = (digests.get(rollout, 0) + digest) & ((1 << 64) - 1)
         return digests
 
-    def _give_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
+    def _give_up(
+        self, version: int, error: WeightSyncError, *, written: bool = True
+    ) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
         # Trainers that stopped in the middle of an exchange can't take it up again.
         self._met = False
-        session = [(self._session,)] * len(self._rollouts)
-        arms, failed = self._some("rollout", self._rollouts, stages.target_abort, session)
+        these = [(self._session, written)] * len(self._rollouts)
+        arms, failed = self._some("rollout", self._rollouts, stages.target_abort, these)
         self._keep(arms)
-        causes = {**error.fields.get("failed", {}), **failed}
+        hooks = {f"rollout {arm.rank}": arm.hook for arm in arms if arm and arm.hook}
+        causes = {**hooks, **error.fields.get("failed", {}), **failed}
         text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
-        return WeightSyncError(text + str(error), version=version, failed=causes)
+        text += str(error) + (f"; then {_causes(hooks)}" if hooks else "")
+        return WeightSyncError(text, version=version, failed=causes)
 
     def _all(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, NotQuiesced, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, Span, TargetShare
 from fabric_ray.weights.routing import arriving
@@ -87,6 +89,7 @@ class WeightTarget:
         rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+        hooks: what the inference engine around it does when weights change.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class WeightTarget:
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
+        hooks: EngineHooks | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
@@ -117,6 +121,10 @@ class WeightTarget:
         self._counter: Counter | None = None
         self._prepared: int | None = None
         self._torn = False
+        # Torn by the announcement of a push alone: no byte may have come yet.
+        self._announced = False
+        self._engine_hooks = hooks or EngineHooks()
+        self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
         TARGETS.add(name, self)
 
@@ -134,7 +142,7 @@ class WeightTarget:
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
         """Calls ``hook(version)`` right after a version went into use: to rebind module parameters,
-        to flush caches."""
+        to flush caches. What the engine does around it, in which order, is for ``hooks``."""
         self._hooks.append(hook)
 
     def address(self) -> bytes:
@@ -151,7 +159,7 @@ class WeightTarget:
             self._slabs = [_Slab(self._engine, share.containers) for _ in range(copies)]
             self._views = [slab.views(share.containers) for slab in self._slabs]
             self.version, self._live = None, 0
-        self._share = share
+        self._share, self._announced = share, False
         for writer in self._writers():
             self._engine.connect(writer)
         arm = self._arm()
@@ -202,28 +210,50 @@ class WeightTarget:
                 f"version {version} can't be put into use: confirmed is {self._prepared}",
                 version=version,
             )
+        # If this fails, the version stays decided; this rollout keeps the one before, by name.
+        self._pause.begin()
         self._live = self._next
-        self.version, self._prepared, self._torn = version, None, False
-        failed = None
-        for hook in self._hooks:
-            try:
-                hook(version)
-            except Exception as error:
-                # The version is in use, here and elsewhere; that can't be taken back.
-                logger.exception("a hook for version %d failed", version)
-                failed = failed or f"{type(error).__name__}: {error}"
-        return msgspec.structs.replace(self._arm(), hook=failed)
+        self.version, self._prepared = version, None
+        self._torn = self._announced = False
+        return msgspec.structs.replace(self._arm(), hook=self._went_into_use(version))
 
-    def abort(self) -> Arm:
-        """Gives a version up: nothing of it can be used, counted or written any more."""
+    def _went_into_use(self, version: int) -> str | None:
+        """Tells whom it concerns, and the engine to go on; returns what of that failed.
+
+        The version is in use, here and elsewhere: that can't be taken back.
+        """
+        hooks, weights = self._engine_hooks, self.weights
+        failed = [attempt("on_commit", partial(hook, version)) for hook in self._hooks]
+        failed += [
+            attempt("post_process_weights", partial(hooks.post_process_weights, weights)),
+            attempt("flush_cache", hooks.flush_cache),
+            attempt("update_weight_version", partial(hooks.update_weight_version, version)),
+            self._pause.end(),
+        ]
+        return ", ".join(cause for cause in failed if cause) or None
+
+    def abort(self, *, written: bool = True) -> Arm:
+        """Gives a version up: nothing of it can be used, counted or written any more.
+
+        Generation goes on unless the version in use was overwritten in part: then not before a
+        push succeeds (RS-3).
+
+        Args:
+            written: whether trainers may have begun to write it.
+        """
         if self._share is None:
             raise InvalidArgument(
                 "this rollout was given no route; call WeightSync.connect() again"
             )
         self._prepared = None
-        self._torn = not self._staged and self.version is not None
+        if written:
+            self._torn = not self._staged and self.version is not None
+        elif self._announced:
+            self._torn = False
+        self._announced = False
         self._lock_out()
-        return self._arm()
+        failed = None if self._torn else self._pause.end()
+        return msgspec.structs.replace(self._arm(), hook=failed)
 
     def check_session(self, session: str) -> None:
         """Raises Stale if another controller has connected since."""
@@ -232,7 +262,9 @@ class WeightTarget:
 
     def begin(self) -> None:
         """A push begins: in place, that is the end of the version in use."""
-        self._torn = not self._staged
+        if not self._staged:
+            self._pause.begin()
+            self._announced, self._torn = not self._torn, True
 
     def close(self) -> None:
         """Gives everything back."""

@@ -13,7 +13,7 @@ import torch
 from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
-from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights import EngineHooks, WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.calls import Unanswered
 
 INT16 = DType.of("int16")
@@ -105,7 +105,14 @@ class InProcess:
 class LocalSync(InProcess, WeightSync):
     """Trainers and rollouts of a small model, their controller and what goes wrong with them."""
 
-    def __init__(self, *, staged: bool = True, digest: bool = False, timeout: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        staged: bool = True,
+        digest: bool = False,
+        timeout: float = 1.0,
+        hooks: Callable[[int], EngineHooks] | None = None,
+    ) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
         rollouts = [f"rollout {i}" for i in range(ROLLOUTS)]
         super().__init__(trainers, rollouts, digest=digest, timeout=timeout, calls=self)
@@ -117,7 +124,14 @@ class LocalSync(InProcess, WeightSync):
             for i, (who, tensors) in enumerate(zip(trainers, self.tensors, strict=True))
         ]
         self.targets = [
-            WeightTarget(side(), rank=i, name=who, engine=self.engines[who], staged=staged)
+            WeightTarget(
+                side(),
+                rank=i,
+                name=who,
+                engine=self.engines[who],
+                staged=staged,
+                hooks=hooks and hooks(i),
+            )
             for i, who in enumerate(rollouts)
         ]
 
