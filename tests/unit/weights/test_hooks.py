@@ -151,7 +151,9 @@ def test_rs_3_nothing_is_generated_with_weights_that_a_failed_push_overwrote(ope
     sync.fault = Fault("target_begin", "rollout 0", "is not asked")
     with pytest.raises(WeightSyncError):
         sync.push()
-    assert [engine.generating for engine in engines] == [False, False]
+    assert [e.generating for e in engines] == [False, False], (
+        "RS-3: half a version generates nothing"
+    )
     assert all(target._torn for target in sync.targets)
     sync.fault = None
     sync.push()
