@@ -30,16 +30,16 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
-# Tests of pure functions share the cores; all others watch a clock and run alone. With ARGS only what it
-# selects, one by one.
-PURE := $(addprefix tests/unit/,families models plan quant rl trainers)
+# Tests of pure functions, of guests and of what pages show share the cores; all others watch a clock and run
+# alone. With ARGS only what it selects, one by one.
+TOGETHER := $(addprefix tests/unit/,families models plan quant rl trainers) tests/rdma tests/docs
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(PURE)
-	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(PURE))
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TOGETHER)
+	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(TOGETHER))
 endif
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.

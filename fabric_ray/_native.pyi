@@ -911,6 +911,9 @@ class PlanCore:
     def explain(self, name: str | None = None, rank: int | None = None) -> str: ...
     def equals(self, other: PlanCore) -> bool: ...
 
+def holders(target: bytes) -> tuple[list[list[int]], list[list[int]]]:
+    """What `fabric_ray.plan.twins` gives types to."""
+
 # doctor
 
 def survey(names: Sequence[str], provider: str | None = None) -> dict[str, Any]:

@@ -33,6 +33,17 @@ class Kind(str, Enum):
     qwen3_moe = "qwen3_moe"
 
 
+# What all demos have.
+Trainers = Annotated[int, typer.Option(help="FSDP2 trainers.")]
+Carrier = Annotated[Transport, typer.Option(help="What moves the bytes.")]
+Output = Annotated[Path, typer.Option(help="Where the timeline goes.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
 @app.command()
 def weights(
     checkpoint: Annotated[
@@ -41,10 +52,10 @@ def weights(
             help="Directory of a Hugging Face checkpoint (safetensors). Default: a model is made."
         ),
     ] = None,
-    trainers: Annotated[int, typer.Option(help="FSDP2 trainers.")] = 2,
+    trainers: Trainers = 2,
     rollouts: Annotated[int, typer.Option(help="Rollouts: the tensor-parallel size.")] = 2,
     ep: Annotated[int, typer.Option(help="Groups of rollouts that own whole experts (MoE).")] = 1,
-    transport: Annotated[Transport, typer.Option(help="What moves the bytes.")] = Transport.auto,
+    transport: Carrier = Transport.auto,
     kind: Annotated[Kind, typer.Option(help="Kind of the model that is made.")] = Kind.llama,
     parameters: Annotated[float, typer.Option(help="Size of the model that is made.")] = 300e6,
     pushes: Annotated[int, typer.Option(help="Versions to push.")] = 4,
@@ -55,14 +66,9 @@ def weights(
     digest: Annotated[
         bool, typer.Option("--digest", help="Have every push compare digests on both sides.")
     ] = False,
-    output: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("demo-output"),
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: Output = Path("demo-output"),
+    address: Address = None,
+    as_json: AsJson = False,
 ) -> None:
     """Trainers push the weights of a model, while they train it, into tensor-parallel rollouts.
 
@@ -120,18 +126,13 @@ def rl(
     staleness: Annotated[
         int, typer.Option(help="Versions that a sample may be behind the trainers.")
     ] = 1,
-    trainers: Annotated[int, typer.Option(help="FSDP2 trainers.")] = 2,
+    trainers: Trainers = 2,
     rollouts: Annotated[int, typer.Option(help="Rollouts: engines of their own.")] = 2,
-    transport: Annotated[Transport, typer.Option(help="What moves the bytes.")] = Transport.auto,
+    transport: Carrier = Transport.auto,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
-    output: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("demo-output"),
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: Output = Path("demo-output"),
+    address: Address = None,
+    as_json: AsJson = False,
 ) -> None:
     """A small transformer learns to sort digits by asynchronous reinforcement learning.
 

@@ -5,6 +5,7 @@ Torch is imported when a function is called, so planning itself never needs it.
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from fabric_ray.plan.types import (
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 
 def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> ParamMeta:
@@ -38,9 +40,8 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
     Raises:
         PlanError: the tensor is sharded in a way the planner has no word for.
     """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    sharded = _as_dtensor(tensor)
+    if sharded is None:
         return ParamMeta(
             name=name,
             shape=tuple(tensor.shape),
@@ -52,19 +53,25 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
             local_strides=_byte_strides(tensor),
         )
     # Not to_local(): that is an operation autograd records.
-    local = tensor._local_tensor
-    mesh = tensor.device_mesh
+    local = sharded._local_tensor
+    mesh = sharded.device_mesh
     return ParamMeta(
         name=name,
         shape=tuple(tensor.shape),
         dtype=_dtype(tensor),
         mesh_ranks=_shared(tuple(mesh.mesh.flatten().tolist())),
         mesh_shape=tuple(mesh.mesh.shape),
-        placements=_placements(name, tensor),
+        placements=_placements(name, sharded),
         local_shape=tuple(local.shape),
         local_strides=_byte_strides(local),
         mesh_names=tuple(mesh.mesh_dim_names or ()),
     )
+
+
+def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:
+    # Importing it takes seconds, which nobody has to wait for who has none.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def container_from_dtensor(

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 from fabric_ray.errors import FabricError
 
+DIED = "died"
+
 
 class Unanswered(NamedTuple):
     """In place of an answer."""
 
     cause: str
     kind: str = ""
-    """The error's class, by name, if there was one."""
+    """The error's class, by name, if there was one; ``DIED`` where its process has ended."""
 
 
 class Calls(Protocol):
@@ -79,7 +81,7 @@ def _unanswered(error: BaseException, timeout: float) -> Unanswered:
     from ray.exceptions import GetTimeoutError, RayActorError
 
     if isinstance(error, RayActorError):
-        return Unanswered("its actor has died")
+        return Unanswered("its actor has died", DIED)
     if isinstance(error, GetTimeoutError):
         return Unanswered(f"it did not answer within {timeout:g} s; see whether it is stuck")
     return unanswered(getattr(error, "cause", None) or error)

@@ -22,17 +22,19 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """Where the next version of a rollout is to be written, and on which counter it counts.
+    """Where the next version of a rollout is to be written, and on which counters it counts.
 
     Each push has an arm of its own: writes of an earlier push that failed can reach neither the
-    memory (MR-2) nor the counter (IC-6) of a later one.
+    memory (MR-2) nor the counters (IC-6) of a later one.
     """
 
     rank: int
+    """In the layout that trainers write to."""
     name: str
     address: bytes
     region: bytes
-    counter: bytes
+    counters: tuple[bytes, ...]
+    """One for each stripe."""
     offsets: tuple[int, ...]
     """Where each of the target side's containers begins in the region; -1 if it has none here."""
     staged: bool
@@ -40,7 +42,9 @@ class Arm(msgspec.Struct, frozen=True):
     version: int | None = None
     """The version that the rollout runs."""
     further: tuple[bytes, ...] = ()
-    """Regions that later versions will be written to; named once, when routes are handed out."""
+    """Regions that later versions will be written to."""
+    stripes: tuple[int, ...] = ()
+    """The stripe of each of the target side's containers."""
     hook: str | None = None
     """Why hooks failed for the version that was just put into use, or given up."""
 
@@ -58,15 +62,27 @@ class SourceShare(msgspec.Struct, frozen=True):
     """Whether tensors change their dtype on the way."""
 
 
+class Feed(msgspec.Struct, frozen=True):
+    """Who writes to a rollout, and what it has to count."""
+
+    writers: tuple[bytes, ...]
+    """Addresses of their engines."""
+    pages: tuple[int, ...]
+    """To be expected, by stripe."""
+    stripes: tuple[int, ...]
+    """The stripe of each of the target side's containers."""
+    relayed: bool = False
+    """Whether that is another rollout, not trainers."""
+
+
 class TargetShare(msgspec.Struct, frozen=True):
     """What one rollout has to hold, and who writes it."""
 
     session: str
+    place: int
+    """The rank, of those that trainers write to, that holds the same."""
     containers: tuple[LocalContainer, ...]
-    container_count: int
-    expected_pages: int
-    writers: tuple[bytes, ...]
-    """Addresses of the engines that write here."""
+    feed: Feed
     plan: bytes | None
     """For digests; absent when none are wanted."""
 
@@ -86,6 +102,7 @@ class LinkReport(msgspec.Struct, frozen=True):
 
     trainer: int
     rollout: int
+    """In the layout that trainers write to."""
     nbytes: int
     seconds: float
     """From the trainer's submit to its completion."""
@@ -117,6 +134,7 @@ class PushReport(msgspec.Struct, frozen=True):
 
     version: int
     nbytes: int
+    """That left trainers; what rollouts passed on to each other isn't among them."""
     started: float
     """Seconds since the epoch, by the controller's clock."""
     seconds: float
@@ -125,7 +143,21 @@ class PushReport(msgspec.Struct, frozen=True):
     """Wall seconds of write, confirm, commit."""
     links: tuple[LinkReport, ...]
     spans: tuple[Span, ...]
+    dropped: dict[int, str] = {}
+    """Rollouts that died and were left out from then on, and the cause."""
 
     @property
     def gbytes_per_s(self) -> float:
         return self.nbytes / self.seconds / 1e9
+
+
+class JoinReport(msgspec.Struct, frozen=True):
+    """A rollout that has joined."""
+
+    rollout: int
+    """Its number from now on."""
+    version: int | None
+    """What it runs; ``None`` if nobody could give it a version: it gets the next."""
+    giver: int | None
+    """The rollout that it was given by."""
+    seconds: float

@@ -12,8 +12,9 @@ from fabric_ray.weights.report import Arm, LinkReport, Sent, Span
 
 
 class Route(NamedTuple):
-    """What one step has for one rollout, ready to be submitted at every push."""
+    """What one step has for one rollout and stripe, ready to be submitted at every push."""
 
+    stripe: int
     batch: Batch
     digest: Digest
     nbytes: int
@@ -52,7 +53,7 @@ class Sending:
         left = max(1e-3, self._deadline - time.monotonic())
         try:
             transfer = self._engine.submit(
-                route.batch, imm=CounterRef.from_bytes(arm.counter), timeout=left
+                route.batch, imm=CounterRef.from_bytes(arm.counters[route.stripe]), timeout=left
             )
         except FabricError as error:
             self._failed[arm.rank] = str(error)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from fabric_ray._native import Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Stale
-from fabric_ray.plan import LocalContainer, ParamMeta, Plan, Side
+from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
 from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.held import Held
 from fabric_ray.weights.local import check_local
@@ -34,6 +34,13 @@ _OUTDATED = (
     "another WeightSync has connected to this trainer since, or another push was begun; push with "
     "that one, or call connect() to take over again"
 )
+
+
+class _Place(NamedTuple):
+    """What requests to a rollout depend on."""
+
+    region: bytes
+    stripes: int
 
 
 class WeightSource:
@@ -79,7 +86,7 @@ class WeightSource:
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
         self._ring: Region | None = None
-        self._routes: dict[int, dict[bytes, list[tuple[int, Route]]]] = {}
+        self._routes: dict[int, dict[_Place, list[tuple[int, Route]]]] = {}
         # A controller that has waited long enough goes on while a push is still running here.
         self._turn = threading.Lock()
         self._latest: object = None
@@ -200,11 +207,11 @@ class WeightSource:
                     sending.wait_for(step.place.after)
                     spans.append(self._make_ready(step))
                 for arm, routes in mine:
-                    if number in routes:
-                        sending.send(number, arm, routes[number])
+                    for route in routes.get(number, ()):
+                        sending.send(number, arm, route)
                         if digest:
                             # Now: what was made ready isn't there any more when all is sent.
-                            sending.add_digest(arm, routes[number])
+                            sending.add_digest(arm, route)
             sending.wait_for(len(self._steps))
             spans.append(Span(who, "write", start, time.time()))
             return sending.result(spans)
@@ -233,12 +240,13 @@ class WeightSource:
         """That tensors are what was planned for: those sent as they are by the plan, others by what
         they are made from."""
         made: Collection[str] = ()
+        held = {name: self._held.local(name) for name in self._held.tensors}
         if self._conversion is not None:
-            self._conversion.check(self._held.tensors)
+            self._conversion.check(held)
             made = self._conversion.made
         plain = {
-            name: self._held.local(name)
-            for name, tensor in self._held.tensors.items()
+            name: tensor
+            for name, tensor in held.items()
             if name not in made and (self.side is not None or tensor.numel())
         }
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
@@ -255,34 +263,54 @@ class WeightSource:
             self._conversion.prepare(unit, local, memory[at : at + unit.nbytes])
         return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
-    def _in_turn(self, arms: list[Arm]) -> list[tuple[Arm, dict[int, Route]]]:
+    def _in_turn(self, arms: list[Arm]) -> list[tuple[Arm, dict[int, list[Route]]]]:
         """The rollouts that get something from here and the routes of each step, each trainer
         beginning with another rollout."""
-        routed = [(arm, dict(self._route(arm))) for arm in sorted(arms, key=lambda a: a.rank)]
-        mine = [(arm, routes) for arm, routes in routed if routes]
+        mine: list[tuple[Arm, dict[int, list[Route]]]] = []
+        for arm in sorted(arms, key=lambda a: a.rank):
+            by_step: dict[int, list[Route]] = {}
+            for number, route in self._route(arm):
+                by_step.setdefault(number, []).append(route)
+            if by_step:
+                mine.append((arm, by_step))
         turn = self.rank % max(1, len(mine))
         return mine[turn:] + mine[:turn]
 
     def _route(self, arm: Arm) -> list[tuple[int, Route]]:
         """The requests for one rollout by steps; put together once for each place it is written
         to."""
-        assert self._share is not None, "only a session has routes"
         known = self._routes.setdefault(arm.rank, {})
-        if arm.region not in known:
+        place = _Place(arm.region, len(arm.counters))
+        if place not in known:
             # Those that an abort has given another key are of no use any more.
-            announced = {r for a in self._share.arms for r in (a.region, *a.further)}
-            self._routes[arm.rank] = known = {r: k for r, k in known.items() if r in announced}
-            known[arm.region] = [
-                (number, self._requests(step, arm))
+            alive = {arm.region, *arm.further}
+            self._routes[arm.rank] = known = {p: k for p, k in known.items() if p.region in alive}
+            known[place] = [
+                (number, route)
                 for number, step in enumerate(self._steps)
                 if arm.rank in step.copies
+                for route in self._requests(step, arm)
             ]
-        return known[arm.region]
+        return known[place]
 
-    def _requests(self, step: Step, arm: Arm) -> Route:
-        assert self._share is not None, "only a session has routes"
-        copies = step.copies[arm.rank]
+    def _requests(self, step: Step, arm: Arm) -> list[Route]:
+        """What a step has for a rollout, by stripes."""
         target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
+        by_stripe: dict[int, list[Copy]] = {}
+        for copy in step.copies[arm.rank]:
+            by_stripe.setdefault(arm.stripes[copy.dst_container], []).append(copy)
+        return [
+            Route(
+                stripe,
+                *outgoing(copies, self._sources(step, copies), target, arm.offsets),
+                sum(copy.nbytes for copy in copies),
+            )
+            for stripe, copies in sorted(by_stripe.items())
+        ]
+
+    def _sources(self, step: Step, copies: Iterable[Copy]) -> dict[int, tuple[Region, int]]:
+        """Where the containers that copies read lie."""
+        assert self._share is not None, "only a session has routes"
         ready, names = step.offsets(), self._share.containers
         made = self._conversion.made if self._conversion else frozenset()
         sources: dict[int, tuple[Region, int]] = {}
@@ -298,8 +326,7 @@ class WeightSource:
                 )
             else:
                 sources[container] = (self._held.region(name), 0)
-        batch, digest = outgoing(copies, sources, target, arm.offsets)
-        return Route(batch, digest, sum(copy.nbytes for copy in copies))
+        return sources
 
     def _drop_conversion(self) -> None:
         if self._conversion is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from fabric_ray.plan import ParamMeta, Side
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import Invitation
-from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, TargetShare
+from fabric_ray.weights.report import Arm, Feed, Sent, SourceShare, Span, TargetShare
 from fabric_ray.weights.source import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
@@ -45,6 +45,20 @@ def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
 
 def target_accept(_: Any, name: str, share: TargetShare) -> Arm:
     return TARGETS.get(name).accept(share)
+
+
+def target_feed(_: Any, name: str, session: str, feed: Feed) -> Arm:
+    return _target(name, session).feed(feed)
+
+
+def target_pass_on(_: Any, name: str, session: str, to: list[Arm], timeout: float) -> None:
+    _target(name, session).pass_on(to, timeout=timeout)
+
+
+def target_give(
+    _: Any, name: str, session: str, arm: Arm, version: int, timeout: float
+) -> int | None:
+    return _target(name, session).give(arm, version, timeout=timeout)
 
 
 def target_begin(_: Any, name: str, session: str) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, NotQuiesced, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
 from fabric_ray.weights.registry import Registry
-from fabric_ray.weights.report import Arm, Span, TargetShare
+from fabric_ray.weights.relay import Copying, Relay
+from fabric_ray.weights.report import Arm, Feed, Span, TargetShare
 from fabric_ray.weights.routing import arriving
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class WeightTarget:
         self._slabs: list[_Slab] = []
         self._views: list[dict[str, torch.Tensor]] = []
         self._live = 0
-        self._counter: Counter | None = None
+        self._counters: list[Counter] = []
+        self._relay: Relay | None = None
         self._prepared: int | None = None
         self._torn = False
         # Torn by the announcement of a push alone: no byte may have come yet.
@@ -150,6 +152,7 @@ class WeightTarget:
 
     def accept(self, share: TargetShare) -> Arm:
         """Takes this rank's part of the plan and makes room; returns where to write first."""
+        self._stop_relay()
         if self._slabs and share.containers == self._layout:
             # Who was given the old route may not have noticed yet.
             self._lock_out()
@@ -162,10 +165,44 @@ class WeightTarget:
         self._share, self._announced = share, False
         for writer in self._writers():
             self._engine.connect(writer)
-        arm = self._arm()
-        others = [slab for i, slab in enumerate(self._slabs) if i != self._next]
-        further = tuple(slab.region.descriptor().to_bytes() for slab in others)
-        return msgspec.structs.replace(arm, further=further)
+        return self._arm()
+
+    def feed(self, feed: Feed) -> Arm:
+        """From now on, others write here."""
+        self._share = msgspec.structs.replace(self._routed(), feed=feed)
+        for writer in self._writers():
+            self._engine.connect(writer)
+        return self._arm()
+
+    def pass_on(self, children: Sequence[Arm], *, timeout: float = 60.0) -> None:
+        """Has the next version go to others that hold the same, while it arrives here."""
+        share = self._routed()
+        slab = self._slabs[self._next]
+        to = [
+            Copying(self._engine, share.containers, slab.region, slab.offsets, arm)
+            for arm in children
+        ]
+        # Trainers aren't waited for by name: the first to know of their end is the controller.
+        writers = list(self._writers()) if share.feed.relayed else []
+        self._relay = Relay(self._arrivals(writers, timeout), to, timeout)
+
+    def give(self, arm: Arm, version: int, *, timeout: float = 60.0) -> int | None:
+        """Writes the version in use to another rollout that holds the same; returns its digest, if
+        digests are wanted.
+
+        Raises:
+            WeightSyncError: another version is in use, or none.
+            FabricError: the other can't be reached.
+        """
+        share = self._routed()
+        if self.version != version or self._torn:
+            raise WeightSyncError(
+                f"version {version} can't be given to {arm.name}: in use is {self.version}",
+                version=version,
+            )
+        slab = self._slabs[self._live]
+        Copying(self._engine, share.containers, slab.region, slab.offsets, arm).send(timeout)
+        return None if share.plan is None else self._digest(slab).compute()
 
     def confirm(
         self, version: int, *, timeout: float = 60.0, digest: int | None = None
@@ -176,19 +213,21 @@ class WeightTarget:
             FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
                 digest differs.
         """
-        if self._counter is None or self._share is None:
+        if self._share is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)
         who = f"rollout {self.rank}"
         start = time.time()
-        # Only now: whom a rollout loses sight of between pushes has nothing to do with a version.
-        arrival = self._counter.expect(
-            self._share.expected_pages, writers=list(self._writers()), timeout=timeout
-        )
-        arrival.wait()
+        if self._relay is not None:
+            self._relay.wait()
+            self._relay = None
+        else:
+            # Only now: who is lost sight of between pushes has nothing to do with a version.
+            for arrival in self._arrivals(list(self._writers()), timeout):
+                arrival.wait()
         spans = [Span(who, "arrive", start, time.time())]
         if digest is not None:
             start = time.time()
-            found = self._digest().compute()
+            found = self._digest(self._slabs[self._next]).compute()
             spans.append(Span(who, "digest", start, time.time()))
             if found != digest:
                 raise WeightSyncError(
@@ -241,10 +280,8 @@ class WeightTarget:
         Args:
             written: whether trainers may have begun to write it.
         """
-        if self._share is None:
-            raise InvalidArgument(
-                "this rollout was given no route; call WeightSync.connect() again"
-            )
+        self._routed()
+        self._stop_relay()
         self._prepared = None
         if written:
             self._torn = not self._staged and self.version is not None
@@ -269,8 +306,28 @@ class WeightTarget:
     def close(self) -> None:
         """Gives everything back."""
         TARGETS.remove(self.name)
-        self._counter = None
+        self._stop_relay()
+        self._counters = []
         self._views, self._slabs = [], []
+
+    def _routed(self) -> TargetShare:
+        if self._share is None:
+            raise InvalidArgument(
+                "this rollout was given no route; call WeightSync.connect() again"
+            )
+        return self._share
+
+    def _stop_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.cancel()
+            self._relay = None
+
+    def _arrivals(self, writers: list[Peer], timeout: float) -> list[Transfer]:
+        pages = self._routed().feed.pages
+        return [
+            counter.expect(count, writers=writers, timeout=timeout)
+            for counter, count in zip(self._counters, pages, strict=True)
+        ]
 
     def _lock_out(self) -> None:
         """Ends what earlier pushes may still write; replaces memory where that can't be shown."""
@@ -290,32 +347,33 @@ class WeightTarget:
         return (self._live + 1) % len(self._slabs) if self.version is not None else 0
 
     def _writers(self) -> Iterator[Peer]:
-        assert self._share is not None
-        for address in self._share.writers:
+        for address in self._routed().feed.writers:
             yield self._engine.peer(EngineAddress.from_bytes(address))
 
     def _arm(self) -> Arm:
-        """A fresh counter for the next version, and the place that it will count."""
-        assert self._share is not None
-        slab = self._slabs[self._next]
-        self._counter = self._engine.counter()
-        offsets = [slab.offsets.get(i, -1) for i in range(self._share.container_count)]
+        """Fresh counters for the next version, and the place that they will count."""
+        share, slab = self._routed(), self._slabs[self._next]
+        self._counters = [self._engine.counter() for _ in share.feed.pages]
+        others = (s for i, s in enumerate(self._slabs) if i != self._next)
         return Arm(
-            self.rank,
+            share.place,
             f"rollout {self.rank}",
             self.address(),
             slab.region.descriptor().to_bytes(),
-            self._counter.ref.to_bytes(),
-            tuple(offsets),
+            tuple(counter.ref.to_bytes() for counter in self._counters),
+            self._offsets(slab),
             self._staged,
             self.version,
+            tuple(s.region.descriptor().to_bytes() for s in others),
+            share.feed.stripes,
         )
 
-    def _digest(self) -> Digest:
-        assert self._share is not None
-        if self._share.plan is None:
+    def _offsets(self, slab: _Slab) -> tuple[int, ...]:
+        return tuple(slab.offsets.get(i, -1) for i in range(len(self._routed().feed.stripes)))
+
+    def _digest(self, slab: _Slab) -> Digest:
+        share = self._routed()
+        if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
-        slab = self._slabs[self._next]
-        offsets = [slab.offsets.get(i, -1) for i in range(self._share.container_count)]
-        copies = Plan.from_bytes(self._share.plan).for_target(self.rank)
-        return arriving(copies, slab.region, offsets)
+        copies = Plan.from_bytes(share.plan).for_target(share.place)
+        return arriving(copies, slab.region, self._offsets(slab))

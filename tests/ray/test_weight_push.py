@@ -30,7 +30,7 @@ from fabric_ray.plan import (
     Side,
     Tensor,
 )
-from fabric_ray.weights import WeightSync
+from fabric_ray.weights import WeightSync, stages
 from tests.ray.actors import BF16, SHAPES, expected, side, start, stop, values
 
 
@@ -267,14 +267,21 @@ def test_rs_3_an_interrupted_push_never_writes_to_weights_in_use(
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
+        session, ask = sync._session, sync._rollouts.some
+        assert session is not None
+
+        def commit_and_interrupt(function: Any, args: Any) -> Any:
+            answers = ask(function, args)
+            return interrupt() if function is stages.target_commit else answers
+
         # Right after all have committed, before the controller has noted where to write next.
-        monkeypatch.setattr(sync, "_keep", interrupt)
+        monkeypatch.setattr(sync._rollouts, "some", commit_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
         monkeypatch.undo()
         train(trainers, 3)
         # This one ends before its commit: what is in use stays whole.
-        monkeypatch.setattr(sync, "_agree", interrupt)
+        monkeypatch.setattr(session, "_agree", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
         monkeypatch.undo()

@@ -13,7 +13,8 @@ import msgspec
 
 from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
 from fabric_ray.plan.types import Container, DType, Leaf, Mesh, Shard, Side, Tensor
-from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
+from fabric_ray.weights.families.errors import InvalidRanks
+from fabric_ray.weights.trainers.experts import experts_per_group
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -75,7 +76,12 @@ def fsdp_side(
         InvalidRanks: the sizes don't fit the model.
         Indivisible: expert-parallel groups can't own equal numbers of experts.
     """
-    _check(config, parallel)
+    if parallel.pp > config.layers:
+        raise InvalidRanks(
+            f"pp={parallel.pp} stages are more than {config.layers} layers; use fewer",
+            family="fsdp",
+        )
+    experts = experts_per_group(config, parallel.ep, family="fsdp")
     stages = even_stages(config.layers, parallel.pp) if stages is None else stages
     if len(stages) != parallel.pp or sum(stages) != config.layers or min(stages) < 1:
         raise InvalidRanks(
@@ -83,33 +89,15 @@ def fsdp_side(
             f"{config.layers} layers",
             family="fsdp",
         )
-    return Side.of(parallel.world, list(_containers(config, parallel, stages)))
-
-
-def _check(config: ModelConfig, parallel: FsdpParallel) -> None:
-    if parallel.pp > config.layers:
-        raise InvalidRanks(
-            f"pp={parallel.pp} stages are more than {config.layers} layers; use fewer",
-            family="fsdp",
-        )
-    experts = config.moe.experts if config.moe else 0
-    if parallel.ep > 1 and not experts:
-        raise InvalidRanks(f"{config.kind} has no experts to spread; use ep=1", family="fsdp")
-    if experts % parallel.ep:
-        raise Indivisible(
-            f"{experts} experts can't be shared evenly by ep={parallel.ep}; use an ep that divides "
-            "them",
-            family="fsdp",
-        )
+    return Side.of(parallel.world, list(_containers(config, parallel, stages, experts)))
 
 
 def _containers(
-    config: ModelConfig, parallel: FsdpParallel, stages: Sequence[int]
+    config: ModelConfig, parallel: FsdpParallel, stages: Sequence[int], experts: int
 ) -> Iterator[Container]:
     stage_of = [stage for stage, layers in enumerate(stages) for _ in range(layers)]
     everyone = [parallel.stage(stage) for stage in range(parallel.pp)]
     groups = [[parallel.group(s, g) for g in range(parallel.ep)] for s in range(parallel.pp)]
-    each = config.moe.experts // parallel.ep if config.moe else 0
     for name, shape in parameter_shapes(config).items():
         layer, expert = _place(name)
         if layer is None:
@@ -117,7 +105,7 @@ def _containers(
         elif expert is None:
             yield _sharded(config, name, shape, everyone[stage_of[layer]])
         else:
-            yield _sharded(config, name, shape, groups[stage_of[layer]][expert // each])
+            yield _sharded(config, name, shape, groups[stage_of[layer]][expert // experts])
     if config.tied and parallel.pp > 1:
         # Without an embedding to share, the last stage keeps a copy of it.
         shape = (config.vocab, config.hidden)

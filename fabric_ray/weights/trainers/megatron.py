@@ -17,6 +17,7 @@ from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
 from fabric_ray.weights.families.matching import Match, filled, match
 from fabric_ray.weights.families.placing import Grid, fuse
 from fabric_ray.weights.families.rules import Family
+from fabric_ray.weights.trainers.experts import experts_per_group
 from fabric_ray.weights.trainers.ranks import Parallel
 from fabric_ray.weights.trainers.tables import Experts, Layers, megatron_family
 
@@ -110,7 +111,7 @@ class _Trainer:
         self.matches = match(table, self.shapes)
         self.places = _places(config.layers, parallel, stages)
         self.grids = [parallel.grid(stage) for stage in range(parallel.pp)]
-        self.experts = _experts_per_group(config, parallel)
+        self.experts = experts_per_group(config, parallel.ep, family="megatron")
         self.expert_grids = [
             [parallel.expert_grid(stage, group) for group in range(parallel.ep)]
             for stage in range(parallel.pp)
@@ -182,16 +183,3 @@ def _places(layers: int, parallel: Parallel, stages: Sequence[int] | None) -> li
         for index, size in enumerate(stages)
         for number in range(size)
     ]
-
-
-def _experts_per_group(config: ModelConfig, parallel: Parallel) -> int:
-    experts = config.moe.experts if config.moe else 0
-    if parallel.ep > 1 and not experts:
-        raise InvalidRanks(f"{config.kind} has no experts to spread; use ep=1", family="megatron")
-    if experts % parallel.ep:
-        raise Indivisible(
-            f"{experts} experts can't be shared evenly by ep={parallel.ep}; use an ep that divides "
-            "them",
-            family="megatron",
-        )
-    return experts // parallel.ep

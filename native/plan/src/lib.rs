@@ -43,3 +43,4 @@ pub use plan::{Copy, LinkTotal, Plan};
 pub use planner::plan;
 pub use shape::{Loop, MAX_LOOPS};
 pub use spec::{ContainerSpec, Layout, SideSpec, TensorSpec};
+pub use twins::Holders;

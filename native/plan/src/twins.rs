@@ -6,9 +6,12 @@
 
 use std::hash::{Hash, Hasher};
 
-use rustc_hash::{FxHashMap, FxHasher};
+use rustc_hash::{FxHashMap, FxHashSet, FxHasher};
 
+use crate::cuts::CutsTable;
+use crate::error::{Result, Role};
 use crate::layout::Evaluated;
+use crate::model::Side;
 use crate::place::Dims;
 
 /// Containers beyond this many different groupings share one last section.
@@ -62,17 +65,54 @@ fn grouping(target: &Evaluated<'_>, container: u32, holders: &[u32]) -> Grouping
         .collect()
 }
 
-/// Every target container, in sections.
-pub(crate) fn sections(target: &Evaluated<'_>) -> Vec<Section> {
+/// Who holds what of a side, and which ranks hold the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holders {
+    /// The ranks that hold anything of each container, ascending.
+    pub by_container: Vec<Vec<u32>>,
+    /// Ranks that hold the same boxes at the same bytes in all of their containers, together;
+    /// ascending. Ranks that hold nothing are in none.
+    pub twins: Vec<Vec<u32>>,
+}
+
+impl Side {
+    /// # Errors
+    /// Those of a layout that means nothing, as for [`crate::plan`].
+    pub fn holders(&self, role: Role) -> Result<Holders> {
+        self.check(role)?;
+        let mut cuts = CutsTable::default();
+        let evaluated = Evaluated::new(role, self, &mut cuts)?;
+        let named = |ranks: &mut dyn Iterator<Item = u32>| {
+            ranks.map(|dense| self.ranks[dense as usize]).collect()
+        };
+        let mut by_container = vec![Vec::new(); self.containers.len()];
+        let mut different = FxHashSet::default();
+        for (container, grouping) in groupings(&evaluated) {
+            by_container[container as usize] = named(&mut grouping.iter().map(|&(rank, _)| rank));
+            different.insert(grouping);
+        }
+        let groups = groups(&different.into_iter().collect::<Vec<_>>());
+        let twins = groups.into_iter().map(|group| named(&mut group.into_iter())).collect();
+        Ok(Holders { by_container, twins })
+    }
+}
+
+/// Who is whose twin in each target container that anybody has.
+fn groupings(target: &Evaluated<'_>) -> Vec<(u32, Grouping)> {
     let mut holders: Vec<Vec<u32>> = vec![Vec::new(); target.side.containers.len()];
     for rank in 0..target.held.len() as u32 {
         target.containers_of(rank).for_each(|c| holders[c as usize].push(rank));
     }
+    let held = (0..).zip(&holders).filter(|(_, ranks)| !ranks.is_empty());
+    held.map(|(container, ranks)| (container, grouping(target, container, ranks))).collect()
+}
+
+/// Every target container, in sections.
+pub(crate) fn sections(target: &Evaluated<'_>) -> Vec<Section> {
     let mut ids: FxHashMap<Grouping, usize> = FxHashMap::default();
     let mut found: Vec<(Vec<u32>, Vec<Grouping>)> = Vec::new();
-    for (container, ranks) in (0..).zip(&holders).filter(|(_, ranks)| !ranks.is_empty()) {
+    for (container, grouping) in groupings(target) {
         let next = ids.len().min(MAX_SECTIONS - 1);
-        let grouping = grouping(target, container, ranks);
         let id = *ids.entry(grouping.clone()).or_insert(next);
         if id == found.len() {
             found.push((Vec::new(), vec![grouping.clone()]));

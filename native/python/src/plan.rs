@@ -9,7 +9,19 @@ use pyo3::types::{PyBytes, PyDict};
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<PlanCore>()
+    m.add_class::<PlanCore>()?;
+    m.add_function(wrap_pyfunction!(holders, m)?)
+}
+
+/// The ranks that hold anything of each container, and the ranks in groups that hold the same.
+#[pyfunction]
+fn holders(py: Python<'_>, target: &[u8]) -> PyResult<(Vec<Vec<u32>>, Vec<Vec<u32>>)> {
+    py.detach(|| {
+        let spec = SideSpec::from_msgpack(Role::Target, target)?;
+        Side::from_spec(Role::Target, spec)?.holders(Role::Target)
+    })
+    .map(|found| (found.by_container, found.twins))
+    .map_err(|e| raise(py, &e))
 }
 
 /// The exception of `fabric_ray.plan.errors` for an error, with what it names as attributes.

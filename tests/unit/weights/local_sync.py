@@ -14,7 +14,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import EngineHooks, WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import Unanswered
+from fabric_ray.weights.calls import DIED, Unanswered
 
 INT16 = DType.of("int16")
 SHAPES = {"w": (8, 6), "norm": (6,)}
@@ -29,17 +29,21 @@ def values(name: str, version: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.int16) + 1000 * version).reshape(SHAPES[name])
 
 
-def side() -> Side:
-    mesh = Mesh.line(range(ROLLOUTS))
+def side(engines: int = 1) -> Side:
+    """What the ranks of some engines hold, all engines the same."""
+    ranks = engines * ROLLOUTS
+    mesh = Mesh(tuple(range(ranks)), (engines, ROLLOUTS))
 
     def container(name: str, placement: Any) -> Container:
-        return Container(name, INT16, Leaf(Tensor(name, SHAPES[name], INT16), mesh, (placement,)))
+        leaf = Leaf(Tensor(name, SHAPES[name], INT16), mesh, (Replicate(), placement))
+        return Container(name, INT16, leaf)
 
-    return Side.of(ROLLOUTS, [container("w", Shard(0)), container("norm", Replicate())])
+    return Side.of(ranks, [container("w", Shard(0)), container("norm", Replicate())])
 
 
 def expected(rank: int, version: int) -> dict[str, torch.Tensor]:
-    return {"w": values("w", version).chunk(ROLLOUTS)[rank], "norm": values("norm", version)}
+    part = values("w", version).chunk(ROLLOUTS)[rank % ROLLOUTS]
+    return {"w": part, "norm": values("norm", version)}
 
 
 class Fault(NamedTuple):
@@ -81,7 +85,7 @@ class InProcess:
             try:
                 return self._call(who, function, rest)
             except Exception as error:
-                return Unanswered(str(error), type(error).__name__)
+                return Unanswered(str(error), DIED if who in self.dead else type(error).__name__)
 
         self.before.get(function.__name__, lambda: None)()
         # At the same time, as actors are: some wait for each other.
@@ -109,13 +113,15 @@ class LocalSync(InProcess, WeightSync):
         self,
         *,
         staged: bool = True,
-        digest: bool = False,
         timeout: float = 1.0,
+        engines: int = 1,
         hooks: Callable[[int], EngineHooks] | None = None,
+        **options: Any,
     ) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
-        rollouts = [f"rollout {i}" for i in range(ROLLOUTS)]
-        super().__init__(trainers, rollouts, digest=digest, timeout=timeout, calls=self)
+        rollouts = [f"rollout {i}" for i in range(engines * ROLLOUTS)]
+        super().__init__(trainers, rollouts, timeout=timeout, calls=self, **options)
+        self._staged, self._side, self._hooks = staged, side(engines), hooks
         self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
         everybody = (*trainers, *rollouts)
         self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
@@ -123,17 +129,21 @@ class LocalSync(InProcess, WeightSync):
             WeightSource(tensors, rank=i, name=who, engine=self.engines[who])
             for i, (who, tensors) in enumerate(zip(trainers, self.tensors, strict=True))
         ]
-        self.targets = [
-            WeightTarget(
-                side(),
-                rank=i,
-                name=who,
-                engine=self.engines[who],
-                staged=staged,
-                hooks=hooks and hooks(i),
-            )
-            for i, who in enumerate(rollouts)
-        ]
+        self.targets = [self._target(who, rank=i) for i, who in enumerate(rollouts)]
+
+    def another(self, rank: int) -> str:
+        """A further rollout, which takes part in nothing yet; its number is the next."""
+        who = f"rollout {len(self.targets)}"
+        self.engines[who] = TransferEngine(name=who, transport="shm")
+        self.targets.append(self._target(who, rank))
+        return who
+
+    def _target(self, who: str, rank: int) -> WeightTarget:
+        engine = self.engines[who]
+        hooks = self._hooks(rank) if self._hooks else None
+        return WeightTarget(
+            self._side, rank=rank, name=who, engine=engine, staged=self._staged, hooks=hooks
+        )
 
     def train(self, version: int) -> None:
         for tensors in self.tensors:
@@ -157,9 +167,9 @@ class LocalSync(InProcess, WeightSync):
 
     def broken(self, named: set[str], before: int) -> Iterator[str]:
         """What of RS-3 doesn't hold after a push; ``named`` are those whom its error names."""
-        for rank, target in enumerate(self.targets):
-            who = f"rollout {rank}"
-            if who in self.dead:
+        for number, target in enumerate(self.targets):
+            who = f"rollout {number}"
+            if who in self.dead or number not in self.rollouts:
                 continue
             if target.version not in (before, self.version):
                 yield f"RS-3: {who} runs {target.version}, not {before} or {self.version}"
@@ -173,6 +183,6 @@ class LocalSync(InProcess, WeightSync):
                     yield f"RS-3: {who} has nothing to use"
                 continue
             assert target.version is not None
-            for name, want in expected(rank, target.version).items():
+            for name, want in expected(target.rank, target.version).items():
                 if not torch.equal(weights[name], want):
                     yield f"RS-3: `{name}` at {who} is not that of version {target.version}"

@@ -62,7 +62,7 @@ def open_sync() -> Iterator[Callable[..., tuple[LocalSync, list[Engine]]]]:
     made = []
 
     def open_(**options: Any) -> tuple[LocalSync, list[Engine]]:
-        engines = [Engine(rank) for rank in range(ROLLOUTS)]
+        engines = [Engine(rank) for rank in range(options.get("engines", 1) * ROLLOUTS)]
         sync = LocalSync(hooks=engines.__getitem__, **options)
         made.append(sync)
         for engine, target in zip(engines, sync.targets, strict=True):
@@ -167,3 +167,24 @@ def test_staged_a_failed_push_asks_nothing_of_an_engine(open_sync) -> None:
     with pytest.raises(WeightSyncError):
         sync.push()
     assert [engine.asked for engine in engines] == [[], []]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_joins_pauses_before_it_is_given_a_version(open_sync, staged: bool) -> None:
+    sync, _ = open_sync(staged=staged, engines=2)
+    joins = Engine(1)
+    sync._hooks = lambda _: joins
+    who = sync.another(rank=1)
+    joins.target = sync.targets[-1]
+    sync.join(who)
+    assert joins.asked == AROUND
+    version, memory = joins.seen["pause"]
+    assert version is None
+    assert staged or not any(views.any() for views in memory), "no byte was written before"
+    assert joins.told == 1
+    joins.fails = {"flush"}
+    failing = sync.another(rank=1)
+    joins.target = sync.targets[-1]
+    with pytest.raises(WeightSyncError, match="a hook failed at rollout 5: flush_cache"):
+        sync.join(failing)
+    assert sync.rollouts == (0, 1, 2, 3, 4), "it has no part in anything"

@@ -1,0 +1,159 @@
+"""Measure a push of weights beside other ways to bring them over."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import ray
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.push.tiny import Overhead, overhead
+from benchmarks.push.ways import Way, World, every_way
+from fabric_ray.models import ModelConfig
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+_console = Console(width=None if Console().is_terminal else 140)
+_STORE = 4 << 30
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What one way took."""
+
+    name: str
+    what: str
+    seconds: list[float]
+    """By turn."""
+    verified: bool
+
+
+@app.command()
+def push(
+    layers: Annotated[int, typer.Option(help="15 make 2.1 GB in bf16", min=1)] = 15,
+    trainers: Annotated[int, typer.Option(min=1)] = 4,
+    tp: Annotated[int, typer.Option(min=1)] = 2,
+    engines: Annotated[int, typer.Option(min=1)] = 2,
+    turns: Annotated[int, typer.Option(min=1)] = 5,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Rollouts hold fp8")] = False,
+    peers: Annotated[bool, typer.Option(help="Also the other ways")] = True,
+    transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+) -> None:
+    """A model from FSDP trainers into replicas of a tensor-parallel engine."""
+    config = ModelConfig(
+        kind="llama",
+        vocab=32_000,
+        hidden=2048,
+        layers=layers,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        intermediate=8192,
+    )
+    with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
+        world = World(
+            config,
+            trainers=trainers,
+            tp=tp,
+            engines=engines,
+            fp8=fp8,
+            transport=transport,
+            scratch=Path(scratch),
+        )
+        try:
+            ways = every_way(world, fp8=fp8)
+            found = _measure(ways if peers or fp8 else ways[:2], turns, verify=not fp8)
+            sent = world.connected.nbytes
+        finally:
+            world.close()
+    _show(found, sent)
+    _save(out, found)
+
+
+@app.command()
+def tiny(
+    tensors: Annotated[int, typer.Option(min=1)] = 10_000,
+    turns: Annotated[int, typer.Option(min=1)] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+) -> None:
+    """Thousands of tiny tensors: what planning and pushing cost beside the bytes."""
+    with _ray():
+        found: Overhead = overhead(tensors, turns)
+    _console.print(found)
+    _save(out, [found])
+
+
+def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
+    wrong = {}
+    for way in ways:
+        _console.print(f"checking {way.name}", highlight=False)
+        # Compared with bytes that ours has brought; the first is compared with the trainers'.
+        wrong[way.name] = way.wrong() if verify else []
+        if wrong[way.name]:
+            _console.print(f"[red]wrong: {', '.join(wrong[way.name][:3])}, ...[/]")
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    for turn in range(turns):
+        for way in ways:
+            seconds[way.name].append(way.run())
+            _console.print(
+                f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s", highlight=False
+            )
+    return [Found(way.name, way.what, seconds[way.name], not wrong[way.name]) for way in ways]
+
+
+def _show(found: list[Found], nbytes: int) -> None:
+    table = Table(title=f"{nbytes / 1e9:.2f} GB into all rollouts", title_justify="left")
+    for column in ("way", "median s", "fastest s", "GB/s", "of ours", "bytes"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    ours = statistics.median(found[0].seconds)
+    for one in found:
+        median = statistics.median(one.seconds)
+        table.add_row(
+            one.name,
+            f"{median:.3f}",
+            f"{min(one.seconds):.3f}",
+            f"{nbytes / median / 1e9:.2f}",
+            f"{median / ours:.2f}",
+            "right" if one.verified else "[red]wrong[/]",
+        )
+    _console.print(table)
+    for one in found:
+        _console.print(f"{one.name}: {one.what}", highlight=False)
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=_STORE,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _save(out: Path, found: object) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"push-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    _console.print(f"figures: {path}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,286 @@
+"""One connection of trainers and rollouts: what each was told, and the stages of a push."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from fabric_ray.errors import WeightSyncError
+from fabric_ray.weights import stages
+from fabric_ray.weights.calls import Calls
+from fabric_ray.weights.clock import Clock
+from fabric_ray.weights.conversion import Recipe
+from fabric_ray.weights.crew import Crew, causes, names
+from fabric_ray.weights.feeding import Feeding
+from fabric_ray.weights.report import Arm, Feed, PushReport, Sent, SourceShare, Span
+
+
+class Session:
+    """Has versions written, confirmed and put into use by those who were given its route.
+
+    Args:
+        feeding: who writes what to whom.
+        recipe: what trainers convert, if anything.
+        digest: whether all bytes are compared on both sides.
+        spare: whether a rollout whose process has ended doesn't count, once a version is decided.
+        timeout: seconds that a stage may take.
+        calls: how the crews are reached.
+    """
+
+    def __init__(
+        self,
+        trainers: Crew,
+        rollouts: Crew,
+        feeding: Feeding,
+        *,
+        recipe: Recipe | None,
+        digest: bool,
+        spare: bool,
+        timeout: float,
+        calls: Calls,
+    ) -> None:
+        self.feeding = feeding
+        self.version = 0
+        self._id = uuid4().hex
+        self._trainers = trainers
+        self._rollouts = rollouts
+        self._recipe = recipe
+        self._digest = digest
+        self._spare = spare
+        self._timeout = timeout
+        self._calls = calls
+        self._met = False
+        self._encoded = feeding.plan.to_bytes()
+        # What each rollout said last, and was told last.
+        self._arms: dict[int, Arm] = {}
+        self._fed: dict[int, Feed] = {}
+
+    @property
+    def plan_nbytes(self) -> int:
+        return len(self._encoded)
+
+    def distribute(self) -> None:
+        """Hands the route out. From then on the actors listen to nobody else.
+
+        Raises:
+            WeightSyncError: somebody didn't take it.
+        """
+        self._accept({number: self.feeding.feed(number) for number in self._rollouts.actors})
+        if self._recipe is not None:
+            self._meet()
+        arms = tuple(self._arms[number] for number in self.feeding.heads.values())
+        containers = self.feeding.plan.containers("source")
+        converted = self._recipe is not None
+        share = SourceShare(self._id, self._encoded, containers, arms, converted)
+        args = self._trainers.each(self._calls.share(share), self._timeout)
+        self._trainers.all(stages.source_accept, "take the route", args)
+
+    def prepare(self) -> None:
+        """Has everybody ready for a push; afterwards ``version`` is what they run.
+
+        Raises:
+            WeightSyncError: somebody can't take part.
+        """
+        if self._recipe is not None and not self._met:
+            self._meet(again=True)
+        self._ask_the_silent()
+        self._feed_anew()
+
+    def push(self, version: int) -> PushReport:
+        """Moves every rollout from its version to the next, or none.
+
+        Raises:
+            WeightSyncError: as for :meth:`WeightSync.push`.
+        """
+        clock, spans = Clock(), list[Span]()
+        # An arm is good for one push. If this one is interrupted, wherever that may be, the next
+        # has to ask for new ones: the old may name memory that is in use by then.
+        arms, self._arms = self._arms, {}
+        try:
+            self._announce(arms)
+        except WeightSyncError as error:
+            raise self._given_up(version, error, written=False) from None
+        try:
+            sent = self._write(version, arms)
+            clock.lap("write")
+            digests = self._agree(version, sent)
+            args = {
+                number: (self._id, version, self._timeout, digests.get(self.feeding.place(number)))
+                for number in self._rollouts.actors
+            }
+            confirmed = self._rollouts.all(stages.target_confirm, "confirm", args)
+        except WeightSyncError as error:
+            raise self._given_up(version, error) from None
+        clock.lap("confirm")
+        # From here the version is decided: who fails now is named, the others run it (RS-3).
+        these = self._rollouts.each(self._id, version)
+        self._arms, failed = self._rollouts.some(stages.target_commit, these)
+        self.version = version
+        clock.lap("commit")
+        if self._spare:
+            for number in self._rollouts.dead:
+                failed.pop(self._rollouts.who(number), None)
+        self._name_failures(version, failed)
+        for s in (*(s.spans for s in sent), *confirmed.values()):
+            spans.extend(s)
+        links = tuple(link for s in sent for link in s.links)
+        nbytes = sum(link.nbytes for link in links)
+        return PushReport(
+            version, nbytes, clock.began, clock.total, clock.laps, links, tuple(spans)
+        )
+
+    def catch_up(self, number: int, rank: int) -> int | None:
+        """Gives one who has joined the version in use, from another who holds the same; returns
+        whom, or ``None`` if nobody could.
+
+        Raises:
+            WeightSyncError: that failed.
+        """
+        alike = self.feeding.alike(rank)
+        up_to_date = [
+            one for one in alike if one in self._arms and self._arms[one].version == self.version
+        ]
+        if not up_to_date or not self.version:
+            self._accept({number: self.feeding.feed(number)})
+            return None
+        giver = up_to_date[0]
+        self._accept({number: self.feeding.given_by(number, giver)})
+        arm = self._arm(number, self._arms.pop(number))
+        if not arm.staged:
+            self._rollouts.all(stages.target_begin, "begin", {number: (self._id,)})
+        args: tuple[Any, ...] = (self._id, arm, self.version, self._timeout)
+        [digest] = self._rollouts.all(
+            stages.target_give, "give its version", {giver: args}
+        ).values()
+        args = (self._id, self.version, self._timeout, digest)
+        self._rollouts.all(stages.target_confirm, "confirm", {number: args})
+        args = (self._id, self.version)
+        arms = self._rollouts.all(stages.target_commit, "use the version", {number: args})
+        if cause := arms[number].hook:
+            who = self._rollouts.who(number)
+            raise WeightSyncError(f"a hook failed at {who}: {cause}", failed={who: cause})
+        self._arms |= arms
+        return giver
+
+    def forget(self, number: int) -> None:
+        """Somebody doesn't take part any more."""
+        self.feeding.leave(number)
+        self._arms.pop(number, None)
+        self._fed.pop(number, None)
+
+    def _accept(self, feeds: dict[int, Feed]) -> None:
+        """Has rollouts make room."""
+        encoded = self._encoded if self._digest else None
+        shares = {
+            number: (self.feeding.share(self._id, number, feed, encoded),)
+            for number, feed in feeds.items()
+        }
+        self._arms |= self._rollouts.all(stages.target_accept, "make room", shares)
+        self._fed |= feeds
+        self._learn_version()
+
+    def _feed_anew(self) -> None:
+        """Tells those who are fed by others than before."""
+        feeds = {number: self.feeding.feed(number) for number in self._rollouts.actors}
+        other = {n: (self._id, feed) for n, feed in feeds.items() if self._fed.get(n) != feed}
+        if other:
+            self._arms |= self._rollouts.all(stages.target_feed, "take another feed", other)
+            self._fed |= {number: feeds[number] for number in other}
+
+    def _ask_the_silent(self) -> None:
+        """Asks those again who didn't say where to write when they last could."""
+        silent = {n: (self._id,) for n in self._rollouts.actors if n not in self._arms}
+        arms, failed = self._rollouts.some(stages.target_abort, silent)
+        self._arms |= arms
+        self._learn_version()
+        if failed:
+            raise WeightSyncError(
+                f"nothing was pushed, since {names(failed)} can't take it: {causes(failed)}. "
+                "drop() what has died; what replaces it may join()",
+                version=self.version,
+                failed=failed,
+            )
+
+    def _announce(self, arms: dict[int, Arm]) -> None:
+        """Tells rollouts of a push; no byte is written before all of them are ready."""
+        if not all(arm.staged for arm in arms.values()):
+            self._rollouts.all(stages.target_begin, "begin", self._rollouts.each(self._id))
+        relays = {
+            number: (self._id, [self._arm(child, arms[child]) for child in children], self._timeout)
+            for number, children in self.feeding.fed_by.items()
+        }
+        self._rollouts.all(stages.target_pass_on, "get ready to pass the version on", relays)
+
+    def _write(self, version: int, arms: dict[int, Arm]) -> list[Sent]:
+        heads = [arms[number] for number in self.feeding.heads.values()]
+        args = self._trainers.each(self._id, version, heads, self._digest, self._timeout)
+        return list(self._trainers.all(stages.source_push, "push", args).values())
+
+    def _agree(self, version: int, sent: list[Sent]) -> dict[int, int]:
+        """The digest of each place; raises if a trainer couldn't reach one."""
+        heads, failed = self.feeding.heads, dict[str, str]()
+        for trainer, s in enumerate(sent):
+            for place, cause in s.failed.items():
+                failed[self._rollouts.who(heads[place])] = f"from trainer {trainer}: {cause}"
+        if failed:
+            raise WeightSyncError(
+                f"version {version} did not reach {names(failed)}: {causes(failed)}", failed=failed
+            )
+        digests: dict[int, int] = {}
+        for s in sent:
+            for place, digest in s.digests.items():
+                digests[place] = (digests.get(place, 0) + digest) & ((1 << 64) - 1)
+        return digests
+
+    def _given_up(
+        self, version: int, error: WeightSyncError, *, written: bool = True
+    ) -> WeightSyncError:
+        """Has all who live forget the version; returns what to raise."""
+        # Trainers that stopped in the middle of an exchange can't take it up again.
+        self._met = False
+        these = self._rollouts.each(self._id, written)
+        self._arms, failed = self._rollouts.some(stages.target_abort, these)
+        hooks = self._failed_hooks()
+        named = {**hooks, **error.fields.get("failed", {}), **failed}
+        text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
+        text += str(error) + (f"; then {causes(hooks)}" if hooks else "")
+        return WeightSyncError(text, version=version, failed=named)
+
+    def _name_failures(self, version: int, failed: dict[str, str]) -> None:
+        """Raises if a decided version isn't in use somewhere, or a hook didn't do its part."""
+        if failed:
+            raise WeightSyncError(
+                f"version {version} is in use, but not at {names(failed)}: {causes(failed)}",
+                version=version,
+                failed=failed,
+            )
+        if hooks := self._failed_hooks():
+            raise WeightSyncError(
+                f"version {version} is in use everywhere, but a hook failed at {names(hooks)}: "
+                f"{causes(hooks)}",
+                version=version,
+                failed=hooks,
+            )
+
+    def _failed_hooks(self) -> dict[str, str]:
+        return {self._rollouts.who(n): arm.hook for n, arm in self._arms.items() if arm.hook}
+
+    def _meet(self, *, again: bool = False) -> None:
+        """Has trainers exchange block maxima with each other, from the next push on."""
+        recipe = self._calls.share(self._recipe)
+        what = "get ready to convert"
+        args = self._trainers.each(self._id, again, recipe)
+        made = self._trainers.all(stages.source_convert, what, args)
+        invited = self._trainers.each(self._id, self._calls.share(made))
+        self._trainers.all(stages.source_join, what, invited)
+        self._met = True
+
+    def _arm(self, number: int, arm: Arm) -> Arm:
+        """By the name that the controller has for its rollout."""
+        return msgspec.structs.replace(arm, name=self._rollouts.who(number))
+
+    def _learn_version(self) -> None:
+        """Versions never run backwards, whoever counted them before."""
+        self.version = max(self.version, *(arm.version or 0 for arm in self._arms.values()), 0)

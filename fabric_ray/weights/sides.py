@@ -1,0 +1,88 @@
+"""What trainers and rollouts say that they hold, as the planner needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
+from fabric_ray.weights.quant import Formats, quantised_source
+from fabric_ray.weights.quant.layout import scaled_tensors, tensor_names
+
+
+def source_side(said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side]) -> Side:
+    """What trainers hold: by what each reports, or by the side that all of them were given.
+
+    Args:
+        said: a trainer's report, or its side's digest; by rank.
+        given: fetches the side.
+
+    Raises:
+        InvalidArgument: they were given different ones, or one of other ranks.
+    """
+    reports = {rank: word for rank, word in enumerate(said) if not isinstance(word, bytes)}
+    if len(reports) == len(said):
+        return side_from_param_meta(reports)
+    for rank, digest in enumerate(said):
+        if digest != said[0]:
+            raise InvalidArgument(
+                f"trainer {rank} was given another side than trainer 0, or none; give all of "
+                "them the same side"
+            )
+    side = given()
+    if sorted(side.ranks) != list(range(len(said))):
+        raise InvalidArgument(
+            f"the trainers' side has ranks {side.ranks}, and there are {len(said)} trainers; "
+            "give the side of exactly these trainers"
+        )
+    return side
+
+
+def converted(source: Side, target: Side, formats: Formats) -> Side:
+    """What trainers send instead of what they hold.
+
+    Raises:
+        InvalidArgument: nothing at all is converted, or rollouts hold a tensor without its scales.
+    """
+    if not formats:
+        return source
+    sent = quantised_source(source, formats)
+    if sent == source:
+        raise InvalidArgument(
+            f"no tensor of the trainers fits any pattern of {sorted(formats)}, or all that do are "
+            "of these dtypes; see fabric_ray.weights.quant.linear_formats"
+        )
+    wanted = set(tensor_names(target))
+    for values, scales in scaled_tensors(source, formats):
+        if values in wanted and scales not in wanted:
+            raise InvalidArgument(
+                f"the rollouts hold `{values}` but not its scales `{scales}`; make their side with "
+                "quantised_target and the same formats"
+            )
+    return sent
+
+
+def target_side(sides: Mapping[int, tuple[int, Side]], missing: set[int]) -> Side:
+    """What all rollouts hold.
+
+    Args:
+        sides: rank and side, by the rollout's number.
+        missing: ranks that nobody need hold.
+
+    Raises:
+        InvalidArgument: they were given different sides, or a rank is nobody's.
+    """
+    first, (_, side) = next(iter(sides.items()))
+    for number, (_, other) in sides.items():
+        if other != side:
+            raise InvalidArgument(
+                f"rollout {number} describes another target layout than rollout {first}; give all "
+                "of them the same side"
+            )
+    held = {rank for rank, _ in sides.values()} | missing
+    if not held.issuperset(side.ranks):
+        raise InvalidArgument(
+            f"the rollouts' layout has ranks {side.ranks}, and WeightSync was given "
+            f"{len(sides)}; pass one rollout for each rank"
+        )
+    return side

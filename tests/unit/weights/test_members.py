@@ -1,0 +1,247 @@
+"""Rollouts that come and go, and those that pass versions on to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import LocalContainer
+from fabric_ray.weights.members import STRIPES, Members
+from fabric_ray.weights.relay import Copying, Relay
+from fabric_ray.weights.report import Arm
+from fabric_ray.weights.stripes import containers_of, stripes
+from tests.processes import within
+from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
+
+
+@pytest.fixture
+def open_sync() -> Iterator[Callable[..., LocalSync]]:
+    """Makes controllers whose rollouts run version 1."""
+    made = []
+
+    def open_(**options: Any) -> LocalSync:
+        sync = LocalSync(**options)
+        made.append(sync)
+        sync.train(1)
+        sync.push()
+        sync.train(2)
+        return sync
+
+    yield open_
+    for sync in made:
+        sync.close()
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=20))
+def test_everybody_is_fed_by_one_and_few_change_when_one_comes_or_goes(
+    count: int, changes: list[tuple[bool, int]]
+) -> None:
+    members = Members({7: list(range(count))})
+    for comes, draw in changes:
+        before = members.feeders()
+        if comes:
+            members.join(100 + draw, 7) if 100 + draw not in before else None
+        elif len(before) > 1:
+            members.leave(sorted(before)[draw % len(before)])
+        after = members.feeders()
+        assert members.heads == {7: next(m for m, feeder in after.items() if feeder is None)}
+        for member in after:
+            # Along its feeders everybody comes to the head, in few steps.
+            for _ in range(len(after)):
+                member = after[member] if after[member] is not None else member
+            assert member == members.heads[7]
+        if abs(len(after) - len(before)) == 1 and _is_chain(before) == _is_chain(after):
+            moved = {m for m in after.keys() & before.keys() if after[m] != before[m]}
+            assert len(moved) <= 3
+        assert all(len(children) <= 2 for children in members.fed_by().values())
+
+
+def _is_chain(feeders: dict[int, int | None]) -> bool:
+    return len(set(feeders.values())) == len(feeders)
+
+
+@given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=50), st.integers(1, STRIPES))
+def test_stripes_are_in_order_and_about_even(sizes: list[int], count: int) -> None:
+    containers = [LocalContainer(i, f"c{i}", "uint8", (n,), (1,), n) for i, n in enumerate(sizes)]
+    of = stripes(containers, len(sizes), count)
+    assert of == sorted(of)
+    assert 0 <= of[0] <= of[-1] < count
+    for part in containers_of(containers, of, count):
+        assert sum(c.nbytes for c in part) <= sum(sizes) / count + 2 * max(sizes)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("digest", [True, False])
+def test_rs_3_what_trainers_send_once_comes_to_every_replica(
+    open_sync: Callable[..., LocalSync], staged: bool, digest: bool
+) -> None:
+    sync = open_sync(engines=3, relay=True, staged=staged, digest=digest)
+    once = sum(t.nbytes for rank in range(2) for t in expected(rank, 1).values())
+    for version in (2, 3, 4):
+        sync.train(version)
+        report = sync.push()
+        assert report.nbytes == once, "each place is written to once"
+        assert {link.rollout for link in report.links} == {0, 1}
+        assert list(sync.broken(set(), before=version)) == []
+
+
+def test_a_stripe_is_passed_on_before_the_next_has_come(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    trainer, parent, child = (open_engine(name, transport="shm") for name in ("t", "p", "c"))
+    containers = [LocalContainer(i, f"c{i}", "uint8", (8,), (1,), 8) for i in range(2)]
+    here, there = parent.alloc(16), child.alloc(16)
+    counted, passed = [[e.counter() for _ in range(2)] for e in (parent, child)]
+    arm = Arm(
+        rank=0,
+        name="child",
+        address=child.address.to_bytes(),
+        region=there.descriptor().to_bytes(),
+        counters=tuple(c.ref.to_bytes() for c in passed),
+        offsets=(0, 8),
+        staged=True,
+        stripes=(0, 1),
+    )
+    to = Copying(parent, containers, here, {0: 0, 1: 8}, arm)
+    relay = Relay([c.expect(1, timeout=10) for c in counted], [to], 10)
+    source = trainer.alloc(16)
+    source.tensor().fill_(7)
+    at = trainer.import_region(here.descriptor())
+    for stripe in range(2):
+        part = slice(8 * stripe, 8 * stripe + 8)
+        trainer.write(source[part], at[part], imm=counted[stripe].ref).wait()
+        passed[stripe].wait(1, timeout=10)
+        assert bytes(there.numpy()) == b"\7" * (8 * stripe + 8) + b"\0" * (8 - 8 * stripe)
+    relay.wait()
+
+
+@pytest.mark.parametrize("who", ["rollout 0", "rollout 2", "rollout 4"])
+@pytest.mark.parametrize("stage", ["target_pass_on", "target_confirm", "target_commit"])
+def test_rs_3_a_replica_that_dies_while_it_passes_on_is_named(
+    open_sync: Callable[..., LocalSync], stage: str, who: str
+) -> None:
+    if stage == "target_pass_on" and who == "rollout 4":
+        pytest.skip("the last in the chain passes nothing on")
+    sync = open_sync(engines=3, relay=True)
+    sync.fault = Fault(stage, who, "dies")
+    with pytest.raises(WeightSyncError) as caught:
+        sync.push()
+    assert who in caught.value.failed
+    assert list(sync.broken(set(caught.value.failed), before=1)) == []
+    sync.fault = None
+    sync.drop(int(who[-1]))
+    sync.train(sync.version + 1)
+    sync.push()
+    assert list(sync.broken(set(), before=sync.version)) == []
+    assert len(sync.rollouts) == 5
+
+
+@pytest.mark.parametrize("relay", [True, False])
+@pytest.mark.parametrize("stage", ["source_push", "target_confirm", "target_commit"])
+def test_rs_3_who_dies_is_left_out_by_name_and_the_others_go_on(
+    open_sync: Callable[..., LocalSync], stage: str, relay: bool
+) -> None:
+    sync = open_sync(engines=2, relay=relay, lost="drop", digest=True)
+    sync.before[stage] = lambda: sync.kill("rollout 0") if "rollout 0" not in sync.dead else None
+    report = sync.push()
+    assert set(report.dropped) == {0}
+    assert (report.version, sync.rollouts) == (2, (1, 2, 3))
+    assert list(sync.broken(set(), before=2)) == []
+    sync.train(3)
+    assert sync.push().dropped == {}
+    assert list(sync.broken(set(), before=3)) == []
+
+
+@pytest.mark.parametrize("relay", [True, False])
+def test_a_rollout_that_joins_has_the_version_in_use_at_once(
+    open_sync: Callable[..., LocalSync], relay: bool
+) -> None:
+    sync = open_sync(engines=2, relay=relay, digest=True)
+    plan = sync.plan
+    # One more replica of a rank that is held, and one of a rank whose holder was dropped.
+    sync.drop(2)
+    for number, rank in ((4, 2), (5, 1)):
+        report = sync.join(sync.another(rank))
+        assert (report.rollout, report.version) == (number, 1)
+        assert report.giver is not None
+        assert sync.targets[report.giver].rank % 2 == rank % 2, "from one that holds the same"
+        assert list(sync.broken(set(), before=1)) == []
+    sync.push()
+    assert sync.plan is plan, "patched, not made anew"
+    assert sync.targets[4].version == sync.targets[5].version == 2
+    assert list(sync.broken(set(), before=2)) == []
+    sync.train(3)
+    sync.connect()
+    sync.push()
+    assert list(sync.broken(set(), before=3)) == []
+
+
+def test_a_rollout_that_nobody_can_give_a_version_gets_the_next(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    sync.drop(1)
+    report = sync.join(sync.another(1))
+    assert (report.version, report.giver) == (None, None)
+    with pytest.raises(WeightSyncError, match="no version has arrived"):
+        _ = sync.targets[2].weights
+    sync.push()
+    assert sync.targets[2].version == 2
+    assert list(sync.broken(set(), before=2)) == []
+
+
+@pytest.mark.parametrize("stage", ["target_accept", "target_give", "target_confirm"])
+def test_a_join_that_fails_leaves_nothing_behind(
+    open_sync: Callable[..., LocalSync], stage: str
+) -> None:
+    sync = open_sync(engines=2)
+    who = sync.another(0)
+    sync.fault = Fault(stage, "rollout 0" if stage == "target_give" else who, "is not asked")
+    with pytest.raises(WeightSyncError, match="rollout"):
+        sync.join(who)
+    sync.fault = None
+    assert sync.rollouts == (0, 1, 2, 3)
+    sync.push()
+    assert list(sync.broken(set(), before=2)) == []
+    assert sync.join(who).rollout == 4, "it may try again"
+    assert list(sync.broken(set(), before=2)) == []
+
+
+def test_only_what_fits_may_join_and_the_last_may_not_be_dropped(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    who = sync.another(0)
+    sync.targets[2].side = side(2)
+    with pytest.raises(InvalidArgument, match="another target layout"):
+        sync.join(who)
+    with pytest.raises(InvalidArgument, match=r"no rollout 2; those that take part are \(0, 1\)"):
+        sync.drop(2)
+    sync.drop(1)
+    with pytest.raises(InvalidArgument, match="is the last"):
+        sync.drop(0)
+    with pytest.raises(InvalidArgument, match="say 'raise' or 'drop'"):
+        LocalSync(lost="ignore")
+
+
+def test_rs_3_bytes_that_change_on_their_way_between_replicas_are_no_version(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync(engines=2, relay=True, digest=True)
+
+    def change() -> None:
+        counters = sync.targets[2]._counters
+        within(5, "all of it", lambda: sum(c.value for c in counters) == len(expected(0, 2)))
+        sync.arriving(2)["norm"].fill_(-1)
+
+    sync.before["target_confirm"] = change
+    with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:
+        sync.push()
+    assert set(caught.value.failed) == {"rollout 2"}
+    assert list(sync.broken({"rollout 2"}, before=1)) == []
