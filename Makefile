@@ -49,7 +49,7 @@ test-rdma: $(DONE)/native $(DONE)/perf
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
 # they would pull in (some 500 MB of downloads, most of it vLLM's wheel).
 test-adapters: $(DONE)/native $(DONE)/adapters
-	PYTHONPATH=$(CURDIR)/build/adapters FABRIC_RAY_ADAPTERS=require \
+	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
 # Processes that are killed and frozen, sockets that are reset, disks that are full; `make test` runs a

@@ -7,6 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Two cores that are busy need longer than Ray allows by default.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+
 _MISSING = [package for package in ("verl", "vllm") if find_spec(package) is None]
 collect_ignore = [f"test_{package}.py" for package in _MISSING]
 

@@ -46,7 +46,8 @@ def group(worker: type, count: int) -> RayWorkerGroup:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[RayWorkerGroup, RayWorkerGroup]]:
-    ray.init(num_cpus=TRAINERS + ROLLOUTS, include_dashboard=False, log_to_driver=False)
+    cpus = TRAINERS + ROLLOUTS
+    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     yield group(Trainer, TRAINERS), group(Rollout, ROLLOUTS)
     ray.shutdown()
 
