@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-rdma chaos bench lint docs wheel fuzz loom mutations soak \
+.PHONY: demo test test-rust test-python test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -45,6 +45,12 @@ endif
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native $(DONE)/perf
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
+
+# Adapters against the published packages of the frameworks, which go to build/adapters, without what
+# they would pull in (some 500 MB of downloads, most of it vLLM's wheel).
+test-adapters: $(DONE)/native $(DONE)/adapters
+	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
+		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
 # Processes that are killed and frozen, sockets that are reset, disks that are full; `make test` runs a
 # short version. ARGS="--seed 7" draws the same again.
@@ -136,6 +142,11 @@ $(DONE)/perf: $(DONE)/tools $(NATIVE)
 
 $(DONE)/bench $(DONE)/docs: $(DONE)/venv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra $(notdir $@)
+	@touch $@
+
+$(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
+	rm -rf build/adapters
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters --no-deps -r tests/adapters/packages.txt
 	@touch $@
 
 clean:

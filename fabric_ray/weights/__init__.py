@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabric_ray.weights.hooks import EngineHooks
     from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span, Temporary
     from fabric_ray.weights.source import WeightSource
     from fabric_ray.weights.sync import WeightSync
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConnectReport",
+    "EngineHooks",
     "LinkReport",
     "PushReport",
     "Span",
@@ -26,7 +28,12 @@ __all__ = [
     "WeightTarget",
 ]
 
-_MODULES = {"WeightSource": "source", "WeightSync": "sync", "WeightTarget": "target"}
+_MODULES = {
+    "EngineHooks": "hooks",
+    "WeightSource": "source",
+    "WeightSync": "sync",
+    "WeightTarget": "target",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ class Arm(msgspec.Struct, frozen=True):
     stripes: tuple[int, ...] = ()
     """The stripe of each of the target side's containers."""
     hook: str | None = None
-    """Why a hook failed for the version that has just been put into use."""
+    """Why hooks failed for the version that was just put into use, or given up."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):

@@ -99,6 +99,10 @@ class Session:
         # has to ask for new ones: the old may name memory that is in use by then.
         arms, self._arms = self._arms, {}
         try:
+            self._announce(arms)
+        except WeightSyncError as error:
+            raise self._given_up(version, error, written=False) from None
+        try:
             sent = self._write(version, arms)
             clock.lap("write")
             digests = self._agree(version, sent)
@@ -151,6 +155,8 @@ class Session:
         giver = up_to_date[0]
         self._accept({number: self.feeding.given_by(number, giver)})
         arm = self._arm(number, self._arms.pop(number))
+        if not arm.staged:
+            self._rollouts.all(stages.target_begin, "begin", {number: (self._id,)})
         args: tuple[Any, ...] = (self._id, arm, self.version, self._timeout)
         [digest] = self._rollouts.all(
             stages.target_give, "give its version", {giver: args}
@@ -158,7 +164,11 @@ class Session:
         args = (self._id, self.version, self._timeout, digest)
         self._rollouts.all(stages.target_confirm, "confirm", {number: args})
         args = (self._id, self.version)
-        self._arms |= self._rollouts.all(stages.target_commit, "use the version", {number: args})
+        arms = self._rollouts.all(stages.target_commit, "use the version", {number: args})
+        if cause := arms[number].hook:
+            who = self._rollouts.who(number)
+            raise WeightSyncError(f"a hook failed at {who}: {cause}", failed={who: cause})
+        self._arms |= arms
         return giver
 
     def forget(self, number: int) -> None:
@@ -200,7 +210,8 @@ class Session:
                 failed=failed,
             )
 
-    def _write(self, version: int, arms: dict[int, Arm]) -> list[Sent]:
+    def _announce(self, arms: dict[int, Arm]) -> None:
+        """Tells rollouts of a push; no byte is written before all of them are ready."""
         if not all(arm.staged for arm in arms.values()):
             self._rollouts.all(stages.target_begin, "begin", self._rollouts.each(self._id))
         relays = {
@@ -208,6 +219,8 @@ class Session:
             for number, children in self.feeding.fed_by.items()
         }
         self._rollouts.all(stages.target_pass_on, "get ready to pass the version on", relays)
+
+    def _write(self, version: int, arms: dict[int, Arm]) -> list[Sent]:
         heads = [arms[number] for number in self.feeding.heads.values()]
         args = self._trainers.each(self._id, version, heads, self._digest, self._timeout)
         return list(self._trainers.all(stages.source_push, "push", args).values())
@@ -228,14 +241,19 @@ class Session:
                 digests[place] = (digests.get(place, 0) + digest) & ((1 << 64) - 1)
         return digests
 
-    def _given_up(self, version: int, error: WeightSyncError) -> WeightSyncError:
+    def _given_up(
+        self, version: int, error: WeightSyncError, *, written: bool = True
+    ) -> WeightSyncError:
         """Has all who live forget the version; returns what to raise."""
         # Trainers that stopped in the middle of an exchange can't take it up again.
         self._met = False
-        self._arms, failed = self._rollouts.some(stages.target_abort, self._rollouts.each(self._id))
-        named = {**error.fields.get("failed", {}), **failed}
+        these = self._rollouts.each(self._id, written)
+        self._arms, failed = self._rollouts.some(stages.target_abort, these)
+        hooks = self._failed_hooks()
+        named = {**hooks, **error.fields.get("failed", {}), **failed}
         text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
-        return WeightSyncError(text + str(error), version=version, failed=named)
+        text += str(error) + (f"; then {causes(hooks)}" if hooks else "")
+        return WeightSyncError(text, version=version, failed=named)
 
     def _name_failures(self, version: int, failed: dict[str, str]) -> None:
         """Raises if a decided version isn't in use somewhere, or a hook didn't do its part."""
@@ -245,14 +263,16 @@ class Session:
                 version=version,
                 failed=failed,
             )
-        who = self._rollouts.who
-        if hooks := {who(number): arm.hook for number, arm in self._arms.items() if arm.hook}:
+        if hooks := self._failed_hooks():
             raise WeightSyncError(
                 f"version {version} is in use everywhere, but a hook failed at {names(hooks)}: "
                 f"{causes(hooks)}",
                 version=version,
                 failed=hooks,
             )
+
+    def _failed_hooks(self) -> dict[str, str]:
+        return {self._rollouts.who(n): arm.hook for n, arm in self._arms.items() if arm.hook}
 
     def _meet(self, *, again: bool = False) -> None:
         """Has trainers exchange block maxima with each other, from the next push on."""

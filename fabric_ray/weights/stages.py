@@ -75,8 +75,8 @@ def target_commit(_: Any, name: str, session: str, version: int) -> Arm:
     return _target(name, session).commit(version)
 
 
-def target_abort(_: Any, name: str, session: str) -> Arm:
-    return _target(name, session).abort()
+def target_abort(_: Any, name: str, session: str, written: bool = True) -> Arm:
+    return _target(name, session).abort(written=written)
 
 
 def _target(name: str, session: str) -> WeightTarget:

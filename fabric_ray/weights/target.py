@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Region, Transfer
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, NotQuiesced, Stale, WeightSyncError
+from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Copying, Relay
 from fabric_ray.weights.report import Arm, Feed, Span, TargetShare
 from fabric_ray.weights.routing import arriving
+from fabric_ray.weights.slab import Slab
 
 if TYPE_CHECKING:
     import torch
@@ -29,50 +32,6 @@ _OUTDATED = (
 )
 
 TARGETS: Registry[WeightTarget] = Registry("weight target")
-
-# Every container begins on a boundary that suits any kernel.
-_ALIGN = 256
-# A peer on this host lets go within microseconds, unless it is stopped.
-_QUIESCE_S = 2.0
-
-
-class _Slab:
-    """Memory for one version of all containers."""
-
-    def __init__(self, engine: TransferEngine, containers: tuple[LocalContainer, ...]) -> None:
-        self.offsets: dict[int, int] = {}
-        end = 0
-        for c in containers:
-            self.offsets[c.index] = end
-            end += -(-c.nbytes // _ALIGN) * _ALIGN
-        self._memory = engine.alloc(max(end, 1))
-        self._engine = engine
-        # Peers are given a registration of its own, so that its key can be changed.
-        self.region: Region = engine.register(self._memory.numpy())
-
-    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
-        import torch
-
-        flat = self._memory.tensor()
-        out = {}
-        for c in containers:
-            dtype = getattr(torch, c.dtype)
-            part = flat[self.offsets[c.index] : self.offsets[c.index] + c.nbytes].view(dtype)
-            itemsize = part.element_size()
-            out[c.name] = part.as_strided(c.shape, tuple(s // itemsize for s in c.strides))
-        return out
-
-    def lock_out(self) -> bool:
-        """Gives the memory a new key: whatever still holds the old one is refused (MR-2).
-
-        False if somebody may still write by the old one: then this memory must not be used again.
-        """
-        try:
-            self.region.deregister(timeout=_QUIESCE_S)
-        except NotQuiesced:
-            return False
-        self.region = self._engine.register(self._memory.numpy())
-        return True
 
 
 class WeightTarget:
@@ -88,6 +47,7 @@ class WeightTarget:
         rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+        hooks: what the inference engine around it does when weights change.
     """
 
     def __init__(
@@ -98,6 +58,7 @@ class WeightTarget:
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
+        hooks: EngineHooks | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
@@ -112,13 +73,17 @@ class WeightTarget:
         self._staged = staged
         self._share: TargetShare | None = None
         self._layout: tuple[LocalContainer, ...] = ()
-        self._slabs: list[_Slab] = []
+        self._slabs: list[Slab] = []
         self._views: list[dict[str, torch.Tensor]] = []
         self._live = 0
         self._counters: list[Counter] = []
         self._relay: Relay | None = None
         self._prepared: int | None = None
         self._torn = False
+        # Torn by the announcement of a push alone: no byte may have come yet.
+        self._announced = False
+        self._engine_hooks = hooks or EngineHooks()
+        self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
         TARGETS.add(name, self)
 
@@ -136,7 +101,7 @@ class WeightTarget:
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
         """Calls ``hook(version)`` right after a version went into use: to rebind module parameters,
-        to flush caches."""
+        to flush caches. What the engine does around it, in which order, is for ``hooks``."""
         self._hooks.append(hook)
 
     def address(self) -> bytes:
@@ -151,10 +116,10 @@ class WeightTarget:
         else:
             self._layout = share.containers
             copies = 2 if self._staged else 1
-            self._slabs = [_Slab(self._engine, share.containers) for _ in range(copies)]
+            self._slabs = [Slab(self._engine, share.containers) for _ in range(copies)]
             self._views = [slab.views(share.containers) for slab in self._slabs]
             self.version, self._live = None, 0
-        self._share = share
+        self._share, self._announced = share, False
         for writer in self._writers():
             self._engine.connect(writer)
         return self._arm()
@@ -241,26 +206,48 @@ class WeightTarget:
                 f"version {version} can't be put into use: confirmed is {self._prepared}",
                 version=version,
             )
+        # If this fails, the version stays decided; this rollout keeps the one before, by name.
+        self._pause.begin()
         self._live = self._next
-        self.version, self._prepared, self._torn = version, None, False
-        failed = None
-        for hook in self._hooks:
-            try:
-                hook(version)
-            except Exception as error:
-                # The version is in use, here and elsewhere; that can't be taken back.
-                logger.exception("a hook for version %d failed", version)
-                failed = failed or f"{type(error).__name__}: {error}"
-        return msgspec.structs.replace(self._arm(), hook=failed)
+        self.version, self._prepared = version, None
+        self._torn = self._announced = False
+        return msgspec.structs.replace(self._arm(), hook=self._went_into_use(version))
 
-    def abort(self) -> Arm:
-        """Gives a version up: nothing of it can be used, counted or written any more."""
+    def _went_into_use(self, version: int) -> str | None:
+        """Tells whom it concerns, and the engine to go on; returns what of that failed.
+
+        The version is in use, here and elsewhere: that can't be taken back.
+        """
+        hooks, weights = self._engine_hooks, self.weights
+        failed = [attempt("on_commit", partial(hook, version)) for hook in self._hooks]
+        failed += [
+            attempt("post_process_weights", partial(hooks.post_process_weights, weights)),
+            attempt("flush_cache", hooks.flush_cache),
+            attempt("update_weight_version", partial(hooks.update_weight_version, version)),
+            self._pause.end(),
+        ]
+        return ", ".join(cause for cause in failed if cause) or None
+
+    def abort(self, *, written: bool = True) -> Arm:
+        """Gives a version up: nothing of it can be used, counted or written any more.
+
+        Generation goes on unless the version in use was overwritten in part: then not before a
+        push succeeds (RS-3).
+
+        Args:
+            written: whether trainers may have begun to write it.
+        """
         self._routed()
         self._stop_relay()
         self._prepared = None
-        self._torn = not self._staged and self.version is not None
+        if written:
+            self._torn = not self._staged and self.version is not None
+        elif self._announced:
+            self._torn = False
+        self._announced = False
         self._lock_out()
-        return self._arm()
+        failed = None if self._torn else self._pause.end()
+        return msgspec.structs.replace(self._arm(), hook=failed)
 
     def check_session(self, session: str) -> None:
         """Raises Stale if another controller has connected since."""
@@ -269,7 +256,9 @@ class WeightTarget:
 
     def begin(self) -> None:
         """A push begins: in place, that is the end of the version in use."""
-        self._torn = not self._staged
+        if not self._staged:
+            self._pause.begin()
+            self._announced, self._torn = not self._torn, True
 
     def close(self) -> None:
         """Gives everything back."""
@@ -306,7 +295,7 @@ class WeightTarget:
             "a trainer may still write to memory of this rollout; %s is set aside and replaced",
             self._slabs[at].region,
         )
-        self._slabs[at] = _Slab(self._engine, self._layout)
+        self._slabs[at] = Slab(self._engine, self._layout)
         self._views[at] = self._slabs[at].views(self._layout)
         self._torn = not self._staged and self.version is not None
 
@@ -336,10 +325,10 @@ class WeightTarget:
             share.feed.stripes,
         )
 
-    def _offsets(self, slab: _Slab) -> tuple[int, ...]:
+    def _offsets(self, slab: Slab) -> tuple[int, ...]:
         return tuple(slab.offsets.get(i, -1) for i in range(len(self._routed().feed.stripes)))
 
-    def _digest(self, slab: _Slab) -> Digest:
+    def _digest(self, slab: Slab) -> Digest:
         share = self._routed()
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")

@@ -24,8 +24,8 @@ def post_load(
 ) -> dict[str, torch.Tensor]:
     """The derived tensors of one rank, by name.
 
-    Call it after each commit, in a hook of :meth:`WeightTarget.on_commit
-    <fabric_ray.weights.WeightTarget.on_commit>`.
+    Call it after each commit, in :meth:`EngineHooks.post_process_weights
+    <fabric_ray.weights.EngineHooks.post_process_weights>`.
 
     Args:
         config: the model.

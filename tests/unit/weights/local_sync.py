@@ -13,7 +13,7 @@ import torch
 from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
-from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights import EngineHooks, WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.calls import DIED, Unanswered
 
 INT16 = DType.of("int16")
@@ -110,12 +110,18 @@ class LocalSync(InProcess, WeightSync):
     """Trainers and rollouts of a small model, their controller and what goes wrong with them."""
 
     def __init__(
-        self, *, staged: bool = True, timeout: float = 1.0, engines: int = 1, **options: Any
+        self,
+        *,
+        staged: bool = True,
+        timeout: float = 1.0,
+        engines: int = 1,
+        hooks: Callable[[int], EngineHooks] | None = None,
+        **options: Any,
     ) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
         rollouts = [f"rollout {i}" for i in range(engines * ROLLOUTS)]
         super().__init__(trainers, rollouts, timeout=timeout, calls=self, **options)
-        self._staged, self._side = staged, side(engines)
+        self._staged, self._side, self._hooks = staged, side(engines), hooks
         self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
         everybody = (*trainers, *rollouts)
         self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
@@ -134,7 +140,10 @@ class LocalSync(InProcess, WeightSync):
 
     def _target(self, who: str, rank: int) -> WeightTarget:
         engine = self.engines[who]
-        return WeightTarget(self._side, rank=rank, name=who, engine=engine, staged=self._staged)
+        hooks = self._hooks(rank) if self._hooks else None
+        return WeightTarget(
+            self._side, rank=rank, name=who, engine=engine, staged=self._staged, hooks=hooks
+        )
 
     def train(self, version: int) -> None:
         for tensors in self.tensors:

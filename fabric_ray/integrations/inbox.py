@@ -1,0 +1,200 @@
+"""The receiving end of a stream of named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from fabric_ray.engine import (
+    CounterRef,
+    EngineAddress,
+    Region,
+    RegionDescriptor,
+    Transfer,
+    TransferEngine,
+)
+from fabric_ray.errors import DecodeError, FabricError, NotQuiesced, WeightSyncError
+from fabric_ray.integrations.letters import (
+    FREE,
+    GAVE_UP,
+    SLOTS,
+    Invitation,
+    Letter,
+    Named,
+    Piece,
+    Reply,
+    read_letter,
+    slot_bytes,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# A peer on this host lets go within microseconds, unless it is stopped.
+_QUIESCE_S = 2.0
+_ANSWER_S = 30.0
+
+
+class Inbox:
+    """Receives one stream of tensors after another into two slots of host memory.
+
+    Args:
+        engine: the receiver's.
+        bucket: bytes of a slot.
+        who: what senders call it in errors.
+        timeout: seconds that the sender may take for a bucket.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, bucket: int, *, who: str, timeout: float = 300.0
+    ) -> None:
+        self._engine = engine
+        self._bucket = bucket
+        self._who = who
+        self._timeout = timeout
+        self._slot = slot_bytes(bucket)
+        self._memory: Region | None = None
+        self._region: Region | None = None
+        self._answer: _Answer | None = None
+
+    def invite(self) -> Invitation:
+        """Opens the slots for one stream: what a sender needs to know.
+
+        Memory stays from stream to stream; its key doesn't, so that nothing late of an earlier
+        stream can land (MR-2).
+        """
+        self.shut()
+        if self._memory is None:
+            self._memory = self._engine.alloc(SLOTS * self._slot)
+        self._region = self._engine.register(self._memory.numpy())
+        self._counters = [self._engine.counter() for _ in range(SLOTS)]
+        return Invitation(
+            self._who,
+            self._engine.address.to_bytes(),
+            self._region.descriptor().to_bytes(),
+            tuple(counter.ref.to_bytes() for counter in self._counters),
+            self._bucket,
+        )
+
+    def receive(
+        self, sender: bytes, version: int | None = None
+    ) -> Generator[Transfer | Named, None, None]:
+        """Yields what is to be waited for, and tensors as they come.
+
+        A tensor is a view of a slot: it is good until the next is asked for. One that is larger
+        than a bucket is put together in memory of its own.
+
+        Args:
+            sender: the engine's address.
+            version: the one that is expected, if any is.
+
+        Raises:
+            WeightSyncError: the sender failed; it says why. Or it sends another version.
+            FabricError: it was lost, or was silent for too long.
+        """
+        assert self._memory is not None
+        peer = self._engine.peer(EngineAddress.from_bytes(sender))
+        self._engine.connect(peer)
+        parts, index, over = _Parts(), 0, False
+        answer: _Answer | None = None
+        try:
+            while not over:
+                counter = self._counters[index % SLOTS]
+                arrival = counter.expect(1, writers=[peer], timeout=self._timeout)
+                yield arrival
+                arrival.result()
+                slot = self._memory.tensor()[index % SLOTS * self._slot :][: self._slot]
+                letter = read_letter(slot)
+                if letter.index != index:
+                    raise DecodeError(f"bucket {letter.index} came in place of bucket {index}")
+                if answer is None:
+                    reply = letter.replies[self._counters[0].ref.to_bytes()]
+                    answer = self._answer = _Answer(self._engine, reply)
+                _check(letter, version)
+                for piece in letter.pieces:
+                    if (tensor := parts.join(slot, piece)) is not None:
+                        yield piece.name, tensor
+                freed = answer.give(FREE)
+                yield freed
+                freed.result()
+                over, index = letter.last, index + 1
+        finally:
+            self.shut()
+            if answer is not None and not over:
+                with suppress(FabricError):
+                    answer.give(GAVE_UP)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.shut()
+        self._memory = self._answer = None
+
+    def shut(self) -> None:
+        """Nothing can be written to the slots any more."""
+        region, self._region = self._region, None
+        if region is None:
+            return
+        try:
+            region.deregister(timeout=_QUIESCE_S)
+        except NotQuiesced:
+            # Somebody may still write there: the engine keeps that memory, and we take other.
+            self._memory = None
+
+
+def _check(letter: Letter, version: int | None) -> None:
+    if letter.error:
+        raise WeightSyncError(
+            f"the sender of weights failed: {letter.error}", version=letter.version
+        )
+    if None not in (version, letter.version) and version != letter.version:
+        raise WeightSyncError(
+            f"weights of version {letter.version} came where {version} is expected; start both "
+            "ends of an update with the same version",
+            version=letter.version,
+        )
+
+
+class _Answer:
+    """The receiver's word to the sender."""
+
+    def __init__(self, engine: TransferEngine, reply: Reply) -> None:
+        self._engine = engine
+        self._byte = engine.alloc(1)
+        self._byte.numpy()[0] = 1
+        self._theirs = engine.import_region(RegionDescriptor.from_bytes(reply.region))
+        self._counter = CounterRef.from_bytes(reply.counter)
+
+    def give(self, what: int) -> Transfer:
+        return self._engine.write(
+            self._byte, self._theirs[what : what + 1], imm=self._counter, timeout=_ANSWER_S
+        )
+
+
+class _Parts:
+    """A tensor that comes in several buckets."""
+
+    def __init__(self) -> None:
+        self._whole: torch.Tensor | None = None
+        self._got = 0
+
+    def join(self, slot: torch.Tensor, piece: Piece) -> torch.Tensor | None:
+        """The tensor, if it is complete with this piece."""
+        import torch
+
+        data = slot[piece.offset : piece.offset + piece.nbytes]
+        dtype: torch.dtype = getattr(torch, piece.dtype)
+        nbytes = math.prod(piece.shape) * dtype.itemsize
+        if piece.nbytes == nbytes:
+            return data.view(dtype).view(piece.shape)
+        if self._whole is None:
+            self._whole, self._got = torch.empty(nbytes, dtype=torch.uint8), 0
+        if piece.start != self._got or len(self._whole) != nbytes:
+            raise DecodeError(f"a part of `{piece.name}` came out of order")
+        self._whole[piece.start : piece.start + piece.nbytes] = data
+        self._got += piece.nbytes
+        if self._got < nbytes:
+            return None
+        whole, self._whole = self._whole, None
+        return whole.view(dtype).view(piece.shape)

@@ -1,0 +1,24 @@
+"""These run against frameworks' published packages, where those are: see `make test-adapters`."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Two cores that are busy need longer than Ray allows by default.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+
+_MISSING = [package for package in ("verl", "vllm") if find_spec(package) is None]
+collect_ignore = [f"test_{package}.py" for package in _MISSING]
+
+if _MISSING and os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
+    raise pytest.UsageError(f"build/adapters lacks {' and '.join(_MISSING)}; remove .make/adapters")
+
+
+def pytest_report_header() -> str:
+    missing = f"without {' and '.join(_MISSING)}: run make test-adapters" if _MISSING else "all"
+    return f"adapters: {missing}"

@@ -1,0 +1,113 @@
+"""verl's own manager, worker groups and rollout workers update weights by the backend `fabric`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from verl.checkpoint_engine import (
+    CheckpointEngine,
+    CheckpointEngineManager,
+    CheckpointEngineRegistry,
+)
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.verl import FabricCheckpointEngine
+from tests.adapters.verl_actors import CONFIG, Rollout, Trainer
+
+TRAINERS, ROLLOUTS = 2, 3
+
+
+class Replica:
+    """A rollout replica, as its manager sees it: workers, and calls around an update."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        self.workers = workers
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**_: Any) -> None:
+            self.calls.append(name)
+
+        return call
+
+
+def group(worker: type, count: int) -> RayWorkerGroup:
+    pool = RayResourcePool([count], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(
+        pool, RayClassWithInitArgs(ray.remote(worker)), bin_pack=False, device_name="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[tuple[RayWorkerGroup, RayWorkerGroup]]:
+    cpus = TRAINERS + ROLLOUTS
+    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+    yield group(Trainer, TRAINERS), group(Rollout, ROLLOUTS)
+    ray.shutdown()
+
+
+def test_the_class_has_the_shape_of_the_published_one() -> None:
+    assert CheckpointEngineRegistry.get("fabric") is FabricCheckpointEngine
+    assert issubclass(FabricCheckpointEngine, CheckpointEngine)
+    assert not inspect.isabstract(FabricCheckpointEngine)
+    for name in CheckpointEngine.__abstractmethods__ - {"init_process_group"}:
+        ours, theirs = (getattr(cls, name) for cls in (FabricCheckpointEngine, CheckpointEngine))
+        assert list(inspect.signature(ours).parameters) == list(
+            inspect.signature(theirs).parameters
+        )
+        assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(theirs) or (
+            name == "receive_weights" and inspect.isasyncgenfunction(ours)
+        )
+
+
+def test_verls_manager_moves_every_tensor_to_every_rollout_step_after_step(groups) -> None:
+    trainers, rollouts = groups
+    replica = Replica(rollouts.workers)
+    manager = CheckpointEngineManager(CONFIG, trainers, [replica])
+    for step in (1, 2):
+        manager.update_weights(global_steps=step)
+        assert rollouts.wrong(step) == [[]] * ROLLOUTS
+    assert replica.calls[0] == "abort_all_requests"
+    assert replica.calls[-1] == "resume_generation"
+
+
+def test_rs_4_a_killed_rollout_worker_is_named_and_the_others_have_all(groups) -> None:
+    trainers, rollouts = groups
+    manager = CheckpointEngineManager(CONFIG, trainers, [])
+    manager.build_process_group(rollouts)
+    ray.get(rollouts.workers[1].die_at.remote("layers.7.weight"))
+    receiving = rollouts.update_weights(global_steps=3)
+    sending = trainers.update_weights(global_steps=3)
+    errors = []
+    for ref in (*sending, *receiving):
+        try:
+            ray.get(ref, timeout=30)
+            errors.append("")
+        except Exception as error:
+            errors.append(str(error))
+    # Trainer 0 serves rollouts 0 and 2, trainer 1 rollout 1.
+    assert [bool(error) for error in errors] == [False, True, False, True, False]
+    assert "weights did not reach rollout worker" in errors[1]
+    for rank in (0, 2):
+        assert ray.get(rollouts.workers[rank].wrong.remote(3)) == []
+
+
+def test_a_topology_of_missing_workers_is_refused() -> None:
+    with TransferEngine(transport="shm") as engine:
+        rollout = FabricCheckpointEngine(1 << 20, engine=engine).prepare()
+        trainer = FabricCheckpointEngine(1 << 20, is_master=False, engine=engine).prepare()
+        with pytest.raises(InvalidArgument, match="2 workers are prepared, and 1 trainers and 2"):
+            FabricCheckpointEngine.build_topology(1, 2, [trainer, rollout])
+        with pytest.raises(InvalidArgument, match="rollout worker 0 was made as a trainer"):
+            FabricCheckpointEngine.build_topology(1, 1, [trainer, trainer])
+        actor, other = FabricCheckpointEngine.build_topology(2, 1, [trainer, trainer, rollout])
+        assert {len(values) for values in actor.values()} == {2}
+        assert {len(values) for values in other.values()} == {1}
+        with pytest.raises(InvalidArgument, match="no dtype of torch"):
+            FabricCheckpointEngine(1 << 20, engine=engine, rollout_dtype="bf16")

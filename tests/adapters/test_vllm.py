@@ -1,0 +1,156 @@
+"""vLLM's published engine interface, factories and sources drive the backend `fabric`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import (
+    ModuleSource,
+    ParamMeta,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.integrations import vllm
+from fabric_ray.integrations.vllm_plugin import register
+from tests.adapters.vllm_workers import Client, model, worker
+from tests.processes import Other
+
+WORKERS = 2
+BUCKET = 100_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    for _ in range(2):
+        register()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Other]]:
+    made = [Other(worker) for _ in range(WORKERS)]
+    try:
+        for each in made:
+            assert each.hear(120.0) == "ready"
+        yield made
+    finally:
+        for each in made:
+            each.__exit__()
+
+
+def trainer(client: Any, source: Any, **options: Any) -> Any:
+    info = {"rank": 0, "workers": WORKERS, "bucket": BUCKET, "timeout": 20.0, **options}
+    return WeightTransferTrainerFactory.trainer_init(
+        vllm.FabricTrainerInitInfo(**info), client=client, source=source
+    )
+
+
+def test_the_classes_have_the_shapes_of_the_published_ones() -> None:
+    pairs = {
+        vllm.FabricWeightTransferEngine: WeightTransferEngine,
+        vllm.FabricTrainerWeightTransferEngine: TrainerWeightTransferEngine,
+    }
+    for ours, theirs in pairs.items():
+        assert issubclass(ours, theirs)
+        assert not inspect.isabstract(ours)
+        for name in {*theirs.__abstractmethods__, "shutdown"}:
+            shapes = [list(inspect.signature(getattr(c, name)).parameters) for c in (ours, theirs)]
+            assert shapes[0] == shapes[1], name
+    assert WeightTransferEngineFactory._registry["fabric"]() is vllm.FabricWeightTransferEngine
+    plain = {n for n in dir(VLLMWeightSyncClient) if not n.startswith("_")}
+    assert plain <= set(dir(Client)), "the test's client has all that a client has"
+
+
+def test_vllm_finds_the_plugin_by_the_entry_point_that_the_package_declares() -> None:
+    declared = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    group = '[project.entry-points."vllm.general_plugins"]\n'
+    assert f'{group}fabric = "{register.__module__}:{register.__name__}"' in declared
+
+
+def test_every_worker_loads_every_tensor_update_after_update(workers) -> None:
+    client = Client(workers)
+    module = model(1)
+    sender = trainer(client, ModuleSource(module))
+    try:
+        for step in (1, 2):
+            module.load_state_dict(model(step).state_dict())
+            sender.send_weights()
+            for each in workers:
+                assert each.ask(("wrong", step)) == []
+    finally:
+        sender.shutdown()
+    assert client.calls == ["init", *["start", "update", "finish"] * 2]
+
+
+def test_workers_that_are_not_there_are_missed_soon(workers) -> None:
+    client = Client(workers)
+    sender = trainer(client, ModuleSource(model(1)), workers=3, timeout=1.0)
+    try:
+        with pytest.raises(WeightSyncError, match="2 of 3 workers of vLLM are ready"):
+            sender.send_weights()
+    finally:
+        sender.shutdown()
+    assert all(isinstance(answer, RuntimeError) for answer in client.answers()), "they stop waiting"
+
+
+def test_what_workers_are_told_may_travel_as_json_and_rank_0_alone_sends() -> None:
+    told: list[Any] = []
+
+    class Listener:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: told.append((name, *given))
+
+    trainer(Listener(), ModuleSource(model(1))).shutdown()
+    name, info = told.pop()
+    assert name == "init_weight_transfer_engine"
+    vllm.FabricInitInfo(**json.loads(json.dumps(info)))
+    gathered = []
+
+    class Source(ModuleSource):
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for named in super().iter_full():
+                gathered.append(named[0])
+                yield named
+
+    trainer(Listener(), Source(model(1)), rank=1).send_weights()
+    assert gathered == [name for name, _ in model(1).named_parameters()]
+    assert told == []
+
+
+def test_a_source_that_rank_0_cannot_send_is_refused_by_name() -> None:
+    class Stage(WeightSource):
+        @cached_property
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta("layers.9.weight", torch.bfloat16, (2, 2), owners=(1,))]
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from ()
+
+    with pytest.raises(InvalidArgument, match=r"doesn't own `layers\.9\.weight`"):
+        trainer(None, Stage())
+    with pytest.raises(InvalidArgument, match="give a WeightSource"):
+        trainer(None, None)
+
+
+def test_rs_4_a_killed_worker_is_named_and_the_others_have_all(workers) -> None:
+    client = Client(workers)
+    sender = trainer(client, ModuleSource(model(5)))
+    workers[1].ask(("die at", "3.weight"))
+    with pytest.raises(WeightSyncError, match="did not reach vllm worker") as caught:
+        sender.send_weights()
+    assert len(caught.value.failed) == 1
+    sender.shutdown()
+    assert client.answers()[0] is None
+    assert workers[0].ask(("wrong", 5)) == []
