@@ -27,8 +27,10 @@ const SETTLE: u64 = 5_000_000;
 /// What a reliable queue pair of the verbs transport takes.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
-/// A push that takes longer is none.
-const LONGEST: Duration = Duration::from_secs(24 * 3600);
+const NEVER: Duration = Duration::MAX;
+/// So many slices may be under way from each trainer to a rollout, whatever the others have: the largest slice
+/// is a quarter of that.
+const SLICES: u64 = 4;
 
 /// Simulates a push.
 ///
@@ -96,7 +98,8 @@ impl Cluster {
     fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
         let largest = network.page.max(1);
         let mut engine = |name: String| -> Result<_, Problem> {
-            let config = EngineConfig { name, ..EngineConfig::default() };
+            let receive_window = SLICES * network.page * push.trainers.len() as u64;
+            let config = EngineConfig { name, receive_window, ..EngineConfig::default() };
             let engine = net.engine_with_rails(config, network.nics).map_err(text)?;
             let memory = net.blank_memory(&engine, largest).map_err(text)?;
             Ok((engine, memory))
@@ -128,7 +131,7 @@ impl Cluster {
         let waits = pages
             .iter()
             .zip(&rollouts)
-            .map(|(n, (_, _, counter))| counter.expect(*n, &[], LONGEST).map_err(text))
+            .map(|(n, (_, _, counter))| counter.expect(*n, &[], NEVER).map_err(text))
             .collect::<Result<_, _>>()?;
         Ok(Self { trainers, rollouts, ways, waits })
     }
@@ -279,7 +282,7 @@ impl<'p> Run<'p> {
             dst_pages: &pages,
             imm: Some(counter.imm()),
         };
-        let submit = Submit { timeout: Some(LONGEST), ..Submit::default() };
+        let submit = Submit { timeout: Some(NEVER), ..Submit::default() };
         let handle = engine.submit(&[op], submit).map_err(text)?;
         let key = Key::write(trainer, step, place);
         handle.on_done_notify(self.ended.clone(), key);

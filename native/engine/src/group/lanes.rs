@@ -1,5 +1,7 @@
 //! Handing one work request to one of a peer's links: which of them may take it now, and which does.
 
+use std::time::Duration;
+
 use smallvec::SmallVec;
 
 use super::{
@@ -184,7 +186,11 @@ impl<'a> Lanes<'a> {
         if rail.has_room(self.priority, bytes) && receiver.has_room(self.priority, bytes) {
             return Some(self.priority);
         }
-        let remaining = self.route.expects(self.now, unposted);
+        let remaining = match self.deadline {
+            // Nothing becomes urgent.
+            Time::NEVER => Duration::MAX,
+            _ => self.route.expects(self.now, unposted),
+        };
         let (class, since, deadline) = (self.priority, self.since, self.deadline);
         match admit(self.now, Ask { class, bytes, since, deadline, remaining }, rail, receiver) {
             Verdict::Post(class) => Some(class),
