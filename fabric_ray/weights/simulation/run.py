@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fabric_ray._native import simulate as _simulate
-from fabric_ray.plan import Plan, Side
+from fabric_ray.plan import Plan
 from fabric_ray.weights.forecast import Push, pushed_sides
 from fabric_ray.weights.simulation.setting import STAGES, Setting
 from fabric_ray.weights.simulation.tasks import Task, Tasks, tensors
@@ -54,7 +54,7 @@ class Simulated(msgspec.Struct, frozen=True):
         return self.seconds / self.floor_seconds
 
 
-def simulate(push: Push, plan: Plan, setting: Setting = Setting()) -> Simulated:
+def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
     """Simulates a push that was planned.
 
     Args:
@@ -71,7 +71,9 @@ def simulate(push: Push, plan: Plan, setting: Setting = Setting()) -> Simulated:
     watermark = setting.watermark or max(
         _WATERMARK, max((t.unit.nbytes for these in of for t in these), default=0)
     )
-    steps = [_steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)]
+    steps = [
+        _steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)
+    ]
     told = _simulate(plan._core, steps, _network(setting))
     balance = plan.balance()
     busiest = max(*balance.sent.values(), *balance.received.values())
@@ -89,9 +91,7 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> list[_Step]:
     for container in sorted(order, key=lambda c: group.get(c, 0)):
         containers.setdefault(division.step_of(container), []).append(container)
     out: list[_Step] = []
-    for number, (units, place) in enumerate(
-        zip(division.members, division.places(), strict=True)
-    ):
+    for number, (units, place) in enumerate(zip(division.members, division.places(), strict=True)):
         these = [task_of[unit.name] for unit in units]
         ready = [round(sum(task.ready[stage] for task in these) * _NS) for stage in range(4)]
         out.append(

@@ -66,7 +66,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster = Cluster()
     costs: Costs = Costs()
     watermark: int | None = None
-    """Bytes of a trainer's temporary memory; by default 256 MiB, or what its largest tensor needs."""
+    """Bytes of a trainer's temporary memory; by default 256 MiB, or its largest tensor."""
     gather: bool = False
     """Whole tensors are gathered before they are sent (fabric-lib, section 5.2), one mesh group
     after the other; else each rank sends what it holds."""

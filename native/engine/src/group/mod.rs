@@ -175,9 +175,9 @@ impl Group {
             match post_slices((now, now), key, transfer, &mut op, route, means) {
                 Posted::All => return self.posted(now, peer, rails),
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part(again) => {
+                Posted::Part(held) => {
                     since = now;
-                    self.move_at = self.move_at.min(again);
+                    self.move_at = self.move_at.min(held.until);
                 }
             }
         }
@@ -303,6 +303,10 @@ impl Group {
                 let key = (self.first + i) % n;
                 let Some(route) = self.peers.get(key) else { continue };
                 if route.state == State::Up && !route.backlog.is_empty() {
+                    if let Some(until) = route.held_until(now, &self.ledger) {
+                        self.move_at = self.move_at.min(until);
+                        continue;
+                    }
                     moved |= self.drain_backlog(now, key as PeerKey, rails);
                 }
             }
