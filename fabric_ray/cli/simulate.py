@@ -42,7 +42,7 @@ def simulate(
     costs: Annotated[
         str, typer.Option(help="us of a call, instead of fabric-lib's: h2d=0,submit=5,...")
     ] = "",
-    page: Annotated[float, typer.Option(help="MiB that are simulated as one write.")] = 2.0,
+    page: Annotated[float, typer.Option(help="MiB that are simulated as one write.")] = 4.0,
     plot: Annotated[
         Path | None,
         typer.Option(

@@ -71,18 +71,18 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
     watermark = setting.watermark or max(
         _WATERMARK, max((t.unit.nbytes for these in of for t in these), default=0)
     )
-    steps = [
+    divided = [
         _steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)
     ]
-    told = _simulate(plan._core, steps, _network(setting))
+    told = _simulate(plan._core, [steps for steps, _ in divided], _network(setting))
     balance = plan.balance()
     busiest = max(*balance.sent.values(), *balance.received.values())
     rate = setting.cluster.gbps * setting.cluster.nics / 8 * 1e9
-    return _result(told, busiest / rate, watermark, fmean(tensors(t) for t in of))
+    return _result(told, busiest / rate, watermark, fmean(n for _, n in divided))
 
 
-def _steps(order: list[int], tasks: list[Task], watermark: int) -> list[_Step]:
-    """How a rank's containers are divided into steps, and what each step takes."""
+def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_Step], int]:
+    """How a rank's containers are divided into steps, and what each step takes; of how many tensors."""
     task_of = {task.unit.name: task for task in tasks}
     group = {task.unit.values: task.group for task in tasks}
     group |= {t.unit.scales: t.group for t in tasks if t.unit.scales is not None}
@@ -103,7 +103,7 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> list[_Step]:
                 max((task.group for task in these), default=0),
             )
         )
-    return out
+    return out, tensors(unit.name for units in division.members for unit in units)
 
 
 def _network(setting: Setting) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Of each NIC, each way."""
     latency: float = 2e-6
     """Seconds of every delivery, one way."""
-    page: int = 2 << 20
+    page: int = 4 << 20
     """What a step has for a rollout is sent as pages of at most so many bytes: the smallest thing
     that is simulated by itself."""
 

@@ -83,9 +83,9 @@ class Tasks:
         ]
 
 
-def tensors(tasks: Iterable[Task]) -> int:
+def tensors(names: Iterable[str]) -> int:
     """How many there are, a layer's experts counted as one."""
-    return len({_stack(task.unit.name) for task in tasks})
+    return len({_stack(name) for name in names})
 
 
 def _of(

@@ -88,14 +88,16 @@ impl<'p> Pipeline<'p> {
         let (step, place, before) = self.at;
         let times = self.times.get(step)?;
         let before = if place == 0 { times.submitting } else { before };
-        Some(before + network.submits(&self.steps[step].writes[place]))
+        Some(before + network.posts())
     }
 
     /// Takes the write that is submitted at this time: with its step and place.
-    pub fn take(&mut self, at: u64) -> (usize, usize, Write) {
+    pub fn take(&mut self, at: u64, network: &Network) -> (usize, usize, Write) {
         let (step, place, _) = self.at;
-        self.at = (step, place + 1, at);
-        (step, place, self.steps[step].writes[place])
+        let write = self.steps[step].writes[place];
+        // What it posts first is on its way while it posts the rest.
+        self.at = (step, place + 1, at - network.posts() + network.submits(&write));
+        (step, place, write)
     }
 
     /// A write is over. Whether steps can begin now that couldn't before.
@@ -104,9 +106,10 @@ impl<'p> Pipeline<'p> {
         if self.left[step] > 0 {
             return false;
         }
-        let writes = &self.steps[step].writes[..=place];
+        let before = &self.steps[step].writes[..place];
         let times = &mut self.times[step];
-        times.last = times.submitting + writes.iter().map(|w| network.submits(w)).sum::<u64>();
+        let before = before.iter().map(|w| network.submits(w)).sum::<u64>();
+        times.last = times.submitting + before + network.posts();
         times.sent = now;
         let before = self.sent;
         while self.left.get(self.sent) == Some(&0) && self.sent < self.times.len() {

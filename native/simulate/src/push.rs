@@ -97,6 +97,11 @@ impl std::fmt::Display for Problem {
 impl std::error::Error for Problem {}
 
 impl Network {
+    /// Until the first request of a write is posted.
+    pub(crate) fn posts(&self) -> u64 {
+        self.call + self.request
+    }
+
     /// What the processor takes to submit a write.
     pub(crate) fn submits(&self, write: &Write) -> u64 {
         self.call + self.request * u64::from(write.requests)

@@ -266,7 +266,7 @@ impl<'p> Run<'p> {
 
     /// Submits a trainer's next write.
     fn submit(&mut self, net: &mut Running<'_>, at: u64, trainer: usize) -> Result<(), Problem> {
-        let (step, place, write) = self.pipelines[trainer].take(at);
+        let (step, place, write) = self.pipelines[trainer].take(at, self.network);
         let (engine, src) = &self.cluster.trainers[trainer];
         let counter = &self.cluster.rollouts[write.rollout as usize].2;
         let (count, page_len) = self.network.pages(write.bytes);

@@ -60,8 +60,9 @@ impl Backlog {
     }
 
     pub fn pop(&mut self, priority: Priority) -> Option<Waiting> {
+        let first = self.queues[priority as usize].pop_front()?;
         self.held = None;
-        self.queues[priority as usize].pop_front()
+        Some(first)
     }
 
     /// Takes out what belongs to a transfer; how many operations that was.
