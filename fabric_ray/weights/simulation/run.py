@@ -82,7 +82,7 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
 
 
 def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_Step], int]:
-    """How a rank's containers are divided into steps, and what each step takes; of how many tensors."""
+    """The steps of a rank, with what each takes; and how many tensors that is."""
     task_of = {task.unit.name: task for task in tasks}
     group = {task.unit.values: task.group for task in tasks}
     group |= {t.unit.scales: t.group for t in tasks if t.unit.scales is not None}

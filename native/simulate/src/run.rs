@@ -16,10 +16,10 @@ use fabric_engine::{
 };
 
 use crate::{
+    ended::{Ended, Key},
     path::critical,
     pipeline::{Cause, Pipeline},
     push::{Network, Outcome, Problem, Push, Stage, STAGES},
-    ended::{Ended, Key},
 };
 
 /// Links are up long before.
@@ -28,8 +28,7 @@ const SETTLE: u64 = 5_000_000;
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
 const NEVER: Duration = Duration::MAX;
-/// So many slices may be under way from each trainer to a rollout, whatever the others have: the largest slice
-/// is a quarter of that.
+/// Slices that may be under way from each trainer to a rollout by each NIC, whatever the others have.
 const SLICES: u64 = 4;
 
 /// Simulates a push.
@@ -98,8 +97,9 @@ impl Cluster {
     fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
         let largest = network.page.max(1);
         let mut engine = |name: String| -> Result<_, Problem> {
-            let receive_window = SLICES * network.page * push.trainers.len() as u64;
-            let config = EngineConfig { name, receive_window, ..EngineConfig::default() };
+            let mut config = EngineConfig { name, ..EngineConfig::default() };
+            let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
+            config.receive_window = config.receive_window.max(slices * network.page);
             let engine = net.engine_with_rails(config, network.nics).map_err(text)?;
             let memory = net.blank_memory(&engine, largest).map_err(text)?;
             Ok((engine, memory))
@@ -213,7 +213,9 @@ impl<'p> Run<'p> {
                 }
             }
             if passed && due == u64::MAX {
-                return Err(Problem("the push stands still; this is a bug, please report it".into()));
+                return Err(Problem(
+                    "the push stands still; this is a bug, please report it".into(),
+                ));
             }
             while let Some(Reverse((at, trainer, event))) = self.events.peek().copied() {
                 if at > now {
@@ -328,7 +330,14 @@ fn peak(pipeline: &Pipeline<'_>) -> u64 {
     // What is given back at a moment is there for what begins then.
     changes.sort_unstable();
     let mut held = 0;
-    changes.iter().map(|(_, change)| { held += change; held }).max().unwrap_or(0) as u64
+    changes
+        .iter()
+        .map(|(_, change)| {
+            held += change;
+            held
+        })
+        .max()
+        .unwrap_or(0) as u64
 }
 
 fn result(handle: &Handle) -> Result<(), Problem> {

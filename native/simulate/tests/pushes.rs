@@ -74,7 +74,8 @@ fn requests_take_the_processor() {
     let mut steps = vec![step(&[0, 1], MIB); 5];
     steps.iter_mut().flat_map(|s| &mut s.writes).for_each(|w| w.requests = 10);
     let outcome = run(vec![steps], 2, &network);
-    assert_eq!(outcome.path[Stage::Submit as usize], 20 * MS);
+    // The last write is on its way with its first request.
+    assert_eq!(outcome.path[Stage::Submit as usize], 19 * MS + MS / 10);
     assert_eq!(outcome.busy[0][Stage::Submit as usize], 20 * MS);
 }
 
@@ -111,7 +112,9 @@ fn a_group_waits_for_the_slowest_trainer_of_the_group_before() {
 #[test]
 fn the_same_push_takes_the_same_time() {
     let trainers: Vec<Vec<Step>> = (0..12)
-        .map(|t| (0..4).map(|s| step(&[t % 5, (t + s) % 5, 4], MIB * u64::from(1 + t + s))).collect())
+        .map(|t| {
+            (0..4).map(|s| step(&[t % 5, (t + s) % 5, 4], MIB * u64::from(1 + t + s))).collect()
+        })
         .collect();
     let network = Network { nics: 2, call: 23_000, ..NETWORK };
     let [a, b] = [(); 2].map(|()| run(trainers.clone(), 5, &network));
@@ -130,4 +133,13 @@ fn what_means_nothing_is_refused_by_name() {
     assert!(refused(Step { after: 1, ..fine.clone() }, NETWORK).contains("step 0 of trainer 0"));
     assert!(refused(fine.clone(), Network { nics: 5, ..NETWORK }).contains("NICs"));
     assert!(refused(fine, Network { rate: 0.0, ..NETWORK }).contains("rate"));
+}
+
+/// Where as many send as receive, a NIC that waits for one receiver leaves another idle.
+#[test]
+fn trainers_that_all_write_to_all_keep_every_nic_busy() {
+    let all = [0, 1, 2, 3, 4, 5, 6, 7];
+    let from = |t: usize| [&all[t..], &all[..t]].concat();
+    let trainers = (0..8).map(|t| vec![step(&from(t), 256 * MIB)]).collect();
+    close(run(trainers, 8, &NETWORK).time, floor(8 * 256 * MIB));
 }

@@ -52,7 +52,8 @@ def test_without_costs_a_push_takes_its_bytes_over_the_busiest_nic() -> None:
     slower = said(*LLAMA, "--costs", FREE, "--gbps", "100")
     assert slower["seconds"] == pytest.approx(4 * told["seconds"], rel=0.01)
     faster = said(*LLAMA, "--costs", FREE, "--nics", "2")
-    assert faster["seconds"] == pytest.approx(told["seconds"] / 2, rel=0.03)
+    assert faster["floor_seconds"] == told["floor_seconds"] / 2
+    assert faster["seconds"] < 0.7 * told["seconds"]
 
 
 def test_a_stage_that_takes_longest_is_what_the_push_waits_for() -> None:

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use super::{
     lanes::Held,
     ledger::Ledger,
-    policy::classes::ByClass,
     policy::admit::Window,
+    policy::classes::ByClass,
     route::{Link, Route, State},
     slices::{post_slices, BoundOp, Posted},
     Group, PeerKey, Rails, TransferKey,
