@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +21,7 @@ from fabric_ray.weights.forecast import forecast
 from fabric_ray.weights.simulation import STAGES, Cluster, Costs, Setting, Simulated, simulate
 from tests.unit.models.small_models import SMALL
 
+PAGE = Path(__file__).parents[3] / "docs" / "simulate.md"
 LLAMA = ("llama-3.1-8b", "--trainer", "fsdp=4", "--rollout", "tp=2,engines=2")
 FREE = "h2d=0,gather=0,fuse=0,quantise=0,submit=0,request=0"
 
@@ -96,7 +99,7 @@ def test_the_same_push_takes_the_same_time(experts: str) -> None:
     assert said(*ends) == said(*ends)
 
 
-def test_published_times_stand_beside_the_simulated(tmp_path: Path) -> None:
+def test_published_times_stand_beside_the_simulated() -> None:
     row = next(row for row in PUBLISHED if row.model == "moonlight-16b-a3b")
     ends = (row.model, "--trainer", row.trainer, "--rollout", row.rollout)
     done = run(*ends)
@@ -108,9 +111,8 @@ def test_published_times_stand_beside_the_simulated(tmp_path: Path) -> None:
     assert all(published(options.push(*row[:4])) == row for row in PUBLISHED)
 
 
-@pytest.mark.parametrize("kind", ["svg", "html"])
-def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path, kind: str) -> None:
-    plot = tmp_path / f"time.{kind}"
+def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path) -> None:
+    plot = tmp_path / "time.html"
     ends = (experts, "--trainer", "fsdp=2", "--rollout", "tp=2,ep=2")
     done = run(*ends, "--sensitivity", str(plot))
     assert done.exit_code == 0, done.output
@@ -136,6 +138,16 @@ def test_what_means_nothing_is_refused(arguments: list[str], text: str) -> None:
     done = run(*LLAMA, *arguments)
     assert done.exit_code == 2
     assert text in done.output
+
+
+def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = re.findall(r"^fabric-ray simulate (llama.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(shown) > 2
+    monkeypatch.chdir(tmp_path)
+    for command in shown:
+        # A plot is sixteen of them; the test above has one.
+        arguments = shlex.split(command.partition(" --sensitivity")[0])
+        assert run(*arguments).exit_code == 0, command
 
 
 def test_what_is_left_out_of_a_plot_is_only_what_cannot_be() -> None:
