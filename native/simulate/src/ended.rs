@@ -45,7 +45,7 @@ impl Key {
     }
 
     pub fn write(trainer: usize, step: usize, place: usize) -> u64 {
-        (trainer as u64) << 2 * Self::BITS | (step as u64) << Self::BITS | place as u64
+        ((trainer as u64) << (2 * Self::BITS)) | ((step as u64) << Self::BITS) | place as u64
     }
 
     /// Trainer, step and place, or a rollout.

@@ -3,7 +3,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BinaryHeap, HashMap},
+    collections::{hash_map::Entry, BinaryHeap, HashMap},
     sync::Arc,
     time::Duration,
 };
@@ -119,11 +119,11 @@ impl Cluster {
             for write in steps.iter().flat_map(|s| &s.writes) {
                 let to = write.rollout as usize;
                 pages[to] += network.pages(write.bytes).0;
-                if !ways.contains_key(&(trainer, write.rollout)) {
+                if let Entry::Vacant(way) = ways.entry((trainer, write.rollout)) {
                     let engine = &trainers[trainer].0;
-                    let way = engine.import(&rollouts[to].1.descriptor()).map_err(text)?;
-                    engine.connect(way.peer()).map_err(text)?;
-                    ways.insert((trainer, write.rollout), way);
+                    let region = engine.import(&rollouts[to].1.descriptor()).map_err(text)?;
+                    engine.connect(region.peer()).map_err(text)?;
+                    way.insert(region);
                 }
             }
         }

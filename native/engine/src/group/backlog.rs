@@ -188,3 +188,51 @@ impl Group {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::{Count, WorkRequest};
+
+    const HELD: Held = Held { bytes: 1 << 20, until: Time::NEVER };
+
+    fn waiting() -> Waiting {
+        let count = WorkRequest::Count(Count { imm: 1, n: 1 });
+        let key = TransferKey { slot: 0, serial: 0 };
+        Waiting { key, op: BoundOp::new(0, count), since: Time(0) }
+    }
+
+    #[test]
+    fn what_keeps_the_first_is_known_until_anything_else_may_move() {
+        use Priority::{Background, Bulk};
+        let kept = || {
+            let mut backlog = Backlog::default();
+            backlog.hold(Bulk, waiting(), HELD);
+            backlog.push_back(Bulk, waiting());
+            assert!(backlog.pop(Background).is_none());
+            assert!(backlog.held().is_some());
+            backlog
+        };
+        let changes: [fn(&mut Backlog); 5] = [
+            |b| b.push_back(Background, waiting()),
+            |b| b.push_front(Bulk, waiting()),
+            |b| _ = b.pop(Bulk),
+            |b| _ = b.remove(waiting().key),
+            Backlog::try_again,
+        ];
+        for change in changes {
+            let mut backlog = kept();
+            change(&mut backlog);
+            assert!(backlog.held().is_none());
+        }
+        let mut others = kept();
+        others.push_back(Background, waiting());
+        let first = others.pop(Bulk).unwrap();
+        others.hold(Bulk, first, HELD);
+        assert!(others.held().is_none(), "the other class may have room");
+        let first = kept().pop(Bulk).unwrap();
+        let mut unknown = Backlog::default();
+        unknown.hold(Bulk, first, Held { bytes: 0, ..HELD });
+        assert!(unknown.held().is_none(), "it wasn't the windows");
+    }
+}
