@@ -12,6 +12,9 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+from fabric_ray.cli import published
+from fabric_ray.cli.published import PUBLISHED
+
 _COMMAND = (sys.executable, "-c", "from fabric_ray.cli.main import app; app()", "plan", "--json")
 
 
@@ -34,18 +37,7 @@ PAPER = (
     Case("glm-4.5-air", _PAPER, _GROUPED, "fp8:channel"),
 )
 # The configurations of the miles article on weight pushes to SGLang.
-MILES = (
-    Case("moonlight-16b-a3b", "megatron:tp=2,ep=8,etp=1,dp=4", "tp=8,ep=8", "bfloat16"),
-    Case("qwen3-30b-a3b", "megatron:tp=4,ep=8,etp=1,dp=4", "tp=8,ep=8,engines=2", "bfloat16"),
-    Case("glm-4.5-air", "megatron:pp=4,ep=8,etp=1,dp=8", "tp=8,ep=8,engines=4", "bfloat16"),
-    Case(
-        "qwen3-235b-a22b",
-        "megatron:tp=4,pp=4,cp=2,ep=16,etp=1,dp=2",
-        "tp=32,ep=32,engines=2",
-        "bfloat16",
-    ),
-    Case("kimi-k2", "megatron:tp=8,pp=8,cp=4,ep=32,etp=1", "tp=32,ep=32,engines=8", "fp8:64x64"),
-)
+MILES = tuple(Case(*row[:4]) for row in PUBLISHED if row.source == published.MILES)
 CASES = (*PAPER, *MILES)
 
 _ROW = "| {model} | {trainer} | {rollout} | {dtype} | {figures} |"

@@ -33,6 +33,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "simulate",
     "survey",
     "topology",
 ]
@@ -908,11 +909,31 @@ class PlanCore:
         """Total, bytes sent and received per rank, and the three imbalances."""
     def for_source(self, rank: int) -> _PlanColumns: ...
     def for_target(self, rank: int) -> _PlanColumns: ...
+    def sending_order(self, rank: int) -> list[int]: ...
     def explain(self, name: str | None = None, rank: int | None = None) -> str: ...
     def equals(self, other: PlanCore) -> bool: ...
 
 def holders(target: bytes) -> tuple[list[list[int]], list[list[int]]]:
     """What `fabric_ray.plan.twins` gives types to."""
+
+# simulate
+
+def simulate(
+    plan: PlanCore,
+    steps: Sequence[Sequence[tuple[list[int], tuple[int, int, int, int], int, int, int]]],
+    network: dict[str, float],
+) -> dict[str, Any]:
+    """What `fabric_ray.weights.simulation` gives types to.
+
+    Args:
+        steps: by source rank, in their order: containers, nanoseconds of the stages, bytes of
+            temporary memory, how many steps must have been sent before, mesh group.
+        network: NICs of a rank, their rate in bytes a nanosecond, nanoseconds of latency, of a
+            submitting call and of each request; bytes of a page.
+
+    Raises:
+        InvalidArgument: sizes that mean nothing.
+    """
 
 # doctor
 

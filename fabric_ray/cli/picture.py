@@ -1,4 +1,4 @@
-"""A plan as a picture: who sends how much to whom."""
+"""Pictures: of a plan, who sends how much to whom."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import numpy.typing as npt
 from fabric_ray.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from fabric_ray.plan import Plan
 
 KINDS = (".svg", ".png", ".html")
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, *, option: str = "--picture") -> None:
     """That such a picture can be drawn.
 
     Raises:
@@ -27,19 +29,26 @@ def check_picture(path: Path) -> None:
             matplotlib is.
     """
     if path.suffix not in KINDS:
-        raise InvalidArgument(f"--picture {path}: give a name that ends in {', '.join(KINDS)}")
+        raise InvalidArgument(f"{option} {path}: give a name that ends in {', '.join(KINDS)}")
     if not path.parent.is_dir():
-        raise InvalidArgument(f"--picture {path}: {path.parent} is no directory; make it first")
+        raise InvalidArgument(f"{option} {path}: {path.parent} is no directory; make it first")
     if find_spec("matplotlib") is None:
         raise InvalidArgument(
-            "--picture needs matplotlib, which isn't installed; run: pip install 'fabric-ray[ray]'"
+            f"{option} needs matplotlib, which isn't installed; run: pip install 'fabric-ray[ray]'"
         )
 
 
 def draw(plan: Plan, title: str, path: Path) -> None:
     """Writes the heat map of a plan: trainers from top to bottom, rollouts from left to right."""
+    save(_heat_map(matrix(plan), title), title, path)
+
+
+def save(figure: Figure, title: str, path: Path) -> None:
+    """Writes a figure as what the path's name says."""
     kind = "png" if path.suffix == ".png" else "svg"
-    image = _heat_map(matrix(plan), title, kind)
+    out = BytesIO()
+    figure.savefig(out, format=kind, dpi=150)
+    image = out.getvalue()
     if path.suffix == ".html":
         body = image.decode()
         head = f"<!doctype html>\n<title>{escape(title)}</title>\n"
@@ -57,7 +66,7 @@ def matrix(plan: Plan) -> npt.NDArray[np.float64]:
     return matrix
 
 
-def _heat_map(matrix: npt.NDArray[np.float64], title: str, kind: str) -> bytes:
+def _heat_map(matrix: npt.NDArray[np.float64], title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 7), layout="constrained")
@@ -70,6 +79,4 @@ def _heat_map(matrix: npt.NDArray[np.float64], title: str, kind: str) -> bytes:
     figure.colorbar(image, label=f"{name} from trainer to rollout")
     axes.set(xlabel="rollout rank", ylabel="trainer rank")
     axes.set_title(title, fontsize=10, parse_math=False)
-    out = BytesIO()
-    figure.savefig(out, format=kind, dpi=150)
-    return out.getvalue()
+    return figure

@@ -13,30 +13,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fabric_ray.cli import words
+from fabric_ray.cli import options
+from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture, draw
 from fabric_ray.errors import FabricError
-from fabric_ray.models.presets import PRESETS
-from fabric_ray.weights.forecast import Forecast, Push, forecast
+from fabric_ray.weights.forecast import Forecast, forecast
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help=f"{', '.join(PRESETS)}, or the path of a config.json.")
-    ],
-    trainer: Annotated[
-        str,
-        typer.Option(help="fsdp=16,pp=2,ep=8 or megatron:tp=8,pp=8,cp=4,ep=32,etp=1."),
-    ],
-    rollout: Annotated[
-        str, typer.Option(help="tp=8,ep=8,engines=4; dp=: data-parallel attention.")
-    ],
-    dtype: Annotated[
-        str,
-        typer.Option(help="On rollouts: bfloat16, fp8:128x128, fp8:64x64, fp8:channel, int8, ..."),
-    ] = "bfloat16",
+    model: options.Model,
+    trainer: options.Trainer,
+    rollout: options.Rollout,
+    dtype: options.Dtype = "bfloat16",
     nic: Annotated[float, typer.Option(help="Gb/s of each rank's NIC.", min=1e-3)] = 400.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.Json = False,
     picture: Annotated[
         Path | None, typer.Option(help="Who sends how much to whom: FILE.svg, .png or .html.")
     ] = None,
@@ -52,11 +42,7 @@ def plan(
     try:
         if picture is not None:
             check_picture(picture)
-        config = words.model(model)
-        push = Push(
-            config, words.trainers(trainer), words.rollouts(rollout), words.formats(dtype, config)
-        )
-        planned, told = forecast(push)
+        planned, told = forecast(options.push(model, trainer, rollout, dtype))
         explained = None
         if explain is not None or rank is not None:
             explained = planned.explain(explain, rank=rank)
@@ -108,7 +94,7 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
     took = ", ".join(f"{what} {spent.cpu_seconds:.1f}" for what, spent in told.spent.items())
     rows = [
         ("model", f"{model}, {told.parameters / 1e9:.2f} B parameters, pushed as {dtype}"),
-        ("pushed", f"{_size(balance.nbytes)}, {len(sent)} trainers to {len(received)} rollouts"),
+        ("pushed", f"{size(balance.nbytes)}, {len(sent)} trainers to {len(received)} rollouts"),
         ("a rollout receives", _range(received)),
         ("a trainer sends", _range(sent)),
         (
@@ -121,25 +107,18 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
         ("gathered", gathered),
         ("computed after it", ", ".join(told.derived) or "nothing"),
         ("copies", f"{told.copies:,}, of which {told.copies_stored:,} are stored"),
-        ("plan", f"{_size(told.encoded_nbytes)} encoded; seconds of one core: {took}"),
-        ("peak memory", f"{_size(told.peak_nbytes)} of this process"),
+        ("plan", f"{size(told.encoded_nbytes)} encoded; seconds of one core: {took}"),
+        ("peak memory", f"{size(told.peak_nbytes)} of this process"),
     ]
     return rows
 
 
 def _held(count: int, nbytes: int) -> str:
-    return f"{count} trainer{'s' * (count > 1)}: {_size(nbytes)}"
+    return f"{count} trainer{'s' * (count > 1)}: {size(nbytes)}"
 
 
 def _range(nbytes: list[int]) -> str:
-    low, high = _size(min(nbytes)), _size(max(nbytes))
+    low, high = size(min(nbytes)), size(max(nbytes))
     if low == high:
         return low
-    return f"{low} to {high}, {_size(round(fmean(nbytes)))} on average"
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"
+    return f"{low} to {high}, {size(round(fmean(nbytes)))} on average"

@@ -12,6 +12,7 @@ from fabric_ray.models.config import DTypeName
 from fabric_ray.models.presets import PRESETS, preset
 from fabric_ray.weights.forecast import Rollouts, Trainers
 from fabric_ray.weights.quant import Cast, Format, Formats, Fp8, Int8, linear_formats
+from fabric_ray.weights.simulation import PER_CALL, Costs
 from fabric_ray.weights.trainers import FsdpParallel, Parallel
 
 _FSDP = ("fsdp", "pp", "ep")
@@ -75,6 +76,24 @@ def formats(text: str, config: ModelConfig) -> Formats:
             bias = "*.e_score_correction_bias"
             return {} if name == config.dtype else {bias: Cast("float32"), "*": Cast(name)}
     return linear_formats(config.kind, _quantised(text))
+
+
+def costs(text: str) -> Costs:
+    """``h2d=0,submit=5``: microseconds of a call; what isn't said is what fabric-lib measured.
+
+    Raises:
+        InvalidArgument: it isn't of that form.
+    """
+    found: dict[str, float] = {}
+    for word in filter(None, text.split(",")):
+        name, _, number = word.strip().partition("=")
+        if name not in PER_CALL or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number):
+            raise InvalidArgument(
+                f"--costs {text!r}: {word.strip()!r} is no cost; give us for some of "
+                f"{', '.join(PER_CALL)}, as in h2d=0,submit=5"
+            )
+        found[name] = float(number) / 1e6
+    return Costs(**found)
 
 
 def _quantised(text: str) -> Format:

@@ -111,6 +111,14 @@ class Plan:
         """
         return Copies.from_columns(self._core.for_source(rank))
 
+    def sending_order(self, rank: int) -> list[int]:
+        """A source rank's containers of which anything is sent, in the order of :meth:`for_source`.
+
+        Raises:
+            UnknownRank: the rank is no source.
+        """
+        return self._core.sending_order(rank)
+
     def for_target(self, rank: int) -> Copies:
         """What a target rank receives.
 

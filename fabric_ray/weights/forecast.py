@@ -164,6 +164,16 @@ def forecast(push: Push) -> tuple[Plan, Forecast]:
     )
 
 
+def pushed_sides(push: Push) -> tuple[Side, tuple[Side, Side]]:
+    """What trainers hold; what they send, and what rollouts hold.
+
+    Raises:
+        FamilyError, QuantError: as :func:`forecast`.
+    """
+    source = push.trainers.side(push.config)
+    return source, _pushed(source, push)
+
+
 def _pushed(source: Side, push: Push) -> tuple[Side, Side]:
     target = push.rollouts.side(push.config)
     if not push.formats:

@@ -58,9 +58,57 @@ class Step(msgspec.Struct, frozen=True):
         return out
 
 
+class Division:
+    """Which step each container goes with. A unit is made ready once, whoever gets it.
+
+    Args:
+        units: containers that aren't sent from where they lie.
+        watermark: bytes.
+    """
+
+    def __init__(self, units: Sequence[Unit], watermark: int) -> None:
+        self._of = _by_container(units)
+        self._watermark = watermark
+        self._most = min(_LARGEST_STEP, watermark // _STEPS_UNDER_WAY)
+        self._sizes = [0]
+        self._at: dict[str, int] = {}
+        self.members: list[list[Unit]] = [[]]
+        """The units of each step."""
+
+    def step_of(self, container: int) -> int:
+        """To be asked in the order of sending.
+
+        Raises:
+            InvalidArgument: it needs more than the watermark.
+        """
+        unit = self._of.get(container)
+        if unit is None:
+            return len(self.members) - 1
+        if unit.name not in self._at:
+            self._add(unit)
+        return self._at[unit.name]
+
+    def places(self) -> list[Place]:
+        """Where each step lies, when all containers are divided."""
+        return places(self._sizes, self._watermark)
+
+    def _add(self, unit: Unit) -> None:
+        if unit.nbytes > self._watermark:
+            raise InvalidArgument(
+                f"container `{unit.name}` takes {unit.nbytes} bytes when it is made ready, "
+                f"more than the watermark of {self._watermark}; raise the watermark to that"
+            )
+        if self.members[-1] and self._sizes[-1] + unit.nbytes > self._most:
+            self.members.append([])
+            self._sizes.append(0)
+        self.members[-1].append(unit)
+        self._sizes[-1] += unit.nbytes
+        self._at[unit.name] = len(self.members) - 1
+
+
 def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list[Step]:
     """Divides a rank's copies into steps, so that what is made ready but not sent stays below the
-    watermark. A unit is made ready once, whoever gets it.
+    watermark.
 
     Args:
         copies: in the order in which they should be sent.
@@ -70,31 +118,12 @@ def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list
     Raises:
         InvalidArgument: a container needs more than the watermark.
     """
-    of = _by_container(units)
-    most = min(_LARGEST_STEP, watermark // _STEPS_UNDER_WAY)
-    members: list[list[Unit]] = [[]]
-    sizes = [0]
-    sent: list[dict[int, list[Copy]]] = [defaultdict(list)]
-    at: dict[str, int] = {}
+    division = Division(units, watermark)
+    sent: defaultdict[int, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in copies:
-        unit = of.get(copy.src_container)
-        if unit is not None and unit.name not in at:
-            if unit.nbytes > watermark:
-                raise InvalidArgument(
-                    f"container `{unit.name}` takes {unit.nbytes} bytes when it is made ready, "
-                    f"more than the watermark of {watermark}; raise the watermark to that"
-                )
-            if members[-1] and sizes[-1] + unit.nbytes > most:
-                members.append([])
-                sizes.append(0)
-                sent.append(defaultdict(list))
-            members[-1].append(unit)
-            sizes[-1] += unit.nbytes
-            at[unit.name] = len(members) - 1
-        step = len(members) - 1 if unit is None else at[unit.name]
-        sent[step][copy.peer].append(copy)
-    together = zip(members, sent, places(sizes, watermark), strict=True)
-    return [Step(tuple(m), dict(s), place) for m, s, place in together]
+        sent[division.step_of(copy.src_container)][copy.peer].append(copy)
+    together = enumerate(zip(division.members, division.places(), strict=True))
+    return [Step(tuple(m), dict(sent[number]), place) for number, (m, place) in together]
 
 
 def temporary_nbytes(these: Iterable[Step]) -> int:

@@ -34,7 +34,8 @@ MAY_USE = {
     "time": set[str](),
 }
 CRATES_MAY_USE = {
-    "fabric-python": {"fabric-engine", "fabric-plan"},
+    "fabric-python": {"fabric-engine", "fabric-plan", "fabric-simulate"},
+    "fabric-simulate": {"fabric-engine", "fabric-plan"},
     "fabric-perf": {"fabric-engine"},
     "fabric-engine": {"fabric-sys"},
     "fabric-plan": set[str](),

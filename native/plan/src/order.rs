@@ -1,5 +1,7 @@
 //! What one rank sends or receives, in the order it should happen.
 
+use std::collections::BTreeMap;
+
 use crate::error::{Result, Role};
 use crate::plan::{Copy, Plan};
 
@@ -35,6 +37,42 @@ impl Plan {
             let dst = (turn as usize + start) % targets;
             Transfer { peer: self.target.ranks[dst], copy: self.copy(copy) }
         }))
+    }
+
+    /// Everything a source rank sends, in no particular order, with the target's place on its side: what
+    /// sums need, without the sorting.
+    pub fn each_sent(&self, rank: u32, mut sent: impl FnMut(u32, Copy<'_>)) -> Result<()> {
+        let src = self.dense(Role::Source, rank)?;
+        let from = self.links.partition_point(|l| l.src < src);
+        let until = self.links.partition_point(|l| l.src <= src);
+        for link in &self.links[from..until] {
+            let program = self.programs[link.program as usize];
+            (program.first..program.end).for_each(|c| sent(link.dst, self.copy(c)));
+        }
+        Ok(())
+    }
+
+    /// The containers of a source rank of which anything is sent, in the order in which each comes first.
+    pub fn sending_order(&self, rank: u32) -> Result<Vec<u32>> {
+        // By the first target container that needs it, as `for_source` has them.
+        let mut first: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
+        let src = self.dense(Role::Source, rank)?;
+        let from = self.links.partition_point(|l| l.src < src);
+        let until = self.links.partition_point(|l| l.src <= src);
+        let mut programs: Vec<u32> = self.links[from..until].iter().map(|l| l.program).collect();
+        programs.sort_unstable();
+        programs.dedup();
+        for program in programs.iter().map(|p| self.programs[*p as usize]) {
+            for c in program.first..program.end {
+                let at = (self.columns.dst_container[c as usize], c);
+                let container = self.columns.src_container[c as usize];
+                let known = first.entry(container).or_insert(at);
+                *known = at.min(*known);
+            }
+        }
+        let mut order: Vec<_> = first.into_iter().map(|(container, at)| (at, container)).collect();
+        order.sort_unstable();
+        Ok(order.into_iter().map(|(_, container)| container).collect())
     }
 
     /// Everything a target rank receives, most urgent container first, then by source.

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod logging;
 mod plan;
+mod simulate;
 mod survey;
 mod topology;
 
@@ -15,6 +16,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     logging::install();
     plan::register(m)?;
+    simulate::register(m)?;
     survey::register(m)?;
     topology::register(m)?;
     engine::register(m)

@@ -25,7 +25,7 @@ fn holders(py: Python<'_>, target: &[u8]) -> PyResult<(Vec<Vec<u32>>, Vec<Vec<u3
 }
 
 /// The exception of `fabric_ray.plan.errors` for an error, with what it names as attributes.
-fn raise(py: Python<'_>, error: &PlanError) -> PyErr {
+pub(crate) fn raise(py: Python<'_>, error: &PlanError) -> PyErr {
     build(py, error).unwrap_or_else(|failed| failed)
 }
 
@@ -100,7 +100,7 @@ type Columns<'py> =
 #[pyclass(frozen, module = "fabric_ray._native")]
 #[derive(Debug)]
 pub struct PlanCore {
-    plan: Plan,
+    pub(crate) plan: Plan,
 }
 
 #[pymethods]
@@ -192,6 +192,10 @@ impl PlanCore {
     fn for_source<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Columns<'py>> {
         let transfers = self.plan.for_source(rank).map_err(|e| raise(py, &e))?;
         Ok(columns(py, transfers))
+    }
+
+    fn sending_order(&self, rank: u32, py: Python<'_>) -> PyResult<Vec<u32>> {
+        py.detach(|| self.plan.sending_order(rank)).map_err(|e| raise(py, &e))
     }
 
     fn for_target<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Columns<'py>> {

@@ -3,8 +3,11 @@
 use std::collections::VecDeque;
 
 use super::{
+    lanes::Held,
+    ledger::Ledger,
+    policy::admit::Window,
     policy::classes::ByClass,
-    route::{Route, State},
+    route::{Link, Route, State},
     slices::{post_slices, BoundOp, Posted},
     Group, PeerKey, Rails, TransferKey,
 };
@@ -18,50 +21,94 @@ pub(super) struct Waiting {
 }
 
 #[derive(Default)]
-pub(super) struct Backlog([VecDeque<Waiting>; 3]);
+pub(super) struct Backlog {
+    queues: [VecDeque<Waiting>; 3],
+    /// What keeps the first of the only class that waits, since it was tried last.
+    held: Option<(Priority, Held)>,
+}
 
 impl Backlog {
     pub fn is_empty(&self) -> bool {
-        self.0.iter().all(VecDeque::is_empty)
+        self.queues.iter().all(VecDeque::is_empty)
     }
 
     /// Whether anything waits with this priority.
     pub fn waits(&self, priority: Priority) -> bool {
-        !self.0[priority as usize].is_empty()
+        !self.queues[priority as usize].is_empty()
     }
 
     pub fn len(&self) -> usize {
-        self.0.iter().map(VecDeque::len).sum()
+        self.queues.iter().map(VecDeque::len).sum()
     }
 
     /// Whether work of this priority has to queue up: behind its own kind, or behind what is more urgent.
     #[inline]
     pub fn holds_up(&self, priority: Priority) -> bool {
-        self.0[..=priority as usize].iter().any(|q| !q.is_empty())
+        self.queues[..=priority as usize].iter().any(|q| !q.is_empty())
     }
 
     pub fn push_back(&mut self, priority: Priority, waiting: Waiting) {
-        self.0[priority as usize].push_back(waiting);
+        if self.held.is_some_and(|(class, _)| class != priority) {
+            self.held = None;
+        }
+        self.queues[priority as usize].push_back(waiting);
     }
 
     pub fn push_front(&mut self, priority: Priority, waiting: Waiting) {
-        self.0[priority as usize].push_front(waiting);
+        self.held = None;
+        self.queues[priority as usize].push_front(waiting);
     }
 
     pub fn pop(&mut self, priority: Priority) -> Option<Waiting> {
-        self.0[priority as usize].pop_front()
+        let first = self.queues[priority as usize].pop_front()?;
+        self.held = None;
+        Some(first)
     }
 
     /// Takes out what belongs to a transfer; how many operations that was.
     pub fn remove(&mut self, key: TransferKey) -> usize {
         let before = self.len();
-        self.0.iter_mut().for_each(|q| q.retain(|w| w.key != key));
+        self.held = None;
+        self.queues.iter_mut().for_each(|q| q.retain(|w| w.key != key));
         before - self.len()
+    }
+
+    /// Puts back what was tried, with what kept it.
+    pub fn hold(&mut self, priority: Priority, waiting: Waiting, held: Held) {
+        self.push_front(priority, waiting);
+        let others = Priority::ALL.into_iter().any(|p| p != priority && self.waits(p));
+        self.held = Some((priority, held)).filter(|_| held.bytes > 0 && !others);
+    }
+
+    /// Something else than the rails' windows has changed.
+    pub fn try_again(&mut self) {
+        self.held = None;
+    }
+
+    pub fn held(&self) -> Option<(Priority, Held)> {
+        self.held
     }
 
     /// Takes out everything.
     pub fn take(&mut self) -> impl Iterator<Item = TransferKey> {
-        std::mem::take(&mut self.0).into_iter().flatten().map(|w| w.key)
+        std::mem::take(self).queues.into_iter().flatten().map(|w| w.key)
+    }
+}
+
+impl Route {
+    /// Until when what waits would still find no room, though something may be over: tells a hundred peers that
+    /// wait for one rail from the one that has its turn.
+    pub(super) fn held_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
+        let (class, Held { bytes, until }) = self.backlog.held()?;
+        let receiver = Window { bytes: self.credit, under_way: self.under_way };
+        let full = |link: &Link| {
+            let rail = ledger.rail_window(link.pair.rail, bytes);
+            rail.under_way.of(class) > 0 && !rail.has_room(class, bytes)
+        };
+        let held = now < until
+            && receiver.under_way.of(class) > 0
+            && (!receiver.has_room(class, bytes) || self.active().iter().all(full));
+        held.then_some(until)
     }
 }
 
@@ -124,9 +171,9 @@ impl Group {
             }
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, first.since), key, transfer, op, route, means) {
-                Posted::Part(again) => {
-                    route.backlog.push_front(priority, first);
-                    self.move_at = self.move_at.min(again);
+                Posted::Part(held) => {
+                    route.backlog.hold(priority, first, held);
+                    self.move_at = self.move_at.min(held.until);
                     self.posted(now, peer, rails);
                     return moved;
                 }
@@ -139,5 +186,53 @@ impl Group {
             self.backlogged -= 1;
             self.settle(key);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::{Count, WorkRequest};
+
+    const HELD: Held = Held { bytes: 1 << 20, until: Time::NEVER };
+
+    fn waiting() -> Waiting {
+        let count = WorkRequest::Count(Count { imm: 1, n: 1 });
+        let key = TransferKey { slot: 0, serial: 0 };
+        Waiting { key, op: BoundOp::new(0, count), since: Time(0) }
+    }
+
+    #[test]
+    fn what_keeps_the_first_is_known_until_anything_else_may_move() {
+        use Priority::{Background, Bulk};
+        let kept = || {
+            let mut backlog = Backlog::default();
+            backlog.hold(Bulk, waiting(), HELD);
+            backlog.push_back(Bulk, waiting());
+            assert!(backlog.pop(Background).is_none());
+            assert!(backlog.held().is_some());
+            backlog
+        };
+        let changes: [fn(&mut Backlog); 5] = [
+            |b| b.push_back(Background, waiting()),
+            |b| b.push_front(Bulk, waiting()),
+            |b| _ = b.pop(Bulk),
+            |b| _ = b.remove(waiting().key),
+            Backlog::try_again,
+        ];
+        for change in changes {
+            let mut backlog = kept();
+            change(&mut backlog);
+            assert!(backlog.held().is_none());
+        }
+        let mut others = kept();
+        others.push_back(Background, waiting());
+        let first = others.pop(Bulk).unwrap();
+        others.hold(Bulk, first, HELD);
+        assert!(others.held().is_none(), "the other class may have room");
+        let first = kept().pop(Bulk).unwrap();
+        let mut unknown = Backlog::default();
+        unknown.hold(Bulk, first, Held { bytes: 0, ..HELD });
+        assert!(unknown.held().is_none(), "it wasn't the windows");
     }
 }

@@ -66,7 +66,10 @@ impl Group {
             let wants = route.asking;
             match wants {
                 true => _ = self.credits.asking.insert((now.after(AGAIN), peer)),
-                false => route.credit = u64::MAX,
+                false => {
+                    route.credit = u64::MAX;
+                    route.backlog.try_again();
+                }
             }
             self.tell(peer, &Note::Want(wants), rails);
         }
@@ -92,6 +95,7 @@ impl Group {
         if route.asking {
             // Nobody can be stopped altogether: one slice always goes.
             route.credit = bytes;
+            route.backlog.try_again();
         }
     }
 

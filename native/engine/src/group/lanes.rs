@@ -1,5 +1,7 @@
 //! Handing one work request to one of a peer's links: which of them may take it now, and which does.
 
+use std::time::Duration;
+
 use smallvec::SmallVec;
 
 use super::{
@@ -22,7 +24,7 @@ use crate::{
 };
 
 /// So many slices of an operation may be under way on one rail, however large they are.
-const SLICES: u64 = 4;
+pub(super) const SLICES: u64 = 4;
 
 /// The links of a peer that an operation may use.
 pub(super) struct Lanes<'a> {
@@ -38,8 +40,17 @@ pub(super) struct Lanes<'a> {
     deadline: Time,
     /// Since when it is this operation's turn.
     since: Time,
-    /// When what may not be posted now is to be tried again, if nothing happens before.
-    pub again: Time,
+    /// Why what may not be posted now has to wait.
+    pub held: Held,
+}
+
+/// What kept a slice from being posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held {
+    /// Its bytes, if windows had no room for them; 0 if it was something else.
+    pub bytes: u64,
+    /// When it is to be tried again, if nothing happens before.
+    pub until: Time,
 }
 
 impl<'a> Lanes<'a> {
@@ -58,9 +69,10 @@ impl<'a> Lanes<'a> {
             (None, _) if route.active().len() == 1 => Some(0),
             (None, _) => None,
         };
-        let (peer, tries, again) = (op.peer, op.tries, Time::NEVER);
+        let (peer, tries) = (op.peer, op.tries);
+        let held = Held { bytes: 0, until: Time::NEVER };
         let (priority, deadline, since) = (transfer.priority, transfer.deadline, since.min(now));
-        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, again })
+        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, held })
     }
 
     #[inline]
@@ -175,21 +187,21 @@ impl<'a> Lanes<'a> {
     #[inline]
     fn admits(&mut self, at: usize, bytes: u64, unposted: u64) -> Option<Priority> {
         let link = &self.route.active()[at];
-        let rail = Window {
-            // Of the largest slices, a few are under way at once.
-            bytes: self.ledger.window(link.pair.rail).max(SLICES * bytes),
-            under_way: self.ledger.under_way(link.pair.rail),
-        };
+        let rail = self.ledger.rail_window(link.pair.rail, bytes);
         let receiver = Window { bytes: self.route.credit, under_way: self.route.under_way };
         if rail.has_room(self.priority, bytes) && receiver.has_room(self.priority, bytes) {
             return Some(self.priority);
         }
-        let remaining = self.route.expects(self.now, unposted);
+        let remaining = match self.deadline {
+            // Nothing becomes urgent.
+            Time::NEVER => Duration::MAX,
+            _ => self.route.expects(self.now, unposted),
+        };
         let (class, since, deadline) = (self.priority, self.since, self.deadline);
         match admit(self.now, Ask { class, bytes, since, deadline, remaining }, rail, receiver) {
             Verdict::Post(class) => Some(class),
             Verdict::Wait(at) => {
-                self.again = self.again.min(at);
+                self.held = Held { bytes, until: self.held.until.min(at) };
                 None
             }
             // Its deadline strikes next.

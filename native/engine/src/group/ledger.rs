@@ -3,7 +3,11 @@
 
 use slab::Slab;
 
-use super::{policy::classes::ByClass, PeerKey, TransferKey};
+use super::{
+    lanes::SLICES,
+    policy::{admit::Window, classes::ByClass},
+    PeerKey, TransferKey,
+};
 use crate::{
     api::Priority,
     domain::{Count, LinkId, Token, WorkRequest},
@@ -84,6 +88,13 @@ impl Ledger {
     #[inline]
     pub fn under_way(&self, rail: usize) -> ByClass {
         self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()
+    }
+
+    /// A rail's window for slices of so many bytes: of the largest, a few are under way at once.
+    #[inline]
+    pub fn rail_window(&self, rail: usize, bytes: u64) -> Window {
+        let window = self.window(rail).max(SLICES * bytes);
+        Window { bytes: window, under_way: self.under_way(rail) }
     }
 
     /// What may be under way on a rail from now on.

@@ -25,6 +25,7 @@ use std::{
 };
 
 use slab::Slab;
+use smallvec::SmallVec;
 
 use crate::{
     api::{EngineAddress, EngineId, Priority, Spray},
@@ -175,9 +176,9 @@ impl Group {
             match post_slices((now, now), key, transfer, &mut op, route, means) {
                 Posted::All => return self.posted(now, peer, rails),
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part(again) => {
+                Posted::Part(held) => {
                     since = now;
-                    self.move_at = self.move_at.min(again);
+                    self.move_at = self.move_at.min(held.until);
                 }
             }
         }
@@ -299,12 +300,22 @@ impl Group {
             // Peers share rails: each is first in its turn.
             let n = self.peers.capacity();
             self.first = (self.first + 1) % n.max(1);
+            let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
             for i in 0..n {
                 let key = (self.first + i) % n;
                 let Some(route) = self.peers.get(key) else { continue };
-                if route.state == State::Up && !route.backlog.is_empty() {
-                    moved |= self.drain_backlog(now, key as PeerKey, rails);
+                if route.state != State::Up || route.backlog.is_empty() {
+                    continue;
                 }
+                match route.held_until(now, &self.ledger) {
+                    Some(until) => self.move_at = self.move_at.min(until),
+                    None => ready.push((route.under_way.total(), i, key as PeerKey)),
+                }
+            }
+            // Who takes in little, because others send to it as well, must not fill the window.
+            ready.sort_unstable();
+            for (_, _, key) in ready {
+                moved |= self.drain_backlog(now, key, rails);
             }
         }
         while let Some((_, key)) = self.deadlines.first().copied().filter(|(t, _)| *t <= now) {

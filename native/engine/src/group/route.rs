@@ -339,6 +339,7 @@ impl Route {
         }
         let (rail, id) = slice.link;
         *self.under_way.of_mut(slice.priority) -= slice.bytes;
+        self.backlog.try_again();
         let link = self.links.iter_mut().find(|l| (l.pair.rail, l.id) == (rail, id));
         let Some(link) = link else { return };
         link.gauge.left(now, slice.bytes);

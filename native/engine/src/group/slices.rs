@@ -1,7 +1,7 @@
 //! Cutting operations into work requests, and handing them to the links in turn.
 
 use super::{
-    lanes::Lanes,
+    lanes::{Held, Lanes},
     ledger::{Ledger, Slice},
     policy::size::slice_size,
     route::Route,
@@ -132,8 +132,8 @@ impl BoundOp {
 
 pub(super) enum Posted {
     All,
-    /// The links are full; the rest waits, at most until then.
-    Part(Time),
+    /// The links are full; the rest waits.
+    Part(Held),
     /// On this rail.
     Failed(usize, DomainError),
 }
@@ -157,7 +157,7 @@ pub(super) fn post_slices(
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
             let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-            return whole(posted, lanes.again);
+            return whole(posted, lanes.held);
         }
     };
     let cut = match op.cut {
@@ -176,7 +176,7 @@ pub(super) fn post_slices(
             let cut = choose_cut(data, &lanes.caps(), lanes.len(), lanes.most());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
                 let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-                let posted = whole(posted, lanes.again);
+                let posted = whole(posted, lanes.held);
                 return match (posted, op.confirm) {
                     (Posted::All, Some(confirm)) => {
                         all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
@@ -204,7 +204,7 @@ pub(super) fn post_slices(
         let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
         let behind = behind.saturating_sub(slice_bytes);
         match lanes.post(key, transfer, (&wr, behind), op.confirm) {
-            Ok(Post::Full) => return Posted::Part(lanes.again),
+            Ok(Post::Full) => return Posted::Part(lanes.held),
             Ok(_) => {}
             Err((rail, e)) => return Posted::Failed(rail, e),
         }
@@ -242,9 +242,9 @@ fn all_posted(
 }
 
 #[inline]
-fn whole(posted: Result<Post, (usize, DomainError)>, again: Time) -> Posted {
+fn whole(posted: Result<Post, (usize, DomainError)>, held: Held) -> Posted {
     match posted {
-        Ok(Post::Full) => Posted::Part(again),
+        Ok(Post::Full) => Posted::Part(held),
         Ok(_) => Posted::All,
         Err((rail, e)) => Posted::Failed(rail, e),
     }

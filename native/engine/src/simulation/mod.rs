@@ -1,13 +1,13 @@
 //! The simulator: engines on a simulated network and a virtual clock, driven one step at a time.
 
 mod free;
+mod running;
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    sync::{
-        atomic::{AtomicU64, Ordering::SeqCst},
-        Arc, Weak,
-    },
+pub use running::Running;
+
+use std::sync::{
+    atomic::{AtomicU64, Ordering::SeqCst},
+    Arc, Weak,
 };
 
 use parking_lot::Mutex;
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use crate::{
     api::{EngineConfig, EngineId},
     domain::Domain,
-    engine::{TransferEngine, Transports},
+    engine::{Region, TransferEngine, Transports},
     time::Time,
     transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, Traced, World},
     Result,
@@ -180,7 +180,7 @@ impl SimNet {
 
     /// Lets time pass; whatever is due by then must have happened.
     pub fn advance(&mut self, to: Time) {
-        self.clock.fetch_max(to.0, SeqCst);
+        self.pass(to);
         let now = self.now();
         for member in &self.engines {
             member.clock.set(now);
@@ -209,32 +209,21 @@ impl SimNet {
     /// Lets everything happen that happens by `limit`, and time pass until then. Users act in callbacks only, so
     /// that only engines are driven that have something to do: for thousands of them.
     pub fn run_until(&mut self, limit: Time) {
-        while self.drive_all() {}
-        let mut timers = Timers::default();
-        for member in &self.engines {
-            timers.set(member);
-        }
-        self.world.lock().stirred.clear();
-        let places: HashMap<_, _> = self.engines.iter().map(|m| m.id).zip(0..).collect();
-        loop {
-            let timer = timers.first();
-            if !self.happen_until(timer, limit) {
-                return self.advance(limit);
-            }
-            let now = self.now();
-            let mut busy = timers.due(now);
-            loop {
-                busy.append(&mut self.world.lock().stirred);
-                let Some(id) = busy.pop_first() else { break };
-                let Some(member) = places.get(&id).map(|at: &usize| &self.engines[*at]) else {
-                    continue;
-                };
-                if let Some(engine) = member.engine.upgrade() {
-                    while engine.drive(member.clock.set(now)) {}
-                }
-                timers.set(member);
-            }
-        }
+        self.running().until(limit, || false);
+        self.advance(limit);
+    }
+
+    fn pass(&self, to: Time) {
+        self.clock.fetch_max(to.0, SeqCst);
+    }
+
+    /// Memory of an engine that nothing stands behind: for networks that carry no bytes.
+    pub fn blank_memory(&self, engine: &TransferEngine, len: u64) -> Result<Region> {
+        debug_assert!(!self.world.lock().config.carries);
+        let keep = vec![0u8; len as usize];
+        let addr = keep.as_ptr() as usize;
+        // SAFETY: the registration keeps the bytes, and nobody else has them.
+        unsafe { engine.register(addr, len, Some(Box::new(keep))) }
     }
 
     /// Lets the network's next event happen, or time pass until the next timer: whatever comes first, if it
@@ -280,32 +269,5 @@ impl Member {
     fn next_timer(&self) -> Time {
         let engine = self.engine.upgrade();
         engine.map_or(Time::NEVER, |engine| self.clock.when(engine.next_timer()))
-    }
-}
-
-/// When engines want to be driven though nothing comes.
-#[derive(Default)]
-struct Timers {
-    ordered: BTreeSet<(Time, EngineId)>,
-    of: HashMap<EngineId, Time>,
-}
-
-impl Timers {
-    fn set(&mut self, member: &Member) {
-        let at = member.next_timer();
-        if let Some(before) = self.of.insert(member.id, at).filter(|before| *before != at) {
-            self.ordered.remove(&(before, member.id));
-        }
-        if at != Time::NEVER {
-            self.ordered.insert((at, member.id));
-        }
-    }
-
-    fn first(&self) -> Time {
-        self.ordered.first().map_or(Time::NEVER, |(at, _)| *at)
-    }
-
-    fn due(&self, now: Time) -> BTreeSet<EngineId> {
-        self.ordered.iter().take_while(|(at, _)| *at <= now).map(|(_, id)| *id).collect()
     }
 }

@@ -1,0 +1,82 @@
+"""Pushes whose times others have published."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fabric_ray.cli import words
+from fabric_ray.weights.forecast import Push
+
+PAPER = "fabric-lib, Table 5"
+MILES = "miles with SGLang, H100 hosts"
+
+
+class Published(NamedTuple):
+    """One push, in the words of the command line."""
+
+    model: str
+    trainer: str
+    rollout: str
+    dtype: str
+    milliseconds: dict[str, float]
+    """By the means by which it was made."""
+    source: str
+
+
+_FSDP = "fsdp=16,pp=2,ep=8"
+_LATENT = "tp=1,dp=32,ep=32,engines=4"
+
+PUBLISHED = (
+    Published("kimi-k2", _FSDP, _LATENT, "fp8:128x128", {"RDMA": 1233}, PAPER),
+    Published(
+        "moonlight-16b-a3b",
+        "megatron:tp=2,ep=8,etp=1,dp=4",
+        "tp=8,ep=8",
+        "bfloat16",
+        {"RDMA": 1073.3, "NCCL": 1482.0},
+        MILES,
+    ),
+    Published(
+        "qwen3-30b-a3b",
+        "megatron:tp=4,ep=8,etp=1,dp=4",
+        "tp=8,ep=8,engines=2",
+        "bfloat16",
+        {"RDMA": 2160.2, "NCCL": 2670.0},
+        MILES,
+    ),
+    Published(
+        "glm-4.5-air",
+        "megatron:pp=4,ep=8,etp=1,dp=8",
+        "tp=8,ep=8,engines=4",
+        "bfloat16",
+        {"RDMA": 2637.2, "NCCL": 5001.1},
+        MILES,
+    ),
+    Published(
+        "qwen3-235b-a22b",
+        "megatron:tp=4,pp=4,cp=2,ep=16,etp=1,dp=2",
+        "tp=32,ep=32,engines=2",
+        "bfloat16",
+        {"RDMA": 3162.0, "NCCL": 10753.6},
+        MILES,
+    ),
+    Published(
+        "kimi-k2",
+        "megatron:tp=8,pp=8,cp=4,ep=32,etp=1",
+        "tp=32,ep=32,engines=8",
+        "fp8:64x64",
+        {"RDMA": 7227.3, "NCCL": 53279.1},
+        MILES,
+    ),
+)
+"""The paper gives no table for its other models, only 1.2 to 2 s for DeepSeek-V3 and Qwen3-235B."""
+
+
+def published(push: Push) -> Published | None:
+    """What was published of this very push."""
+    for row in PUBLISHED:
+        config = words.model(row.model)
+        sides = words.trainers(row.trainer), words.rollouts(row.rollout)
+        if push == Push(config, *sides, words.formats(row.dtype, config)):
+            return row
+    return None

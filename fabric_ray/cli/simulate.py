@@ -1,0 +1,147 @@
+"""``fabric-ray simulate``: how long a weight push would take, on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fabric_ray.cli import options, words
+from fabric_ray.cli.options import size
+from fabric_ray.cli.picture import check_picture
+from fabric_ray.cli.published import Published, published
+from fabric_ray.cli.sensitivity import sensitivity
+from fabric_ray.errors import FabricError
+from fabric_ray.plan import Plan
+from fabric_ray.weights.forecast import forecast
+from fabric_ray.weights.simulation import Cluster, Setting, Simulated
+from fabric_ray.weights.simulation import simulate as simulate_push
+
+
+def simulate(
+    model: options.Model,
+    trainer: options.Trainer,
+    rollout: options.Rollout,
+    dtype: options.Dtype = "bfloat16",
+    nics: Annotated[int, typer.Option(help="NICs of each rank, 1 to 4.")] = 1,
+    gbps: Annotated[float, typer.Option("--gbps", "--nic", help="Gb/s of each NIC.")] = 400.0,
+    latency: Annotated[float, typer.Option(help="us of every delivery, one way.")] = 2.0,
+    watermark: Annotated[
+        float | None,
+        typer.Option(help="MiB of a trainer's temporary memory; 256, or its largest tensor."),
+    ] = None,
+    gather: Annotated[
+        bool, typer.Option("--gather", help="Gather whole tensors before sending them.")
+    ] = False,
+    costs: Annotated[
+        str, typer.Option(help="us of a call, instead of fabric-lib's: h2d=0,submit=5,...")
+    ] = "",
+    page: Annotated[float, typer.Option(help="MiB that are simulated as one write.")] = 4.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--sensitivity", help="Time over NICs, watermark and gather: FILE.svg, .png or .html."
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """How long a weight push of a model would take, and what the time would go to.
+
+    The plan, the steps and the group are those of a real push; NICs and time are simulated.
+    """
+    try:
+        if plot is not None:
+            check_picture(plot, option="--sensitivity")
+        cluster = Cluster(nics=nics, gbps=gbps, latency=latency / 1e6, page=round(page * 2**20))
+        bytes_ = None if watermark is None else round(watermark * 2**20)
+        setting = Setting(
+            cluster=cluster, costs=words.costs(costs), watermark=bytes_, gather=gather
+        )
+        push = options.push(model, trainer, rollout, dtype)
+        planned, _ = forecast(push)
+        told = simulate_push(push, planned, setting)
+        if plot is not None:
+            title = f"{model} as {dtype}\n{trainer} to {rollout}"
+            sensitivity(push, planned, setting, title, plot)
+    except (FabricError, OSError) as error:
+        typer.echo(f"fabric-ray: {error}", err=True)
+        raise typer.Exit(2) from None
+    known = published(push)
+    if as_json:
+        said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
+        typer.echo(json.dumps(said | summary(told, setting, known)))
+        return
+    console = Console()
+    console.print(_table(f"{model}, pushed as {dtype}", planned, told, setting, known))
+
+
+def summary(told: Simulated, setting: Setting, known: Published | None) -> dict[str, Any]:
+    """What ``--json`` prints: all of what was found, and in which setting."""
+    fields: dict[str, Any] = msgspec.to_builtins(told)
+    said: dict[str, Any] = msgspec.to_builtins(setting)
+    milliseconds = known.milliseconds if known else {}
+    # The setting's may be the default; the watermark that was kept is among the fields.
+    return said | fields | {"ratio": told.ratio, "published_ms": milliseconds}
+
+
+def _table(
+    model: str, plan: Plan, told: Simulated, setting: Setting, known: Published | None
+) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for what, value in _rows(model, plan, told, setting, known):
+        table.add_row(what, escape(value))
+    return table
+
+
+def _rows(
+    model: str, plan: Plan, told: Simulated, setting: Setting, known: Published | None
+) -> list[tuple[str, str]]:
+    balance, cluster = plan.balance(), setting.cluster
+    sent, received = len(balance.sent), len(balance.received)
+    bound = (
+        "sending" if max(balance.sent.values()) > max(balance.received.values()) else "receiving"
+    )
+    busy = ", ".join(f"{stage} {_ms(s)}" for stage, s in told.busy.items() if s)
+    path = sorted(told.critical.items(), key=lambda stage: -stage[1])
+    return [
+        ("model", model),
+        ("pushed", f"{size(balance.nbytes)}, {sent} trainers to {received} rollouts"),
+        (
+            "floor",
+            f"{_ms(told.floor_seconds)} of {bound}, {cluster.nics} x {cluster.gbps:g} Gb/s a rank",
+        ),
+        ("simulated", f"{_ms(told.seconds)}, {told.ratio:.3f} times the floor"),
+        ("published", _published(known)),
+        ("goes to", ", ".join(f"{s} {_ms(t)} ({t / told.seconds:.0%})" for s, t in path if t)),
+        ("a trainer's stages", f"{busy}; then it waits {_ms(told.waiting)} for the others"),
+        (
+            "a trainer's calls",
+            f"{told.tensors:,.0f} tensors, {told.calls:,.0f} submits of {told.requests:,.0f} "
+            "requests",
+        ),
+        (
+            "temporary memory",
+            f"{size(told.peak_nbytes)} at most, watermark {size(told.watermark)}; "
+            + ("whole tensors" if setting.gather else "shards"),
+        ),
+        ("simulated as", f"{told.posted:,} writes of at most {size(cluster.page)}"),
+    ]
+
+
+def _published(known: Published | None) -> str:
+    if known is None:
+        return "nothing of this push"
+    times = ", ".join(f"{means} {ms:,.0f} ms" for means, ms in known.milliseconds.items())
+    return f"{times} ({known.source})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,349 @@
+//! Drives trainers and the network: the engines and their groups are the real ones, the clock and the wires are
+//! not.
+
+use std::{
+    cmp::Reverse,
+    collections::{hash_map::Entry, BinaryHeap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::{EngineConfig, PageIndices, Pages},
+    simulation::{Running, SimNet},
+    transport::sim::SimConfig,
+    Counter, Handle, Op, Region, RemoteRegion, Submit, Time, TransferEngine,
+};
+
+use crate::{
+    ended::{Ended, Key},
+    path::critical,
+    pipeline::{Cause, Pipeline},
+    push::{Network, Outcome, Problem, Push, Stage, STAGES},
+};
+
+/// Links are up long before.
+const SETTLE: u64 = 5_000_000;
+/// What a reliable queue pair of the verbs transport takes.
+const WINDOW: usize = 256;
+const MAX_PAGES: u32 = 32;
+const NEVER: Duration = Duration::MAX;
+/// Slices that may be under way from each trainer to a rollout by each NIC, whatever the others have.
+const SLICES: u64 = 4;
+
+/// Simulates a push.
+///
+/// # Errors
+/// Sizes that mean nothing; whatever the engines report.
+pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, Problem> {
+    check(push, network)?;
+    let mut net = SimNet::new(SimConfig {
+        delay: network.latency..network.latency + 1,
+        ordered: true,
+        port_rate: Some(network.rate),
+        max_bytes: 1 << 30,
+        max_pages: MAX_PAGES,
+        window: WINDOW,
+        carries: false,
+        ..SimConfig::default()
+    });
+    let cluster = Cluster::open(push, network, &mut net)?;
+    let mut run = Run::new(push, network, &cluster, net.now().0);
+    run.go(&mut net.running())?;
+    Ok(run.outcome(&net))
+}
+
+fn check(push: &Push, network: &Network) -> Result<(), Problem> {
+    let wrong = match () {
+        _ if !(1..=4).contains(&network.nics) => "a rank has 1 to 4 NICs",
+        _ if !(network.rate > 0.0 && network.rate.is_finite()) => "a NIC needs a rate above 0",
+        _ if network.page == 0 => "a page needs at least one byte",
+        _ if push.trainers.len() >= Key::TRAINERS => "too many trainers",
+        _ => return steps(push),
+    };
+    Err(Problem(wrong.into()))
+}
+
+fn steps(push: &Push) -> Result<(), Problem> {
+    for (trainer, steps) in push.trainers.iter().enumerate() {
+        for (number, step) in steps.iter().enumerate() {
+            let known = |w: &crate::Write| (w.rollout as usize) < push.rollouts && w.bytes > 0;
+            let wrong = match () {
+                _ if step.after > number => "waits for one that isn't before it",
+                _ if step.writes.is_empty() => "sends nothing",
+                _ if !step.writes.iter().all(known) => "writes nothing, or to no rollout",
+                _ if steps[..number].last().is_some_and(|s| s.group > step.group) => {
+                    "is of a lower group than the step before it"
+                }
+                _ => continue,
+            };
+            return Err(Problem(format!("step {number} of trainer {trainer} {wrong}")));
+        }
+    }
+    Ok(())
+}
+
+/// The engines of all ranks, connected.
+struct Cluster {
+    trainers: Vec<(Arc<TransferEngine>, Region)>,
+    rollouts: Vec<(Arc<TransferEngine>, Region, Counter)>,
+    /// By trainer and rollout, where anything is sent.
+    ways: HashMap<(usize, u32), RemoteRegion>,
+    /// Until the last rollout has everything.
+    waits: Vec<Handle>,
+}
+
+impl Cluster {
+    fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
+        let largest = network.page.max(1);
+        let mut engine = |name: String| -> Result<_, Problem> {
+            let mut config = EngineConfig { name, ..EngineConfig::default() };
+            let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
+            config.receive_window = config.receive_window.max(slices * network.page);
+            let engine = net.engine_with_rails(config, network.nics).map_err(text)?;
+            let memory = net.blank_memory(&engine, largest).map_err(text)?;
+            Ok((engine, memory))
+        };
+        let trainers = (0..push.trainers.len())
+            .map(|rank| engine(format!("trainer {rank}")))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut rollouts = Vec::new();
+        for rank in 0..push.rollouts {
+            let (engine, memory) = engine(format!("rollout {rank}"))?;
+            let counter = engine.counter().map_err(text)?;
+            rollouts.push((engine, memory, counter));
+        }
+        let mut ways = HashMap::new();
+        let mut pages = vec![0u32; push.rollouts];
+        for (trainer, steps) in push.trainers.iter().enumerate() {
+            for write in steps.iter().flat_map(|s| &s.writes) {
+                let to = write.rollout as usize;
+                pages[to] += network.pages(write.bytes).0;
+                if let Entry::Vacant(way) = ways.entry((trainer, write.rollout)) {
+                    let engine = &trainers[trainer].0;
+                    let region = engine.import(&rollouts[to].1.descriptor()).map_err(text)?;
+                    engine.connect(region.peer()).map_err(text)?;
+                    way.insert(region);
+                }
+            }
+        }
+        net.run_until(Time(net.now().0 + SETTLE));
+        let waits = pages
+            .iter()
+            .zip(&rollouts)
+            .map(|(n, (_, _, counter))| counter.expect(*n, &[], NEVER).map_err(text))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { trainers, rollouts, ways, waits })
+    }
+}
+
+/// What happens at a trainer, when its time has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// It has made a group ready.
+    Ready(u32),
+    Submit,
+}
+
+struct Run<'p> {
+    network: &'p Network,
+    cluster: &'p Cluster,
+    pipelines: Vec<Pipeline<'p>>,
+    events: BinaryHeap<Reverse<(u64, usize, Event)>>,
+    /// Trainers whose next write is among the events.
+    submitting: Vec<bool>,
+    /// Trainers that have not made a group ready, by group.
+    unready: Vec<usize>,
+    ended: Arc<Ended>,
+    flying: HashMap<u64, Handle>,
+    began: u64,
+    end: u64,
+}
+
+impl<'p> Run<'p> {
+    fn new(push: &'p Push, network: &'p Network, cluster: &'p Cluster, began: u64) -> Self {
+        let pipelines: Vec<_> = push.trainers.iter().map(|s| Pipeline::new(s)).collect();
+        let groups = push.trainers.iter().flatten().map(|s| s.group as usize + 1).max();
+        let mut unready = vec![0; groups.unwrap_or(0)];
+        for steps in &push.trainers {
+            for group in steps.chunk_by(|a, b| a.group == b.group) {
+                unready[group[0].group as usize] += 1;
+            }
+        }
+        Self {
+            network,
+            cluster,
+            submitting: vec![false; pipelines.len()],
+            pipelines,
+            events: BinaryHeap::new(),
+            unready,
+            ended: Arc::default(),
+            flying: HashMap::new(),
+            began,
+            end: 0,
+        }
+    }
+
+    fn go(&mut self, net: &mut Running<'_>) -> Result<(), Problem> {
+        for (rollout, wait) in self.cluster.waits.iter().enumerate() {
+            wait.on_done_notify(self.ended.clone(), Key::rollout(rollout));
+        }
+        self.begin_all(0, Cause::Start);
+        let mut waits = self.cluster.waits.len();
+        while waits > 0 || !self.flying.is_empty() || !self.events.is_empty() {
+            let due = self.events.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
+            let ended = self.ended.clone();
+            let limit = Time(due.saturating_add(self.began));
+            let passed = net.until(limit, || !ended.is_empty());
+            let now = net.now().0 - self.began;
+            for key in self.ended.take() {
+                match Key::parts(key) {
+                    Err(rollout) => {
+                        result(&self.cluster.waits[rollout])?;
+                        (waits, self.end) = (waits - 1, now);
+                    }
+                    Ok((trainer, step, place)) => {
+                        let handle = self.flying.remove(&key);
+                        handle.as_ref().map_or(Ok(()), result)?;
+                        if self.pipelines[trainer].over(now, step, place, self.network) {
+                            self.begin(now, trainer, Cause::Sent(step));
+                        }
+                        self.end = now;
+                    }
+                }
+            }
+            if passed && due == u64::MAX {
+                return Err(Problem(
+                    "the push stands still; this is a bug, please report it".into(),
+                ));
+            }
+            while let Some(Reverse((at, trainer, event))) = self.events.peek().copied() {
+                if at > now {
+                    break;
+                }
+                self.events.pop();
+                match event {
+                    Event::Ready(group) => self.made_ready(now, trainer, group),
+                    Event::Submit => self.submit(net, at, trainer)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_all(&mut self, now: u64, cause: Cause) {
+        (0..self.pipelines.len()).for_each(|trainer| self.begin(now, trainer, cause));
+    }
+
+    /// Begins what a trainer can begin.
+    fn begin(&mut self, now: u64, trainer: usize, cause: Cause) {
+        let open = self.unready.iter().position(|n| *n > 0).unwrap_or(self.unready.len()) as u32;
+        let pipeline = &mut self.pipelines[trainer];
+        while let Some(times) = pipeline.begin(now, open, cause, self.network) {
+            let number = pipeline.times.len();
+            let group = pipeline.steps[number - 1].group;
+            if pipeline.steps.get(number).map(|s| s.group) != Some(group) {
+                self.events.push(Reverse((times.prepared, trainer, Event::Ready(group))));
+            }
+        }
+        self.schedule(trainer);
+    }
+
+    fn made_ready(&mut self, now: u64, trainer: usize, group: u32) {
+        self.unready[group as usize] -= 1;
+        if self.unready[group as usize] == 0 {
+            self.begin_all(now, Cause::Group(trainer));
+        }
+    }
+
+    fn schedule(&mut self, trainer: usize) {
+        if self.submitting[trainer] {
+            return;
+        }
+        if let Some(at) = self.pipelines[trainer].next(self.network) {
+            self.submitting[trainer] = true;
+            self.events.push(Reverse((at, trainer, Event::Submit)));
+        }
+    }
+
+    /// Submits a trainer's next write.
+    fn submit(&mut self, net: &mut Running<'_>, at: u64, trainer: usize) -> Result<(), Problem> {
+        let (step, place, write) = self.pipelines[trainer].take(at, self.network);
+        let (engine, src) = &self.cluster.trainers[trainer];
+        let counter = &self.cluster.rollouts[write.rollout as usize].2;
+        let (count, page_len) = self.network.pages(write.bytes);
+        let indices = PageIndices::range(0, count).map_err(text)?;
+        // Where bytes lie makes no difference to how they are sent.
+        let pages = Pages::new(indices, 0, 0);
+        net.wake(engine.id());
+        let op = Op::WritePages {
+            page_len,
+            src,
+            src_pages: &pages,
+            dst: &self.cluster.ways[&(trainer, write.rollout)],
+            dst_pages: &pages,
+            imm: Some(counter.imm()),
+        };
+        let submit = Submit { timeout: Some(NEVER), ..Submit::default() };
+        let handle = engine.submit(&[op], submit).map_err(text)?;
+        let key = Key::write(trainer, step, place);
+        handle.on_done_notify(self.ended.clone(), key);
+        self.flying.insert(key, handle);
+        self.submitting[trainer] = false;
+        self.schedule(trainer);
+        Ok(())
+    }
+
+    fn outcome(&self, net: &SimNet) -> Outcome {
+        let busy = |p: &Pipeline<'_>| {
+            let mut busy = [0; STAGES];
+            for step in p.steps {
+                (0..4).for_each(|stage| busy[stage] += step.ready[stage]);
+                let calls = step.writes.iter().map(|w| self.network.submits(w));
+                busy[Stage::Submit as usize] += calls.sum::<u64>();
+            }
+            busy
+        };
+        let sent = |p: &Pipeline<'_>| p.times.iter().map(|t| t.sent).max().unwrap_or(0);
+        let posted = |e: &Arc<TransferEngine>| -> u64 {
+            (0..self.network.nics).map(|rail| net.posted(e.id(), rail)).sum()
+        };
+        Outcome {
+            time: self.end,
+            path: critical(&self.pipelines, self.end),
+            ended: self.pipelines.iter().map(sent).collect(),
+            busy: self.pipelines.iter().map(busy).collect(),
+            peak: self.pipelines.iter().map(peak).max().unwrap_or(0),
+            posted: self.cluster.trainers.iter().map(|(e, _)| posted(e)).sum(),
+            digest: net.digest(),
+        }
+    }
+}
+
+/// The most temporary memory that a trainer held.
+fn peak(pipeline: &Pipeline<'_>) -> u64 {
+    let mut changes: Vec<(u64, i64)> = Vec::new();
+    for (step, times) in pipeline.steps.iter().zip(&pipeline.times) {
+        let memory = step.memory as i64;
+        changes.extend([(times.begun, memory), (times.sent, -memory)]);
+    }
+    // What is given back at a moment is there for what begins then.
+    changes.sort_unstable();
+    let mut held = 0;
+    changes
+        .iter()
+        .map(|(_, change)| {
+            held += change;
+            held
+        })
+        .max()
+        .unwrap_or(0) as u64
+}
+
+fn result(handle: &Handle) -> Result<(), Problem> {
+    handle.poll().unwrap_or(Ok(())).map_err(text)
+}
+
+fn text(error: impl std::fmt::Display) -> Problem {
+    Problem(error.to_string())
+}

@@ -1,0 +1,162 @@
+"""``fabric-ray simulate``: what a push takes on a virtual clock, and what it takes it for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from fabric_ray.cli import options
+from fabric_ray.cli.main import app
+from fabric_ray.cli.published import PUBLISHED, published
+from fabric_ray.models import config_to_hf
+from fabric_ray.weights.forecast import forecast
+from fabric_ray.weights.simulation import STAGES, Cluster, Costs, Setting, Simulated, simulate
+from tests.unit.models.small_models import SMALL
+
+PAGE = Path(__file__).parents[3] / "docs" / "simulate.md"
+LLAMA = ("llama-3.1-8b", "--trainer", "fsdp=4", "--rollout", "tp=2,engines=2")
+FREE = "h2d=0,gather=0,fuse=0,quantise=0,submit=0,request=0"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments], env={"COLUMNS": "200"})
+
+
+def said(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert sum(found["critical"].values()) == pytest.approx(found["seconds"])
+    assert found["ratio"] >= 1
+    assert found["peak_nbytes"] <= found["watermark"]
+    return found
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> str:
+    """A small model with experts, as a Hugging Face checkpoint describes it."""
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(SMALL["qwen3_moe"])))
+    return str(tmp_path)
+
+
+def test_without_costs_a_push_takes_its_bytes_over_the_busiest_nic() -> None:
+    told = said(*LLAMA, "--costs", FREE)
+    assert told["ratio"] < 1.02
+    assert told["critical"]["write"] == pytest.approx(told["seconds"])
+    assert told["peak_nbytes"] == 0
+    slower = said(*LLAMA, "--costs", FREE, "--gbps", "100")
+    assert slower["seconds"] == pytest.approx(4 * told["seconds"], rel=0.01)
+    faster = said(*LLAMA, "--costs", FREE, "--nics", "2")
+    assert faster["floor_seconds"] == told["floor_seconds"] / 2
+    assert faster["seconds"] < 0.7 * told["seconds"]
+
+
+def test_a_stage_that_takes_longest_is_what_the_push_waits_for() -> None:
+    told = said(*LLAMA, "--costs", "h2d=3000")
+    assert told["tensors"] == 291
+    assert told["busy"]["h2d"] == pytest.approx(291 * 3e-3)
+    assert told["critical"]["h2d"] > 0.95 * told["seconds"]
+
+
+def test_every_request_of_the_plan_is_posted_once() -> None:
+    push = options.push(*LLAMA[:1], LLAMA[2], LLAMA[4], "fp8:128x128")
+    plan, _ = forecast(push)
+    told = simulate(push, plan, Setting())
+    requests = sum(plan.expected_pages(rank) for rank in plan.ranks("target"))
+    assert told.requests * len(plan.ranks("source")) == pytest.approx(requests)
+
+
+def test_a_watermark_bounds_memory_and_costs_time() -> None:
+    free = ("--costs", FREE.replace("h2d=0", "h2d=1000"))
+    little, much = (said(*LLAMA, *free, "--watermark", w) for w in ("270", "4096"))
+    assert little["peak_nbytes"] <= 270 << 20 < much["peak_nbytes"]
+    assert little["seconds"] > 1.01 * much["seconds"]
+
+
+def test_gathering_takes_time_and_memory(experts: str) -> None:
+    ends = (experts, "--trainer", "fsdp=4,ep=2", "--rollout", "tp=2,ep=2", "--dtype", "fp8:channel")
+    shards, whole = said(*ends), said(*ends, "--gather")
+    assert shards["busy"]["gather"] == shards["busy"]["fuse"] == 0
+    assert whole["seconds"] > 2 * shards["seconds"]
+    assert whole["peak_nbytes"] > 2 * shards["peak_nbytes"]
+    # A layer's experts are gathered together.
+    costs = Costs()
+    each = costs.gather * costs.gathers
+    assert whole["busy"]["gather"] == pytest.approx(whole["tensors"] * each)
+    assert whole["tensors"] < 40
+
+
+def test_the_same_push_takes_the_same_time(experts: str) -> None:
+    ends = (experts, "--trainer", "fsdp=3", "--rollout", "tp=2,ep=2", "--nics", "4")
+    assert said(*ends) == said(*ends)
+
+
+def test_published_times_stand_beside_the_simulated() -> None:
+    row = next(row for row in PUBLISHED if row.model == "moonlight-16b-a3b")
+    ends = (row.model, "--trainer", row.trainer, "--rollout", row.rollout)
+    done = run(*ends)
+    assert done.exit_code == 0, done.output
+    assert "RDMA 1,073 ms, NCCL 1,482 ms (miles" in done.stdout
+    assert "times the floor" in done.stdout
+    other = options.push(row.model, row.trainer, row.rollout, "float32")
+    assert published(other) is None
+    assert all(published(options.push(*row[:4])) == row for row in PUBLISHED)
+
+
+def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path) -> None:
+    plot = tmp_path / "time.html"
+    ends = (experts, "--trainer", "fsdp=2", "--rollout", "tp=2,ep=2")
+    done = run(*ends, "--sensitivity", str(plot))
+    assert done.exit_code == 0, done.output
+    data = plot.read_bytes()
+    assert ElementTree.fromstring(data[data.index(b"<svg") :]).tag.endswith("svg")
+    for text in (b"whole tensors are gathered", b"watermark, MiB", b"floor"):
+        assert text in data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--costs", "h2d=slow"], "'h2d=slow' is no cost; give us for some of h2d, gather"),
+        (["--costs", "nothing=1"], "'nothing=1' is no cost"),
+        (["--nics", "5"], "5 NICs: an engine drives 1 to 4"),
+        (["--gbps", "0"], "NICs of 0.0 Gb/s"),
+        (["--watermark", "1"], "more than the watermark of 1048576; raise the watermark"),
+        (["--sensitivity", "plot.gif"], "--sensitivity plot.gif: give a name that ends in .svg"),
+        (["--trainer", "ddp:dp=8"], "'ddp' is no kind of trainer"),
+    ],
+)
+def test_what_means_nothing_is_refused(arguments: list[str], text: str) -> None:
+    done = run(*LLAMA, *arguments)
+    assert done.exit_code == 2
+    assert text in done.output
+
+
+def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = re.findall(r"^fabric-ray simulate (llama.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(shown) > 2
+    monkeypatch.chdir(tmp_path)
+    for command in shown:
+        # A plot is sixteen of them; the test above has one.
+        arguments = shlex.split(command.partition(" --sensitivity")[0])
+        assert run(*arguments).exit_code == 0, command
+
+
+def test_what_is_left_out_of_a_plot_is_only_what_cannot_be() -> None:
+    from fabric_ray.cli.sensitivity import points
+
+    push = options.push(*LLAMA[:1], LLAMA[2], LLAMA[4], "bfloat16")
+    plan, _ = forecast(push)
+    settings = [(w, Setting(watermark=w << 20, cluster=Cluster(page=16 << 20))) for w in (64, 1024)]
+    found = points(push, plan, settings)
+    assert [at for at, _ in found] == [1024]
+    assert isinstance(found[0][1], Simulated)
+    assert {*found[0][1].critical} == {*STAGES}
