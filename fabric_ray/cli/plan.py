@@ -103,6 +103,7 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
             f"pairs {balance.link_imbalance:.2f} ({told.links:,} pairs)",
         ),
         ("floor", f"{told.floor_seconds(nic):.3f} s of {bound}, {nic:g} Gb/s a rank"),
+        ("with relay", _relayed(told)),
         ("held by", ", ".join(_held(count, nbytes) for count, nbytes in told.holders.items())),
         ("gathered", gathered),
         ("computed after it", ", ".join(told.derived) or "nothing"),
@@ -111,6 +112,18 @@ def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str,
         ("peak memory", f"{size(told.peak_nbytes)} of this process"),
     ]
     return rows
+
+
+def _relayed(told: Forecast) -> str:
+    """What it would change if rollouts that hold the same passed weights on."""
+    sent, received = told.balance.sent, told.balance.received.values()
+    if told.once_nbytes == told.balance.nbytes:
+        return "the same; no two rollouts hold the same"
+    each = told.once_nbytes / len(sent)
+    gain = (
+        "" if max(sent.values()) > max(received) else "; no gain, rollouts receive more than that"
+    )
+    return f"a trainer sends {size(each)} on average{gain}"
 
 
 def _held(count: int, nbytes: int) -> str:

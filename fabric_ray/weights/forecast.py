@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from fabric_ray.models.config import ModelConfig
-from fabric_ray.plan import Balance, Plan, Replicate, Side, plan
+from fabric_ray.plan import Balance, Plan, Replicate, Side, plan, twins
 from fabric_ray.plan.types import Leaf
 from fabric_ray.weights.families import FAMILIES, target_side
 from fabric_ray.weights.families.errors import InvalidRanks
@@ -102,6 +102,8 @@ class Forecast(msgspec.Struct, frozen=True):
     """Elements."""
     balance: Balance
     """Bytes in all, by trainer and by rollout; the busiest over the mean."""
+    once_nbytes: int
+    """What trainers would send if rollouts that hold the same passed it on (``relay=True``)."""
     links: int
     """Pairs of ranks that exchange anything."""
     copies: int
@@ -149,9 +151,11 @@ def forecast(push: Push) -> tuple[Plan, Forecast]:
     sides = _timed(spent, "layouts", lambda: _pushed(source, push))
     planned = _timed(spent, "plan", lambda: plan(*sides))
     encoded = _timed(spent, "encoding", planned.to_bytes)
+    balance = planned.balance()
     return planned, Forecast(
         parameters=push.config.parameter_count,
-        balance=planned.balance(),
+        balance=balance,
+        once_nbytes=sum(balance.received[group[0]] for group in twins(sides[1])),
         links=len(planned.links()),
         copies=planned.copy_count,
         copies_stored=planned.stored_copy_count,
