@@ -18,6 +18,7 @@ mod route;
 mod slices;
 mod spray;
 mod transfer;
+mod view;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -31,7 +32,6 @@ use crate::{
     api::{EngineAddress, EngineId, Priority, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
     time::Time,
-    topology::Tier,
     EngineError,
 };
 
@@ -353,40 +353,6 @@ impl Group {
         moved
     }
 
-    pub fn next_deadline(&self) -> Time {
-        let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
-        let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
-        let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        let patience = self.patience.first().map_or(Time::NEVER, |(t, _)| *t);
-        first
-            .min(returns)
-            .min(verdicts)
-            .min(patience)
-            .min(self.look_at)
-            .min(self.move_at)
-            .min(self.credits.next())
-    }
-
-    /// How much of its window a rail may use: others of this host share the NIC.
-    pub fn limit(&mut self, rail: usize, bytes: u64) {
-        self.ledger.set_window(rail, bytes);
-    }
-
-    /// What may be under way over a rail, and what is; bytes.
-    pub fn use_of(&self, rail: usize) -> (u64, u64) {
-        (self.ledger.window(rail), self.ledger.under_way(rail).total())
-    }
-
-    /// How far a rail is from the memory that the engine serves.
-    pub fn place(&mut self, rail: usize, tier: Tier) {
-        self.ledger.set_tier(rail, tier);
-    }
-
-    /// Whether no request is under way or waits.
-    pub fn is_idle(&self) -> bool {
-        self.transfers.is_empty()
-    }
-
     /// Fails whatever is left, once and for all.
     pub fn close(&mut self) {
         for (_, route) in &mut self.peers {
@@ -408,15 +374,6 @@ impl Group {
             transfer.1.deliver();
         }
         self.links.clear();
-    }
-
-    pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
-        self.peers[peer as usize].explain(rails)
-    }
-
-    pub fn kind(&self, peer: PeerKey, rails: &Rails) -> Option<crate::api::TransportKind> {
-        let route = self.peers.get(peer as usize)?;
-        route.active().first().map(|l| rails[l.pair.rail].kind())
     }
 
     fn on_done(
