@@ -33,6 +33,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "holders",
     "simulate",
     "survey",
     "topology",

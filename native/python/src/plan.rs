@@ -13,9 +13,11 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(holders, m)?)
 }
 
+type RankLists = Vec<Vec<u32>>;
+
 /// The ranks that hold anything of each container, and the ranks in groups that hold the same.
 #[pyfunction]
-fn holders(py: Python<'_>, target: &[u8]) -> PyResult<(Vec<Vec<u32>>, Vec<Vec<u32>>)> {
+fn holders(py: Python<'_>, target: &[u8]) -> PyResult<(RankLists, RankLists)> {
     py.detach(|| {
         let spec = SideSpec::from_msgpack(Role::Target, target)?;
         Side::from_spec(Role::Target, spec)?.holders(Role::Target)
