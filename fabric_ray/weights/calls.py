@@ -78,8 +78,10 @@ class RayCalls:
 
 
 def _unanswered(error: BaseException, timeout: float) -> Unanswered:
-    from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
+    if isinstance(error, ActorUnavailableError):
+        return Unanswered("its actor can't be reached at the moment", type(error).__name__)
     if isinstance(error, RayActorError):
         return Unanswered("its actor has died", DIED)
     if isinstance(error, GetTimeoutError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import LocalContainer, Plan, Side, twins
 from fabric_ray.weights.members import Members
@@ -105,12 +107,15 @@ class Feeding:
 
     def given_by(self, number: int, giver: int) -> Feed:
         """How a rollout is fed that another gives a version to."""
-        return self._feed(number, giver)
+        feed = self._feed(number, giver)
+        return msgspec.structs.replace(feed, writers=(self._rollouts[giver],))
 
-    def share(self, session: str, number: int, feed: Feed, encoded: bytes | None) -> TargetShare:
+    def share(
+        self, session: str, number: int, name: str, feed: Feed, encoded: bytes | None
+    ) -> TargetShare:
         """What to tell a rollout."""
         place = self.place(number)
-        return TargetShare(session, place, self._containers(place), feed, encoded)
+        return TargetShare(session, name, place, self._containers(place), feed, encoded)
 
     def _feed(self, number: int, feeder: int | None) -> Feed:
         place = self.place(number)
@@ -119,8 +124,12 @@ class Feeding:
         stripe_of = stripes(containers, len(self.plan.containers("target")), count)
         if feeder is not None:
             writes = [len(part) for part in containers_of(containers, stripe_of, count)]
-            writer = self._rollouts[feeder]
-            return Feed((writer,), tuple(writes), tuple(stripe_of), relayed=True)
+            # All up to the head: whoever is lost, nothing more comes.
+            writers, feeders = [self._rollouts[feeder]], self._members.feeders()
+            while (above := feeders[feeder]) is not None:
+                writers.append(self._rollouts[above])
+                feeder = above
+            return Feed(tuple(writers), tuple(writes), tuple(stripe_of), relayed=True)
         if count == 1:
             expected = [self.plan.expected_pages(place)]
         else:

@@ -41,6 +41,8 @@ class Arm(msgspec.Struct, frozen=True):
     """Whether the version in use stays usable while the next arrives."""
     version: int | None = None
     """The version that the rollout runs."""
+    usable: bool = True
+    """Whether that can be read: not where it was overwritten in part."""
     further: tuple[bytes, ...] = ()
     """Regions that later versions will be written to."""
     stripes: tuple[int, ...] = ()
@@ -66,7 +68,7 @@ class Feed(msgspec.Struct, frozen=True):
     """Who writes to a rollout, and what it has to count."""
 
     writers: tuple[bytes, ...]
-    """Addresses of their engines."""
+    """Addresses of their engines, and of those that feed them: who is lost ends the wait."""
     pages: tuple[int, ...]
     """To be expected, by stripe."""
     stripes: tuple[int, ...]
@@ -79,6 +81,8 @@ class TargetShare(msgspec.Struct, frozen=True):
     """What one rollout has to hold, and who writes it."""
 
     session: str
+    name: str
+    """What the controller calls it."""
     place: int
     """The rank, of those that trainers write to, that holds the same."""
     containers: tuple[LocalContainer, ...]

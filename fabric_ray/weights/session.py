@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls
@@ -43,6 +41,8 @@ class Session:
     ) -> None:
         self.feeding = feeding
         self.version = 0
+        self.decided = False
+        """Whether the last push came so far that its version is in use."""
         self._id = uuid4().hex
         self._trainers = trainers
         self._rollouts = rollouts
@@ -68,6 +68,7 @@ class Session:
             WeightSyncError: somebody didn't take it.
         """
         self._accept({number: self.feeding.feed(number) for number in self._rollouts.actors})
+        self._learn_version()
         if self._recipe is not None:
             self._meet()
         arms = tuple(self._arms[number] for number in self.feeding.heads.values())
@@ -83,6 +84,7 @@ class Session:
         Raises:
             WeightSyncError: somebody can't take part.
         """
+        self.decided = False
         if self._recipe is not None and not self._met:
             self._meet(again=True)
         self._ask_the_silent()
@@ -115,11 +117,12 @@ class Session:
             raise self._given_up(version, error) from None
         clock.lap("confirm")
         # From here the version is decided: who fails now is named, the others run it (RS-3).
+        self.decided = True
         these = self._rollouts.each(self._id, version)
         self._arms, failed = self._rollouts.some(stages.target_commit, these)
         self.version = version
         clock.lap("commit")
-        if self._spare:
+        if self._spare and self._arms:
             for number in self._rollouts.dead:
                 failed.pop(self._rollouts.who(number), None)
         self._name_failures(version, failed)
@@ -145,31 +148,43 @@ class Session:
         Raises:
             WeightSyncError: that failed.
         """
-        alike = self.feeding.alike(rank)
-        up_to_date = [
-            one for one in alike if one in self._arms and self._arms[one].version == self.version
-        ]
-        if not up_to_date or not self.version:
-            self._accept({number: self.feeding.feed(number)})
-            return None
-        giver = up_to_date[0]
+        alike = [one for one in self.feeding.alike(rank) if one in self._arms and one != number]
+        able = [one for one in alike if self._arms[one].usable]
+        givers = [one for one in able if self.version and self._arms[one].version == self.version]
+        for giver in givers:
+            try:
+                self._take_from(giver, number)
+            except WeightSyncError:
+                # Another may hold the same.
+                if giver == givers[-1] or number in self._rollouts.dead:
+                    raise
+            else:
+                return giver
+        self._accept({number: self.feeding.feed(number)})
+        return None
+
+    def _take_from(self, giver: int, number: int) -> None:
+        who = self._rollouts.who(number)
         self._accept({number: self.feeding.given_by(number, giver)})
-        arm = self._arm(number, self._arms.pop(number))
+        arm = self._arms.pop(number)
+        if (arm.version or 0) > self.version:
+            raise WeightSyncError(
+                f"{who} runs version {arm.version}, and here {self.version} is the latest; let a "
+                "new WeightTarget join",
+                version=self.version,
+                failed={who: f"it runs version {arm.version}"},
+            )
         if not arm.staged:
             self._rollouts.all(stages.target_begin, "begin", {number: (self._id,)})
         args: tuple[Any, ...] = (self._id, arm, self.version, self._timeout)
-        [digest] = self._rollouts.all(
-            stages.target_give, "give its version", {giver: args}
-        ).values()
-        args = (self._id, self.version, self._timeout, digest)
+        given = self._rollouts.all(stages.target_give, "give its version", {giver: args})
+        args = (self._id, self.version, self._timeout, given[giver])
         self._rollouts.all(stages.target_confirm, "confirm", {number: args})
-        args = (self._id, self.version)
+        args = (self._id, self.version, True)
         arms = self._rollouts.all(stages.target_commit, "use the version", {number: args})
         if cause := arms[number].hook:
-            who = self._rollouts.who(number)
             raise WeightSyncError(f"a hook failed at {who}: {cause}", failed={who: cause})
         self._arms |= arms
-        return giver
 
     def forget(self, number: int) -> None:
         """Somebody doesn't take part any more."""
@@ -179,14 +194,13 @@ class Session:
 
     def _accept(self, feeds: dict[int, Feed]) -> None:
         """Has rollouts make room."""
-        encoded = self._encoded if self._digest else None
+        encoded, who = self._encoded if self._digest else None, self._rollouts.who
         shares = {
-            number: (self.feeding.share(self._id, number, feed, encoded),)
+            number: (self.feeding.share(self._id, number, who(number), feed, encoded),)
             for number, feed in feeds.items()
         }
         self._arms |= self._rollouts.all(stages.target_accept, "make room", shares)
         self._fed |= feeds
-        self._learn_version()
 
     def _feed_anew(self) -> None:
         """Tells those who are fed by others than before."""
@@ -215,7 +229,7 @@ class Session:
         if not all(arm.staged for arm in arms.values()):
             self._rollouts.all(stages.target_begin, "begin", self._rollouts.each(self._id))
         relays = {
-            number: (self._id, [self._arm(child, arms[child]) for child in children], self._timeout)
+            number: (self._id, [arms[child] for child in children], self._timeout)
             for number, children in self.feeding.fed_by.items()
         }
         self._rollouts.all(stages.target_pass_on, "get ready to pass the version on", relays)
@@ -283,10 +297,6 @@ class Session:
         invited = self._trainers.each(self._id, self._calls.share(made))
         self._trainers.all(stages.source_join, what, invited)
         self._met = True
-
-    def _arm(self, number: int, arm: Arm) -> Arm:
-        """By the name that the controller has for its rollout."""
-        return msgspec.structs.replace(arm, name=self._rollouts.who(number))
 
     def _learn_version(self) -> None:
         """Versions never run backwards, whoever counted them before."""

@@ -71,8 +71,8 @@ def target_confirm(
     return _target(name, session).confirm(version, timeout=timeout, digest=digest)
 
 
-def target_commit(_: Any, name: str, session: str, version: int) -> Arm:
-    return _target(name, session).commit(version)
+def target_commit(_: Any, name: str, session: str, version: int, joining: bool = False) -> Arm:
+    return _target(name, session).commit(version, joining=joining)
 
 
 def target_abort(_: Any, name: str, session: str, written: bool = True) -> Arm:

@@ -16,7 +16,7 @@ from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls, RayCalls
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
-from fabric_ray.weights.crew import Crew
+from fabric_ray.weights.crew import Crew, names
 from fabric_ray.weights.feeding import Feeding
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
@@ -79,7 +79,7 @@ class WeightSync:
         self._timeout = timeout
         self._session: Session | None = None
         # The rank that each rollout holds; and those that were held by one who was dropped.
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int] = {number: number for number in range(len(rollouts))}
         self._vacant: set[int] = set()
         # One call at a time; the actors would mix their stages up.
         self._turn = threading.RLock()
@@ -176,11 +176,11 @@ class WeightSync:
             while True:
                 try:
                     report = self._push(version)
-                except WeightSyncError:
+                except WeightSyncError as error:
                     dead = self._leave_out_the_dead()
-                    if not dead:
-                        raise
                     dropped |= dead
+                    if not dead or (self._session is not None and self._session.decided):
+                        raise self._also(error, dropped) from None
                     continue
                 dropped |= self._leave_out_the_dead()
                 return msgspec.structs.replace(report, dropped=dropped)
@@ -215,7 +215,7 @@ class WeightSync:
             rollout: an actor with a :class:`WeightTarget` of the same side.
 
         Raises:
-            InvalidArgument: its target has another side.
+            InvalidArgument: it takes part already, or its target has another side.
             WeightSyncError: it didn't answer, or the version could not be given to it; it has no
                 part in anything then.
         """
@@ -225,6 +225,8 @@ class WeightSync:
             assert self._session is not None, "connected"
             start = time.perf_counter()
             number = self._first + self._joined
+            if rollout in self._rollouts.actors.values():
+                raise InvalidArgument("this rollout takes part already; drop() it first")
             self._rollouts.actors[number] = rollout
             try:
                 [(rank, side, address)] = self._rollouts.all(
@@ -257,8 +259,7 @@ class WeightSync:
                 )
             if len(self._rollouts.actors) == 1:
                 raise InvalidArgument(f"rollout {rollout} is the last; nothing could be pushed")
-            if rollout in self._ranks:
-                self._vacant.add(self._ranks[rollout])
+            self._vacant.add(self._ranks[rollout])
             self._forget(rollout)
 
     def explain(self, tensor_or_container: str | None = None) -> str:
@@ -274,8 +275,18 @@ class WeightSync:
             self.drop(number)
         return dead
 
+    def _also(self, error: WeightSyncError, dropped: dict[int, str]) -> WeightSyncError:
+        """The error, which also names who was left out before it."""
+        if not dropped:
+            return error
+        left = {self._rollouts.who(number): cause for number, cause in dropped.items()}
+        text = f"{error} ({names(left)} died before, and was left out)"
+        failed = {**left, **error.fields.get("failed", {})}
+        return WeightSyncError(text, version=error.fields.get("version"), failed=failed)
+
     def _forget(self, number: int) -> None:
         del self._rollouts.actors[number]
+        self._rollouts.dead.pop(number, None)
         self._ranks.pop(number, None)
         if self._session is not None:
             self._session.forget(number)

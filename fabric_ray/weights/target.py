@@ -172,7 +172,7 @@ class WeightTarget:
         """
         if self._share is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)
-        who = f"rollout {self.rank}"
+        who = self._share.name
         start = time.time()
         if self._relay is not None:
             self._relay.wait()
@@ -195,9 +195,13 @@ class WeightTarget:
         self._prepared = version
         return tuple(spans)
 
-    def commit(self, version: int) -> Arm:
-        """Puts a confirmed version into use, and no other (RS-3); returns where to write next."""
-        if version <= (self.version or 0):
+    def commit(self, version: int, *, joining: bool = False) -> Arm:
+        """Puts a confirmed version into use, and no other (RS-3); returns where to write next.
+
+        Args:
+            joining: it may be the version that is in use, since it came from another rollout.
+        """
+        if version < (self.version or 0) or (version == self.version and not joining):
             raise WeightSyncError(
                 f"version {version} is not after {self.version}, which is in use", version=version
             )
@@ -314,13 +318,14 @@ class WeightTarget:
         others = (s for i, s in enumerate(self._slabs) if i != self._next)
         return Arm(
             share.place,
-            f"rollout {self.rank}",
+            share.name,
             self.address(),
             slab.region.descriptor().to_bytes(),
             tuple(counter.ref.to_bytes() for counter in self._counters),
             self._offsets(slab),
             self._staged,
             self.version,
+            not self._torn,
             tuple(s.region.descriptor().to_bytes() for s in others),
             share.feed.stripes,
         )
