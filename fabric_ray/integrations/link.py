@@ -54,6 +54,8 @@ class Server:
 
     def close(self) -> None:
         """Takes no more callers."""
+        if self._closed:
+            return
         self._closed = True
         with suppress(OSError):
             Client(self._listener.address).close()  # Wakes whoever waits for one.

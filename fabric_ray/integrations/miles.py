@@ -15,10 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.integrations import framework
+from fabric_ray.integrations import MissingFramework
 from fabric_ray.integrations.link import Link
 from fabric_ray.integrations.meeting import Meeting
 from fabric_ray.integrations.sglang import target_open
@@ -33,9 +34,18 @@ def install(source: Callable[[UpdateWeightFabric], object], **options: Any) -> N
 
     Args:
         source: see there, as ``options``.
+
+    Raises:
+        MissingFramework: this isn't where miles' trainers run.
     """
-    actor = framework("miles.backends.megatron_utils.actor", "miles-rl")
-    groups = framework("miles.utils.distributed_utils", "miles-rl")
+    try:
+        actor: Any = import_module("miles.backends.megatron_utils.actor")
+        groups: Any = import_module("miles.utils.distributed_utils")
+    except ImportError as error:
+        raise MissingFramework(
+            f"miles can't be imported ({error}); call this where its trainers run, from the "
+            "function that --custom-megatron-init-path names"
+        ) from error
     actor.UpdateWeightP2P = partial(
         UpdateWeightFabric, source=source, group=groups.get_gloo_group, options=options
     )

@@ -43,7 +43,7 @@ def engine() -> TransferEngine:
 class Trainer:
     """Two of them hold the model whole and share the sending."""
 
-    def join(self, rank: int, store: str) -> None:
+    def __init__(self, rank: int, store: str) -> None:
         dist.init_process_group(
             "gloo", f"file://{store}", timedelta(seconds=60), world_size=2, rank=rank
         )
@@ -69,8 +69,23 @@ class Trainer:
         self.updater.update_weights()
         return self.updater.weight_version
 
-    def version(self) -> int:
-        return self.updater.weight_version
+    def leave(self) -> None:
+        self.updater._source.close()
+        dist.destroy_process_group()
+
+    @staticmethod
+    def join_as(actor: Any, rank: int, store: str) -> None:
+        """In an actor of the tests."""
+        actor.miles = Trainer(rank, store)
+        actor.part = actor.miles.updater._source
+
+    @staticmethod
+    def connect_as(actor: Any, engines: list[Any]) -> None:
+        actor.miles.connect(engines)
+
+    @staticmethod
+    def update_as(actor: Any, seed: int) -> int:
+        return actor.miles.update(seed)
 
 
 class Engine:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights.reference import expected_containers
+from tests.ray.actors import _take, stop
 from tests.ray.miles_actors import CONFIG, TP, Engine, Trainer, trained
 from tests.unit.families.pushes import assert_same
 
@@ -23,33 +22,37 @@ def after(version: int) -> list[str]:
 
 
 class Team:
-    """Two trainers and two engines of two workers."""
+    """Two trainers, one of them in this process, and two engines of two workers."""
 
-    def __init__(self, store: Path) -> None:
-        import time; T=time.time()
-        free: Any = {"num_cpus": 0}
-        self.trainers = [ray.remote(**free)(Trainer).remote() for _ in range(2)]
-        self.engines = [ray.remote(**free)(Engine).remote() for _ in range(2)]
-        ray.get([t.join.remote(i, str(store)) for i, t in enumerate(self.trainers)])
+    def __init__(self, node: str, store: str) -> None:
+        self.engines = [ray.remote(Engine).options(num_cpus=0).remote() for _ in range(2)]
+        self.other = _take(node)
+        joined = self.other.__ray_call__.remote(Trainer.join_as, 1, store)
+        self.trainer = Trainer(0, store)
+        ray.get(joined)
         self.connect()
-        print("TEAM", time.time()-T)
 
     def connect(self) -> None:
-        ray.get([t.connect.remote(self.engines) for t in self.trainers])
+        connected = self.other.__ray_call__.remote(Trainer.connect_as, self.engines)
+        self.trainer.connect(self.engines)
+        ray.get(connected)
 
     def update(self, seed: int) -> list[int]:
-        return ray.get([t.update.remote(seed) for t in self.trainers])
+        updated = self.other.__ray_call__.remote(Trainer.update_as, seed)
+        return [self.trainer.update(seed), ray.get(updated)]
 
     def fails(self, seed: int, *words: str) -> None:
         """Both trainers raise; the first says why, and the other that it did."""
-        for trainer in [t.update.remote(seed) for t in self.trainers]:
+        updated = self.other.__ray_call__.remote(Trainer.update_as, seed)
+        for update in (lambda: self.trainer.update(seed), lambda: ray.get(updated)):
             with pytest.raises(WeightSyncError) as raised:
-                ray.get(trainer)
+                update()
             for word in words:
                 assert word in str(raised.value)
 
     def versions(self) -> list[int]:
-        return ray.get([t.version.remote() for t in self.trainers])
+        other = self.other.__ray_call__.remote(lambda actor: actor.miles.updater.weight_version)
+        return [self.trainer.updater.weight_version, ray.get(other)]
 
     def check(self, engine: int, calls: list[str], seed: int) -> None:
         """The engine was called like that, and holds what was trained."""
@@ -61,10 +64,12 @@ class Team:
 
 @pytest.fixture(scope="module")
 def team(cluster: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    team = Team(tmp_path_factory.mktemp("store") / "store")
+    team = Team(cluster[0], str(tmp_path_factory.mktemp("store") / "store"))
     yield team
-    for actor in (*team.trainers, *team.engines):
-        ray.kill(actor)
+    for engine in team.engines:
+        ray.kill(engine)
+    stop([team.other])
+    team.trainer.leave()
 
 
 def test_every_worker_gets_every_version_amid_the_calls_of_miles(team: Team) -> None:
