@@ -47,7 +47,8 @@ test-rdma: $(DONE)/native $(DONE)/perf
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
-# they would pull in (some 500 MB of downloads, most of it vLLM's wheel).
+# they would pull in (some 500 MB of downloads, most of it vLLM's wheel). miles brings an SGLang and a Megatron of
+# its own, which the others must not find: it lies apart, and is read.
 test-adapters: $(DONE)/native $(DONE)/adapters
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
@@ -147,6 +148,7 @@ $(DONE)/bench $(DONE)/docs: $(DONE)/venv
 $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 	rm -rf build/adapters
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters --no-deps -r tests/adapters/packages.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/miles-rl --no-deps miles-rl==0.0.2
 	@touch $@
 
 clean:

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.adapters.sources import published
+
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Two cores that are busy need longer than Ray allows by default.
@@ -14,6 +16,9 @@ os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 
 _MISSING = [package for package in ("verl", "vllm") if find_spec(package) is None]
 collect_ignore = [f"test_{package}.py" for package in _MISSING]
+if published("miles") is None:
+    _MISSING.append("miles")
+    collect_ignore.append("test_miles.py")
 
 if _MISSING and os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
     raise pytest.UsageError(f"build/adapters lacks {' and '.join(_MISSING)}; remove .make/adapters")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fabric_ray.integrations import MissingFramework
+from fabric_ray.integrations.miles import install
 
 
 @pytest.mark.parametrize("name", ["verl", "vllm"])
@@ -19,3 +20,11 @@ def test_a_missing_framework_is_named_with_its_extra(
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(MissingFramework, match=rf"`{name}\..*pip install 'fabric-ray\[{name}\]'"):
         importlib.import_module(module)
+
+
+def test_where_miles_is_missing_it_is_said_where_to_install_the_updater(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "miles", None)
+    with pytest.raises(MissingFramework, match="call this where its trainers run"):
+        install(lambda updater: None)

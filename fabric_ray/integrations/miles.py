@@ -1,0 +1,246 @@
+"""The trainers' half of a push from miles: the class shape of its point-to-point updater.
+
+In a module of yours, which ``--custom-megatron-init-path`` names a function of::
+
+    def init(args):
+        fabric_ray.integrations.miles.install(make_source)
+
+miles then pushes by :class:`UpdateWeightFabric` where it is told
+``--update-weight-transfer-mode p2p``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.integrations import MissingFramework
+from fabric_ray.integrations.link import Link
+from fabric_ray.integrations.meeting import Meeting
+from fabric_ray.integrations.sglang import target_open
+from fabric_ray.weights import PushReport, WeightSync
+from fabric_ray.weights.calls import Unanswered
+
+logger = logging.getLogger(__name__)
+
+
+def install(source: Callable[[UpdateWeightFabric], object], **options: Any) -> None:
+    """Has miles' actors make :class:`UpdateWeightFabric` where they would make their own.
+
+    Args:
+        source: see there, as ``options``.
+
+    Raises:
+        MissingFramework: this isn't where miles' trainers run.
+    """
+    try:
+        actor: Any = import_module("miles.backends.megatron_utils.actor")
+        groups: Any = import_module("miles.utils.distributed_utils")
+    except ImportError as error:
+        raise MissingFramework(
+            f"miles can't be imported ({error}); call this where its trainers run, from the "
+            "function that --custom-megatron-init-path names"
+        ) from error
+    actor.UpdateWeightP2P = partial(
+        UpdateWeightFabric, source=source, group=groups.get_gloo_group, options=options
+    )
+
+
+class UpdateWeightFabric:
+    """Pushes a version to all engines, or to none.
+
+    Each trainer rank has one, and all of them make each call together. The calls on engines are
+    those of miles' own updater, in its order. An engine goes on with the version before if a push
+    fails, and stands still if it can't be said to have either whole.
+
+    Args:
+        args: of miles; ``rollout_num_gpus_per_engine`` and ``pause_generation_mode`` are read.
+        model, weights_getter, model_name, quantization_config: what ``source`` may make use of.
+        source: makes this rank's ``WeightSource`` or ``ReplicaSource``.
+        group: gives a process group of all trainers that carries host memory; by default, theirs.
+        options: of :class:`fabric_ray.weights.WeightSync`.
+
+    Raises:
+        InvalidArgument: adapters are trained, not weights.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: Sequence[Any],
+        weights_getter: Callable[[], Mapping[str, Any]],
+        *,
+        model_name: str,
+        quantization_config: Mapping[str, Any] | None,
+        is_lora: bool = False,
+        source: Callable[[UpdateWeightFabric], object],
+        group: Callable[[], Any] = lambda: None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if is_lora:
+            raise InvalidArgument("LoRA adapters aren't pushed; train weights, or use broadcast")
+        self.args, self.model, self.weights_getter = args, model, weights_getter
+        self.model_name, self.quantization_config = model_name, quantization_config
+        self.weight_version = 0
+        """The version that was decided last."""
+        self.report: PushReport | None = None
+        """Of the last push, on rank 0."""
+        self._options = {"timeout": 60.0, **(options or {})}
+        self._timeout = float(self._options["timeout"])
+        self._meeting = Meeting(group())
+        self.rank = self._meeting.rank
+        self._source = source(self)
+        self._engines: Sequence[Any] = ()
+        self._counts: Sequence[int] = ()
+        self._links: list[Link] = []
+        self._sync: WeightSync | None = None
+        self._unpacked = False
+
+    def connect_rollout_engines(
+        self,
+        rollout_engines: Sequence[Any],
+        rollout_engine_lock: Any,
+        engine_gpu_counts: Sequence[int] | None = None,
+        engine_gpu_offsets: Sequence[int] | None = None,
+    ) -> None:
+        """Asks engines where their workers are, and plans; again whenever there are others.
+
+        Args:
+            rollout_engines: Ray actors with the methods of miles' ``SGLangEngine``.
+            rollout_engine_lock, engine_gpu_offsets: not needed; several may write at once.
+            engine_gpu_counts: workers of each engine.
+
+        Raises:
+            WeightSyncError: an engine or a worker didn't answer; it is named.
+            FabricError: layouts don't fit together, or a worker isn't of fabric-ray.
+        """
+        per_engine = self.args.rollout_num_gpus_per_engine
+        self._engines = list(rollout_engines)
+        self._counts = list(engine_gpu_counts or [per_engine] * len(self._engines))
+        self.weight_version = self._meeting.hold(self._connect)
+
+    def update_weights(self) -> None:
+        """Pushes the next version.
+
+        Raises:
+            WeightSyncError: on every rank; ``failed`` names who didn't get it, and why.
+        """
+        try:
+            self._meeting.hold(self._push)
+        finally:
+            self.weight_version = self._meeting.version
+
+    def _connect(self) -> int:
+        self._sync = None
+        for link in self._links:
+            link.close()
+        refs = {
+            f"rank {rank} of engine {i}": engine.get_remote_instance_transfer_engine_info.remote(
+                rank=rank
+            )
+            for i, engine in enumerate(self._engines)
+            for rank in range(self._counts[i])
+        }
+        infos, failed = self._get(refs)
+        _raise(failed, "say where its worker is")
+        self._links = [Link(session_id) for session_id, _ in infos.values()]
+        places = [(i, len(self._counts)) for i, n in enumerate(self._counts) for _ in range(n)]
+        args = [("", *place) for place in places]
+        answers = self._meeting.ask(self._links, target_open, args, self._timeout)
+        asked = dict(zip(refs, answers, strict=True))
+        refused = {who: a.cause for who, a in asked.items() if isinstance(a, Unanswered)}
+        _raise(refused, "take its place")
+        trainers = range(self._meeting.size)
+        sync = WeightSync(trainers, self._links, calls=self._meeting, **self._options)
+        sync.connect()
+        self._sync = sync
+        return self._meeting.version
+
+    def _push(self) -> None:
+        if self._sync is None:
+            raise InvalidArgument("no engines are connected; call connect_rollout_engines first")
+        everyone = range(len(self._engines))
+        version = self._meeting.version + 1
+        try:
+            self._pause()
+            self.report = self._sync.push(version)
+        except Exception as error:
+            decided = self._sync.version == version
+            whole = [i for i in everyone if not (decided and self._missed(i, error))]
+            if decided:
+                self._meeting.version = version
+            if failed := self._go_on(whole, version if decided else None):
+                logger.error("engines stand still after a push that failed: %s", failed)
+            raise
+        self._meeting.version = version
+        _raise(self._go_on(everyone, version), "go on")
+
+    def _pause(self) -> None:
+        everyone, mode = range(len(self._engines)), self.args.pause_generation_mode
+        _raise(self._tell(everyone, "pause_generation", mode=mode), "pause")
+        if mode != "in_place":
+            _raise(self._tell(everyone, "flush_cache"), "flush its cache")
+        # Weights that the engine has packed are unpacked to be loaded.
+        if (self.quantization_config or {}).get("quant_method") == "compressed-tensors":
+            self._unpacked = True
+            _raise(self._process(everyone, before=True), "unpack its weights")
+
+    def _go_on(self, engines: Iterable[int], version: int | None) -> dict[str, str]:
+        """Has engines go on, with a new version if there is one; who can't stands still."""
+        failed: dict[str, str] = {}
+
+        def left() -> list[int]:
+            return [i for i in engines if f"engine {i}" not in failed]
+
+        if version is not None:
+            failed |= self._tell(left(), "update_weight_version", weight_version=str(version))
+        if version is not None or self._unpacked:
+            failed |= self._process(left(), before=False)
+            self._unpacked = False
+        return failed | self._tell(left(), "continue_generation")
+
+    def _process(self, engines: Iterable[int], *, before: bool) -> dict[str, str]:
+        return self._tell(
+            engines,
+            "post_process_weights",
+            restore_weights_before_load=before,
+            post_process_quantization=not before,
+            post_load_weights=not before,
+        )
+
+    def _missed(self, engine: int, error: Exception) -> bool:
+        first = sum(self._counts[:engine])
+        failed = getattr(error, "fields", {}).get("failed", {})
+        return any(f"rollout {first + rank}" in failed for rank in range(self._counts[engine]))
+
+    def _tell(self, engines: Iterable[int], call: str, **arguments: Any) -> dict[str, str]:
+        """Calls engines; returns who failed, and why."""
+        refs = {f"engine {i}": getattr(self._engines[i], call).remote(**arguments) for i in engines}
+        failed = self._get(refs)[1]
+        return {who: f"{call}: {cause}" for who, cause in failed.items()}
+
+    def _get(self, refs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        import ray
+
+        deadline = time.monotonic() + self._timeout
+        answers, failed = dict[str, Any](), dict[str, str]()
+        for who, ref in refs.items():
+            try:
+                answers[who] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                failed[who] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        return answers, failed
+
+
+def _raise(failed: Mapping[str, str], what: str) -> None:
+    if failed:
+        causes = "; ".join(f"{who}: {cause}" for who, cause in failed.items())
+        raise WeightSyncError(
+            f"{' and '.join(failed)} did not {what}: {causes}", failed=dict(failed)
+        )

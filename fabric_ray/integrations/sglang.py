@@ -1,0 +1,131 @@
+"""The engine's half of a push from miles: a target in each of SGLang's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.link import STAGES, Server
+from fabric_ray.plan import Side
+from fabric_ray.weights import EngineHooks, WeightTarget
+from fabric_ray.weights.replica.sides import whole_plan
+
+if TYPE_CHECKING:
+    import torch
+
+WeightsInfo = dict[str, tuple[int, int, int]]
+
+
+class FabricWorker:
+    """Receives versions beside a worker's weights, and copies each into them when it is decided.
+
+    Until then the weights stay as they are. Generation must stand still during the copy: miles has
+    paused it by then; elsewhere ``hooks`` do.
+
+    Args:
+        weights: by name, what the engine computes with; filled in place, on any device.
+        layout: what all ranks of so many engines hold, numbered engine by engine.
+        rank: in its engine, from 0.
+        ranks: of the engine.
+        host: of this worker, as trainers reach it.
+        engine: by default one of its own, configured by the environment.
+        hooks: what is done around the copy beside what miles does by its calls.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        layout: Callable[[int], Side],
+        *,
+        rank: int,
+        ranks: int,
+        host: str = "127.0.0.1",
+        engine: TransferEngine | None = None,
+        hooks: EngineHooks | None = None,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} is none of an engine of {ranks}")
+        self._weights, self._layout, self._rank, self._ranks = weights, layout, rank, ranks
+        self._engine, self._hooks = engine or TransferEngine(), hooks
+        self._target: WeightTarget | None = None
+        name = f"worker-{uuid4().hex}"
+        functions = {**STAGES, target_open.__name__: self._open}
+        self._server = Server(functions, host, name)
+        self.session_id = self._server.session_id
+        """What SGLang calls the session of a remote instance."""
+
+    @property
+    def weights_info(self) -> WeightsInfo:
+        """By name: address, elements and bytes of one, as SGLang reports them."""
+        return {n: (w.data_ptr(), w.numel(), w.element_size()) for n, w in self._weights.items()}
+
+    def close(self) -> None:
+        """Takes part in no more pushes."""
+        self._server.close()
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+
+    def _open(self, _: Any, name: str, engine: int, engines: int) -> None:
+        """Takes a place among so many engines."""
+        side = self._layout(engines)
+        rank = engine * self._ranks + self._rank
+        if len(side.ranks) != engines * self._ranks:
+            raise InvalidArgument(
+                f"the layout of {engines} engines has {len(side.ranks)} ranks, and engines have "
+                f"{self._ranks} each"
+            )
+        self._check(side, rank)
+        if self._target is not None:
+            self._target.close()
+        # The version in use is the copy: what arrives needs no second one to flip with.
+        self._target = WeightTarget(
+            side, rank=rank, name=name, engine=self._engine, staged=False, hooks=self._hooks
+        )
+        self._target.on_commit(self._copy)
+
+    def _check(self, side: Side, rank: int) -> None:
+        """Raises unless the layout says of this rank what the engine has, no more and no less."""
+        said = {
+            c.name: (c.shape, f"torch.{c.dtype}")
+            for c in whole_plan(side).local_containers("target", rank)
+        }
+        held = {name: (tuple(w.shape), str(w.dtype)) for name, w in self._weights.items()}
+        for name in sorted(said.keys() | held.keys()):
+            if said.get(name) != held.get(name):
+                raise InvalidArgument(
+                    f"`{name}` is {held.get(name)} in the engine and {said.get(name)} in the "
+                    f"layout, at rank {rank}; let both say the same"
+                )
+
+    def _copy(self, version: int) -> None:
+        import torch
+
+        assert self._target is not None, "it was committed"
+        with torch.no_grad():
+            for name, arrived in self._target.weights.items():
+                self._weights[name].copy_(arrived)
+
+
+def attach(runner: Any, layout: Callable[[int], Side], **options: Any) -> FabricWorker:
+    """Makes a worker of SGLang's model runner and reports it where SGLang's HTTP server looks for
+    what a remote instance needs: call it in every worker's process, when the model is loaded.
+
+    Args:
+        runner: SGLang's ``ModelRunner``, or what has its attributes ``model``, ``tp_rank`` and
+            ``tp_size``.
+        options: of :class:`FabricWorker`.
+    """
+    weights = dict(runner.model.named_parameters())
+    worker = FabricWorker(weights, layout, rank=runner.tp_rank, ranks=runner.tp_size, **options)
+    runner.remote_instance_transfer_engine_session_id = worker.session_id
+    runner.remote_instance_transfer_engine_weight_info = worker.weights_info
+    runner._register_to_engine_info_bootstrap()
+    return worker
+
+
+def target_open(_: Any, name: str, engine: int, engines: int) -> None:
+    """What :class:`FabricWorker` answers by making its target."""

@@ -1,0 +1,69 @@
+"""Published packages that are read, not imported: they need GPUs to be."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+
+def published(package: str) -> Path | None:
+    """Where miles' distribution, or a package that it brings, lies."""
+    found = (Path(entry) / "miles-rl" / package for entry in sys.path if entry)
+    return next((path for path in found if path.is_dir()), None)
+
+
+def module(dotted: str) -> ast.Module:
+    """The syntax of a module of it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    package, _, rest = dotted.partition(".")
+    root = published(package)
+    if root is None:
+        raise FileNotFoundError(f"no {package}; run make test-adapters")
+    return ast.parse((root / f"{rest.replace('.', '/')}.py").read_text())
+
+
+def method(tree: ast.AST, owner: str, name: str) -> ast.FunctionDef:
+    """A method of one of its classes; the last, if it is written twice."""
+    [*_, found] = [
+        function
+        for klass in ast.walk(tree)
+        if isinstance(klass, ast.ClassDef) and klass.name == owner
+        for function in klass.body
+        if isinstance(function, ast.FunctionDef) and function.name == name
+    ]
+    return found
+
+
+def parameters(function: ast.FunctionDef) -> list[tuple[str, bool]]:
+    """Names, and whether each has a default."""
+    args = function.args
+    plain = args.posonlyargs + args.args
+    needed = len(plain) - len(args.defaults)
+    named = [(arg.arg, i >= needed) for i, arg in enumerate(plain)]
+    return named + [
+        (arg.arg, default is not None)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+
+
+def names(tree: ast.AST) -> set[str]:
+    """All that is called or looked up by name."""
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return found | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def remote_calls(function: ast.FunctionDef) -> list[str]:
+    """The methods of Ray actors that it calls, in order."""
+    calls = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "remote"
+        and isinstance(node.value, ast.Attribute)
+    ]
+    calls.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [node.value.attr for node in calls if isinstance(node.value, ast.Attribute)]

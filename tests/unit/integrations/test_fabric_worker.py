@@ -1,0 +1,75 @@
+"""A worker takes a place in a layout that says of it what the engine holds, and in no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.integrations.link import Link
+from fabric_ray.integrations.sglang import FabricWorker, attach, target_open
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
+
+
+def layout(engines: int, name: str = "w", ranks: int = 2) -> Side:
+    """Rows of a matrix, over all ranks."""
+    everyone = range(engines * ranks)
+    leaf = Leaf(Tensor("w", (8, 3), DType.of("bfloat16")), Mesh.line(everyone), (Shard(0),))
+    return Side.of(everyone, [Container(name, DType.of("bfloat16"), leaf)])
+
+
+class Runner:
+    """Of SGLang's model runner, what is attached to."""
+
+    tp_rank, tp_size = 1, 2
+    registered = False
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+        self.remote_instance_transfer_engine_session_id = ""
+        self.remote_instance_transfer_engine_weight_info: object = None
+
+    def _register_to_engine_info_bootstrap(self) -> None:
+        self.registered = bool(self.remote_instance_transfer_engine_session_id)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(transport="shm") as engine:
+        yield engine
+
+
+def opened(worker: FabricWorker, engines: int) -> object:
+    link = Link(worker.session_id)
+    try:
+        return link.ask(target_open, (1, engines), 5.0)
+    finally:
+        link.close()
+        worker.close()
+
+
+def test_what_the_layout_says_must_be_what_the_engine_holds(engine: TransferEngine) -> None:
+    def asked(held: dict[str, torch.Tensor], engines: int = 2, ranks: int = 2) -> str:
+        worker = FabricWorker(held, layout, rank=1, ranks=ranks, engine=engine)
+        return str(opened(worker, engines))
+
+    rows = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert asked({"w": rows}) == "None"
+    assert "`w` is ((4, 3), 'torch.bfloat16') in the engine" in asked({"w": torch.cat([rows] * 2)})
+    assert "'torch.float32'" in asked({"w": rows.float()})
+    assert "`bias` is" in asked({"w": rows, "bias": rows[0]})
+    assert "`w` is None in the engine" in asked({})
+    assert "2 engines has 4 ranks, and engines have 3 each" in asked({"w": rows}, ranks=3)
+
+
+def test_a_model_runner_reports_the_worker_as_its_session(engine: TransferEngine) -> None:
+    runner = Runner()
+    worker = attach(runner, lambda engines: layout(engines, "weight"), engine=engine)
+    assert runner.registered
+    assert runner.remote_instance_transfer_engine_session_id == worker.session_id
+    weight = runner.model.weight
+    info = {"weight": (weight.data_ptr(), 6, 2)}
+    assert runner.remote_instance_transfer_engine_weight_info == info
+    assert opened(worker, 2) is None

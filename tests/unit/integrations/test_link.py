@@ -1,0 +1,72 @@
+"""Workers answer those who know their secret, with values or with what went wrong."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.link import Link, Server
+from fabric_ray.weights.calls import DIED, Unanswered
+from fabric_ray.weights.report import Arm, Span
+
+ARM = Arm(1, "rollout 1", b"address", b"region", (b"counter",), (0, -1), True, 2**40)
+
+
+def turn(_: Any, name: str, arm: Arm, digest: int | None = None) -> tuple[Span, ...]:
+    if arm != ARM:
+        raise InvalidArgument(f"not at {name}")
+    return (Span(arm.name, str(digest), 0.5, 1.0),)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server({"turn": turn}, "127.0.0.1", "worker")
+    yield server
+    server.close()
+
+
+def test_values_come_back_as_what_the_function_says_it_returns(server: Server) -> None:
+    link = Link(server.session_id)
+    answer = link.ask(turn, (ARM, 2**64 - 1), 5.0)
+    assert answer == (Span("rollout 1", str(2**64 - 1), 0.5, 1.0),)
+    assert link.ask(turn, (ARM,), 5.0)[0].stage == "None"
+    refused = link.ask(turn, (replace(ARM, rank=2),), 5.0)
+    assert refused == Unanswered("not at worker", "InvalidArgument")
+
+
+def test_what_is_not_offered_or_not_understood_is_refused(server: Server) -> None:
+    def other(_: Any, name: str) -> None: ...
+
+    link = Link(server.session_id)
+    assert link.ask(other, (), 5.0).kind == "KeyError"
+    assert "Expected `object`" in link.ask(turn, ("no arm",), 5.0).cause
+
+
+def test_strangers_are_turned_away_and_keep_nobody_waiting(server: Server) -> None:
+    address = Link(server.session_id)._address
+    with socket.create_connection(address):
+        stranger = Link(f"fabric://00@{address[0]}:{address[1]}")
+        assert "can't be reached" in stranger.ask(turn, (ARM,), 5.0).cause
+        assert Link(server.session_id).ask(turn, (ARM,), 5.0)
+
+
+def test_a_broken_link_is_made_anew_and_an_end_is_seen(server: Server) -> None:
+    link = Link(server.session_id)
+    assert link.ask(turn, (ARM,), 5.0)
+    assert link._connection is not None
+    link._connection.close()
+    assert isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
+    assert not isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
+    server.close()
+    assert isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
+    assert link.ask(turn, (ARM,), 5.0).kind == DIED
+
+
+def test_another_librarys_session_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InvalidArgument, match="attach a FabricWorker"):
+        Link("10.0.0.1:15000")
