@@ -30,9 +30,10 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
-# Tests of pure functions, of guests and of what pages show share the cores; all others watch a clock and run
-# alone. With ARGS only what it selects, one by one.
-TOGETHER := $(addprefix tests/unit/,families models plan quant replica rl trainers) tests/rdma tests/docs
+# Tests of pure functions, of guests, of what pages show and of actors share the cores; all others watch a clock
+# more closely and run alone. With ARGS only what it selects, one by one.
+PURE := $(addprefix tests/unit/,families models plan quant replica rl trainers)
+TOGETHER := tests/rdma tests/ray tests/docs $(PURE)
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
