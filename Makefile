@@ -39,7 +39,7 @@ test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(TOGETHER)
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadgroup $(TOGETHER)
 	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(TOGETHER))
 endif
 
