@@ -1,5 +1,4 @@
-"""Which elements a loader writes, and whether it keeps what it was given, by watching torch dispatch
-its operations."""
+"""Which elements a loader writes, and what it keeps, by watching torch dispatch its operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RS-1: loaders that a replica can't follow are refused by name; none makes a version of old bytes."""
+"""RS-1: loaders that a replica can't follow are refused by name, and no version has old bytes."""
 
 from __future__ import annotations
 
