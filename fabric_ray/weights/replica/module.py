@@ -160,6 +160,7 @@ class ModuleReplica:
 
     def _load_stand_in(self, rank: int, whole: Tensor) -> Writes:
         zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name))
-        with Writes(self._tensors, zero) as writes:
+        writes = Writes(self._tensors, zero)
+        with writes:
             self.load(rank, {whole.name: zero.expand(whole.shape)})
         return writes

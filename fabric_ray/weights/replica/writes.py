@@ -68,7 +68,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in tensors.items():
             if tensor.numel():
                 self._places[_storage(tensor)].append((name, Part.of(tensor)))
-        self._made: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, Any] = {}
         self._note(given)
 
     def kept(self) -> bool:
@@ -104,7 +104,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: torch.Tensor) -> None:
         # A weak reference keeps the storage's address its own, though not its memory.
-        self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._made[_storage(tensor)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def _alive(self) -> bool:
         return any(not made.expired() for made in self._made.values())
@@ -124,4 +125,5 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,7 +14,7 @@ from tests.unit.plan.fake_group import as_rank
 
 def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered() -> None:
     with as_rank(0, 1):
-        module = torch.nn.Linear(4, 3, bias=False)
+        module: Any = torch.nn.Linear(4, 3, bias=False)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         shards = module.weight
         gathering = Gathering(module, {}, 0)
