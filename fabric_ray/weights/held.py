@@ -29,7 +29,7 @@ class Held:
         if isinstance(tensors, Mapping):
             self._named = lambda: tensors
         else:
-            self._named = lambda: _of_module(tensors)
+            self._named = lambda: of_module(tensors)
         self.tensors: dict[str, Any] = dict(self._named())
         self._engine = engine
         self._layouts: dict[str, _Layout] = {}
@@ -108,7 +108,7 @@ class Held:
         return held if gathered else tensor
 
 
-def _of_module(module: torch.nn.Module) -> dict[str, Any]:
+def of_module(module: torch.nn.Module) -> dict[str, Any]:
     """Parameters, and the buffers that a checkpoint would have: routers' biases are such."""
     named: dict[str, Any] = dict(module.named_parameters())
     for prefix, part in module.named_modules():

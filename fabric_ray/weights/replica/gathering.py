@@ -10,6 +10,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
+from fabric_ray.weights.held import of_module
 from fabric_ray.weights.local import told
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.converting import Converting, described
@@ -86,7 +87,7 @@ class Gathering:
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         if isinstance(self._weights, torch.nn.Module):
-            named = dict(self._weights.named_parameters())
+            named = of_module(self._weights)
             # FSDP shows a whole tensor where it has gathered one; the shards are what is trained.
             kept = {name: t for name, t in self._shards.items() if not _is_sharded(named.get(name))}
             self._shards = {n: t for n, t in (named | kept).items() if _is_sharded(t)}

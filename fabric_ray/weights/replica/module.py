@@ -3,7 +3,7 @@ has to."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -15,7 +15,7 @@ from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
 from fabric_ray.weights.quant.formats import leaves
 from fabric_ray.weights.replica.converting import described
 from fabric_ray.weights.replica.sides import named, side_by_side
-from fabric_ray.weights.replica.writes import Writes
+from fabric_ray.weights.replica.writes import Part, Writes, filled
 
 AsRank = Callable[[int], AbstractContextManager[object]]
 
@@ -63,7 +63,8 @@ class ModuleReplica:
     """An engine's module in host memory, loaded as one of its ranks after another.
 
     What an engine tensor is made of is found by watching the module load: each whole tensor by
-    itself, as a stand-in without memory, while nothing is written.
+    itself, as a stand-in without memory, while nothing is written. The loader has to copy into the
+    parameters that there are, on its own thread, and to keep nothing after a call.
 
     Args:
         module: built as on the rollouts; all ranks' tensors have the same names and shapes.
@@ -76,7 +77,7 @@ class ModuleReplica:
         self.side = side
         self._module = module
         self._as_rank: AsRank = as_rank or (lambda _: nullcontext())
-        own = dict(module.named_buffers()) | dict(module.named_parameters())
+        own = self._own()
         names = [container.name for container in side.containers]
         for name in names:
             if name not in own:
@@ -106,6 +107,22 @@ class ModuleReplica:
     def load(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._as_rank(rank), torch.no_grad():
             self._module.load_weights(iter(tensors.items()))
+            self._check()
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        return dict(self._module.named_buffers()) | dict(self._module.named_parameters())
+
+    def _check(self) -> None:
+        """RS-1: what is sent is what was loaded."""
+        own = self._own()
+        for name, tensor in self._tensors.items():
+            now = own.get(name)
+            if now is None or (now.dtype, Part.of(now)) != (tensor.dtype, Part.of(tensor)):
+                raise InvalidArgument(
+                    f"`{name}` has other memory since load_weights was called, and what is sent "
+                    "lies in the old; have the loader copy into the parameter, and make another "
+                    "ModuleReplica"
+                )
 
     def _held(self, rank: int) -> tuple[object, ...]:
         """Equal for twins, which needn't be watched twice."""
@@ -117,19 +134,33 @@ class ModuleReplica:
 
     def _watch(self, rank: int, tensors: Iterable[Tensor]) -> Mapping[str, Collection[str]]:
         parts: dict[str, set[str]] = defaultdict(set)
-        written: Counter[str] = Counter()
+        written: dict[str, list[Part]] = defaultdict(list)
         for whole in tensors:
-            zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name))
-            with Writes(self._tensors) as writes:
-                self.load(rank, {whole.name: zero.expand(whole.shape)})
-            for name, count in writes.counts.items():
+            for name, found in self._writes(rank, whole).items():
                 parts[name].add(whole.name)
-                written[name] += count
-        for name, count in written.items():
-            if count < self._tensors[name].numel():
+                written[name] += found
+        for name, found in written.items():
+            count, size = filled(self._tensors[name], found), self._tensors[name].numel()
+            if count < size:
                 raise InvalidArgument(
-                    f"`{name}` of rollout {rank} has {self._tensors[name].numel()} elements, and "
-                    f"{', '.join(sorted(parts[name]))} fill only {count}; gather all that it is "
-                    "made of in one stage"
+                    f"`{name}` of rollout {rank} has {size} elements, and "
+                    f"{', '.join(sorted(parts[name]))} fill only {count} by copies on the thread "
+                    "that calls load_weights; gather all that it is made of in one stage"
                 )
         return parts
+
+    def _writes(self, rank: int, whole: Tensor) -> Mapping[str, list[Part]]:
+        writes = self._load_stand_in(rank, whole)
+        if writes.kept():
+            raise InvalidArgument(
+                f"the module keeps `{whole.name}` after load_weights was called with it, and may "
+                "write it later than it is sent; have the loader write what it is given at once"
+            )
+        return writes.parts
+
+    def _load_stand_in(self, rank: int, whole: Tensor) -> Writes:
+        zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name))
+        writes = Writes(self._tensors, zero)
+        with writes:
+            self.load(rank, {whole.name: zero.expand(whole.shape)})
+        return writes

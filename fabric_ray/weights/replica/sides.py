@@ -44,6 +44,18 @@ class ReplicaMeta(msgspec.Struct, frozen=True):
     """What it gathers and no engine tensor is made of."""
     layout: bytes | None
     """The digest of the rollouts' side, as its replica has it."""
+    watched: bool = False
+    """Whether a module was watched to find out what engine tensors are made of."""
+
+    @property
+    def hint(self) -> str:
+        """What else may be the cause where a tensor wasn't used."""
+        if not self.watched or not self.unused:
+            return ""
+        return (
+            f". The module wrote nothing when `{self.unused[0]}` was loaded by itself: does its "
+            "loader use threads, or keep tensors until others have come?"
+        )
 
 
 def layout_digest(side: Side) -> bytes:
@@ -185,7 +197,7 @@ def _stages(metas: Sequence[ReplicaMeta], target: Side) -> dict[str, int]:
         if not stages:
             raise InvalidArgument(
                 f"no trainer gathers what container `{container.name}` of the rollouts is made of; "
-                "gather it in some stage"
+                "gather it in some stage" + next((m.hint for m in metas if m.hint), "")
             )
         if len(stages) > 1:
             raise InvalidArgument(
@@ -219,6 +231,7 @@ def _checked(
                 f"trainer {rank} gathers `{meta.unused[0]}`"
                 + (f" and {len(meta.unused) - 1} more" if len(meta.unused) > 1 else "")
                 + ", which no rollout asks for; leave them out, or pass extra='ignore'"
+                + meta.hint
             )
         other, like = first.setdefault(meta.stage, (rank, meta))
         if set(meta.fills) != set(like.fills):

@@ -17,6 +17,7 @@ from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.filling import Filling
 from fabric_ray.weights.replica.gathering import Gathering, Weights
 from fabric_ray.weights.replica.memory import ReplicaMemory
+from fabric_ray.weights.replica.module import ModuleReplica
 from fabric_ray.weights.replica.sides import ReplicaMeta, layout_digest
 from fabric_ray.weights.report import Arm, Sent, SourceShare
 from fabric_ray.weights.sending import Sending
@@ -104,7 +105,8 @@ class ReplicaSource:
         unused = tuple(name for name in whole if name not in used)
         side = self._replica.side
         layout = None if side is None else layout_digest(side)
-        meta = ReplicaMeta(self.stage, tuple(fills), unused, layout)
+        watched = isinstance(self._replica, ModuleReplica)
+        meta = ReplicaMeta(self.stage, tuple(fills), unused, layout, watched)
         return self.rank, meta, self._engine.address.to_bytes()
 
     def convert(self, session: str, recipe: object, *, again: bool = False) -> NoReturn:

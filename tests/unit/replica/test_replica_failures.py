@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,6 +156,40 @@ def test_rs_3_a_trainer_that_dies_in_the_middle_is_named(
         setup.sync.push()
     assert caught.value.failed
     check(setup, trainer, {1})
+
+
+def test_a_push_that_is_overtaken_loads_nothing_more(
+    open_setup: Callable[..., Setup], trainer: Trainer
+) -> None:
+    class Counting(LayoutReplica):
+        loads = 0
+
+        def load(self, rank: int, tensors: Any) -> None:
+            self.loads += 1
+            super().load(rank, tensors)
+
+    replica = Counting(SIDE)
+    setup = open_setup([(1, trainer)], SIDE, bucket=20_000, replica=lambda: replica)
+    setup.sync.connect()
+    (source,) = setup.sources
+    other = threading.Thread(target=source.close)
+    loads = []
+
+    def at(name: str, tensor: torch.Tensor) -> Any:
+        if name == MIDDLE:
+            claim = source._latest
+            other.start()
+            while source._latest is claim:
+                time.sleep(0.001)
+            loads.append(replica.loads)
+        return [(name, tensor)]
+
+    trainer.at = at
+    with pytest.raises(WeightSyncError, match="another push was begun"):
+        setup.sync.push()
+    other.join()
+    assert loads == [replica.loads]
+    assert all(target.version is None for target in setup.targets)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""What a trainer gathers of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fabric_ray.weights.replica.gathering import Gathering
+from tests.unit.plan.fake_group import as_rank
+
+
+def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered() -> None:
+    with as_rank(0, 1):
+        module: Any = torch.nn.Linear(4, 3, bias=False)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        shards = module.weight
+        gathering = Gathering(module, {}, 0)
+        gathering.whole()
+        for step in (1, 2):
+            module.unshard()
+            with torch.no_grad():
+                shards._local_tensor.fill_(step)
+            assert not torch.equal(module.weight, torch.full((3, 4), step)), "shown: the old one"
+            ((name, whole),) = gathering
+            assert name == "weight"
+            assert torch.equal(whole, torch.full((3, 4), float(step)))
