@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
+.PHONY: demo test test-rust test-python test-actors test-guests test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -30,18 +30,21 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
-# Tests of pure functions, of guests, of what pages show and of actors share the cores; all others watch a clock
-# more closely and run alone. With ARGS only what it selects, one by one.
-PURE := $(addprefix tests/unit/,families models plan quant replica rl trainers)
-TOGETHER := tests/rdma tests/ray tests/docs $(PURE)
+# What waits for actors, and what waits for guests or computes, share the cores; all others watch a clock more
+# closely and run alone. With ARGS only what it selects, one by one.
+ACTORS := tests/ray tests/docs
+GUESTS := tests/rdma $(addprefix tests/unit/,families models plan quant replica rl trainers)
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(BIN)/python -m pytest -q --numprocesses auto --dist loadgroup $(TOGETHER)
-	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(TOGETHER))
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-actors test-guests
+	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(ACTORS) $(GUESTS))
 endif
+
+test-actors test-guests: test-%: $(DONE)/native $(DONE)/perf
+	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native $(DONE)/perf

@@ -14,15 +14,6 @@ import pytest
 from fabric_ray import TransferEngine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What may run beside what, where tests share the cores: files, but one Ray at a time."""
-    here = Path(__file__).parent
-    for item in items:
-        part = item.path.relative_to(here).parts[0]
-        group = "actors" if part in ("ray", "docs") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture
 def open_engine() -> Iterator[Callable[..., TransferEngine]]:
     engines: list[TransferEngine] = []

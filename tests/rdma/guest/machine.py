@@ -30,7 +30,7 @@ from tests.rdma.guest.report import say
 EXIT_TIMEOUT = 124  # the time limit passed
 EXIT_GUEST_FAILED = 125  # no guest, or a guest that ended without a status
 
-_BOOT_SECONDS = {"kvm": 20.0, "tcg": 120.0}
+_BOOT_SECONDS = {"kvm": 20.0, "tcg": 240.0}
 _END_SECONDS = 10.0
 
 
