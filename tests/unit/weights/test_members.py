@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -20,24 +19,6 @@ from fabric_ray.weights.report import Arm
 from fabric_ray.weights.stripes import containers_of, stripes
 from tests.processes import within
 from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
-
-
-@pytest.fixture
-def open_sync() -> Iterator[Callable[..., LocalSync]]:
-    """Makes controllers whose rollouts run version 1."""
-    made = []
-
-    def open_(**options: Any) -> LocalSync:
-        sync = LocalSync(**options)
-        made.append(sync)
-        sync.train(1)
-        sync.push()
-        sync.train(2)
-        return sync
-
-    yield open_
-    for sync in made:
-        sync.close()
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=20))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -28,24 +27,6 @@ CASES = [
     # Only in place a push has to be announced.
     if not (staged and stage == "target_begin")
 ]
-
-
-@pytest.fixture
-def open_sync() -> Iterator[Callable[..., LocalSync]]:
-    """Makes controllers whose rollouts run version 1."""
-    made = []
-
-    def open_(**options: Any) -> LocalSync:
-        sync = LocalSync(**options)
-        made.append(sync)
-        sync.train(1)
-        sync.push()
-        sync.train(2)
-        return sync
-
-    yield open_
-    for sync in made:
-        sync.close()
 
 
 @pytest.mark.parametrize("how", ["is not asked", "is not heard", "dies"])

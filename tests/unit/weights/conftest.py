@@ -1,0 +1,28 @@
+"""Controllers of small pushes, closed for sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.weights.local_sync import LocalSync
+
+
+@pytest.fixture
+def open_sync() -> Iterator[Callable[..., LocalSync]]:
+    """Makes controllers whose rollouts run version 1."""
+    made = []
+
+    def open_(**options: Any) -> LocalSync:
+        sync = LocalSync(**options)
+        made.append(sync)
+        sync.train(1)
+        sync.push()
+        sync.train(2)
+        return sync
+
+    yield open_
+    for sync in made:
+        sync.close()
