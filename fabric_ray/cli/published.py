@@ -37,6 +37,14 @@ PUBLISHED = (
         MILES,
     ),
     Published(
+        "glm-4.7-flash",
+        "megatron:tp=4,ep=8,etp=1,dp=2",
+        "tp=4,ep=4,engines=2",
+        "bfloat16",
+        {"RDMA": 4229.0, "NCCL": 2508.6},
+        MILES,
+    ),
+    Published(
         "qwen3-30b-a3b",
         "megatron:tp=4,ep=8,etp=1,dp=4",
         "tp=8,ep=8,engines=2",
@@ -58,6 +66,14 @@ PUBLISHED = (
         "tp=32,ep=32,engines=2",
         "bfloat16",
         {"RDMA": 3162.0, "NCCL": 10753.6},
+        MILES,
+    ),
+    Published(
+        "glm-5",
+        "megatron:tp=4,pp=8,cp=2,ep=16,etp=1,dp=2",
+        "tp=64,ep=64,engines=2",
+        "bfloat16",
+        {"RDMA": 8479.7, "NCCL": 58301.5},
         MILES,
     ),
     Published(

@@ -16,8 +16,11 @@ Kind = Literal[
     "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "kimi_k2",
 ]
 """Architectures, by their Hugging Face ``model_type``."""
@@ -87,6 +90,11 @@ class Latent(msgspec.Struct, frozen=True):
     value_dim: int
     q_rank: int = 0
     """Width of the vector that queries are computed from; 0 where it is the hidden state."""
+    index_heads: int = 0
+    """Heads of the indexer that chooses which tokens are attended to (DeepSeek-V3.2); 0 where all
+    are."""
+    index_dim: int = 0
+    """Width of each of them."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -202,6 +210,13 @@ def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[t
     yield prefix + "kv_a_layernorm.weight", (latent.kv_rank,)
     kv_width = c.heads * (latent.nope_dim + latent.value_dim)
     yield prefix + "kv_b_proj.weight", (kv_width, latent.kv_rank)
+    if latent.index_heads:
+        index_width = latent.index_heads * latent.index_dim
+        yield prefix + "indexer.wq_b.weight", (index_width, latent.q_rank)
+        yield prefix + "indexer.wk.weight", (latent.index_dim, c.hidden)
+        yield prefix + "indexer.k_norm.weight", (latent.index_dim,)
+        yield prefix + "indexer.k_norm.bias", (latent.index_dim,)
+        yield prefix + "indexer.weights_proj.weight", (latent.index_heads, c.hidden)
     yield prefix + "o_proj.weight", (c.hidden, c.heads * latent.value_dim)
 
 
@@ -280,6 +295,12 @@ def _check_latent(c: ModelConfig, latent: Latent) -> None:
             f"head_dim is {c.head_dim}; with latent attention give nope_dim + rope_dim, both "
             f"positive, here {latent.nope_dim} + {latent.rope_dim}",
             field="head_dim",
+        )
+    if latent.index_heads and not (latent.q_rank and latent.index_dim):
+        raise InvalidConfig(
+            f"an indexer of {latent.index_heads} heads needs q_rank and index_dim; here they are "
+            f"{latent.q_rank} and {latent.index_dim}",
+            field="index_heads",
         )
     if c.kv_heads != c.heads:
         raise InvalidConfig(

@@ -32,7 +32,9 @@ _ARCHITECTURES: dict[Kind, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
-_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Kinds that choose what is attended to."""
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_INDEXED)
 _ROUTED = (*_LATENT, "glm4_moe")
 """Kinds whose shared experts have no gate."""
 
@@ -92,6 +94,8 @@ class _HfConfig(msgspec.Struct):
     qk_nope_head_dim: Size | None = None
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
+    index_n_heads: Size | None = None
+    index_head_dim: Size | None = None
 
 
 def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
@@ -286,7 +290,12 @@ def _latent(kind: Kind, raw: _HfConfig, origin: str) -> Latent | None:
     fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {field: getattr(raw, field) for field in fields}
     kv_rank, nope_dim, rope_dim, value_dim = _needed(kind, origin, sizes)
-    return Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank=raw.q_lora_rank or 0)
+    latent = Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank=raw.q_lora_rank or 0)
+    if kind not in _INDEXED:
+        return latent
+    fields = ("index_n_heads", "index_head_dim")
+    heads, dim = _needed(kind, origin, {field: getattr(raw, field) for field in fields})
+    return msgspec.structs.replace(latent, index_heads=heads, index_dim=dim)
 
 
 def _routed(kind: Kind, raw: _HfConfig, origin: str) -> Moe:

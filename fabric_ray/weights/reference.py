@@ -129,6 +129,9 @@ def _latent_attention(
     for name in (queries, "kv_b_proj.weight"):
         by_head = full[prefix + name].view(config.heads, -1, full[prefix + name].shape[1])
         yield prefix + name, by_head.chunk(tp)[rank].flatten(0, 1)
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
+        if (indexer := f"{prefix}indexer.{name}") in full:
+            yield indexer, full[indexer]
     by_head = full[f"{prefix}o_proj.weight"].view(config.hidden, config.heads, -1)
     yield f"{prefix}o_proj.weight", by_head.chunk(tp, dim=1)[rank].flatten(1, 2).contiguous()
 

@@ -86,6 +86,12 @@ def latent_attention(prefix: str) -> tuple[Rule, ...]:
         same(f"{prefix}kv_a_layernorm.weight", Whole()),
         same(f"{prefix}kv_b_proj.weight", Split(0, "heads")),
         same(f"{prefix}o_proj.weight", Split(1, "heads")),
+        # The indexer of sparse attention (DeepSeek-V3.2), whole on every rank.
+        same(f"{prefix}indexer.wq_b.weight", Whole()),
+        same(f"{prefix}indexer.wk.weight", Whole()),
+        same(f"{prefix}indexer.k_norm.weight", Whole()),
+        same(f"{prefix}indexer.k_norm.bias", Whole()),
+        same(f"{prefix}indexer.weights_proj.weight", Whole()),
     )
 
 
@@ -166,8 +172,11 @@ FAMILIES: dict[str, Family] = {
         Family("qwen2_moe", (*_DENSE, *_EXPERTS, *shared_expert(_LAYER + "mlp."))),
         Family("qwen3_moe", (*_DENSE, *_EXPERTS)),
         Family("glm4_moe", (*_DENSE, *_EXPERTS, *_SHARED)),
+        Family("glm4_moe_lite", _LATENT, _ABSORBED),
+        Family("glm_moe_dsa", _LATENT, _ABSORBED),
         Family("deepseek_v2", _LATENT, _ABSORBED),
         Family("deepseek_v3", _LATENT, _ABSORBED),
+        Family("deepseek_v32", _LATENT, _ABSORBED),
         Family("kimi_k2", _LATENT, _ABSORBED),
     )
 }

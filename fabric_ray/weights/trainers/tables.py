@@ -102,6 +102,21 @@ def _latent_attention(layers: Layers) -> tuple[Rule, ...]:
         _rule(f"{prefix}linear_kv_down_proj.weight", f"{_ATTN}kv_a_proj_with_mqa.weight", down),
         _rule(prefix + norm.format("kv"), f"{_ATTN}kv_a_layernorm.weight", Whole()),
         _rule(f"{prefix}linear_kv_up_proj.weight", f"{_ATTN}kv_b_proj.weight", Split(0, "heads")),
+        *_indexer(f"{prefix}core_attention.indexer."),
+    )
+
+
+def _indexer(prefix: str) -> tuple[Rule, ...]:
+    """Of sparse attention: the same on every rank."""
+    names = {
+        "linear_wq_b.weight": "wq_b.weight",
+        "linear_wk.weight": "wk.weight",
+        "k_norm.weight": "k_norm.weight",
+        "k_norm.bias": "k_norm.bias",
+        "linear_weights_proj.weight": "weights_proj.weight",
+    }
+    return tuple(
+        _rule(prefix + ours, f"{_ATTN}indexer.{theirs}", Whole()) for ours, theirs in names.items()
     )
 
 

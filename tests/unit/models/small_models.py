@@ -80,6 +80,13 @@ LAID_OUT = {
     "deepseek_v3": small(
         "deepseek_v3", kv_heads=4, head_dim=12, latent=_LATENT, moe=_ROUTED, layers=4
     ),
+    "glm_moe_dsa": small(
+        "glm_moe_dsa",
+        kv_heads=4,
+        head_dim=12,
+        latent=structs.replace(_LATENT, index_heads=3, index_dim=5),
+        moe=_ROUTED,
+    ),
     "deepseek_v2-lite": small(
         "deepseek_v2",
         kv_heads=4,

@@ -202,11 +202,25 @@ GLM_45_AIR = {
     "partial_rotary_factor": 0.5,
     "torch_dtype": "bfloat16",
 }
+GLM_5 = DEEPSEEK_V3 | {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "intermediate_size": 12288,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize(
     ("fields", "billions"),
-    [(DEEPSEEK_V3, 671.03), (KIMI_K2, 1026.41), (GLM_45_AIR, 106.85)],
+    [(DEEPSEEK_V3, 671.03), (KIMI_K2, 1026.41), (GLM_45_AIR, 106.85), (GLM_5, 743.91)],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_models_that_are_only_laid_out_have_the_published_size(

@@ -12,6 +12,8 @@ PUBLIC = {
     "deepseek-v3": 671.03,
     "kimi-k2": 1026.41,
     "moonlight-16b-a3b": 15.96,
+    "glm-4.7-flash": 29.94,
+    "glm-5": 743.91,
     "glm-4.5-air": 106.85,
     "qwen3-235b-a22b": 235.09,
     "qwen3-30b-a3b": 30.53,

@@ -125,6 +125,13 @@ class Rank:
             yield "linear_q_proj.weight", self._rows(f"{hf}q_proj.weight")
         yield from self._latent(hf, "kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
         yield "linear_proj.weight", self._columns(f"{hf}o_proj.weight")
+        if f"{hf}indexer.wk.weight" in self.full:
+            for linear in ("wq_b", "wk", "weights_proj"):
+                whole = self.full[f"{hf}indexer.{linear}.weight"]
+                yield f"core_attention.indexer.linear_{linear}.weight", whole
+            for kind in ("weight", "bias"):
+                name = f"indexer.k_norm.{kind}"
+                yield f"core_attention.{name}", self.full[hf + name]
 
     def _latent(
         self, hf: str, x: str, down: str, norm: str, up: str
