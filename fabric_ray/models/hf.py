@@ -293,8 +293,8 @@ def _latent(kind: Kind, raw: _HfConfig, origin: str) -> Latent | None:
     latent = Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank=raw.q_lora_rank or 0)
     if kind not in _INDEXED:
         return latent
-    fields = ("index_n_heads", "index_head_dim")
-    heads, dim = _needed(kind, origin, {field: getattr(raw, field) for field in fields})
+    indexer = {"index_n_heads": raw.index_n_heads, "index_head_dim": raw.index_head_dim}
+    heads, dim = _needed(kind, origin, indexer)
     return msgspec.structs.replace(latent, index_heads=heads, index_dim=dim)
 
 
