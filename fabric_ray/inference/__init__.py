@@ -1,0 +1,1 @@
+"""A small inference engine on torch: paged attention, chunked prefill, batched decode."""
