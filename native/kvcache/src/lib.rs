@@ -1,6 +1,19 @@
 //! KV cache transfer: which bytes of which pages go where, and the protocol that moves them.
 //!
-//! [`layout`] says what one rank's cache looks like. It is what ranks tell each other when they meet.
+//! [`layout`] says what one rank's cache looks like, [`pairing`] what goes between two instances; both are pure.
+//! [`Decoder`] and [`Prefiller`] are the two ends of the protocol, on engines of any kind; [`wire`] is what they
+//! tell each other.
 #![forbid(unsafe_code)]
 
+mod decode;
 pub mod layout;
+pub mod pairing;
+mod prefill;
+mod table;
+mod terms;
+mod timer;
+pub mod wire;
+
+pub use decode::{Ask, Decoder, Event};
+pub use prefill::{Asked, JobEvent, Prefiller};
+pub use terms::{Cause, LocalRank, Terms};

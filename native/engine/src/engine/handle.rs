@@ -35,6 +35,8 @@ pub trait Notify: Send + Sync {
     fn notify(&self, key: u64);
 }
 
+type WhenQuiet = (Callbacks, Box<dyn FnOnce(Quiet) + Send>);
+
 enum Hook {
     Flag(Arc<AtomicBool>),
     Callback(Callbacks, Box<dyn FnOnce(Result<()>) + Send>),
@@ -67,6 +69,8 @@ pub(crate) struct Pending {
     source: OnceLock<Source>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<Hook>>,
+    /// Who waits for quiet.
+    quieted: Mutex<Vec<WhenQuiet>>,
     /// The memory of a transfer under way.
     keep: Mutex<Vec<Region>>,
     shared: Weak<Shared>,
@@ -80,10 +84,19 @@ impl Claim for Pending {
     }
 
     fn over(&self, proven: bool) {
-        self.quiet.store(if proven { 1 } else { 2 }, Release);
+        let waiting = {
+            // Under the lock, so that a hook is either in the list now or sees it itself.
+            let mut waiting = self.quieted.lock();
+            self.quiet.store(if proven { 1 } else { 2 }, Release);
+            std::mem::take(&mut *waiting)
+        };
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
             shared.unkeep(keep);
+        }
+        let quiet = self.quiet();
+        for (callbacks, f) in waiting {
+            callbacks.push(Box::new(move || f(quiet)));
         }
     }
 }
@@ -342,6 +355,19 @@ impl Handle {
             }
             std::thread::sleep(LOOK);
         }
+    }
+
+    /// Runs `f` on the engine's callback thread when nothing of it is under way any more, which may be long
+    /// after it was cancelled or failed; see [`Handle::quiet`].
+    pub fn on_quiet(&self, f: impl FnOnce(Quiet) + Send + 'static) {
+        if let Repr::Pending(p) = &self.repr {
+            let Some(shared) = p.shared.upgrade() else { return f(Quiet::Unknown) };
+            let mut waiting = p.quieted.lock();
+            if self.quiet() == Quiet::NotYet {
+                return waiting.push((shared.callbacks.clone(), Box::new(f)));
+            }
+        }
+        f(self.quiet());
     }
 
     /// Sets `flag` when the transfer is over, whatever the result.

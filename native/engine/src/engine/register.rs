@@ -79,6 +79,22 @@ impl TransferEngine {
         self.register_memory(addr, len, backing, keep)
     }
 
+    /// Registers the memory of a region once more, under another key: what one peer was given can then be
+    /// taken back from it alone, by [`Region::revoke`]. The memory lives as long as either registration.
+    ///
+    /// # Errors
+    /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one of a file.
+    pub fn register_again(&self, region: &Region) -> Result<Region> {
+        region.check_open()?;
+        if region.location().file().is_some() {
+            let what = "a file's region can't be registered again; register the file again";
+            return Err(EngineError::Invalid(what.into()));
+        }
+        let keep: Keep = Some(Box::new(Arc::clone(&region.inner.memory)));
+        // SAFETY: the bytes belong to a registered region, whose memory is kept.
+        unsafe { self.register(region.addr(), region.len(), keep) }
+    }
+
     /// As [`TransferEngine::register`], with the whole segment that the memory lies in: it is
     /// registered once, and all parts of it share that. `around` is the segment's first address and
     /// bytes; where CUDA knows the allocation, that is taken.

@@ -1,0 +1,439 @@
+//! The decoder's end: asks prefillers for the pages of a prompt, and knows when they are there, when they will
+//! never come, and when they may be used for something else.
+
+mod state;
+mod talk;
+
+use std::sync::{Arc, Weak};
+
+use fabric_engine::{api::CounterRef, Counter, EngineError, Handle, Peer, Region, Result};
+use parking_lot::Mutex;
+
+use self::state::{Act, AtEnd, End, Facts, Meeting, MeetingPhase, Phase, State, Ticket};
+use crate::{
+    layout::CacheLayout,
+    pairing::Pairing,
+    terms::{check_local, Cause, LocalRank, Terms},
+    wire::{Grant, Hello, Message, Offer, PageTable, Request},
+};
+
+/// What becomes of a request. `Ready` or `Failed` comes once, then `Released` once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Every page and the tail are there (IC-2).
+    Ready,
+    /// They will not be; the pages must not be read, and not be used for anything else yet.
+    Failed(Cause),
+    /// Nothing that the prefiller wrote can land any more: the pages may be used for something else (MR-1).
+    Released,
+}
+
+/// What a decoder asks for.
+#[derive(Clone, Debug, Default)]
+pub struct Ask {
+    /// Tokens of the prompt.
+    pub tokens: u64,
+    /// How many of the first ones the decoder has in its pages already: whole pages.
+    pub have: u64,
+    /// Chooses among replicas of what prefill ranks hold; any number.
+    pub salt: u64,
+    /// The pages for all tokens, in their order, for each group of the layout.
+    pub tables: Vec<Vec<u32>>,
+    pub tail_slot: u32,
+    /// For the engine behind the prefiller.
+    pub payload: Vec<u8>,
+    /// Seconds until it has failed with [`Cause::TimedOut`].
+    pub timeout: std::time::Duration,
+}
+
+/// A decoder instance's process.
+pub struct Decoder {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Decoder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.inner.state.lock();
+        write!(f, "Decoder({}, {} requests)", self.inner.name, state.tickets.len())
+    }
+}
+
+type OnEvent = dyn Fn(u64, Event) + Send + Sync;
+
+struct Inner {
+    name: String,
+    layouts: Vec<CacheLayout>,
+    local: Vec<LocalRank>,
+    terms: Terms,
+    state: Mutex<State>,
+    on_event: Box<OnEvent>,
+}
+
+impl Decoder {
+    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The first of them takes
+    /// messages: its engine's receive pool is opened here.
+    ///
+    /// `on_event` is called with a request's number and what became of it, on an engine's callback thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if layouts, ranks and regions don't fit together.
+    pub fn new(
+        name: &str,
+        layouts: Vec<CacheLayout>,
+        local: Vec<LocalRank>,
+        terms: Terms,
+        on_event: impl Fn(u64, Event) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        check_local(&layouts, &local, &terms)?;
+        let (state, on_event) = (Mutex::default(), Box::new(on_event));
+        let inner =
+            Arc::new(Inner { name: name.to_owned(), layouts, local, terms, state, on_event });
+        let weak = Arc::downgrade(&inner);
+        inner.control().receive(
+            inner.terms.max_message,
+            Terms::MESSAGES,
+            move |delivery| {
+                if let Some(inner) = weak.upgrade() {
+                    inner.hear(delivery.from(), delivery.message());
+                }
+            },
+        )?;
+        Ok(Self { inner })
+    }
+
+    /// Makes a prefiller known; returns its number for [`Decoder::request`]. Our memory is registered once more for
+    /// it, so that it can be taken back from it alone.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if its pages and ours don't fit together; the text lists all that differs.
+    pub fn meet(&self, offer: &Offer) -> Result<u64> {
+        let inner = &self.inner;
+        let pairing = Pairing::new(&offer.layouts, &inner.layouts).map_err(|e| {
+            EngineError::Invalid(format!("prefiller {} and decoder {}: {e}", offer.name, inner.name))
+        })?;
+        if offer.tail_nbytes != inner.terms.tail_nbytes {
+            return Err(EngineError::Invalid(format!(
+                "prefiller {} sends tails of {} bytes, decoder {} takes {}; give both the same model and \
+                 settings",
+                offer.name, offer.tail_nbytes, inner.name, inner.terms.tail_nbytes
+            )));
+        }
+        let mut writers = Vec::new();
+        for rank in &inner.local {
+            let mut peers: Vec<Option<Peer>> = vec![None; offer.layouts.len()];
+            for (number, address) in offer.ends.iter().flat_map(|e| &e.ranks) {
+                if let Some(peer) = peers.get_mut(*number as usize) {
+                    *peer = Some(rank.engine.peer(address)?);
+                }
+            }
+            writers.push(peers.into_iter().flatten().collect());
+        }
+        let mut ends = Vec::new();
+        for end in &offer.ends {
+            let peer = inner.control().peer(&end.address)?;
+            ends.push(End { peer, welcome: false, silent: 0 });
+        }
+        let mut regions = Vec::new();
+        let mut grants = Vec::new();
+        for (i, rank) in inner.local.iter().enumerate() {
+            let mut again = |region: &Region| -> Result<_> {
+                let region = rank.engine.register_again(region)?;
+                let descriptor = region.descriptor();
+                regions.push(region);
+                Ok(descriptor)
+            };
+            let buffers = rank.buffers.iter().map(&mut again).collect::<Result<_>>()?;
+            let tail = rank.tail.as_ref().filter(|_| i == 0).map(&mut again).transpose()?;
+            grants.push(Grant { rank: rank.rank, buffers, tail });
+        }
+        let facts = Facts {
+            name: offer.name.clone(),
+            pairing,
+            max_message: offer.max_message,
+            writers,
+        };
+        let mut acts = Vec::new();
+        let number = {
+            let mut state = inner.state.lock();
+            if state.closed {
+                return Err(EngineError::Closed);
+            }
+            let number = state.next_meeting;
+            state.next_meeting += 1;
+            let hello = Message::Hello(Box::new(Hello {
+                meeting: number,
+                name: inner.name.clone(),
+                address: inner.control().address().clone(),
+                layouts: inner.layouts.clone(),
+                grants,
+                tail_nbytes: inner.terms.tail_nbytes,
+                beat_ms: inner.terms.beat.as_millis() as u32,
+            }))
+            .to_bytes();
+            let mut meeting = Meeting {
+                facts: Arc::new(facts),
+                ends,
+                grants: regions,
+                phase: MeetingPhase::Greeting,
+                early: Vec::new(),
+                revoking: 0,
+            };
+            for end in 0..meeting.ends.len() {
+                acts.extend(meeting.send(number, end, hello.clone(), None));
+            }
+            state.meetings.insert(number, meeting);
+            number
+        };
+        inner.run(acts);
+        inner.beat_later(number);
+        Ok(number)
+    }
+
+    /// Asks a prefiller for pages; returns the request's number. What becomes of it is told by [`Event`]s.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the request itself, before anything is sent: tables that don't fit the tokens, a page that
+    /// there isn't, a message that is too long. [`EngineError::Stale`] if the prefiller has been given up.
+    pub fn request(&self, prefiller: u64, ask: Ask) -> Result<u64> {
+        let inner = &self.inner;
+        let facts = {
+            let state = inner.state.lock();
+            if state.closed {
+                return Err(EngineError::Closed);
+            }
+            let meeting = state.meetings.get(&prefiller);
+            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_))) else {
+                return Err(EngineError::Stale {
+                    what: format!("prefiller {prefiller}"),
+                    cause: "it has been given up".into(),
+                    remedy: "meet it again, or ask another",
+                });
+            };
+            Arc::clone(&meeting.facts)
+        };
+        inner.check(&ask)?;
+        let mut counters: Vec<Counter> = Vec::new();
+        let mut expectations: Vec<Handle> = Vec::new();
+        for (i, rank) in inner.local.iter().enumerate() {
+            let counter = rank.engine.counter()?;
+            let pages = facts
+                .pairing
+                .expected(rank.rank as usize, ask.salt, ask.have..ask.tokens)
+                .map_err(|e| EngineError::Invalid(e.to_string()))?;
+            let tail = u64::from(i == 0 && inner.terms.tail_nbytes > 0);
+            let sources = facts.pairing.sources(rank.rank as usize, ask.salt);
+            let sources = sources.map_err(|e| EngineError::Invalid(e.to_string()))?;
+            let mut writers: Vec<Peer> =
+                sources.iter().filter_map(|s| facts.writers[i].get(*s).cloned()).collect();
+            if tail > 0 && !sources.contains(&0) {
+                writers.extend(facts.writers[i].first().cloned());
+            }
+            let expected = u32::try_from(pages + tail).map_err(|_| {
+                EngineError::Invalid(format!("{pages} pieces of pages; ask for fewer tokens at a time"))
+            })?;
+            expectations.push(counter.expect(expected, &writers, ask.timeout)?);
+            counters.push(counter);
+        }
+        let references: Vec<CounterRef> = counters.iter().map(Counter::reference).collect();
+        let mut acts = Vec::new();
+        let waits = expectations.clone();
+        let seq = {
+            let mut state = inner.state.lock();
+            let seq = state.next_seq;
+            let message = Message::Request {
+                meeting: prefiller,
+                request: Box::new(Request {
+                    seq,
+                    tokens: ask.tokens,
+                    have: ask.have,
+                    salt: ask.salt,
+                    tables: ask.tables.iter().map(|t| PageTable::of(t)).collect(),
+                    counters: references,
+                    tail_slot: ask.tail_slot,
+                    payload: ask.payload,
+                }),
+            }
+            .to_bytes();
+            if message.len() as u64 > facts.max_message {
+                return Err(EngineError::Invalid(format!(
+                    "a request of {} bytes, prefiller {} takes messages of {}; raise max_message there, or \
+                     ask for less at a time",
+                    message.len(),
+                    facts.name,
+                    facts.max_message
+                )));
+            }
+            state.next_seq += 1;
+            let Some(meeting) = state.meetings.get_mut(&prefiller) else {
+                return Err(EngineError::Closed);
+            };
+            let mut ends = vec![AtEnd::Unasked; meeting.ends.len()];
+            let open = meeting.phase == MeetingPhase::Open;
+            if open {
+                for (end, at) in ends.iter_mut().enumerate() {
+                    acts.extend(meeting.send(prefiller, end, message.clone(), Some(seq)));
+                    *at = AtEnd::Asked { unknown: 0 };
+                }
+            } else {
+                meeting.early.push(seq);
+            }
+            let missing = expectations.len();
+            let message = (!open).then_some(message);
+            let phase = Phase::Waiting;
+            let ticket =
+                Ticket { meeting: prefiller, message, counters, expectations, missing, phase, ends };
+            state.tickets.insert(seq, ticket);
+            // The prefiller may have been given up since we looked.
+            if let Some(MeetingPhase::Lost(why)) =
+                state.meetings.get(&prefiller).map(|m| m.phase.clone())
+            {
+                state.fail(seq, Cause::Lost(why), &mut acts);
+            }
+            seq
+        };
+        for wait in waits {
+            let weak = Arc::downgrade(inner);
+            wait.on_done(move |end| {
+                if let Some(inner) = Weak::upgrade(&weak) {
+                    inner.arrived(seq, end);
+                }
+            });
+        }
+        inner.run(acts);
+        Ok(seq)
+    }
+
+    /// Gives a request up. [`Event::Failed`] follows unless its pages had come or failed before; `Released` when the prefiller has
+    /// confirmed that it writes no more.
+    pub fn cancel(&self, seq: u64) {
+        let mut acts = Vec::new();
+        self.inner.state.lock().fail(seq, Cause::Cancelled, &mut acts);
+        self.inner.run(acts);
+    }
+
+    /// Parts with a prefiller: what was asked of it fails, and our memory is taken back from it.
+    pub fn leave(&self, prefiller: u64) {
+        self.inner.leave(prefiller, "this decoder has left it");
+    }
+
+    /// Whether a prefiller can be asked: it has not been given up.
+    pub fn knows(&self, prefiller: u64) -> bool {
+        let state = self.inner.state.lock();
+        state.meetings.get(&prefiller).is_some_and(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
+    }
+
+    /// Requests whose pages aren't released.
+    pub fn open(&self) -> usize {
+        self.inner.state.lock().tickets.len()
+    }
+
+    /// Parts with all prefillers. Events still come until all requests are released.
+    pub fn close(&self) {
+        let meetings: Vec<u64> = {
+            let mut state = self.inner.state.lock();
+            state.closed = true;
+            state.meetings.keys().copied().collect()
+        };
+        for meeting in meetings {
+            self.inner.leave(meeting, "this decoder is closed");
+        }
+    }
+}
+
+impl Drop for Decoder {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Inner {
+    fn control(&self) -> &Arc<fabric_engine::TransferEngine> {
+        &self.local[0].engine
+    }
+
+    fn check(&self, ask: &Ask) -> Result<()> {
+        let invalid = |what: String| Err(EngineError::Invalid(what));
+        let layout = &self.layouts[self.local[0].rank as usize];
+        if ask.tokens == 0 || ask.have >= ask.tokens {
+            return invalid(format!(
+                "{} tokens of which {} are here: one at least must be computed",
+                ask.tokens, ask.have
+            ));
+        }
+        if ask.tables.len() != layout.groups.len() {
+            return invalid(format!(
+                "{} page tables for {} groups of layers",
+                ask.tables.len(),
+                layout.groups.len()
+            ));
+        }
+        for (group, table) in layout.groups.iter().zip(&ask.tables) {
+            crate::table::check(group, ask.tokens, table)
+                .or_else(|e| invalid(format!("group {}: {e}", group.name)))?;
+            if !ask.have.is_multiple_of(u64::from(group.page_tokens)) {
+                return invalid(format!(
+                    "{} tokens are here, which isn't whole pages of {} tokens in group {}",
+                    ask.have, group.page_tokens, group.name
+                ));
+            }
+        }
+        let tail = self.local[0].tail.as_ref().map_or(0, Region::len);
+        let end = (u64::from(ask.tail_slot) + 1).checked_mul(self.terms.tail_nbytes);
+        if end.is_none_or(|end| end > tail) {
+            return invalid(format!("there is no slot {} for tails", ask.tail_slot));
+        }
+        Ok(())
+    }
+
+    /// One rank's expectation is over.
+    fn arrived(self: &Arc<Self>, seq: u64, end: Result<()>) {
+        let mut acts = Vec::new();
+        {
+            let mut state = self.state.lock();
+            match end {
+                Ok(()) => {
+                    let ticket = state.tickets.get_mut(&seq);
+                    let Some(ticket) = ticket.filter(|t| t.phase == Phase::Waiting) else { return };
+                    ticket.missing -= 1;
+                    if ticket.missing > 0 {
+                        return;
+                    }
+                    ticket.phase = Phase::Ready;
+                    acts.push(Act::Tell(seq, Event::Ready));
+                    state.settle(seq, &mut acts);
+                }
+                Err(error) => {
+                    let meeting = state.tickets.get(&seq).map(|t| t.meeting);
+                    state.fail(seq, Cause::of(&error), &mut acts);
+                    if let (Some(meeting), true) = (meeting, is_loss(&error)) {
+                        state.lose(meeting, &error.to_string(), &mut acts);
+                    }
+                }
+            }
+        }
+        self.run(acts);
+    }
+
+    fn leave(self: &Arc<Self>, prefiller: u64, why: &str) {
+        let mut acts = Vec::new();
+        {
+            let mut state = self.state.lock();
+            if let Some(meeting) = state.meetings.get_mut(&prefiller) {
+                let goodbye = Message::Goodbye { meeting: prefiller, why: why.to_owned() }.to_bytes();
+                for end in 0..meeting.ends.len() {
+                    acts.extend(meeting.send(prefiller, end, goodbye.clone(), None));
+                }
+            }
+            state.lose(prefiller, why, &mut acts);
+        }
+        self.run(acts);
+    }
+}
+
+/// Whether an error says that a peer is gone, and not only what was asked of it.
+fn is_loss(error: &EngineError) -> bool {
+    matches!(
+        error,
+        EngineError::PeerLost { .. } | EngineError::Unreachable { .. } | EngineError::Stale { .. }
+    )
+}

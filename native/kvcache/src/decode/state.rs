@@ -1,0 +1,200 @@
+//! What a decoder knows of its prefillers and of what it has asked them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use fabric_engine::{Counter, Handle, Peer, Region};
+
+use super::Event;
+use crate::{pairing::Pairing, terms::Cause};
+
+#[derive(Default)]
+pub(super) struct State {
+    pub meetings: HashMap<u64, Meeting>,
+    pub tickets: BTreeMap<u64, Ticket>,
+    pub next_meeting: u64,
+    pub next_seq: u64,
+    pub closed: bool,
+}
+
+/// A prefiller, as one that this decoder talks to.
+pub(super) struct Meeting {
+    pub facts: Arc<Facts>,
+    pub ends: Vec<End>,
+    /// Our memory, registered for this prefiller alone (MR-2).
+    pub grants: Vec<Region>,
+    pub phase: MeetingPhase,
+    /// What was asked before all of its processes said welcome.
+    pub early: Vec<u64>,
+    /// Revocations that aren't over.
+    pub revoking: usize,
+}
+
+/// What doesn't change about a prefiller.
+pub(super) struct Facts {
+    pub name: String,
+    pub pairing: Pairing,
+    pub max_message: u64,
+    /// By local rank, then by the prefiller's rank.
+    pub writers: Vec<Vec<Peer>>,
+}
+
+/// One process of a prefiller.
+pub(super) struct End {
+    pub peer: Peer,
+    pub welcome: bool,
+    /// Beats since it was last heard.
+    pub silent: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum MeetingPhase {
+    Greeting,
+    Open,
+    Lost(String),
+}
+
+/// A request, from the call that makes it until its pages can be used for another.
+pub(super) struct Ticket {
+    pub meeting: u64,
+    pub message: Option<Vec<u8>>,
+    pub counters: Vec<Counter>,
+    pub expectations: Vec<Handle>,
+    /// Expectations that aren't full.
+    pub missing: usize,
+    pub phase: Phase,
+    pub ends: Vec<AtEnd>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Waiting,
+    Ready,
+    Failed(Cause),
+}
+
+/// Where a request is with one process of its prefiller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AtEnd {
+    /// It knows nothing of it.
+    Unasked,
+    /// It may write. So many beats have been answered without a word of it.
+    Asked { unknown: u32 },
+    /// It has been told to stop, and may still write.
+    Stopping,
+    /// Nothing that it wrote can land any more (MR-1).
+    Over,
+}
+
+/// What is to be done when the lock is free.
+pub(super) enum Act {
+    Send { meeting: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
+    Tell(u64, Event),
+    Cancel(Vec<Handle>),
+    Revoke { meeting: u64, regions: Vec<Region> },
+    Drop(Vec<Counter>, Vec<Handle>),
+}
+
+impl State {
+    /// Ends the wait for a request's bytes; what its prefiller may still write is another matter.
+    pub fn fail(&mut self, seq: u64, cause: Cause, acts: &mut Vec<Act>) {
+        let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.phase == Phase::Waiting) else {
+            return;
+        };
+        ticket.phase = Phase::Failed(cause.clone());
+        ticket.message = None;
+        let expectations = std::mem::take(&mut ticket.expectations);
+        acts.push(Act::Cancel(expectations));
+        acts.push(Act::Drop(std::mem::take(&mut ticket.counters), Vec::new()));
+        acts.push(Act::Tell(seq, Event::Failed(cause)));
+        let number = ticket.meeting;
+        for end in 0..ticket.ends.len() {
+            match ticket.ends[end] {
+                AtEnd::Unasked => ticket.ends[end] = AtEnd::Over,
+                AtEnd::Asked { .. } => {
+                    ticket.ends[end] = AtEnd::Stopping;
+                    if let Some(meeting) = self.meetings.get_mut(&number) {
+                        let message = crate::wire::Message::Cancel { meeting: number, seq };
+                        acts.extend(meeting.send(number, end, message.to_bytes(), None));
+                    }
+                }
+                AtEnd::Stopping | AtEnd::Over => {}
+            }
+        }
+        self.settle(seq, acts);
+    }
+
+    /// Forgets a request whose memory is its owner's again.
+    pub fn settle(&mut self, seq: u64, acts: &mut Vec<Act>) {
+        let over = |t: &Ticket| {
+            t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over)
+        };
+        if !self.tickets.get(&seq).is_some_and(over) {
+            return;
+        }
+        if let Some(ticket) = self.tickets.remove(&seq) {
+            acts.push(Act::Drop(ticket.counters, ticket.expectations));
+            acts.push(Act::Tell(seq, Event::Released));
+            self.forget(ticket.meeting);
+        }
+    }
+
+    /// Gives a prefiller up, with all that was asked of it: its grants end, and once they have, nothing that it
+    /// wrote can land any more.
+    pub fn lose(&mut self, number: u64, why: &str, acts: &mut Vec<Act>) {
+        let Some(meeting) = self.meetings.get_mut(&number) else { return };
+        if matches!(meeting.phase, MeetingPhase::Lost(_)) {
+            return;
+        }
+        meeting.phase = MeetingPhase::Lost(why.to_owned());
+        meeting.revoking = meeting.grants.len();
+        acts.push(Act::Revoke { meeting: number, regions: std::mem::take(&mut meeting.grants) });
+        let cause = Cause::Lost(format!("prefiller {}: {why}", meeting.facts.name));
+        for seq in self.of(number) {
+            self.fail(seq, cause.clone(), acts);
+        }
+    }
+
+    /// All that a prefiller was given has been taken back from it.
+    pub fn revoked(&mut self, number: u64, acts: &mut Vec<Act>) {
+        for seq in self.of(number) {
+            if let Some(ticket) = self.tickets.get_mut(&seq) {
+                ticket.ends.fill(AtEnd::Over);
+            }
+            self.settle(seq, acts);
+        }
+        self.forget(number);
+    }
+
+    /// Requests of one prefiller.
+    pub fn of(&self, meeting: u64) -> Vec<u64> {
+        self.tickets.iter().filter(|(_, t)| t.meeting == meeting).map(|(seq, _)| *seq).collect()
+    }
+
+    /// A lost prefiller that nothing is left of.
+    fn forget(&mut self, number: u64) {
+        let gone = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_)) && m.revoking == 0;
+        if self.meetings.get(&number).is_some_and(gone) && self.of(number).is_empty() {
+            self.meetings.remove(&number);
+        }
+    }
+}
+
+impl Meeting {
+    /// A message to one process of the prefiller, unless it has been given up.
+    pub fn send(
+        &mut self,
+        meeting: u64,
+        end: usize,
+        bytes: Vec<u8>,
+        request: Option<u64>,
+    ) -> Option<Act> {
+        if matches!(self.phase, MeetingPhase::Lost(_)) {
+            return None;
+        }
+        let peer = self.ends[end].peer.clone();
+        Some(Act::Send { meeting, end, peer, bytes, request })
+    }
+}

@@ -1,0 +1,286 @@
+//! The prefiller's end: takes requests, and writes pages as they are computed, layer by layer.
+
+mod job;
+mod lane;
+mod push;
+mod talk;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
+use parking_lot::Mutex;
+
+use self::{
+    job::{Facts, Job},
+    lane::Lane,
+};
+use crate::{
+    layout::CacheLayout,
+    terms::{check_local, Cause, LocalRank, Terms},
+    wire::{Offer, OfferEnd, State as At},
+};
+
+/// What becomes of a request. `Released` comes last, once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobEvent {
+    /// A decoder asks for pages: answer with [`Prefiller::accept`] or [`Prefiller::fail`].
+    Asked(Asked),
+    /// It has ended early, for a reason that isn't this prefiller's: what is computed for it is for nobody.
+    Stopped(Cause),
+    /// Nothing reads its pages any more: they may be used for something else (MR-1).
+    Released,
+}
+
+/// A request that has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// Who asks, by the name that it gave itself.
+    pub decoder: String,
+    /// Tokens of the prompt.
+    pub tokens: u64,
+    /// How many of the first ones needn't be sent; they are needed for computing all the same.
+    pub have: u64,
+    pub payload: Vec<u8>,
+}
+
+/// A prefiller instance's process.
+pub struct Prefiller {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Prefiller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Prefiller({}, {} jobs)", self.inner.name, self.jobs())
+    }
+}
+
+struct Inner {
+    name: String,
+    layouts: Vec<CacheLayout>,
+    local: Vec<LocalRank>,
+    terms: Terms,
+    /// Layers in the order in which they are computed: group, layer within it.
+    steps: Vec<(usize, usize)>,
+    state: Mutex<State>,
+    lane: Mutex<Lane>,
+    on_event: Box<dyn Fn(u64, JobEvent) + Send + Sync>,
+}
+
+#[derive(Default)]
+struct State {
+    meetings: HashMap<(EngineId, u64), Meeting>,
+    jobs: HashMap<u64, Arc<Job>>,
+    next_job: u64,
+    closed: bool,
+}
+
+/// A decoder, as one that this prefiller talks to.
+struct Meeting {
+    facts: Arc<Facts>,
+    /// Everything before is over for the decoder; no request of it is taken any more.
+    floor: u64,
+    /// By the decoder's numbers.
+    jobs: BTreeMap<u64, u64>,
+    /// How those that are over ended, until the decoder has said that it knows.
+    ended: BTreeMap<u64, At>,
+    /// Beats of ours since it was last heard.
+    silent: u32,
+}
+
+impl Prefiller {
+    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The first of them takes messages:
+    /// its engine's receive pool is opened here. Rank 0 sends the tail.
+    ///
+    /// `on_event` is called with a job's number and what became of it, on an engine's callback thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if layouts, ranks and regions don't fit together.
+    pub fn new(
+        name: &str,
+        layouts: Vec<CacheLayout>,
+        local: Vec<LocalRank>,
+        terms: Terms,
+        on_event: impl Fn(u64, JobEvent) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        check_local(&layouts, &local, &terms)?;
+        let mut steps: Vec<(u32, (usize, usize))> = Vec::new();
+        for (g, group) in layouts[0].groups.iter().enumerate() {
+            steps.extend(group.layers.iter().enumerate().map(|(l, number)| (*number, (g, l))));
+        }
+        steps.sort_unstable();
+        let inner = Arc::new(Inner {
+            name: name.to_owned(),
+            layouts,
+            local,
+            terms,
+            steps: steps.into_iter().map(|(_, step)| step).collect(),
+            state: Mutex::default(),
+            lane: Mutex::default(),
+            on_event: Box::new(on_event),
+        });
+        let weak = Arc::downgrade(&inner);
+        inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
+            if let Some(inner) = weak.upgrade() {
+                inner.hear(delivery.from(), delivery.message());
+            }
+        })?;
+        inner.tick_later();
+        Ok(Self { inner })
+    }
+
+    /// What this process adds to its instance's [`Offer`].
+    pub fn end(&self) -> OfferEnd {
+        let ranks = self.inner.local.iter().map(|r| (r.rank, r.engine.address().clone()));
+        OfferEnd { address: self.inner.control().address().clone(), ranks: ranks.collect() }
+    }
+
+    /// The offer of an instance that is one process; of a larger one, its `ends` are to be put together.
+    pub fn offer(&self) -> Offer {
+        Offer {
+            name: self.inner.name.clone(),
+            layouts: self.inner.layouts.clone(),
+            ends: vec![self.end()],
+            tail_nbytes: self.inner.terms.tail_nbytes,
+            max_message: self.inner.terms.max_message as u64,
+        }
+    }
+
+    /// Layers of a pass, over all groups.
+    pub fn layers(&self) -> usize {
+        self.inner.steps.len()
+    }
+
+    /// Names our pages for a request, for all its tokens in their order, for each group. The first `computed` tokens are in
+    /// them already, of all layers, and are sent at once.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request is over.
+    pub fn accept(&self, job: u64, tables: Vec<Vec<u32>>, computed: u64) -> Result<()> {
+        let inner = &self.inner;
+        let job = inner.job(job)?;
+        inner.check_tables(&job, &tables)?;
+        if computed > job.tokens {
+            let what = format!("{computed} tokens are computed of {}", job.tokens);
+            return Err(EngineError::Invalid(what));
+        }
+        {
+            let mut progress = job.state.lock();
+            if progress.here.is_some() {
+                return Err(EngineError::Invalid("the request was accepted before".into()));
+            }
+            progress.here = Some(Arc::new(tables));
+        }
+        for step in 0..inner.steps.len() {
+            inner.push(&job, step, computed);
+        }
+        Ok(())
+    }
+
+    /// Says that a pass through all layers begins, which computes each of these requests up to so many of its tokens. Passes follow
+    /// one another; each takes as many [`Prefiller::advance`]s as there are layers.
+    pub fn begin(&self, requests: &[(u64, u64)]) {
+        let state = self.inner.state.lock();
+        let jobs = requests.iter().filter_map(|(id, done)| {
+            // What has been stopped is still computed with the others, and sent to nobody.
+            state.jobs.get(id).map(|job| (Arc::clone(job), *done))
+        });
+        let jobs = jobs.collect();
+        drop(state);
+        self.inner.lane.lock().begin(jobs);
+    }
+
+    /// Says that so many more layers are in the cache: they are sent. To be called from a watcher's callback, or by
+    /// whoever computes.
+    pub fn advance(&self, layers: u64) {
+        self.inner.advance(layers);
+    }
+
+    /// A function that advances, and that doesn't keep the prefiller: for [`TransferEngine::watch`].
+    pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
+        let weak = Arc::downgrade(&self.inner);
+        move |old, new| {
+            if let Some(inner) = weak.upgrade() {
+                inner.advance(new.saturating_sub(old));
+            }
+        }
+    }
+
+    /// Sends the tail, which lies in a slot of rank 0. The job is over when everything has been sent.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if there is no such slot, or it was called before.
+    pub fn finish(&self, job: u64, slot: u32) -> Result<()> {
+        let job = self.inner.job(job)?;
+        self.inner.push_tail(&job, slot)
+    }
+
+    /// Gives a request up; the decoder is told why, when nothing of it is under way any more.
+    pub fn fail(&self, job: u64, why: &str) {
+        if let Ok(job) = self.inner.job(job) {
+            self.inner.stop(&job, At::Failed(why.to_owned()), None);
+        }
+    }
+
+    /// Jobs that aren't released.
+    pub fn jobs(&self) -> usize {
+        self.inner.state.lock().jobs.len()
+    }
+
+    /// Decoders that it talks to.
+    pub fn decoders(&self) -> usize {
+        self.inner.state.lock().meetings.len()
+    }
+
+    /// Takes nothing new, stops all jobs and says so to the decoders.
+    pub fn close(&self) {
+        let meetings: Vec<(EngineId, u64)> = {
+            let mut state = self.inner.state.lock();
+            state.closed = true;
+            state.meetings.keys().copied().collect()
+        };
+        for meeting in meetings {
+            self.inner.part(meeting, "the prefiller is closed", true);
+        }
+    }
+}
+
+impl Drop for Prefiller {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Inner {
+    fn control(&self) -> &Arc<TransferEngine> {
+        &self.local[0].engine
+    }
+
+    fn job(&self, id: u64) -> Result<Arc<Job>> {
+        let cause = || "it is over, or was stopped by its decoder".to_owned();
+        let job = self.state.lock().jobs.get(&id).cloned();
+        job.ok_or_else(|| EngineError::Cancelled { what: "prefill job", cause: cause() })
+    }
+
+    fn check_tables(&self, job: &Job, tables: &[Vec<u32>]) -> Result<()> {
+        let groups = &self.layouts[self.local[0].rank as usize].groups;
+        if tables.len() != groups.len() {
+            return Err(EngineError::Invalid(format!(
+                "{} page tables for {} groups of layers",
+                tables.len(),
+                groups.len()
+            )));
+        }
+        for (group, table) in groups.iter().zip(tables) {
+            crate::table::check(group, job.tokens, table)
+                .map_err(|e| EngineError::Invalid(format!("group {}: {e}", group.name)))?;
+        }
+        Ok(())
+    }
+
+    fn tail(&self) -> Option<&Region> {
+        self.local[0].tail.as_ref().filter(|_| self.local[0].rank == 0)
+    }
+}

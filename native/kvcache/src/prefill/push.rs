@@ -1,0 +1,210 @@
+//! Writing pages: what has been computed and not sent, to every rank of the decoder that needs it.
+
+use std::sync::Arc;
+
+use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit};
+
+use super::{
+    job::{Job, Progress, Tail},
+    Inner, JobEvent,
+};
+use crate::{
+    pairing::RequestError,
+    terms::Cause,
+    wire::{Message, State as At},
+};
+
+impl Inner {
+    /// Sends what is there of one layer, when so many tokens are computed.
+    pub(super) fn push(self: &Arc<Self>, job: &Arc<Job>, step: usize, tokens_done: u64) {
+        let (group, layer) = self.steps[step];
+        let mut handles = Vec::new();
+        let mut failed = None;
+        {
+            let mut progress = job.state.lock();
+            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else { return };
+            let first = progress.sent[step];
+            let ready = job.facts.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
+            let end = ready.map_or(first, |end| end.min(job.cells[group].end));
+            if end <= first {
+                return;
+            }
+            progress.sent[step] = end;
+            for (number, route) in job.links.iter().enumerate() {
+                let granted = &job.facts.grants[route.to];
+                let rank = &self.local[route.from];
+                let selected = progress.select(job, number, group, &(first..end), &here);
+                let writes = selected.as_ref().map_err(RequestError::to_string).and_then(|s| {
+                    Ok(s.writes(layer).map_err(|e| e.to_string())?.collect::<Vec<_>>())
+                });
+                let writes = match writes {
+                    Ok(writes) => writes,
+                    Err(why) => {
+                        failed = Some(EngineError::Invalid(why));
+                        break;
+                    }
+                };
+                let imm = Some(job.counters[route.to]);
+                let ops: Vec<Op<'_>> = writes
+                    .iter()
+                    .map(|w| Op::WritePages {
+                        page_len: w.nbytes,
+                        src: &rank.buffers[w.src_buffer as usize],
+                        src_pages: &w.src_pages,
+                        dst: &granted.buffers[route.from][w.dst_buffer as usize],
+                        dst_pages: &w.dst_pages,
+                        imm,
+                    })
+                    .collect();
+                if ops.is_empty() {
+                    continue;
+                }
+                match rank.engine.submit(&ops, Submit::default()) {
+                    Ok(handle) => handles.push(progress.track(handle)),
+                    Err(error) => {
+                        failed = Some(error);
+                        break;
+                    }
+                }
+            }
+        }
+        self.follow(job, handles);
+        match failed {
+            Some(error) => self.write_failed(job, &error),
+            None => self.settle(job),
+        }
+    }
+
+    pub(super) fn push_tail(self: &Arc<Self>, job: &Arc<Job>, slot: u32) -> Result<()> {
+        let nbytes = self.terms.tail_nbytes;
+        let mut handles = Vec::new();
+        let mut failed = None;
+        {
+            let mut progress = job.state.lock();
+            if progress.stop.is_some() {
+                return Ok(());
+            }
+            if progress.tail == Tail::Sent || progress.here.is_none() {
+                let what = "a request is finished once, after it was accepted";
+                return Err(EngineError::Invalid(what.into()));
+            }
+            if let Some(region) = self.tail().filter(|_| nbytes > 0) {
+                let offset = u64::from(slot).saturating_mul(nbytes);
+                if offset.checked_add(nbytes).is_none_or(|end| end > region.len()) {
+                    return Err(EngineError::Invalid(format!("there is no slot {slot} for tails")));
+                }
+                if let Some(there) = &job.facts.grants[0].tail {
+                    let op = Op::Write {
+                        src: Local { region, offset },
+                        dst: Remote { region: there, offset: u64::from(job.tail_slot) * nbytes },
+                        len: nbytes,
+                        imm: Some(job.counters[0]),
+                    };
+                    match self.local[0].engine.submit(&[op], Submit::default()) {
+                        Ok(handle) => handles.push(progress.track(handle)),
+                        Err(error) => failed = Some(error),
+                    }
+                }
+            }
+            progress.tail = Tail::Sent;
+        }
+        self.follow(job, handles);
+        match failed {
+            Some(error) => self.write_failed(job, &error),
+            None => self.settle(job),
+        }
+        Ok(())
+    }
+
+    /// Waits for writes: for their results, and for their end.
+    fn follow(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
+        for (number, handle) in handles {
+            let (inner, theirs) = (Arc::downgrade(self), Arc::clone(job));
+            handle.on_done(move |result| {
+                if let (Some(inner), Err(error)) = (inner.upgrade(), result) {
+                    inner.write_failed(&theirs, &error);
+                }
+            });
+            let (inner, theirs) = (Arc::downgrade(self), Arc::clone(job));
+            handle.on_quiet(move |quiet| {
+                theirs.state.lock().under_way.remove(&number);
+                let Some(inner) = inner.upgrade() else { return };
+                if quiet == Quiet::Unknown {
+                    // Of our own memory nothing is used, for the links are gone; what the decoder may
+                    // believe of its memory it must make sure of itself (MR-1).
+                    let why = "links broke, and what was on them may still land";
+                    inner.part((theirs.key.0, theirs.key.1), why, true);
+                }
+                inner.settle(&theirs);
+            });
+        }
+    }
+
+    fn write_failed(self: &Arc<Self>, job: &Arc<Job>, error: &EngineError) {
+        if matches!(error, EngineError::Cancelled { .. }) {
+            return;
+        }
+        let cause = Cause::Lost(format!("decoder {}: {error}", job.facts.name));
+        self.stop(job, At::Failed(error.to_string()), Some(cause));
+        if matches!(
+            error,
+            EngineError::PeerLost { .. } | EngineError::Unreachable { .. } | EngineError::Stale { .. }
+        ) {
+            self.part((job.key.0, job.key.1), &error.to_string(), false);
+        }
+    }
+
+    /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the engine behind is to know.
+    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: At, told: Option<Cause>) {
+        let under_way: Vec<Handle> = {
+            let mut progress = job.state.lock();
+            if progress.stop.is_some() || progress.over {
+                return;
+            }
+            progress.stop = Some(at);
+            progress.under_way.values().cloned().collect()
+        };
+        if let Some(cause) = told {
+            (self.on_event)(job.id, JobEvent::Stopped(cause));
+        }
+        under_way.iter().for_each(Handle::cancel);
+        self.settle(job);
+    }
+
+    /// Ends a job of which nothing is left to do, and nothing under way.
+    pub(super) fn settle(self: &Arc<Self>, job: &Arc<Job>) {
+        let at = {
+            let mut progress = job.state.lock();
+            let Some(at) = job.ended(&progress, &self.steps) else { return };
+            progress.over = true;
+            at
+        };
+        let (from, number, seq) = job.key;
+        let peer = {
+            let mut state = self.state.lock();
+            state.jobs.remove(&job.id);
+            let meeting = state.meetings.get_mut(&(from, number));
+            meeting.map(|meeting| {
+                meeting.jobs.remove(&seq);
+                if seq >= meeting.floor {
+                    meeting.ended.insert(seq, at.clone());
+                }
+                meeting.facts.peer.clone()
+            })
+        };
+        if let Some(peer) = peer {
+            self.say(&peer, &Message::Status { meeting: number, states: vec![(seq, at)] });
+        }
+        (self.on_event)(job.id, JobEvent::Released);
+    }
+}
+
+impl Progress {
+    /// Counts a write as under way; its number comes with it.
+    fn track(&mut self, handle: Handle) -> (u64, Handle) {
+        let number = self.next;
+        self.next += 1;
+        self.under_way.insert(number, handle.clone());
+        (number, handle)
+    }
+}

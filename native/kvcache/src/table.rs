@@ -1,0 +1,29 @@
+//! Page tables: which page holds which tokens of a request.
+
+use rustc_hash::FxHashSet;
+
+use crate::layout::CacheGroup;
+
+/// Whether a table is one of `tokens` tokens: as many pages as they fill, each of them there, none twice. Entries of pages that
+/// lie before the window may be anything.
+pub(crate) fn check(group: &CacheGroup, tokens: u64, table: &[u32]) -> Result<(), String> {
+    let page = u64::from(group.page_tokens);
+    let should = tokens.div_ceil(page);
+    if table.len() as u64 != should {
+        return Err(format!(
+            "a table of {} pages, where {tokens} tokens fill {should} of {page}",
+            table.len()
+        ));
+    }
+    let seen = group.window.map_or(0, |window| tokens.saturating_sub(window.into()));
+    let mut used = FxHashSet::default();
+    for &number in &table[(seen / page) as usize..] {
+        if number >= group.pages {
+            return Err(format!("page {number} of {} pages", group.pages));
+        }
+        if !used.insert(number) {
+            return Err(format!("page {number} twice"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! What both ends are made of, and how things end.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{EngineError, Region, TransferEngine};
+
+/// One rank that lives in this process.
+#[derive(Clone, Debug)]
+pub struct LocalRank {
+    /// Its number in the instance.
+    pub rank: u32,
+    pub engine: Arc<TransferEngine>,
+    /// What its layout's buffers are, in order.
+    pub buffers: Vec<Region>,
+    /// Slots of [`Terms::tail_nbytes`] each; only that of the lowest rank in the process is used.
+    pub tail: Option<Region>,
+}
+
+/// What an end holds others to.
+#[derive(Clone, Debug)]
+pub struct Terms {
+    /// A decoder's beats are so far apart.
+    pub beat: Duration,
+    /// Who says nothing for so long is given up, with all that it has under way.
+    pub silence: Duration,
+    /// The longest message that is taken, bytes.
+    pub max_message: usize,
+    /// Bytes that come with the last page; 0 for none.
+    pub tail_nbytes: u64,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        let (beat, silence) = (Duration::from_millis(500), Duration::from_secs(5));
+        Self { beat, silence, max_message: 1 << 20, tail_nbytes: 0 }
+    }
+}
+
+impl Terms {
+    /// Messages that are in this program's hands at a time; further ones wait at their senders.
+    pub(crate) const MESSAGES: u32 = 64;
+
+    pub(crate) fn check(&self) -> Result<(), EngineError> {
+        if self.beat < Duration::from_millis(1) || self.beat > Duration::from_secs(3600) {
+            let what = format!("beats {:?} apart; choose 1 ms to 1 hour", self.beat);
+            return Err(EngineError::Invalid(what));
+        }
+        if self.silence < self.beat * 2 {
+            return Err(EngineError::Invalid(format!(
+                "silence of {:?} ends a meeting whose beats are {:?} apart; allow two beats at least",
+                self.silence, self.beat
+            )));
+        }
+        if self.max_message < 4096 || self.max_message > 1 << 28 {
+            return Err(EngineError::Invalid(format!(
+                "messages of at most {} bytes; choose 4096 to 2^28",
+                self.max_message
+            )));
+        }
+        Ok(())
+    }
+
+    /// Beats without an answer that make silence.
+    pub(crate) fn silent_beats(&self) -> u32 {
+        self.silence.as_millis().div_ceil(self.beat.as_millis().max(1)) as u32
+    }
+}
+
+/// Why a request ended without its pages.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Cause {
+    #[error("the request was cancelled")]
+    Cancelled,
+    /// Nobody else has done anything wrong: another prefiller may be asked.
+    #[error("{0}")]
+    Lost(String),
+    #[error("{0}")]
+    TimedOut(String),
+    /// What was asked can't be done there.
+    #[error("the prefiller refused the request: {0}")]
+    Refused(String),
+    #[error("the prefiller gave up: {0}")]
+    Failed(String),
+    #[error("this end is closed")]
+    Closed,
+}
+
+impl Cause {
+    pub(crate) fn of(error: &EngineError) -> Self {
+        match error {
+            EngineError::Timeout { .. } => Self::TimedOut(error.to_string()),
+            EngineError::Closed | EngineError::Draining => Self::Closed,
+            EngineError::Invalid(_) | EngineError::OutOfBounds { .. } => {
+                Self::Refused(error.to_string())
+            }
+            _ => Self::Lost(error.to_string()),
+        }
+    }
+}
+
+/// The parts of an instance that are in one process, checked against its layouts.
+pub(crate) fn check_local(
+    layouts: &[crate::layout::CacheLayout],
+    local: &[LocalRank],
+    terms: &Terms,
+) -> Result<(), EngineError> {
+    terms.check()?;
+    let invalid = |what: String| Err(EngineError::Invalid(what));
+    if local.is_empty() {
+        return invalid("an end needs one rank at least".into());
+    }
+    for (i, layout) in layouts.iter().enumerate() {
+        layout.check().or_else(|e| invalid(format!("layout of rank {i}: {e}")))?;
+    }
+    for (i, rank) in local.iter().enumerate() {
+        if i > 0 && rank.rank <= local[i - 1].rank {
+            return invalid("ranks of one process are given in rising order, each once".into());
+        }
+        let Some(layout) = layouts.get(rank.rank as usize) else {
+            return invalid(format!("rank {} of {} layouts", rank.rank, layouts.len()));
+        };
+        let have: Vec<u64> = rank.buffers.iter().map(Region::len).collect();
+        if have != layout.buffers {
+            return invalid(format!(
+                "rank {} has buffers of {have:?} bytes, its layout says {:?}",
+                rank.rank, layout.buffers
+            ));
+        }
+    }
+    let tail = local[0].tail.as_ref().map_or(0, Region::len);
+    if tail < terms.tail_nbytes {
+        return invalid(format!(
+            "rank {} has {tail} bytes for tails of {} bytes; register one slot at least",
+            local[0].rank, terms.tail_nbytes
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,25 @@
+//! Doing something later, by the engine's clock: the same in real time and in the simulator.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{EngineError, Result, TransferEngine};
+
+/// Runs `f` on the engine's callback thread after `delay`; never, if the engine is closed before.
+///
+/// It is an expectation of something that nobody sends: its deadline is the time.
+pub(crate) fn after(
+    engine: &Arc<TransferEngine>,
+    delay: Duration,
+    f: impl FnOnce() + Send + 'static,
+) -> Result<()> {
+    let handle = engine.counter()?.expect(1, &[], delay)?;
+    // The expectation ends with its handle.
+    let keep = handle.clone();
+    handle.on_done(move |end| {
+        drop(keep);
+        if matches!(end, Err(EngineError::Timeout { .. })) {
+            f();
+        }
+    });
+    Ok(())
+}
