@@ -1,6 +1,15 @@
 //! What one rank's paged cache looks like: which tensors of which layers it keeps, of which heads, and where.
+//!
+//! A layout comes from a peer. [`CacheLayout::check`] comes first, everything else relies on it.
+
+mod check;
 
 use serde::{Deserialize, Serialize};
+
+pub use check::{
+    Flaw, LayoutError, MAX_BUFFERS, MAX_BUFFER_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS,
+    MAX_MODEL_BYTES, MAX_NAME_BYTES, MAX_PAGE_TOKENS, MAX_PLACES, MAX_TENSORS,
+};
 
 /// One rank's cache. All lengths are bytes unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,4 +65,24 @@ pub struct CacheTensor {
 pub struct Place {
     pub buffer: u32,
     pub offset: u64,
+}
+
+impl CacheTensor {
+    /// Bytes of one head of one token; `None` if the dtype isn't known.
+    pub fn row_bytes(&self) -> Option<u64> {
+        Some(u64::from(self.width) * dtype_bytes(&self.dtype)?)
+    }
+}
+
+/// Bytes of one element, by the name that numpy and torch have for it.
+fn dtype_bytes(name: &str) -> Option<u64> {
+    Some(match name {
+        "bool" | "uint8" | "int8" => 1,
+        "float8_e4m3fn" | "float8_e4m3fnuz" | "float8_e5m2" | "float8_e5m2fnuz"
+        | "float8_e8m0fnu" => 1,
+        "int16" | "uint16" | "float16" | "bfloat16" => 2,
+        "int32" | "uint32" | "float32" => 4,
+        "int64" | "uint64" | "float64" | "complex64" => 8,
+        _ => return None,
+    })
 }

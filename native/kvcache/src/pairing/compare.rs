@@ -1,0 +1,218 @@
+//! Whether the ranks of both instances hold the same cache of the same model.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::layout::{CacheGroup, CacheLayout, CacheTensor, LayoutError};
+
+use super::{MAX_RANKS, MAX_RUNS};
+
+/// One end of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The instance that prefills.
+    Source,
+    /// The instance that decodes.
+    Target,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Target => "target",
+        })
+    }
+}
+
+/// Why no cache can be transferred between two instances.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Mismatch {
+    #[error("the {side} has {count} ranks; give the layouts of 1 to {MAX_RANKS}")]
+    Ranks { side: Side, count: usize },
+    #[error("{side} rank {rank}: {error}")]
+    Layout {
+        side: Side,
+        rank: usize,
+        #[source]
+        error: LayoutError,
+    },
+    #[error("the caches don't fit: {}; start both ends with the same model and cache", listed(.0))]
+    Differ(Vec<Difference>),
+    #[error(
+        "group {group:?} falls into {runs} runs a layer between pages of {source_page} and \
+         {target_page} tokens, more than {MAX_RUNS}; let one page size divide the other, or order \
+         both caches heads first"
+    )]
+    TooFine { group: String, runs: u64, source_page: u32, target_page: u32 },
+}
+
+/// A field that must be the same and isn't.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// What it is, with its group and tensor.
+    pub field: String,
+    /// Who says what.
+    pub values: [(String, String); 2],
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [(one, a), (other, b)] = &self.values;
+        write!(f, "{}: {a} ({one}), {b} ({other})", self.field)
+    }
+}
+
+fn listed(differences: &[Difference]) -> String {
+    let lines: Vec<String> = differences.iter().map(ToString::to_string).collect();
+    lines.join("; ")
+}
+
+/// All that must agree and doesn't, of layouts that are each consistent.
+pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec<Difference> {
+    let mut found = Vec::new();
+    for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
+        for (rank, layout) in ranks.iter().enumerate().skip(1) {
+            let who = [format!("{side} rank 0"), format!("{side} rank {rank}")];
+            let mut pair = Pair { who, found: &mut found };
+            pair.layouts(&ranks[0], layout);
+            pair.page_tokens(&ranks[0], layout);
+        }
+    }
+    let who =
+        [Side::Source, Side::Target].map(|side| match [source, target][side as usize].len() {
+            1 => side.to_string(),
+            _ => format!("{side} rank 0"),
+        });
+    Pair { who, found: &mut found }.layouts(&source[0], &target[0]);
+    for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
+        coverage(side, ranks, &mut found);
+    }
+    found
+}
+
+/// Two ranks being compared.
+struct Pair<'a> {
+    who: [String; 2],
+    found: &'a mut Vec<Difference>,
+}
+
+impl Pair<'_> {
+    fn same<T: PartialEq + ?Sized>(
+        &mut self,
+        field: &str,
+        a: &T,
+        b: &T,
+        show: impl Fn(&T) -> String,
+    ) {
+        if a != b {
+            let [one, other] = self.who.clone();
+            let values = [(one, show(a)), (other, show(b))];
+            self.found.push(Difference { field: field.to_string(), values });
+        }
+    }
+
+    fn layouts(&mut self, a: &CacheLayout, b: &CacheLayout) {
+        self.same("model", &a.model, &b.model, |m| format!("{m:?}"));
+        // In order, because a request's page tables are numbered like the groups.
+        let names = |l: &CacheLayout| l.groups.iter().map(|g| g.name.clone()).collect::<Vec<_>>();
+        self.same("groups", &names(a), &names(b), |n| format!("{n:?}"));
+        for (one, other) in in_both(&a.groups, &b.groups, |g| &g.name) {
+            self.groups(one, other);
+        }
+    }
+
+    fn groups(&mut self, a: &CacheGroup, b: &CacheGroup) {
+        let of = format!("group {:?}", a.name);
+        self.same(&format!("{of}, layers"), &a.layers, &b.layers, |l| numbers(l));
+        let window = |w: &Option<u32>| w.map_or("none".to_string(), |w| w.to_string());
+        self.same(&format!("{of}, window"), &a.window, &b.window, window);
+        let names = |g: &CacheGroup| {
+            let mut names: Vec<String> = g.tensors.iter().map(|t| t.name.clone()).collect();
+            names.sort_unstable();
+            names
+        };
+        self.same(&format!("{of}, tensors"), &names(a), &names(b), |n| format!("{n:?}"));
+        for (one, other) in in_both(&a.tensors, &b.tensors, |t| &t.name) {
+            let of = format!("{of}, tensor {:?}", one.name);
+            self.same(&format!("{of}, heads"), &one.heads, &other.heads, u32::to_string);
+            self.same(&format!("{of}, width"), &one.width, &other.width, u32::to_string);
+            self.same(&format!("{of}, dtype"), &one.dtype, &other.dtype, Clone::clone);
+        }
+    }
+
+    /// A request has one page table per group and side, so the ranks of a side page alike.
+    fn page_tokens(&mut self, a: &CacheLayout, b: &CacheLayout) {
+        for (one, other) in in_both(&a.groups, &b.groups, |g| &g.name) {
+            let field = format!("group {:?}, page_tokens", one.name);
+            self.same(&field, &one.page_tokens, &other.page_tokens, u32::to_string);
+        }
+    }
+}
+
+/// What both have, by name.
+fn in_both<'a, T>(
+    a: &'a [T],
+    b: &'a [T],
+    name: impl Fn(&T) -> &String + Copy,
+) -> impl Iterator<Item = (&'a T, &'a T)> {
+    a.iter().filter_map(move |one| Some((one, b.iter().find(|other| name(other) == name(one))?)))
+}
+
+/// Heads that no rank of a side holds.
+fn coverage(side: Side, ranks: &[CacheLayout], found: &mut Vec<Difference>) {
+    for group in &ranks[0].groups {
+        for tensor in &group.tensors {
+            let like = ranks.iter().filter_map(|r| tensor_of(r, &group.name, &tensor.name));
+            let mut held: Vec<Range<u32>> = like.map(held_heads).collect();
+            held.sort_unstable_by_key(|h| h.start);
+            let mut together: Vec<Range<u32>> = Vec::new();
+            for range in held {
+                match together.last_mut() {
+                    Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                    _ => together.push(range),
+                }
+            }
+            if !matches!(&together[..], [all] if *all == (0..tensor.heads)) {
+                let held: Vec<String> = together.iter().map(span).collect();
+                let values = [
+                    (format!("all {side} ranks together"), held.join(", ")),
+                    ("the model".to_string(), span(&(0..tensor.heads))),
+                ];
+                let field = format!("group {:?}, tensor {:?}, held heads", group.name, tensor.name);
+                found.push(Difference { field, values });
+            }
+        }
+    }
+}
+
+fn tensor_of<'a>(layout: &'a CacheLayout, group: &str, tensor: &str) -> Option<&'a CacheTensor> {
+    let group = layout.groups.iter().find(|g| g.name == group)?;
+    group.tensors.iter().find(|t| t.name == tensor)
+}
+
+/// Those of the model's heads that a rank holds.
+pub(super) fn held_heads(tensor: &CacheTensor) -> Range<u32> {
+    tensor.first_head..tensor.first_head + tensor.held_heads
+}
+
+fn span(range: &Range<u32>) -> String {
+    match range.len() {
+        1 => range.start.to_string(),
+        _ => format!("{}-{}", range.start, range.end - 1),
+    }
+}
+
+/// Numbers with their stretches shortened: `0-3, 6`.
+fn numbers(all: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &n in all {
+        match parts.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(n) => *last = n,
+            _ => parts.push((n, n)),
+        }
+    }
+    let show = |&(a, b): &(u32, u32)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    parts.iter().map(show).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,5 @@
+//! Which bytes go where between two instances' caches.
+
+mod bytes;
+mod caches;
+mod replay;
