@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use fabric_engine as fe;
 use fe::{
@@ -28,7 +28,7 @@ use crate::errors::{raise, OrRaise};
 /// The native engine; `fabric_ray.TransferEngine` is the class to use.
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
-    pub(super) engine: fe::TransferEngine,
+    pub(crate) engine: Arc<fe::TransferEngine>,
     op_timeout: Duration,
 }
 
@@ -81,7 +81,7 @@ impl Engine {
             nics: nics.into(),
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
-        Ok(Self { engine, op_timeout })
+        Ok(Self { engine: Arc::new(engine), op_timeout })
     }
 
     /// To be sent to peers.

@@ -1,0 +1,5 @@
+//! The two ends of the protocol on real engines and on the simulator.
+
+mod cache;
+mod plain;
+mod world;

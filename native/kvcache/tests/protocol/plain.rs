@@ -1,0 +1,123 @@
+//! What should happen when nothing goes wrong, and when one thing does.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{api::EngineConfig, api::TransportKind, TransferEngine};
+use fabric_kvcache::{Cause, Event, JobEvent};
+
+use crate::{
+    cache::Shape,
+    world::{ask, Cut, DecodeNode, PrefillNode, TAIL},
+};
+
+fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
+    let open = |i: u32| {
+        let config = EngineConfig {
+            name: format!("{name}-{i}"),
+            transports: vec![TransportKind::Shm, TransportKind::Tcp],
+            ..EngineConfig::default()
+        };
+        Arc::new(TransferEngine::open(config).unwrap())
+    };
+    (0..count).map(open).collect()
+}
+
+fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        if let Some(value) = f() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "{what} didn't happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn asked(prefill: &PrefillNode, nth: usize) -> u64 {
+    until("a request", || {
+        let events = prefill.events.lock();
+        let mut asked = events.iter().filter(|(_, e)| matches!(e, JobEvent::Asked(_)));
+        asked.nth(nth).map(|(job, _)| *job)
+    })
+}
+
+const SHAPE: Shape = Shape { layers: 3, heads: 4, width: 16, window: None };
+
+#[test]
+fn pages_come_from_any_ranks_to_any_ranks_and_both_ends_let_go() {
+    for (sources, targets) in [(1, 1), (2, 4), (4, 1), (1, 2), (8, 4)] {
+        let (p, d) = (engines(sources, "prefill"), engines(targets, "decode"));
+        let prefill = PrefillNode::new(&p, &SHAPE, Cut { page_tokens: 4, pages: 16 }).unwrap();
+        let decode = DecodeNode::new(&d, &SHAPE, Cut { page_tokens: 8, pages: 8 }).unwrap();
+        let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+        let theirs = vec![7, 2, 5];
+        let ours = vec![9, 0, 3, 4, 12];
+        let seq = decode.decoder.request(to, ask(19, 0, theirs.clone(), 3)).unwrap();
+        let job = asked(&prefill, 0);
+        prefill.prefiller.accept(job, vec![ours.clone()], 0).unwrap();
+        prefill.pass(job, 77, 0..11, &ours);
+        prefill.pass(job, 77, 11..19, &ours);
+        prefill.tail(job, 77).unwrap();
+        until("the end", || (decode.events(seq).len() == 2).then_some(()));
+        assert_eq!(decode.events(seq), [Event::Ready, Event::Released]);
+        for cache in &decode.caches {
+            cache.holds(77, 0..19, &theirs).unwrap();
+        }
+        assert_eq!(decode.tail.get(0, TAIL).unwrap(), [77; TAIL as usize]);
+        until("release", || (prefill.prefiller.jobs() == 0).then_some(()));
+        assert_eq!(decode.decoder.open(), 0);
+    }
+}
+
+#[test]
+fn a_request_is_cancelled_and_its_pages_are_released_when_the_prefiller_has_said_so() {
+    let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
+    let job = asked(&prefill, 0);
+    prefill.prefiller.accept(job, vec![vec![0, 1, 2, 3]], 0).unwrap();
+    prefill.pass(job, 1, 0..8, &[0, 1, 2, 3]);
+    decode.decoder.cancel(seq);
+    until("release", || (decode.events(seq).len() == 2).then_some(()));
+    assert_eq!(decode.events(seq), [Event::Failed(Cause::Cancelled), Event::Released]);
+    until("the job's end", || (prefill.prefiller.jobs() == 0).then_some(()));
+    // What is still computed for it goes nowhere.
+    prefill.pass(job, 2, 8..16, &[0, 1, 2, 3]);
+    assert!(prefill.prefiller.finish(job, 0).is_err());
+}
+
+#[test]
+fn a_prefiller_that_dies_is_told_and_asked_for_nothing_more() {
+    let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
+    asked(&prefill, 0);
+    p[0].close();
+    until("release", || (decode.events(seq).len() == 2).then_some(()));
+    assert!(matches!(&decode.events(seq)[0], Event::Failed(Cause::Lost(_))));
+    assert!(decode.decoder.request(to, ask(4, 0, vec![0], 0)).is_err());
+}
+
+#[test]
+fn a_request_in_vain_ends_at_its_deadline() {
+    let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let mut short = ask(16, 0, vec![0, 1, 2, 3], 0);
+    short.timeout = Duration::from_millis(50);
+    let seq = decode.decoder.request(to, short).unwrap();
+    until("release", || (decode.events(seq).len() == 2).then_some(()));
+    assert!(matches!(&decode.events(seq)[0], Event::Failed(Cause::TimedOut(_))));
+    until("the job's end", || (prefill.prefiller.jobs() == 0).then_some(()));
+}

@@ -1,0 +1,117 @@
+//! A prefiller and a decoder with engines behind them that compute recognisable bytes.
+
+use std::{collections::HashMap, sync::Arc};
+
+use fabric_engine::{Region, Result, TransferEngine};
+use fabric_kvcache::{Ask, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
+use parking_lot::Mutex;
+
+use crate::cache::{Cache, Shape};
+
+pub const TAIL: u64 = 64;
+
+/// What a decoder's events were, by request.
+pub type Events = Arc<Mutex<HashMap<u64, Vec<Event>>>>;
+/// What a prefiller's events were, in order.
+pub type JobEvents = Arc<Mutex<Vec<(u64, JobEvent)>>>;
+
+pub struct DecodeNode {
+    pub caches: Vec<Cache>,
+    pub tail: Region,
+    pub decoder: Decoder,
+    pub events: Events,
+}
+
+pub struct PrefillNode {
+    pub caches: Vec<Cache>,
+    pub tail: Region,
+    pub prefiller: Prefiller,
+    pub events: JobEvents,
+}
+
+/// How an instance's cache is cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    pub page_tokens: u32,
+    pub pages: u32,
+}
+
+fn ranks(
+    engines: &[Arc<TransferEngine>],
+    shape: &Shape,
+    cut: Cut,
+) -> Result<(Vec<Cache>, Region, Vec<LocalRank>)> {
+    let count = engines.len() as u32;
+    let tail = engines[0].alloc(TAIL * 8)?;
+    let mut caches = Vec::new();
+    let mut local = Vec::new();
+    for (rank, engine) in engines.iter().enumerate() {
+        let layout = shape.layout(rank as u32, count, cut.page_tokens, cut.pages);
+        let cache = Cache::new(engine, layout)?;
+        local.push(LocalRank {
+            rank: rank as u32,
+            engine: Arc::clone(engine),
+            buffers: vec![cache.region.clone()],
+            tail: (rank == 0).then(|| tail.clone()),
+        });
+        caches.push(cache);
+    }
+    Ok((caches, tail, local))
+}
+
+pub fn terms() -> Terms {
+    let (beat, silence) =
+        (std::time::Duration::from_millis(100), std::time::Duration::from_millis(2000));
+    Terms { beat, silence, tail_nbytes: TAIL, ..Terms::default() }
+}
+
+impl DecodeNode {
+    pub fn new(engines: &[Arc<TransferEngine>], shape: &Shape, cut: Cut) -> Result<Self> {
+        let (caches, tail, local) = ranks(engines, shape, cut)?;
+        let events = Events::default();
+        let theirs = Arc::clone(&events);
+        let layouts = caches.iter().map(|c| c.layout.clone()).collect();
+        let decoder = Decoder::new("decoder", layouts, local, terms(), move |seq, event| {
+            theirs.lock().entry(seq).or_default().push(event);
+        })?;
+        Ok(Self { caches, tail, decoder, events })
+    }
+
+    pub fn events(&self, seq: u64) -> Vec<Event> {
+        self.events.lock().get(&seq).cloned().unwrap_or_default()
+    }
+}
+
+impl PrefillNode {
+    pub fn new(engines: &[Arc<TransferEngine>], shape: &Shape, cut: Cut) -> Result<Self> {
+        let (caches, tail, local) = ranks(engines, shape, cut)?;
+        let events = JobEvents::default();
+        let theirs = Arc::clone(&events);
+        let layouts = caches.iter().map(|c| c.layout.clone()).collect();
+        let prefiller = Prefiller::new("prefiller", layouts, local, terms(), move |job, event| {
+            theirs.lock().push((job, event));
+        })?;
+        Ok(Self { caches, tail, prefiller, events })
+    }
+
+    /// Computes a chunk of a request in all layers, and sends it as it goes.
+    pub fn pass(&self, job: u64, request: u64, tokens: std::ops::Range<u64>, table: &[u32]) {
+        self.prefiller.begin(&[(job, tokens.end)]);
+        for layer in 0..self.prefiller.layers() {
+            for cache in &self.caches {
+                cache.compute(request, layer, tokens.clone(), table);
+            }
+            self.prefiller.advance(1);
+        }
+    }
+
+    pub fn tail(&self, job: u64, request: u64) -> Result<()> {
+        self.tail.put(0, &[request as u8; TAIL as usize])?;
+        self.prefiller.finish(job, 0)
+    }
+}
+
+pub fn ask(tokens: u64, have: u64, table: Vec<u32>, salt: u64) -> Ask {
+    let timeout = std::time::Duration::from_secs(20);
+    Ask { tokens, have, salt, tables: vec![table], timeout, ..Ask::default() }
+}
