@@ -19,6 +19,8 @@ __all__ = [
     "Engine",
     "EngineAddress",
     "Flag",
+    "KvDecoder",
+    "KvPrefiller",
     "Message",
     "Pages",
     "Peer",
@@ -935,6 +937,74 @@ def simulate(
     Raises:
         InvalidArgument: sizes that mean nothing.
     """
+
+# kvcache
+
+_KvRank: TypeAlias = tuple[int, Engine, Sequence[Region], Region | None]
+_KvTerms: TypeAlias = tuple[float, float, int, int]
+
+@final
+class KvDecoder:
+    """The native half of `fabric_ray.kvcache.Decoder`."""
+
+    def __new__(
+        cls,
+        *,
+        name: str,
+        layouts: Sequence[bytes],
+        ranks: Sequence[_KvRank],
+        terms: _KvTerms,
+        on_event: Callable[[int, str, str, str], object],
+    ) -> Self: ...
+    def meet(self, offer: bytes) -> int: ...
+    def request(
+        self,
+        prefiller: int,
+        *,
+        tokens: int,
+        have: int,
+        salt: int,
+        tables: Sequence[Sequence[int]],
+        tail_slot: int,
+        payload: bytes,
+        timeout: float,
+    ) -> int: ...
+    def cancel(self, request: int) -> None: ...
+    def leave(self, prefiller: int) -> None: ...
+    def knows(self, prefiller: int) -> bool: ...
+    @property
+    def open(self) -> int: ...
+    def close(self) -> None: ...
+
+@final
+class KvPrefiller:
+    """The native half of `fabric_ray.kvcache.Prefiller`."""
+
+    def __new__(
+        cls,
+        *,
+        name: str,
+        layouts: Sequence[bytes],
+        ranks: Sequence[_KvRank],
+        terms: _KvTerms,
+        on_event: Callable[[int, str, str, str], object],
+        on_asked: Callable[[int, str, int, int, bytes], object],
+        device: int | None = None,
+    ) -> Self: ...
+    def offer(self) -> bytes: ...
+    @property
+    def word(self) -> Watcher: ...
+    @property
+    def layers(self) -> int: ...
+    def accept(self, job: int, tables: Sequence[Sequence[int]], computed: int) -> None: ...
+    def begin(self, requests: Sequence[tuple[int, int]]) -> None: ...
+    def finish(self, job: int, slot: int) -> None: ...
+    def fail(self, job: int, why: str) -> None: ...
+    @property
+    def jobs(self) -> int: ...
+    @property
+    def decoders(self) -> int: ...
+    def close(self) -> None: ...
 
 # doctor
 

@@ -4,6 +4,7 @@
 
 mod check;
 
+use fabric_engine::EngineError;
 use serde::{Deserialize, Serialize};
 
 pub use check::{
@@ -85,4 +86,15 @@ fn dtype_bytes(name: &str) -> Option<u64> {
         "int64" | "uint64" | "float64" | "complex64" => 8,
         _ => return None,
     })
+}
+
+impl CacheLayout {
+    /// As Python's `fabric_ray.kvcache.CacheLayout` encodes it; see [`CacheLayout::check`] for whether it makes sense.
+    ///
+    /// # Errors
+    /// [`EngineError::Decode`] says what is missing or of another kind.
+    pub fn from_msgpack(bytes: &[u8]) -> Result<Self, EngineError> {
+        rmp_serde::from_slice(bytes)
+            .map_err(|e| EngineError::Decode { what: "a cache layout", cause: e.to_string() })
+    }
 }

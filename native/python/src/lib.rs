@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod engine;
 mod errors;
+mod kvcache;
 mod logging;
 mod plan;
 mod simulate;
@@ -19,5 +20,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     simulate::register(m)?;
     survey::register(m)?;
     topology::register(m)?;
+    kvcache::register(m)?;
     engine::register(m)
 }

@@ -89,15 +89,11 @@ impl Decoder {
         let inner =
             Arc::new(Inner { name: name.to_owned(), layouts, local, terms, state, on_event });
         let weak = Arc::downgrade(&inner);
-        inner.control().receive(
-            inner.terms.max_message,
-            Terms::MESSAGES,
-            move |delivery| {
-                if let Some(inner) = weak.upgrade() {
-                    inner.hear(delivery.from(), delivery.message());
-                }
-            },
-        )?;
+        inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
+            if let Some(inner) = weak.upgrade() {
+                inner.hear(delivery.from(), delivery.message());
+            }
+        })?;
         Ok(Self { inner })
     }
 
@@ -105,17 +101,16 @@ impl Decoder {
     /// it, so that it can be taken back from it alone.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] if its pages and ours don't fit together; the text lists all that differs.
+    /// [`EngineError::Handshake`] if its pages and ours don't fit together; the text lists all that differs.
     pub fn meet(&self, offer: &Offer) -> Result<u64> {
         let inner = &self.inner;
-        let pairing = Pairing::new(&offer.layouts, &inner.layouts).map_err(|e| {
-            EngineError::Invalid(format!("prefiller {} and decoder {}: {e}", offer.name, inner.name))
-        })?;
+        let unlike = |cause: String| EngineError::Handshake { peer: offer.name.clone(), cause };
+        let pairing =
+            Pairing::new(&offer.layouts, &inner.layouts).map_err(|e| unlike(e.to_string()))?;
         if offer.tail_nbytes != inner.terms.tail_nbytes {
-            return Err(EngineError::Invalid(format!(
-                "prefiller {} sends tails of {} bytes, decoder {} takes {}; give both the same model and \
-                 settings",
-                offer.name, offer.tail_nbytes, inner.name, inner.terms.tail_nbytes
+            return Err(unlike(format!(
+                "it sends tails of {} bytes, decoder {} takes {}; give both the same model and settings",
+                offer.tail_nbytes, inner.name, inner.terms.tail_nbytes
             )));
         }
         let mut writers = Vec::new();
@@ -146,12 +141,8 @@ impl Decoder {
             let tail = rank.tail.as_ref().filter(|_| i == 0).map(&mut again).transpose()?;
             grants.push(Grant { rank: rank.rank, buffers, tail });
         }
-        let facts = Facts {
-            name: offer.name.clone(),
-            pairing,
-            max_message: offer.max_message,
-            writers,
-        };
+        let facts =
+            Facts { name: offer.name.clone(), pairing, max_message: offer.max_message, writers };
         let mut acts = Vec::new();
         let number = {
             let mut state = inner.state.lock();
@@ -202,7 +193,8 @@ impl Decoder {
                 return Err(EngineError::Closed);
             }
             let meeting = state.meetings.get(&prefiller);
-            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_))) else {
+            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
+            else {
                 return Err(EngineError::Stale {
                     what: format!("prefiller {prefiller}"),
                     cause: "it has been given up".into(),
@@ -229,7 +221,9 @@ impl Decoder {
                 writers.extend(facts.writers[i].first().cloned());
             }
             let expected = u32::try_from(pages + tail).map_err(|_| {
-                EngineError::Invalid(format!("{pages} pieces of pages; ask for fewer tokens at a time"))
+                EngineError::Invalid(format!(
+                    "{pages} pieces of pages; ask for fewer tokens at a time"
+                ))
             })?;
             expectations.push(counter.expect(expected, &writers, ask.timeout)?);
             counters.push(counter);
@@ -280,8 +274,15 @@ impl Decoder {
             let missing = expectations.len();
             let message = (!open).then_some(message);
             let phase = Phase::Waiting;
-            let ticket =
-                Ticket { meeting: prefiller, message, counters, expectations, missing, phase, ends };
+            let ticket = Ticket {
+                meeting: prefiller,
+                message,
+                counters,
+                expectations,
+                missing,
+                phase,
+                ends,
+            };
             state.tickets.insert(seq, ticket);
             // The prefiller may have been given up since we looked.
             if let Some(MeetingPhase::Lost(why)) =
@@ -419,7 +420,8 @@ impl Inner {
         {
             let mut state = self.state.lock();
             if let Some(meeting) = state.meetings.get_mut(&prefiller) {
-                let goodbye = Message::Goodbye { meeting: prefiller, why: why.to_owned() }.to_bytes();
+                let goodbye =
+                    Message::Goodbye { meeting: prefiller, why: why.to_owned() }.to_bytes();
                 for end in 0..meeting.ends.len() {
                     acts.extend(meeting.send(prefiller, end, goodbye.clone(), None));
                 }

@@ -128,9 +128,8 @@ impl State {
 
     /// Forgets a request whose memory is its owner's again.
     pub fn settle(&mut self, seq: u64, acts: &mut Vec<Act>) {
-        let over = |t: &Ticket| {
-            t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over)
-        };
+        let over =
+            |t: &Ticket| t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over);
         if !self.tickets.get(&seq).is_some_and(over) {
             return;
         }

@@ -67,7 +67,13 @@ impl Inner {
     }
 
     /// A message didn't get there.
-    fn unsent(self: &Arc<Self>, meeting: u64, end: usize, request: Option<u64>, error: &EngineError) {
+    fn unsent(
+        self: &Arc<Self>,
+        meeting: u64,
+        end: usize,
+        request: Option<u64>,
+        error: &EngineError,
+    ) {
         let mut acts = Vec::new();
         {
             let mut state = self.state.lock();
@@ -168,7 +174,9 @@ impl State {
         let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.meeting == number) else {
             return;
         };
-        let Some(place) = ticket.ends.get_mut(end).filter(|p| **p != AtEnd::Unasked) else { return };
+        let Some(place) = ticket.ends.get_mut(end).filter(|p| **p != AtEnd::Unasked) else {
+            return;
+        };
         match (at, *place) {
             (_, AtEnd::Over | AtEnd::Unasked) => {}
             (At::Open, AtEnd::Asked { .. }) => *place = AtEnd::Asked { unknown: 0 },
@@ -226,8 +234,10 @@ impl State {
             if !meeting.ends[end].welcome {
                 continue;
             }
-            let there = |ends: &Vec<AtEnd>| matches!(ends[end], AtEnd::Asked { .. } | AtEnd::Stopping);
-            let asked: Vec<u64> = open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
+            let there =
+                |ends: &Vec<AtEnd>| matches!(ends[end], AtEnd::Asked { .. } | AtEnd::Stopping);
+            let asked: Vec<u64> =
+                open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
             let floor = open.first().map_or(next_seq, |(seq, _)| *seq);
             let message = Message::Beat { meeting: number, floor, open: asked };
             acts.extend(meeting.send(number, end, message.to_bytes(), None));

@@ -22,7 +22,9 @@ impl Inner {
         let mut failed = None;
         {
             let mut progress = job.state.lock();
-            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else { return };
+            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else {
+                return;
+            };
             let first = progress.sent[step];
             let ready = job.facts.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
             let end = ready.map_or(first, |end| end.min(job.cells[group].end));
@@ -148,7 +150,9 @@ impl Inner {
         self.stop(job, At::Failed(error.to_string()), Some(cause));
         if matches!(
             error,
-            EngineError::PeerLost { .. } | EngineError::Unreachable { .. } | EngineError::Stale { .. }
+            EngineError::PeerLost { .. }
+                | EngineError::Unreachable { .. }
+                | EngineError::Stale { .. }
         ) {
             self.part((job.key.0, job.key.1), &error.to_string(), false);
         }

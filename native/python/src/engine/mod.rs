@@ -24,6 +24,8 @@ mod transfer;
 mod values;
 mod watcher;
 
+pub(crate) use self::{core::Engine, memory::Region, watcher::Watcher};
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     keep::register(m)?;
     m.add_class::<batch::Batch>()?;

@@ -1,0 +1,271 @@
+//! The two ends of KV cache transfer. Layouts and offers come in as MessagePack; what becomes of requests is told to
+//! Python callbacks, on an engine's callback thread.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine as fe;
+use fabric_kvcache as kv;
+use fabric_kvcache::{layout::CacheLayout, wire::Offer};
+use pyo3::{prelude::*, types::PyBytes};
+
+use crate::{
+    engine::{Engine, Region, Watcher},
+    errors::{raise, OrRaise},
+};
+
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<KvDecoder>()?;
+    m.add_class::<KvPrefiller>()
+}
+
+/// One rank: its number, engine, buffers, and slots for tails.
+type RankArg<'py> = (u32, PyRef<'py, Engine>, Vec<PyRef<'py, Region>>, Option<PyRef<'py, Region>>);
+
+fn local(ranks: &[RankArg<'_>]) -> Vec<kv::LocalRank> {
+    let one = |(rank, engine, buffers, tail): &RankArg<'_>| kv::LocalRank {
+        rank: *rank,
+        engine: Arc::clone(&engine.engine),
+        buffers: buffers.iter().map(|r| r.0.clone()).collect(),
+        tail: tail.as_ref().map(|r| r.0.clone()),
+    };
+    ranks.iter().map(one).collect()
+}
+
+fn layouts(py: Python<'_>, layouts: &[Vec<u8>]) -> PyResult<Vec<CacheLayout>> {
+    layouts.iter().map(|bytes| CacheLayout::from_msgpack(bytes).or_raise(py)).collect()
+}
+
+/// Beat, silence, the longest message, bytes of a tail.
+type TermsArg = (f64, f64, usize, u64);
+
+fn terms(
+    py: Python<'_>,
+    (beat, silence, max_message, tail_nbytes): TermsArg,
+) -> PyResult<kv::Terms> {
+    let seconds = |what: &str, value: f64| {
+        Duration::try_from_secs_f64(value).map_err(|_| {
+            let text = format!("{what} of {value} seconds is not a length of time: give 0 or more");
+            raise(py, &fe::EngineError::Invalid(text))
+        })
+    };
+    let (beat, silence) = (seconds("a beat", beat)?, seconds("a silence", silence)?);
+    Ok(kv::Terms { beat, silence, max_message, tail_nbytes })
+}
+
+/// Calls back, unless the interpreter is gone.
+fn call(
+    callback: &Py<PyAny>,
+    args: impl for<'py> FnOnce(Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>>,
+) {
+    Python::try_attach(|py| {
+        let called = args(py).and_then(|args| callback.call1(py, args));
+        if let Err(e) = called {
+            e.write_unraisable(py, Some(callback.bind(py)));
+        }
+    });
+}
+
+/// The name of a cause, for the exception that stands for it.
+fn cause(cause: &kv::Cause) -> &'static str {
+    match cause {
+        kv::Cause::Cancelled => "cancelled",
+        kv::Cause::Lost(_) => "lost",
+        kv::Cause::TimedOut(_) => "timed out",
+        kv::Cause::Refused(_) => "refused",
+        kv::Cause::Closed => "closed",
+        _ => "failed",
+    }
+}
+
+fn whole(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(timeout).map_err(|_| {
+        let text =
+            format!("a timeout of {timeout} seconds is not a length of time: give 0 or more");
+        raise(py, &fe::EngineError::Invalid(text))
+    })
+}
+
+/// A decoder instance's process; `fabric_ray.kvcache.Decoder` is the class to use.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct KvDecoder(kv::Decoder);
+
+#[pymethods]
+impl KvDecoder {
+    #[new]
+    #[pyo3(signature = (*, name, layouts, ranks, terms, on_event))]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        layouts: Vec<Vec<u8>>,
+        ranks: Vec<RankArg<'_>>,
+        terms: TermsArg,
+        on_event: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
+        let terms = self::terms(py, terms)?;
+        let told = move |seq: u64, event: kv::Event| {
+            let (what, why, text) = match &event {
+                kv::Event::Ready => ("ready", "", String::new()),
+                kv::Event::Failed(c) => ("failed", cause(c), c.to_string()),
+                kv::Event::Released => ("released", "", String::new()),
+            };
+            call(&on_event, |py| (seq, what, why, text).into_pyobject(py));
+        };
+        let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
+        decoder.map(Self).or_raise(py)
+    }
+
+    /// Makes a prefiller known by its offer; returns its number.
+    fn meet(&self, py: Python<'_>, offer: &[u8]) -> PyResult<u64> {
+        py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.meet(&offer))).or_raise(py)
+    }
+
+    /// Asks a prefiller for pages; returns the request's number.
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (prefiller, *, tokens, have, salt, tables, tail_slot, payload, timeout))]
+    fn request(
+        &self,
+        py: Python<'_>,
+        prefiller: u64,
+        tokens: u64,
+        have: u64,
+        salt: u64,
+        tables: Vec<Vec<u32>>,
+        tail_slot: u32,
+        payload: Vec<u8>,
+        timeout: f64,
+    ) -> PyResult<u64> {
+        let timeout = whole(py, timeout)?;
+        let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout };
+        py.detach(|| self.0.request(prefiller, ask)).or_raise(py)
+    }
+
+    fn cancel(&self, py: Python<'_>, request: u64) {
+        py.detach(|| self.0.cancel(request));
+    }
+
+    fn leave(&self, py: Python<'_>, prefiller: u64) {
+        py.detach(|| self.0.leave(prefiller));
+    }
+
+    fn knows(&self, prefiller: u64) -> bool {
+        self.0.knows(prefiller)
+    }
+
+    /// Requests whose pages aren't released.
+    #[getter]
+    fn open(&self) -> usize {
+        self.0.open()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+/// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct KvPrefiller {
+    prefiller: kv::Prefiller,
+    word: Py<Watcher>,
+}
+
+#[pymethods]
+impl KvPrefiller {
+    #[new]
+    #[pyo3(signature = (*, name, layouts, ranks, terms, on_event, on_asked, device=None))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        layouts: Vec<Vec<u8>>,
+        ranks: Vec<RankArg<'_>>,
+        terms: TermsArg,
+        on_event: Py<PyAny>,
+        on_asked: Py<PyAny>,
+        device: Option<i32>,
+    ) -> PyResult<Self> {
+        let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
+        let terms = self::terms(py, terms)?;
+        let engine = local.first().map(|rank| Arc::clone(&rank.engine));
+        let told = move |job: u64, event: kv::JobEvent| match event {
+            kv::JobEvent::Asked(asked) => call(&on_asked, |py| {
+                let payload = PyBytes::new(py, &asked.payload);
+                (job, asked.decoder, asked.tokens, asked.have, payload).into_pyobject(py)
+            }),
+            kv::JobEvent::Stopped(c) => {
+                call(&on_event, |py| (job, "stopped", cause(&c), c.to_string()).into_pyobject(py));
+            }
+            kv::JobEvent::Released => {
+                call(&on_event, |py| (job, "released", "", "").into_pyobject(py))
+            }
+        };
+        let made = py.detach(|| {
+            let prefiller = kv::Prefiller::new(name, layouts, local, terms, told)?;
+            let advance = prefiller.advancer();
+            let word = match (engine, device) {
+                (Some(engine), Some(device)) => engine.watch_device(device, advance)?,
+                (Some(engine), None) => engine.watch(advance)?,
+                (None, _) => return Err(fe::EngineError::Closed),
+            };
+            Ok((prefiller, word))
+        });
+        let (prefiller, word) = made.or_raise(py)?;
+        Ok(Self { prefiller, word: Py::new(py, Watcher(word))? })
+    }
+
+    /// What decoders need to know of it.
+    fn offer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.prefiller.offer().to_bytes())
+    }
+
+    /// The word that counts layers.
+    #[getter]
+    fn word(&self, py: Python<'_>) -> Py<Watcher> {
+        self.word.clone_ref(py)
+    }
+
+    /// Layers of a pass.
+    #[getter]
+    fn layers(&self) -> usize {
+        self.prefiller.layers()
+    }
+
+    fn accept(
+        &self,
+        py: Python<'_>,
+        job: u64,
+        tables: Vec<Vec<u32>>,
+        computed: u64,
+    ) -> PyResult<()> {
+        py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
+    }
+
+    fn begin(&self, py: Python<'_>, requests: Vec<(u64, u64)>) {
+        py.detach(|| self.prefiller.begin(&requests));
+    }
+
+    fn finish(&self, py: Python<'_>, job: u64, slot: u32) -> PyResult<()> {
+        py.detach(|| self.prefiller.finish(job, slot)).or_raise(py)
+    }
+
+    fn fail(&self, py: Python<'_>, job: u64, why: &str) {
+        py.detach(|| self.prefiller.fail(job, why));
+    }
+
+    /// Jobs that aren't released.
+    #[getter]
+    fn jobs(&self) -> usize {
+        self.prefiller.jobs()
+    }
+
+    /// Decoders that it talks to.
+    #[getter]
+    fn decoders(&self) -> usize {
+        self.prefiller.decoders()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.prefiller.close());
+    }
+}

@@ -1,0 +1,182 @@
+"""Both ends of a transfer from Python, over real engines in one process."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.kvcache import (
+    CacheGroup,
+    CacheLayout,
+    CacheTensor,
+    Decoder,
+    Place,
+    Prefiller,
+    RankCache,
+    Terms,
+    errors,
+)
+
+LAYERS, HEADS, WIDTH, TAIL = 2, 4, 8, 32
+
+
+class Node:
+    """An instance whose ranks live here; their caches are [layers, pages, heads, tokens, width]."""
+
+    def __init__(self, stack: ExitStack, name: str, ranks: int, page_tokens: int, pages: int):
+        held = HEADS // ranks
+        self.caches: list[torch.Tensor] = []
+        self.ranks: list[RankCache] = []
+        for rank in range(ranks):
+            engine = stack.enter_context(TransferEngine(name=f"{name}-{rank}"))
+            shape = (LAYERS, pages, held, page_tokens, WIDTH)
+            cache, region = engine.empty(shape, torch.int64)
+            layer, page, head, token, _ = (8 * stride for stride in cache.stride())
+            places = tuple(Place(0, i * layer) for i in range(LAYERS))
+            tensor = CacheTensor(
+                "k", HEADS, rank * held, held, WIDTH, "int64", page, head, token, places
+            )
+            group = CacheGroup("all", tuple(range(LAYERS)), page_tokens, pages, (tensor,))
+            layout = CacheLayout("test", (group,), (region.nbytes,))
+            tail = engine.alloc(2 * TAIL) if rank == 0 else None
+            self.tail = self.ranks[0].tail if self.ranks else tail
+            self.ranks.append(RankCache(engine, layout, [region], tail))
+            self.caches.append(cache)
+
+
+def value(layer: int, head: int, token: int) -> int:
+    return 1 + layer + 10 * head + 1000 * token
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+TERMS = Terms(beat=0.05, silence=2.0, tail_nbytes=TAIL)
+
+
+def compute(node: Node, layer: int, tokens: range, table: list[int], page_tokens: int) -> None:
+    for rank, cache in enumerate(node.caches):
+        held = cache.shape[2]
+        for token in tokens:
+            for head in range(held):
+                page = table[token // page_tokens]
+                at = value(layer, rank * held + head, token)
+                cache[layer, page, head, token % page_tokens] = at
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(1, 1), (2, 1), (1, 4), (4, 2)])
+def test_pages_of_other_sizes_and_ranks_are_pulled_layer_by_layer(
+    stack: ExitStack, sources: int, targets: int
+) -> None:
+    prefill, decode = Node(stack, "p", sources, 4, 8), Node(stack, "d", targets, 8, 6)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    ours, theirs = [5, 0, 2], [3, 1]
+
+    async def serve() -> None:
+        async for job in prefiller.jobs():
+            assert (job.tokens, job.have, job.payload) == (11, 0, b"the prompt")
+            job.accept([ours])
+            for chunk in (range(6), range(6, 11)):
+                prefiller.begin([(job, chunk.stop)])
+                for layer in range(LAYERS):
+                    compute(prefill, layer, chunk, ours, 4)
+                    prefiller.layer_done(layer)
+            assert prefill.tail is not None
+            prefill.tail.numpy()[TAIL:] = 7
+            job.finish(1)
+            await job.released()
+            return
+
+    async def main() -> None:
+        serving = asyncio.create_task(serve())
+        to = decoder.meet(prefiller.offer())
+        pull = decoder.pull(to, tokens=11, tables=[theirs], payload=b"the prompt", timeout=20)
+        await pull.ready()
+        for rank, cache in enumerate(decode.caches):
+            held = cache.shape[2]
+            for layer in range(LAYERS):
+                for head in range(held):
+                    for token in range(11):
+                        got = cache[layer, theirs[token // 8], head, token % 8]
+                        assert (got == value(layer, rank * held + head, token)).all()
+        assert decode.tail is not None
+        assert (decode.tail.numpy()[:TAIL] == 7).all()
+        await pull.released()
+        await serving
+        assert (decoder.open, prefiller.open) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_cancelled_pull_says_so_and_is_released(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+    pull.cancel()
+    with pytest.raises(errors.PullCancelled):
+        pull.wait_ready(10)
+    pull.wait_released(10)
+    assert not pull.is_ready
+
+
+def test_a_prefiller_that_gives_up_says_why(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+
+    async def refuse() -> None:
+        async for job in prefiller.jobs():
+            job.fail("out of pages")
+            return
+
+    asyncio.run(asyncio.wait_for(refuse(), 10))
+    with pytest.raises(errors.PrefillFailed, match="out of pages") as error:
+        pull.wait_ready(10)
+    assert error.value.retryable
+    pull.wait_released(10)
+
+
+def test_what_is_wrong_with_a_request_is_said_before_anything_is_sent(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    to = decoder.meet(prefiller.offer())
+    for wrong, text in [
+        ({"tokens": 8, "tables": [[0]]}, "fill 2"),
+        ({"tokens": 8, "tables": [[0, 8]]}, "page 8 of 8"),
+        ({"tokens": 8, "tables": [[3, 3]]}, "page 3 twice"),
+        ({"tokens": 8, "tables": [[0, 1]], "have": 3}, "whole pages"),
+        ({"tokens": 8, "tables": [[0, 1]], "have": 8}, "one at least"),
+        ({"tokens": 8, "tables": [[0, 1]], "tail_slot": 2}, "no slot 2"),
+        ({"tokens": 8, "tables": [[0, 1]], "payload": bytes(1 << 20)}, "max_message"),
+    ]:
+        with pytest.raises(InvalidArgument, match=text):
+            decoder.pull(to, **wrong)
+    assert (decoder.open, prefiller.open) == (0, 0)
+
+
+def test_pages_that_do_not_fit_are_refused_with_all_that_differs(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    rank = decode.ranks[0]
+    group = rank.layout.groups[0]
+    tensor = msgspec.structs.replace(group.tensors[0], dtype="float64")
+    group = msgspec.structs.replace(group, tensors=(tensor,), window=12)
+    layout = msgspec.structs.replace(rank.layout, model="other", groups=(group,))
+    unlike = RankCache(rank.engine, layout, rank.buffers, rank.tail)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder([unlike], terms=TERMS))
+    with pytest.raises(errors.LayoutMismatch) as error:
+        decoder.meet(prefiller.offer())
+    for word in ("other", "float64", "window"):
+        assert word in str(error.value)
