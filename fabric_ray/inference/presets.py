@@ -59,7 +59,7 @@ TINY: dict[str, ModelConfig] = {
         dtype="float32",
     ),
     "tiny-hybrid": ModelConfig(
-        kind="llama",
+        kind="qwen3",
         vocab=BYTE_VOCAB,
         hidden=64,
         layers=4,
@@ -67,6 +67,7 @@ TINY: dict[str, ModelConfig] = {
         kv_heads=4,
         head_dim=8,
         intermediate=128,
+        qk_norm=True,
         window=24,
         windowed_layers=(0, 1, 3),
         dtype="float32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ class HuggingFaceTokenizer:
     def __init__(self, directory: Path | str) -> None:
         path = Path(directory) / TOKENIZER_FILE
         try:
-            import tokenizers
+            tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError as error:
             raise InferenceError(
                 f"{path} needs the tokenizers package; install it: pip install tokenizers"
