@@ -125,6 +125,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     moe: Moe | None = None
     latent: Latent | None = None
     """With it ``head_dim`` is the width of a head's queries and keys, turned or not."""
+    window: int | None = None
+    """How many tokens ``windowed_layers`` see, the token itself included."""
+    windowed_layers: tuple[int, ...] = ()
+    """Layers with a sliding window; others see everything before."""
     dtype: DTypeName = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -135,6 +139,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return (
             moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
         )
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees; ``None`` for all."""
+        return self.window if layer in self.windowed_layers else None
 
     @property
     def q_width(self) -> int:
@@ -281,6 +289,24 @@ def _check(c: ModelConfig) -> None:
         )
     if c.moe is not None:
         _check_moe(c.moe)
+    _check_windows(c)
+
+
+def _check_windows(c: ModelConfig) -> None:
+    if (c.window is None) != (not c.windowed_layers):
+        raise InvalidConfig(
+            f"window is {c.window} and windowed_layers {list(c.windowed_layers)}; give both or "
+            "neither",
+            field="window",
+        )
+    if c.window is not None and not 0 < c.window < LIMIT:
+        raise InvalidConfig(f"window is {c.window}; give 1 to {LIMIT - 1}", field="window")
+    if any(not 0 <= layer < c.layers for layer in c.windowed_layers):
+        raise InvalidConfig(
+            f"windowed_layers {list(c.windowed_layers)} are not all among {c.layers} layers; "
+            f"give 0 to {c.layers - 1}",
+            field="windowed_layers",
+        )
 
 
 def _check_latent(c: ModelConfig, latent: Latent) -> None:

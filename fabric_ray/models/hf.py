@@ -32,6 +32,8 @@ _ARCHITECTURES: dict[Kind, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
+_WINDOWED: tuple[Kind, ...] = ("qwen2", "qwen3")
+"""Kinds some layers of which may have a sliding window."""
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Kinds that choose what is attended to."""
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_INDEXED)
@@ -71,6 +73,8 @@ class _HfConfig(msgspec.Struct):
     rope_scaling: _RopeFields | None = None
     rope_parameters: _RopeFields | None = None
     use_sliding_window: bool | None = None
+    sliding_window: Size | None = None
+    max_window_layers: int = 28
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
     torch_dtype: str | None = None
@@ -144,6 +148,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         ) from error
     _refuse_variants(raw, origin, quantised)
     latent = _latent(kind, raw, origin)
+    windowed = _windowed_layers(raw, origin) if kind in _WINDOWED else ()
     return ModelConfig(
         kind=kind,
         vocab=raw.vocab_size,
@@ -162,6 +167,8 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         mlp_bias=kind == "llama" and raw.mlp_bias,
         moe=_routed(kind, raw, origin) if kind in _ROUTED else _moe(kind, raw, origin),
         latent=latent,
+        window=raw.sliding_window if windowed else None,
+        windowed_layers=windowed,
         dtype=_dtype(raw, origin),
     )
 
@@ -177,6 +184,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raise UnsupportedModel(
             f"a config.json of model type {config.kind!r} can't be written; use the one that the "
             "model came with",
+            model_type=config.kind,
+        )
+    if config.window is not None and config.kind not in _WINDOWED:
+        raise UnsupportedModel(
+            f"a config.json can't say that a model of type {config.kind!r} has sliding windows; "
+            f"use one of {', '.join(_WINDOWED)}",
             model_type=config.kind,
         )
     rope: dict[str, Any] = {"rope_theta": config.rope.theta}
@@ -206,6 +219,15 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         **rope,
     }
+    if config.window is not None:
+        fields |= {
+            "use_sliding_window": True,
+            "sliding_window": config.window,
+            "layer_types": [
+                "full_attention" if config.window_of(layer) is None else "sliding_attention"
+                for layer in range(config.layers)
+            ],
+        }
     if config.moe is not None:
         fields |= {
             "num_experts": config.moe.experts,
@@ -240,12 +262,35 @@ def _refuse_variants(raw: _HfConfig, origin: str, quantised: bool) -> None:
         )
     elif raw.hidden_act != "silu":
         problem = f"activation {raw.hidden_act!r}; only 'silu' is implemented"
+    elif raw.model_type in _WINDOWED:
+        unknown = set(raw.layer_types or ()) - {"full_attention", "sliding_attention"}
+        if unknown:
+            problem = f"layers of type {min(unknown)!r}; only full and sliding ones are implemented"
     elif raw.use_sliding_window or (raw.layer_types and set(raw.layer_types) != {"full_attention"}):
-        problem = "sliding-window attention; only full attention is implemented"
+        problem = (
+            "sliding-window attention; only full attention is implemented for it, windows for "
+            f"{' and '.join(_WINDOWED)}"
+        )
     if problem is not None:
         raise UnsupportedModel(
             f"{origin}: {raw.model_type} with {problem}", model_type=raw.model_type
         )
+
+
+def _windowed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
+    """As Qwen's configurations say it."""
+    if not raw.use_sliding_window or raw.sliding_window is None:
+        return ()
+    if raw.layer_types is None:
+        layers = range(min(raw.num_hidden_layers, MAX_LAYERS))
+        return tuple(layer for layer in layers if layer >= raw.max_window_layers)
+    if len(raw.layer_types) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(raw.layer_types)} layer_types are given for {raw.num_hidden_layers} "
+            "layers; give one for each",
+            field="layer_types",
+        )
+    return tuple(n for n, kind in enumerate(raw.layer_types) if kind == "sliding_attention")
 
 
 def _head_dim(kind: Kind, raw: _HfConfig, origin: str) -> int:

@@ -5,6 +5,7 @@ One process plays every rank: what ranks would add up over the wire is added her
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fabric_ray.models.config import ModelConfig, Moe
-from fabric_ray.models.transformer import Rotation, attend, rms_norm, rotation, route
+from fabric_ray.models.transformer import Rotation, attend, rms_norm, rotation, route, wide
 
 RankWeights = Mapping[str, Tensor]
 """The containers of one rank, by name."""
@@ -31,26 +32,19 @@ def forward(
         ep: groups of ranks that own whole experts.
     """
     c = config
-    x = _embed(ranks, tokens)
+    x = embed(ranks, tokens)
     by = rotation(c.rope, c.head_dim, tokens.shape[-1], dtype=x.dtype, device=x.device)
     first = ranks[0]
     for layer in range(c.layers):
         prefix = f"model.layers.{layer}."
         normed = rms_norm(x, first[prefix + "input_layernorm.weight"], c.norm_eps)
-        x = x + _attention(c, ranks, prefix + "self_attn.", normed, by)
+        x = x + _attention(c, ranks, prefix + "self_attn.", normed, by, c.window_of(layer))
         normed = rms_norm(x, first[prefix + "post_attention_layernorm.weight"], c.norm_eps)
-        mlp = prefix + "mlp."
-        if c.moe is not None and c.has_experts(layer):
-            x = x + _experts(c.moe, ranks, mlp, normed, ep)
-        else:
-            x = x + _mlp(ranks, mlp, normed)
-    x = rms_norm(x, first["model.norm.weight"], c.norm_eps)
-    head = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
-    logits = torch.cat([F.linear(x, rank[head]) for rank in ranks], dim=-1)
-    return logits[..., : c.vocab]
+        x = x + feed_forward(c, ranks, layer, normed, ep=ep)
+    return logits(c, ranks, rms_norm(x, first["model.norm.weight"], c.norm_eps))
 
 
-def _embed(ranks: Sequence[RankWeights], tokens: Tensor) -> Tensor:
+def embed(ranks: Sequence[RankWeights], tokens: Tensor) -> Tensor:
     """Each rank looks up the ids in its share of the vocabulary."""
     parts = []
     for index, rank in enumerate(ranks):
@@ -62,7 +56,12 @@ def _embed(ranks: Sequence[RankWeights], tokens: Tensor) -> Tensor:
 
 
 def _attention(
-    c: ModelConfig, ranks: Sequence[RankWeights], prefix: str, x: Tensor, by: Rotation
+    c: ModelConfig,
+    ranks: Sequence[RankWeights],
+    prefix: str,
+    x: Tensor,
+    by: Rotation,
+    window: int | None,
 ) -> Tensor:
     tp = len(ranks)
     heads, kv_heads = c.heads // tp, max(1, c.kv_heads // tp)
@@ -74,8 +73,25 @@ def _attention(
         if c.qk_norm:
             q = rms_norm(q, rank[prefix + "q_norm.weight"], c.norm_eps)
             k = rms_norm(k, rank[prefix + "k_norm.weight"], c.norm_eps)
-        parts.append(F.linear(attend(q, k, v, by), rank[prefix + "o_proj.weight"]))
-    return _reduce(parts, ranks[0].get(prefix + "o_proj.bias"))
+        parts.append(F.linear(attend(q, k, v, by, window=window), rank[prefix + "o_proj.weight"]))
+    return reduce(parts, ranks[0].get(prefix + "o_proj.bias"))
+
+
+def feed_forward(
+    c: ModelConfig, ranks: Sequence[RankWeights], layer: int, x: Tensor, *, ep: int = 1
+) -> Tensor:
+    """What a layer does after attention, to its normed input."""
+    prefix = f"model.layers.{layer}.mlp."
+    if c.moe is not None and c.has_experts(layer):
+        return _experts(c.moe, ranks, prefix, x, ep)
+    return _mlp(ranks, prefix, x)
+
+
+def logits(c: ModelConfig, ranks: Sequence[RankWeights], x: Tensor) -> Tensor:
+    """Of normed hidden states; each rank has those of its share of the vocabulary."""
+    head = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
+    parts = [F.linear(x, rank[head]) for rank in ranks]
+    return torch.cat(parts, dim=-1)[..., : c.vocab]
 
 
 def _mlp(ranks: Sequence[RankWeights], prefix: str, x: Tensor) -> Tensor:
@@ -84,7 +100,7 @@ def _mlp(ranks: Sequence[RankWeights], prefix: str, x: Tensor) -> Tensor:
         bias = rank.get(prefix + "gate_up_proj.bias")
         gate, up = F.linear(x, rank[prefix + "gate_up_proj.weight"], bias).chunk(2, dim=-1)
         parts.append(F.linear(F.silu(gate) * up, rank[prefix + "down_proj.weight"]))
-    return _reduce(parts, ranks[0].get(prefix + "down_proj.bias"))
+    return reduce(parts, ranks[0].get(prefix + "down_proj.bias"))
 
 
 def _experts(moe: Moe, ranks: Sequence[RankWeights], prefix: str, x: Tensor, ep: int) -> Tensor:
@@ -104,13 +120,15 @@ def _experts(moe: Moe, ranks: Sequence[RankWeights], prefix: str, x: Tensor, ep:
         parts.append(part)
         if index % inner == inner - 1:
             first += w13.shape[0]
-    if moe.shared_intermediate:
+    if moe.shared_intermediate and not moe.shared_gate:
+        parts.append(_mlp(ranks, prefix + "shared_experts.", tokens))
+    elif moe.shared_intermediate:
         gate = F.linear(tokens, ranks[0][prefix + "shared_expert_gate.weight"]).sigmoid()
         parts.append(gate * _mlp(ranks, prefix + "shared_expert.", tokens))
-    return _reduce(parts, None).view_as(x)
+    return reduce(parts, None).view_as(x)
 
 
-def _reduce(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """What an all-reduce over the ranks gives."""
-    total = torch.stack(list(parts)).float().sum(0).to(parts[0].dtype)
+def reduce(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """What an all-reduce over the ranks gives: added one by one, in their order."""
+    total = functools.reduce(torch.add, map(wide, parts)).to(parts[0].dtype)
     return total if bias is None else total + bias

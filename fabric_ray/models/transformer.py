@@ -15,11 +15,17 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each ``[positions, head_dim]``."""
 
 
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the precision of sums and norms: float32, or its own where that is more."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rotation(
     rope: Rope, head_dim: int, positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> Rotation:
     """The angles by which position turns queries and keys (RoFormer; Llama 3.1 scaling)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_dim, 2, dtype=precise, device=device) / head_dim
     frequencies = rope.theta**-exponents
     if (scaling := rope.scaling) is not None:
         wavelengths = 2 * math.pi / frequencies
@@ -41,15 +47,15 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scales the last dimension to unit root mean square, computed in float32."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    """Scales the last dimension to unit root mean square, computed in float32 at least."""
+    scaled = wide(x)
+    scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
 
 
 def route(logits: Tensor, moe: Moe) -> tuple[Tensor, Tensor]:
     """Weights and numbers of the experts of each token, ``[tokens, top_k]`` both."""
-    weights, chosen = logits.float().softmax(-1).topk(moe.top_k, dim=-1)
+    weights, chosen = wide(logits).softmax(-1).topk(moe.top_k, dim=-1)
     if moe.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), chosen
@@ -89,10 +95,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, window: int | None, dtype: torch.dtype) -> None:
         super().__init__()
         c = config
         self.head_dim = c.head_dim
+        self.window = window
         self.q_proj = Linear(c.hidden, c.q_width, dtype, bias=c.qkv_bias)
         self.k_proj = Linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
         self.v_proj = Linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
@@ -106,18 +113,26 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out: Tensor = self.o_proj(attend(q, k, v, by))
+        out: Tensor = self.o_proj(attend(q, k, v, by, window=self.window))
         return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, by: Rotation) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, by: Rotation, *, window: int | None = None) -> Tensor:
     """Causal attention of ``[batch, positions, heads, head_dim]``, fewer heads for k and v.
+
+    With a ``window`` a token sees itself and the ``window - 1`` before it.
 
     Returns ``[batch, positions, heads * head_dim]``.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     q, k = rotate(q, by), rotate(k, by)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    seen = None
+    if window is not None and window < q.shape[2]:
+        everything = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+        seen = everything.tril().triu(1 - window)
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True
+    )
     return mixed.transpose(1, 2).flatten(2)
 
 
@@ -166,7 +181,7 @@ class Block(nn.Module):
         super().__init__()
         c = config
         self.input_layernorm = RMSNorm(c.hidden, c.norm_eps, dtype)
-        self.self_attn = Attention(c, dtype)
+        self.self_attn = Attention(c, c.window_of(layer), dtype)
         self.post_attention_layernorm = RMSNorm(c.hidden, c.norm_eps, dtype)
         if c.moe is not None and c.has_experts(layer):
             self.mlp: nn.Module = MixtureOfExperts(c, c.moe, dtype)

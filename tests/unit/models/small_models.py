@@ -43,6 +43,7 @@ SMALL = {
     ),
     "qwen2": small("qwen2", qkv_bias=True, tied=True),
     "qwen3": small("qwen3", qk_norm=True, head_dim=16, tied=True, rope=Rope(1e6)),
+    "qwen3-windowed": small("qwen3", qk_norm=True, window=7, windowed_layers=(0, 2)),
     "qwen3_moe": small(
         "qwen3_moe",
         qk_norm=True,

@@ -121,6 +121,36 @@ def test_nonsense_is_refused_with_the_field(changes: dict[str, Any], words: list
         assert word in str(caught.value)
 
 
+def test_windows_are_read_as_qwen_says_them() -> None:
+    said = {"model_type": "qwen3", "sliding_window": 64, "num_hidden_layers": 3}
+    assert config_from_hf(llama(**said)).window is None
+    said["use_sliding_window"] = True
+    assert config_from_hf(llama(**said)).windowed_layers == ()  # from layer 28 on
+    found = config_from_hf(llama(**said, max_window_layers=1))
+    assert (found.window, found.windowed_layers) == (64, (1, 2))
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    found = config_from_hf(llama(**said, layer_types=types))
+    assert [found.window_of(layer) for layer in range(3)] == [64, None, 64]
+    with pytest.raises(InvalidConfig, match="2 layer_types are given for 3 layers"):
+        config_from_hf(llama(**said, layer_types=types[1:]))
+    with pytest.raises(UnsupportedModel, match="'chunked_attention'"):
+        config_from_hf(llama(**said, layer_types=["chunked_attention"] * 3))
+
+
+def test_windows_that_mean_nothing_are_refused() -> None:
+    config = SMALL["qwen3-windowed"]
+    for changes, words in (
+        ({"window": None}, "give both or neither"),
+        ({"windowed_layers": ()}, "give both or neither"),
+        ({"window": 0}, "window is 0"),
+        ({"windowed_layers": (3,)}, "not all among 3 layers"),
+    ):
+        with pytest.raises(InvalidConfig, match=words):
+            structs.replace(config, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModel, match="use one of qwen2, qwen3"):
+        config_to_hf(structs.replace(SMALL["llama"], window=7, windowed_layers=(1,)))
+
+
 def test_a_missing_field_is_named() -> None:
     fields = llama()
     del fields["vocab_size"]

@@ -1,0 +1,138 @@
+"""Attention over paged keys and values: what the rows of a batch read and write where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fabric_ray.inference.protocols import PageTable
+from fabric_ray.inference.tables import first_seen
+from fabric_ray.kvcache.layout import CacheGroup
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one request: a chunk of a prompt, or one token to decode."""
+
+    tokens: Sequence[int]
+    start: int
+    tables: tuple[PageTable, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Segments that are attended together: of equal length, with about as many pages."""
+
+    rows: Tensor
+    """Where their tokens are in the batch, ``[segments, tokens]``."""
+    table: Tensor
+    """Their pages from the first that is looked back on, ``[segments, pages]``; page 0 for those
+    that a segment hasn't."""
+    positions: int
+    """How many of the pages' positions are needed."""
+    mask: Tensor | None
+    """What sees what, ``[segments, 1, tokens, positions]``; ``None`` where that is causal."""
+    void: Tensor | None
+    """What no token of a segment sees, ``[segments, 1, positions, 1]``; ``None`` if there is no
+    such thing."""
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a batch's tokens lie in the pages of one group; the same for all its layers."""
+
+    pages: Tensor
+    """``[tokens]``"""
+    slots: Tensor
+    """Places in the pages, ``[tokens]``."""
+    buckets: tuple[Bucket, ...]
+
+
+def address(segments: Sequence[Segment], group: CacheGroup, at: int) -> Addresses:
+    """Looks a batch up in the page tables of group number ``at``."""
+    size = group.page_tokens
+    positions = [p for s in segments for p in range(s.start, s.end)]
+    pages = [s.tables[at][p // size] for s in segments for p in range(s.start, s.end)]
+    rows: dict[tuple[int, int], list[tuple[int, Segment]]] = {}
+    before = 0
+    for segment in segments:
+        looked = -(-segment.end // size) - first_seen(segment.start, group.window) // size
+        # Padding at most doubles what is gathered.
+        alike = (len(segment.tokens), looked.bit_length())
+        rows.setdefault(alike, []).append((before, segment))
+        before += len(segment.tokens)
+    return Addresses(
+        torch.tensor(pages),
+        torch.tensor(positions) % size,
+        tuple(_bucket(alike, group, at) for alike in rows.values()),
+    )
+
+
+def _bucket(alike: Sequence[tuple[int, Segment]], group: CacheGroup, at: int) -> Bucket:
+    size = group.page_tokens
+    segments = [segment for _, segment in alike]
+    count = len(segments[0].tokens)
+    firsts = [first_seen(s.start, group.window) // size for s in segments]
+    tables = [
+        list(s.tables[at][first : -(-s.end // size)])
+        for s, first in zip(segments, firsts, strict=True)
+    ]
+    longest = max(map(len, tables))
+    needed = max(s.end - first * size for s, first in zip(segments, firsts, strict=True))
+    table = torch.tensor([pages + [0] * (longest - len(pages)) for pages in tables])
+    rows = torch.tensor([before for before, _ in alike])[:, None] + torch.arange(count)
+    starts = torch.tensor([s.start for s in segments])
+    if len(segments) == 1 and segments[0].start == 0 and _sees_all(segments[0].end, group):
+        return Bucket(rows, table, needed, None, None)
+    keys = torch.tensor(firsts)[:, None] * size + torch.arange(needed)  # [segments, positions]
+    queries = starts[:, None] + torch.arange(count)  # [segments, tokens]
+    seen = keys[:, None, :] <= queries[:, :, None]
+    if group.window is not None:
+        seen &= keys[:, None, :] > queries[:, :, None] - group.window
+    void = ~seen.any(dim=1)
+    return Bucket(
+        rows, table, needed, seen[:, None], void[:, None, :, None] if void.any() else None
+    )
+
+
+def _sees_all(end: int, group: CacheGroup) -> bool:
+    return group.window is None or end <= group.window
+
+
+def write(view: Tensor, addresses: Addresses, values: Tensor) -> None:
+    """Puts ``[tokens, heads, width]`` into ``view`` ``[pages, heads, page tokens, width]``."""
+    view[addresses.pages, :, addresses.slots] = values.to(view.dtype)
+
+
+def gather(view: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+    """What a bucket reads of ``[pages, heads, page tokens, width]``: a copy,
+    ``[segments, heads, positions, width]``."""
+    segments = len(bucket.table)
+    picked = view.transpose(0, 1).index_select(1, bucket.table.flatten())
+    picked = picked.reshape(len(picked), segments, -1, picked.shape[-1])[:, :, : bucket.positions]
+    out = picked.transpose(0, 1).to(dtype)
+    if bucket.void is not None:
+        # Other requests' values lie there, or none: even a weight of zero would let NaNs through.
+        out = out.masked_fill(bucket.void, 0)
+    return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of ``[segments, heads, tokens, width]``; fewer heads for k and v.
+
+    Returns ``[segments, heads, tokens, width of v]``.
+    """
+    if q.shape[2] == 1:
+        # Heads that share keys become queries beside each other: keys needn't be repeated.
+        segments, heads = q.shape[:2]
+        folded = q.reshape(segments, k.shape[1], -1, q.shape[-1])
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        return out.reshape(segments, heads, 1, -1)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )

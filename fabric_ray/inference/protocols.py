@@ -1,0 +1,148 @@
+"""The seam: what an inference engine offers to stand behind a disaggregated deployment.
+
+An engine computes; who owns which page, which request goes where and when bytes may move is decided
+above it. So an engine keeps nothing about requests: each call brings the page tables it works on. A
+page table lists, for one cache group, the page of each stretch of ``page_tokens`` tokens from
+position 0 on: position ``p`` lies in page ``table[p // page_tokens]``. Engines are driven by one
+thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric_ray.kvcache.layout import CacheLayout
+
+PageTable = Sequence[int]
+"""Pages of one group, one for each stretch of ``page_tokens`` tokens."""
+
+NO_PAGE = (1 << 32) - 1
+"""The entry of a table where no page is: it lies wholly before a window."""
+
+OnLayer = Callable[[int], None]
+"""Called with a layer's number in the model."""
+
+
+class PrefillChunk(msgspec.Struct, frozen=True):
+    """A stretch of one request's prompt."""
+
+    tokens: Sequence[int]
+    """Ids of positions ``start``, ``start + 1`` and on; at least one."""
+    start: int
+    """Position of the first. What lies before must be in the pages already: computed by earlier
+    chunks, found in a prefix cache, or written by a peer."""
+    tables: tuple[PageTable, ...]
+    """For each group of the layout, long enough for the chunk's last position."""
+    last: bool = True
+    """Whether the prompt ends with this chunk."""
+
+
+class DecodeRow(msgspec.Struct, frozen=True):
+    """One request's step in a batch."""
+
+    token: int
+    """The id at ``position``, whose keys and values the step writes."""
+    position: int
+    """All positions before it must be in the pages."""
+    tables: tuple[PageTable, ...]
+    """For each group of the layout, long enough for ``position``."""
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """What a prefill hands to the decoder beside pages, for the position after the prompt's end."""
+
+    logits: Tensor
+    """``[vocab]``, of the token that follows the prompt."""
+    hidden: Tensor
+    """``[hidden]``, the state that the logits are computed from, final norm included."""
+
+
+class TailField(msgspec.Struct, frozen=True):
+    """One vector in a tail's bytes."""
+
+    name: str
+    elements: int
+    dtype: str
+    """As torch names it, ``float32`` for example."""
+    offset: int
+    """Bytes from the begin of the tail."""
+
+
+class TailLayout(msgspec.Struct, frozen=True):
+    """How a tail lies in memory; equal on both ends of a transfer."""
+
+    fields: tuple[TailField, ...]
+    nbytes: int
+
+
+class InferenceEngine(Protocol):
+    """What both halves offer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Configuration, weights and precision as one short text. Two engines may exchange pages
+        if theirs are equal; it is the ``model`` of their layouts."""
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks, all of which this engine drives."""
+
+    def layout(self, rank: int) -> CacheLayout:
+        """Where the pages of one rank lie: groups, page sizes, strides. It never changes."""
+
+    def buffers(self, rank: int) -> Sequence[Tensor]:
+        """The memory that ``layout(rank).buffers`` counts, in that order, as uint8: what is to be
+        registered with a transfer engine."""
+
+    @property
+    def tail(self) -> TailLayout:
+        """How :meth:`PrefillEngine.write_tail` lays a tail out."""
+
+
+class PrefillEngine(InferenceEngine, Protocol):
+    """Computes prompts."""
+
+    def prefill(self, chunk: PrefillChunk, on_layer: OnLayer | None = None) -> Tail | None:
+        """Writes a chunk's keys and values to its pages, layer by layer.
+
+        Chunks of a prompt come in order; chunks of different prompts may be interleaved.
+
+        Args:
+            chunk: tokens and where they go.
+            on_layer: called once for each layer, in the order in which they are computed, as soon
+                as every rank's pages hold the chunk's part of that layer: they may be sent from
+                then on. What it raises ends the chunk and is raised; the pages hold a part of it
+                then.
+
+        Returns:
+            The tail if this was the prompt's last chunk.
+
+        Raises:
+            InferenceError: tokens or tables don't fit the model or the cache; nothing was written.
+        """
+
+    def write_tail(self, tail: Tail, into: Tensor) -> None:
+        """Lays a tail out in ``into``: uint8, at least ``self.tail.nbytes`` long."""
+
+
+class DecodeEngine(InferenceEngine, Protocol):
+    """Continues prompts, whoever computed their pages."""
+
+    def read_tail(self, source: Tensor) -> Tail:
+        """A copy of the tail that ``write_tail`` laid out, on whichever machine."""
+
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        """One step of each row's request; no two rows may write to the same page.
+
+        Returns:
+            Logits ``[rows, vocab]`` of the tokens that follow.
+
+        Raises:
+            InferenceError: tokens or tables don't fit the model or the cache; nothing was written.
+        """

@@ -1,0 +1,76 @@
+"""From logits to a token, the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from fabric_ray.inference.errors import InferenceError
+
+_BITS = 53
+"""Of a double's mantissa: every draw is exact."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How a request's tokens are chosen.
+
+    Raises:
+        InferenceError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """The likeliest tokens that together have this probability are drawn from; above 0, at most
+    1."""
+    seed: int = 0
+    """Of all draws of the request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise InferenceError(f"temperature is {self.temperature}; give 0 to 100")
+        if not 0 < self.top_p <= 1:
+            raise InferenceError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+
+
+def sample(logits: Tensor, sampling: Sampling, index: int) -> int:
+    """A token by its logits.
+
+    A draw depends on the seed and on ``index`` alone, so that a request may move to another machine
+    between two tokens. Sums are made in float64 and ties go to the lower token.
+
+    Args:
+        logits: ``[vocab]``, of any dtype.
+        sampling: the request's choice.
+        index: how many tokens the request has generated so far.
+
+    Raises:
+        InferenceError: the logits are no numbers.
+    """
+    values: np.ndarray[Any, np.dtype[np.float64]] = logits.detach().double().cpu().numpy()
+    if np.isnan(values).any() or not np.isfinite(values.max()):
+        raise InferenceError(
+            "logits are not finite; the weights or the pages behind them are damaged: load the "
+            "model again and retry the request"
+        )
+    if sampling.temperature == 0:
+        return int(values.argmax())
+    odds = np.exp((values - values.max()) / sampling.temperature)
+    if sampling.top_p == 1:
+        return int(_drawn(odds, sampling.seed, index))
+    order = np.argsort(-odds, kind="stable")
+    sums = odds[order].cumsum()
+    # The first whose sum reaches top_p is the last to be drawn from.
+    count = int(np.searchsorted(sums, sampling.top_p * sums[-1])) + 1
+    return int(order[_drawn(odds[order[:count]], sampling.seed, index)])
+
+
+def _drawn(odds: np.ndarray[Any, np.dtype[np.float64]], seed: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") >> (64 - _BITS)) / (1 << _BITS)
+    sums = odds.cumsum()
+    return min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(sums) - 1)
