@@ -3,3 +3,4 @@
 mod bytes;
 mod caches;
 mod replay;
+mod requests;
