@@ -4,3 +4,5 @@ mod bytes;
 mod caches;
 mod replay;
 mod requests;
+mod sizes;
+mod spread;
