@@ -91,7 +91,8 @@ fn group(
     let mut tensors = if same || rows {
         packed(&model.tensors, model, form, held, buffers)
     } else {
-        let one = |t: &(String, u32, u32)| packed(&[t.clone()], model, form, held, buffers);
+        let one =
+            |t: &(String, u32, u32)| packed(std::slice::from_ref(t), model, form, held, buffers);
         model.tensors.iter().flat_map(one).collect()
     };
     if form.reversed {

@@ -2,6 +2,8 @@
 
 mod bytes;
 mod caches;
+mod layouts;
+mod refusals;
 mod replay;
 mod requests;
 mod sizes;

@@ -92,7 +92,7 @@ pub fn send(
     request: &Request,
 ) -> Memory {
     let mut memory = Memory::of(target);
-    for from in 0..source.len() {
+    for (from, sender) in source.iter().enumerate() {
         let link = pairing.link(from, rank, request.salt).unwrap();
         let named = pairing.sources(rank, request.salt).unwrap().contains(&from);
         assert_eq!(named, !link.is_empty(), "sources are those with links that aren't empty");
@@ -100,7 +100,7 @@ pub fn send(
         for &chunk in &request.chunks {
             for group in 0..target.groups.len() {
                 for write in writes(pairing, &link, group, request, done..chunk) {
-                    memory.write(from, &source[from], &write);
+                    memory.write(from, sender, &write);
                 }
             }
             done = chunk;
@@ -178,7 +178,7 @@ pub fn sent_tokens(
 ) -> Range<u64> {
     let sizes = [Side::Source, Side::Target]
         .map(|side| u64::from(pairing.page_tokens(group, side).unwrap()));
-    let boundary = |t: u64| sizes.iter().any(|size| t % size == 0);
+    let boundary = |t: u64| sizes.iter().any(|size| t.is_multiple_of(*size));
     let (have, n) = (tokens.start, tokens.end);
     if have == n {
         return n..n;

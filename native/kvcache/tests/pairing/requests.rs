@@ -89,7 +89,7 @@ pub fn choices() -> impl Strategy<Value = Choices> {
 /// Pages are mixed, and entries that nobody may look at are nonsense.
 pub fn request(of: &Instances, (salt, tokens, have, chunks, seed): Choices) -> Request {
     let n = tokens.index(40) as u64 + 1;
-    let whole = |t: &u64| of.groups.iter().all(|(_, _, f)| t % u64::from(f.page_tokens) == 0);
+    let whole = |t: &u64| of.groups.iter().all(|(_, _, f)| t.is_multiple_of(f.page_tokens.into()));
     let prefixes: Vec<u64> = (0..=n).filter(whole).collect();
     let have = *have.get(&prefixes);
     let mut ends: Vec<u64> = chunks.iter().map(|c| c.index(n as usize + 1) as u64).collect();
