@@ -48,18 +48,19 @@ fn span(tensor: &CacheTensor, group: &CacheGroup) -> u64 {
 
 /// Whether rows of two tensors meet, the second of which begins `apart` bytes after the first.
 fn meet(group: &CacheGroup, a: &CacheTensor, b: &CacheTensor, apart: u64) -> bool {
-    let mut both = Vec::new();
+    let (mut both, mut len) = ([(0, 0, 0); 3], 0);
     for ((stride, count), (other, others)) in steps(a, group).into_iter().zip(steps(b, group)) {
         match (count, others) {
             (1, 1) => {}
             (2.., 2..) if stride == other => {
-                both.push((stride as i64, count.into(), others.into()))
+                both[len] = (stride as i64, count.into(), others.into());
+                len += 1;
             }
             _ => return apart == 0,
         }
     }
-    both.sort_unstable_by_key(|&(stride, _, _)| std::cmp::Reverse(stride));
-    within(apart as i64, &both, (row(a) as i64, row(b) as i64))
+    both[..len].sort_unstable_by_key(|&(stride, _, _)| std::cmp::Reverse(stride));
+    within(apart as i64, &both[..len], (row(a) as i64, row(b) as i64))
 }
 
 /// Whether two rows of those lengths meet, of all that steps of a stride lead to from two that begin

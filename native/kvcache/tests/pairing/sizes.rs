@@ -105,6 +105,29 @@ fn pages_that_follow_each_other_need_no_list() {
     assert!(writes[0].src_pages.list().is_none() && writes[0].dst_pages.list().is_none());
 }
 
+/// Layers whose tensors lie each in another way to each other share one form, though less joins.
+#[test]
+fn layers_that_all_differ_do_not_multiply_what_is_kept() {
+    let layers = 40;
+    let model = model(layers, 64, 1);
+    let form = Form::dense(256, 1, [Layer, Page, Head, Token, Tensor]);
+    let mut ranks = instance(&[(model, form)], 1);
+    let tensors = &mut ranks[0].groups[0].tensors;
+    for (t, tensor) in tensors.iter_mut().enumerate() {
+        (tensor.head_stride, tensor.token_stride) = (256 * 64, 64);
+        for (layer, place) in tensor.places.iter_mut().enumerate() {
+            // Values lie 1 byte behind keys in the first layer, 2 in the second and so on.
+            place.offset = (layer << 21) as u64 + (t * (layer + 1)) as u64;
+        }
+    }
+    ranks[0].buffers[0] = u64::from(layers) << 21;
+    let pairing = Pairing::new(&ranks, &ranks).unwrap();
+    let (link, bytes) = kept(|| pairing.link(0, 0, 0).unwrap());
+    let runs = 2 * 64 * 256;
+    assert_eq!(link.expected(0, 0..1).unwrap(), u64::from(layers) * runs);
+    assert!(bytes < 40 * runs as i64, "{bytes} bytes for {runs} runs");
+}
+
 /// Prints how long it takes; `cargo test --release -- --ignored --nocapture` shows it.
 #[test]
 #[ignore = "measures"]
@@ -127,6 +150,9 @@ fn how_long_descriptions_take() {
     let link = pairing.link(0, 0, 0).unwrap();
     let layers = link.select(0, cells.clone(), &src, &dst).unwrap();
     let (s, t) = (source.clone(), target.clone());
+    let interleaved = instance(&[(model(61, 8, 256), form([Page, Layer, Tensor, Head, Token]))], 8);
+    let check = move || interleaved.iter().for_each(|layout| layout.check().unwrap());
+    time("checking 8 ranks whose pages hold all layers", Box::new(check));
     let new = move || Pairing::new(&s, &t).unwrap();
     let fresh = new.clone();
     time("pairing of 8 ranks with 4", Box::new(move || drop(new())));
