@@ -3,6 +3,7 @@
 //! A layout comes from a peer. [`CacheLayout::check`] comes first, everything else relies on it.
 
 mod check;
+mod overlap;
 
 use fabric_engine::EngineError;
 use serde::{Deserialize, Serialize};

@@ -4,6 +4,7 @@ use std::fmt;
 
 use rustc_hash::FxHashSet;
 
+use super::overlap::shared;
 use super::{CacheGroup, CacheLayout, CacheTensor, Place};
 
 pub const MAX_MODEL_BYTES: usize = 4096;
@@ -13,11 +14,11 @@ pub const MAX_BUFFERS: usize = 1 << 14;
 pub const MAX_BUFFER_BYTES: u64 = 1 << 46;
 pub const MAX_GROUPS: usize = 64;
 /// Of a group.
-pub const MAX_LAYERS: usize = 4096;
+pub const MAX_LAYERS: usize = 1 << 12;
 /// Of a group.
 pub const MAX_TENSORS: usize = 64;
 /// Layers times tensors, of all groups together.
-pub const MAX_PLACES: usize = 1 << 14;
+pub const MAX_PLACES: usize = 1 << 12;
 /// Of a tensor.
 pub const MAX_HEADS: u32 = 4096;
 pub const MAX_PAGE_TOKENS: u32 = 1 << 16;
@@ -55,6 +56,11 @@ pub enum Flaw {
          strides in bytes, of pages, heads and tokens each beyond what the smaller ones span"
     )]
     Overlap { what: &'static str, stride: u64, needed: u64 },
+    #[error(
+        "it shares bytes with tensor {tensor:?} of layer {layer}; give each a place of its own, and \
+         list layers that share one cache once"
+    )]
+    Shared { tensor: String, layer: u32 },
     #[error("buffer {buffer} isn't among the {buffers} buffers; count from 0")]
     NoBuffer { buffer: u32, buffers: usize },
     #[error(
@@ -92,8 +98,9 @@ impl CacheLayout {
     /// Whether the description is consistent in itself and within the limits.
     ///
     /// What it has checked: every page of every tensor of every layer lies in its buffer, no two rows
-    /// of a tensor overlap, names are unique, and sums of offsets don't overflow. Tensors may overlap
-    /// each other: groups do where an engine lends the same memory to pages of either.
+    /// of a tensor overlap, nor tensors and layers of a group that have the same strides, names are
+    /// unique, and sums of offsets don't overflow. Groups may overlap: an engine may lend the same
+    /// memory to pages of either.
     ///
     /// # Errors
     /// The first flaw, with the group, tensor and layer that has it.
@@ -137,7 +144,20 @@ impl CacheGroup {
             unique(&mut names, "the name", tensor.name.as_str()).map_err(|f| named(f.into()))?;
             tensor.check(self, buffers).map_err(named)?;
         }
-        Ok(())
+        let places = self.layers.len() * self.tensors.len();
+        at_most("layers times tensors", places, MAX_PLACES)?;
+        match shared(self) {
+            None => Ok(()),
+            Some([(t, l), (tensor, layer)]) => Err(LayoutError {
+                group: None,
+                tensor: Some(self.tensors[t].name.clone()),
+                layer: Some(self.layers[l]),
+                flaw: Flaw::Shared {
+                    tensor: self.tensors[tensor].name.clone(),
+                    layer: self.layers[layer],
+                },
+            }),
+        }
     }
 }
 

@@ -207,25 +207,6 @@ impl Selection {
     pub fn is_empty(&self) -> bool {
         self.phases.is_empty()
     }
-
-    /// Bytes of memory that it takes, with the runs that it shares and the places of the layers.
-    #[cfg(test)]
-    pub(super) fn footprint(&self) -> usize {
-        let list = |pages: &PageIndices| match pages {
-            PageIndices::Range { .. } => 0,
-            PageIndices::List(_) => 4 * pages.len() as usize,
-        };
-        let lists = self.phases.iter().map(|p| list(&p.src) + list(&p.dst));
-        let of = &self.pairing.groups[self.group];
-        let places = |t: &CacheTensor| size_of_val(&*t.places);
-        let placed = [&of.source[self.source], &of.target[self.target]]
-            .map(|g| g.tensors.iter().map(places).sum::<usize>());
-        size_of::<Self>()
-            + self.phases.len() * size_of::<PhasePages>()
-            + lists.sum::<usize>()
-            + self.runs.as_ref().map_or(0, |r| r.footprint())
-            + placed.iter().sum::<usize>()
-    }
 }
 
 fn runs_of<'a>(

@@ -92,14 +92,6 @@ impl GroupRuns {
     pub fn len(&self) -> usize {
         self.forms.iter().map(|f| f.runs.len()).sum()
     }
-
-    /// Bytes of memory that it takes.
-    #[cfg(test)]
-    pub fn footprint(&self) -> usize {
-        let form = |f: &Form| size_of::<Form>() + size_of_val(&*f.runs) + size_of_val(&*f.firsts);
-        let forms = self.forms.iter().map(form).sum::<usize>();
-        size_of::<Self>() + forms + size_of_val(&*self.form_of) + size_of_val(&*self.before)
-    }
 }
 
 impl Form {

@@ -36,13 +36,23 @@ pub struct Form {
     pub gaps: Vec<u64>,
     /// Whether outermost layers and tensors have buffers of their own.
     pub split: bool,
+    /// Whether the tensors are listed from last to first.
     pub reversed: bool,
+    /// Whether tensors of one shape change places in every other layer.
+    pub swapped: bool,
 }
 
 impl Form {
     pub fn dense(page_tokens: u32, pages: u32, order: [Dim; 5]) -> Self {
-        let order = order.to_vec();
-        Self { page_tokens, pages, order, gaps: vec![0; 5], split: false, reversed: false }
+        Self {
+            page_tokens,
+            pages,
+            order: order.to_vec(),
+            gaps: vec![0; 5],
+            split: false,
+            reversed: false,
+            swapped: false,
+        }
     }
 }
 
@@ -81,7 +91,8 @@ fn group(
     let mut tensors = if same || rows {
         packed(&model.tensors, model, form, held, buffers)
     } else {
-        let one = |t: &(String, u32, u32)| packed(&[t.clone()], model, form, held, buffers);
+        let one =
+            |t: &(String, u32, u32)| packed(std::slice::from_ref(t), model, form, held, buffers);
         model.tensors.iter().flat_map(one).collect()
     };
     if form.reversed {
@@ -146,6 +157,10 @@ fn packed(
     let start = buffers.len() as u64;
     buffers.extend((0..own.iter().map(|&d| count(d)).product::<u64>()).map(|_| length));
     let place = |tensor: u64, layer: u64| {
+        let tensor = match form.swapped && row_starts.is_empty() && layer % 2 == 1 {
+            true => tensors.len() as u64 - 1 - tensor,
+            false => tensor,
+        };
         let index = |dim: Dim| if dim == Layer { layer } else { tensor };
         let buffer = own.iter().fold(0, |b, &d| b * count(d) + index(d));
         let mut offset = row_starts.get(tensor as usize).copied().unwrap_or(0);
@@ -200,14 +215,16 @@ pub fn forms(pages: u32) -> impl Strategy<Value = Form> {
         2 => Just(vec![0; 5]),
         1 => prop::collection::vec(prop_oneof![3 => Just(0), 1 => 1u64..6], 5),
     ];
-    (1u32..9, order, gaps, any::<bool>(), any::<bool>()).prop_map(
-        move |(page_tokens, order, gaps, split, reversed)| Form {
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    (1u32..9, order, gaps, flags).prop_map(
+        move |(page_tokens, order, gaps, (split, reversed, swapped))| Form {
             page_tokens,
             pages,
             order,
             gaps,
             split,
             reversed,
+            swapped,
         },
     )
 }

@@ -2,4 +2,9 @@
 
 mod bytes;
 mod caches;
+mod layouts;
+mod refusals;
 mod replay;
+mod requests;
+mod sizes;
+mod spread;

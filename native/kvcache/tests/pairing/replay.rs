@@ -92,7 +92,7 @@ pub fn send(
     request: &Request,
 ) -> Memory {
     let mut memory = Memory::of(target);
-    for from in 0..source.len() {
+    for (from, sender) in source.iter().enumerate() {
         let link = pairing.link(from, rank, request.salt).unwrap();
         let named = pairing.sources(rank, request.salt).unwrap().contains(&from);
         assert_eq!(named, !link.is_empty(), "sources are those with links that aren't empty");
@@ -100,7 +100,7 @@ pub fn send(
         for &chunk in &request.chunks {
             for group in 0..target.groups.len() {
                 for write in writes(pairing, &link, group, request, done..chunk) {
-                    memory.write(from, &source[from], &write);
+                    memory.write(from, sender, &write);
                 }
             }
             done = chunk;
@@ -178,7 +178,7 @@ pub fn sent_tokens(
 ) -> Range<u64> {
     let sizes = [Side::Source, Side::Target]
         .map(|side| u64::from(pairing.page_tokens(group, side).unwrap()));
-    let boundary = |t: u64| sizes.iter().any(|size| t % size == 0);
+    let boundary = |t: u64| sizes.iter().any(|size| t.is_multiple_of(*size));
     let (have, n) = (tokens.start, tokens.end);
     if have == n {
         return n..n;
@@ -192,4 +192,41 @@ pub fn sent_tokens(
         end += 1;
     }
     start..end
+}
+
+/// How many contiguous runs the bytes that came are made of, cell by cell and layer by layer: no way of
+/// sending a cell of a layer when it is ready takes fewer writes.
+pub fn fewest(
+    memory: &Memory,
+    pairing: &Pairing,
+    target: &CacheLayout,
+    request: &Request,
+    sent: &[Range<u64>],
+) -> u64 {
+    let mut bytes = Vec::new();
+    for (g, group) in target.groups.iter().enumerate() {
+        for t in &group.tensors {
+            for head in t.first_head..t.first_head + t.held_heads {
+                for layer in 0..group.layers.len() {
+                    for token in sent[g].clone() {
+                        let cell = pairing.cells(g, 0..token + 1).unwrap().end;
+                        let row = Row { group: g, layer, head, token };
+                        let there = place(target, &t.name, row, &request.dst_tables[g]);
+                        for i in 0..t.row_bytes().unwrap() {
+                            let at = there.offset + i;
+                            let origin = memory.buffers[there.buffer as usize][at as usize];
+                            bytes.push((g, layer, cell, there.buffer, at, origin.unwrap()));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    bytes.sort_unstable();
+    let goes_on = |pair: &[(usize, usize, u64, u32, u64, Origin)]| {
+        let [(g, layer, cell, buffer, at, (rank, from, offset)), next] = pair else { return false };
+        *next == (*g, *layer, *cell, *buffer, at + 1, (*rank, *from, offset + 1))
+    };
+    let joints = bytes.windows(2).filter(|pair| goes_on(pair)).count();
+    (bytes.len() - joints) as u64
 }
