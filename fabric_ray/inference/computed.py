@@ -19,6 +19,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "topk_group": (None, 1),
     "topk_method": (None, "greedy"),
     "scoring_func": (None, "softmax"),
+    "norm_topk_prob": (None, False),
 }
 """Values under which fields of ``config.json`` that a configuration doesn't keep change nothing."""
 

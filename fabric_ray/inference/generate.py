@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from fabric_ray.inference.errors import InferenceError, OutOfPages
-from fabric_ray.inference.protocols import DecodeEngine, DecodeRow, PrefillChunk, PrefillEngine
+from fabric_ray.inference.protocols import DecodeRow, PrefillChunk, WholeEngine
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.inference.tables import CachePools, Tables
 
 Finish = Literal["stop", "length"]
-
-
-class WholeEngine(PrefillEngine, DecodeEngine, Protocol):
-    """An engine with both halves on the same pages."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

@@ -146,3 +146,7 @@ class DecodeEngine(InferenceEngine, Protocol):
         Raises:
             InferenceError: tokens or tables don't fit the model or the cache; nothing was written.
         """
+
+
+class WholeEngine(PrefillEngine, DecodeEngine, Protocol):
+    """An engine with both halves on the same pages."""

@@ -73,4 +73,12 @@ def _check_table(segment: Segment, group: CacheGroup, table: Sequence[int]) -> S
                 f"page {page} of group {group.name!r} doesn't exist; use 0 to {group.pages - 1}",
                 group=group.name,
             )
-    return table[segment.start // size : needed]
+    written = table[segment.start // size : needed]
+    if len(set(written)) < len(written):
+        twice = next(page for page in written if list(written).count(page) > 1)
+        raise InvalidTable(
+            f"page {twice} of group {group.name!r} is named twice; give each stretch of tokens a "
+            "page of its own",
+            group=group.name,
+        )
+    return written

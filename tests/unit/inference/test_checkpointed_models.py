@@ -77,6 +77,7 @@ def test_latent_attention_is_loaded_too(tmp_path: Path) -> None:
         ({"topk_method": "group_limited_greedy"}, "topk_method 'group_limited_greedy'"),
         ({"routed_scaling_factor": 16.0}, "routed_scaling_factor 16.0"),
         ({"n_group": 8}, "n_group 8"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True"),
     ],
 )
 def test_what_a_config_asks_beyond_what_is_computed_is_refused(

@@ -89,13 +89,24 @@ def test_a_batch_gives_each_row_what_it_gets_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-hybrid"])
 def test_what_lies_in_unused_places_does_not_matter(name: str) -> None:
-    """Pages hold leftovers of others, and even what is no number, where no token was written."""
-    tokens = text(31)
-    clean = followed(engine(name, page_tokens=8), tokens, 20, chunk=9)
-    dirty = engine(name, page_tokens=8)
-    for buffer in dirty.buffers(0):
-        buffer.view(torch.float64).fill_(float("nan"))
-    torch.testing.assert_close(followed(dirty, tokens, 20, chunk=9), clean, **EXACT)
+    """Places where no token was written, or that a window has passed, hold no numbers here."""
+    rows: list[DecodeRow] = []
+    served = engine(name, page_tokens=8, pages=32)
+    for buffer in served.buffers(0):
+        buffer.view(torch.float64).fill_(torch.nan)
+    expected = []
+    for number, length in enumerate((35, 36, 42)):
+        tokens = text(length + 1, seed=number)
+        tables = tuple(list(range(8 * number, 8 * number + 6)) for _ in served.layout(0).groups)
+        prefill(served, tokens[:length], tables, chunk=9)
+        rows.append(DecodeRow(tokens[length], length, tables))
+        expected.append(followed(engine(name), tokens, length)[-1])
+        for layer in tiny(name).windowed_layers:
+            for view in served._cache.views(0, layer):
+                passed = length - 24 + 1
+                view[8 * number : 8 * number + passed // 8] = torch.nan
+                view[8 * number + passed // 8, :, : passed % 8] = torch.nan
+    torch.testing.assert_close(served.decode(rows), torch.stack(expected), **EXACT)
 
 
 def test_layers_are_announced_once_their_pages_are_written() -> None:
