@@ -135,10 +135,10 @@ impl Pairing {
 
     /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first `tokens.start`.
     ///
-    /// Cells that hold a token in `max(tokens.start, tokens.end - window)..tokens.end`. The last may be
-    /// partly filled; it is sent whole. With a window, what lies wholly before the last `window` tokens is
-    /// left out: a token sees itself and less than `window` before, or that many, so neither the next token
-    /// nor the prompt's last, computed again, can see it.
+    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the prompt's
+    /// last `window`. A window counts the token that looks back: neither the next token nor the prompt's
+    /// last, should it be computed again, sees further. Cells are sent whole, the last one too, whose
+    /// rest is unused memory of the same pages.
     ///
     /// # Errors
     /// The prefix is longer than the prompt or ends within a page of the target.
