@@ -17,21 +17,17 @@ mod cells;
 mod choice;
 mod compare;
 mod error;
+mod inner;
 mod link;
 mod runs;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-use rustc_hash::FxHashMap;
+use crate::layout::CacheLayout;
 
-use crate::layout::{CacheGroup, CacheLayout};
-
-use cells::{Cells, MAX_TOKENS};
-use choice::{common, Class};
-use compare::held_heads;
-use runs::GroupRuns;
+use cells::MAX_TOKENS;
+use inner::Inner;
 
 pub use compare::{Difference, Mismatch, Side};
 pub use error::RequestError;
@@ -41,39 +37,11 @@ pub use link::{Link, PagedWrite, Selection};
 pub const MAX_RANKS: usize = 512;
 /// Runs of a layer's cycle on a link.
 pub const MAX_RUNS: u64 = 1 << 20;
-/// Runs that a pairing keeps for links that are asked for again; beyond, they are made anew.
-const KEPT_RUNS: usize = 1 << 21;
 
 /// Two instances whose caches fit.
 #[derive(Clone, Debug)]
 pub struct Pairing {
     inner: Arc<Inner>,
-}
-
-#[derive(Debug)]
-struct Inner {
-    groups: Vec<Group>,
-    sources: usize,
-    targets: usize,
-    kept: Mutex<Kept>,
-}
-
-/// One group of layers, on all ranks.
-#[derive(Debug)]
-struct Group {
-    name: String,
-    /// By rank; tensors are in the same order everywhere.
-    source: Vec<CacheGroup>,
-    target: Vec<CacheGroup>,
-    cells: Cells,
-    classes: Vec<Class>,
-}
-
-/// Runs of links that were asked for, by source, target, group and the classes that go this way.
-#[derive(Debug, Default)]
-struct Kept {
-    runs: FxHashMap<(usize, usize, usize, Vec<u32>), Arc<GroupRuns>>,
-    count: usize,
 }
 
 impl Pairing {
@@ -84,24 +52,7 @@ impl Pairing {
     /// # Errors
     /// A layout that isn't consistent, or every field that must agree and doesn't, with both values.
     pub fn new(source: &[CacheLayout], target: &[CacheLayout]) -> Result<Self, Mismatch> {
-        for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
-            if ranks.is_empty() || ranks.len() > MAX_RANKS {
-                return Err(Mismatch::Ranks { side, count: ranks.len() });
-            }
-            for (rank, layout) in ranks.iter().enumerate() {
-                layout.check().map_err(|error| Mismatch::Layout { side, rank, error })?;
-            }
-        }
-        let differences = compare::differences(source, target);
-        if !differences.is_empty() {
-            return Err(Mismatch::Differ(differences));
-        }
-        let groups = (0..source[0].groups.len())
-            .map(|group| Group::new(group, source, target))
-            .collect::<Result<_, _>>()?;
-        let (sources, targets) = (source.len(), target.len());
-        let inner = Inner { groups, sources, targets, kept: Mutex::default() };
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(Inner::new(source, target)?) })
     }
 
     /// How many source ranks there are.
@@ -184,10 +135,10 @@ impl Pairing {
 
     /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first `tokens.start`.
     ///
-    /// Cells that hold a token in `max(tokens.start, tokens.end - window)..tokens.end`. The last may be
-    /// partly filled; it is sent whole. With a window, what lies wholly before the last `window` tokens is
-    /// left out: a token sees itself and less than `window` before, or that many, so neither the next token
-    /// nor the prompt's last, computed again, can see it.
+    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the prompt's
+    /// last `window`. A window counts the token that looks back: neither the next token nor the prompt's
+    /// last, should it be computed again, sees further. Cells are sent whole, the last one too, whose
+    /// rest is unused memory of the same pages.
     ///
     /// # Errors
     /// The prefix is longer than the prompt or ends within a page of the target.
@@ -262,118 +213,5 @@ impl Pairing {
             }
         }
         Ok(sum)
-    }
-}
-
-impl Inner {
-    fn group(&self, group: usize) -> Result<&Group, RequestError> {
-        let groups = self.groups.len();
-        self.groups.get(group).ok_or(RequestError::NoGroup { group, groups })
-    }
-
-    fn check_rank(&self, side: Side, rank: usize) -> Result<(), RequestError> {
-        let ranks = match side {
-            Side::Source => self.sources,
-            Side::Target => self.targets,
-        };
-        if rank >= ranks {
-            return Err(RequestError::NoRank { side, rank, ranks });
-        }
-        Ok(())
-    }
-
-    /// The runs of a group on a link, made when first asked for.
-    fn runs(
-        &self,
-        source: usize,
-        target: usize,
-        group: usize,
-        salt: u64,
-    ) -> Option<Arc<GroupRuns>> {
-        let of = &self.groups[group];
-        let this_way =
-            |(_, c): &(u32, &Class)| c.source(target as u32, salt) == Some(source as u32);
-        let classes: Vec<u32> =
-            (0..).zip(&of.classes).filter(this_way).map(|(number, _)| number).collect();
-        if classes.is_empty() {
-            return None;
-        }
-        let key = (source, target, group, classes);
-        if let Some(runs) = self.kept.lock().runs.get(&key) {
-            return Some(runs.clone());
-        }
-        let heads = of.heads(target, &key.3);
-        let made = GroupRuns::new(&of.source[source], &of.target[target], &of.cells, &heads);
-        let made = Arc::new(made);
-        let mut kept = self.kept.lock();
-        if kept.count + made.len() <= KEPT_RUNS {
-            kept.count += made.len();
-            kept.runs.insert(key, made.clone());
-        }
-        Some(made)
-    }
-}
-
-impl Group {
-    fn new(group: usize, source: &[CacheLayout], target: &[CacheLayout]) -> Result<Self, Mismatch> {
-        let reference = &source[0].groups[group];
-        let alike = |layout: &CacheLayout| {
-            let mut own = layout.groups[group].clone();
-            let place = |name: &str| reference.tensors.iter().position(|t| t.name == name);
-            own.tensors.sort_by_key(|t| place(&t.name));
-            own
-        };
-        let source: Vec<CacheGroup> = source.iter().map(alike).collect();
-        let target: Vec<CacheGroup> = target.iter().map(alike).collect();
-        let name = reference.name.clone();
-        let (source_page, target_page) = (source[0].page_tokens, target[0].page_tokens);
-        let links = source.iter().flat_map(|s| target.iter().map(move |t| (s, t)));
-        let most = links.map(|(s, t)| runs::run_limit(s, t)).max().unwrap_or(0);
-        if most > MAX_RUNS {
-            return Err(Mismatch::TooFine { group: name, runs: most, source_page, target_page });
-        }
-        let classes = choice::classes(&source, &target);
-        let cells = Cells::new(source_page, target_page);
-        Ok(Self { name, source, target, cells, classes })
-    }
-
-    /// The end of the cells that hold the first `tokens` tokens.
-    fn until(&self, tokens: u64) -> u64 {
-        tokens.checked_sub(1).map_or(0, |last| self.cells.at(last) + 1)
-    }
-
-    /// The heads of these classes that a target rank needs, by tensor and in order.
-    fn heads(&self, target: usize, classes: &[u32]) -> Vec<(usize, Range<u32>)> {
-        let of = classes.iter().flat_map(|&c| &self.classes[c as usize].heads);
-        let needed = |(tensor, heads): &(usize, Range<u32>)| {
-            let held = held_heads(&self.target[target].tensors[*tensor]);
-            (*tensor, common(heads, &held))
-        };
-        let mut all: Vec<_> = of.map(needed).filter(|(_, heads)| !heads.is_empty()).collect();
-        all.sort_unstable_by_key(|(tensor, heads)| (*tensor, heads.start));
-        all.dedup_by(|next, last| {
-            let joins = next.0 == last.0 && next.1.start == last.1.end;
-            if joins {
-                last.1.end = next.1.end;
-            }
-            joins
-        });
-        all
-    }
-
-    fn check_layer(&self, layer: usize) -> Result<(), RequestError> {
-        let layers = self.source[0].layers.len();
-        if layer >= layers {
-            return Err(RequestError::NoLayer { layer, layers });
-        }
-        Ok(())
-    }
-
-    fn check_cells(&self, cells: &Range<u64>) -> Result<(), RequestError> {
-        let &Range { start, end } = cells;
-        if start > end || end > self.until(MAX_TOKENS) {
-            return Err(RequestError::Cells { start, end });
-        }
-        Ok(())
     }
 }

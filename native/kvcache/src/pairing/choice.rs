@@ -41,11 +41,7 @@ pub(super) fn classes(source: &[CacheGroup], target: &[CacheGroup]) -> Vec<Class
         for cut in cuts.windows(2) {
             let holders: Vec<u32> =
                 (0..).zip(&held).filter(|(_, h)| h.contains(&cut[0])).map(|(r, _)| r).collect();
-            let heads = by_holders.entry(holders).or_default();
-            match heads.last_mut() {
-                Some((t, last)) if *t == tensor && last.end == cut[0] => last.end = cut[1],
-                _ => heads.push((tensor, cut[0]..cut[1])),
-            }
+            by_holders.entry(holders).or_default().push((tensor, cut[0]..cut[1]));
         }
     }
     let class = |(sources, heads): (Vec<u32>, Vec<(usize, Range<u32>)>)| {

@@ -80,11 +80,7 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
             pair.page_tokens(&ranks[0], layout);
         }
     }
-    let who =
-        [Side::Source, Side::Target].map(|side| match [source, target][side as usize].len() {
-            1 => side.to_string(),
-            _ => format!("{side} rank 0"),
-        });
+    let who = [Side::Source, Side::Target].map(|side| format!("{side} rank 0"));
     Pair { who, found: &mut found }.layouts(&source[0], &target[0]);
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         coverage(side, ranks, &mut found);

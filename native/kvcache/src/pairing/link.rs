@@ -7,8 +7,9 @@ use fabric_engine::api::{PageIndices, Pages};
 
 use crate::layout::CacheTensor;
 
+use super::inner::{Group, Inner};
 use super::runs::{GroupRuns, Run};
-use super::{Group, Inner, RequestError, Side};
+use super::{RequestError, Side};
 
 /// The way from a source rank to a target rank, for requests of one salt's choice. It may be empty.
 ///

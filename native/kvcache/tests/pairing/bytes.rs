@@ -1,10 +1,35 @@
 //! Every byte of every needed row arrives once, from the right place, and nothing else is touched.
 
+use fabric_kvcache::layout::Place;
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
-use crate::replay::{check, fewest, send};
+use crate::caches::{instance, Form, Head, Layer, Model, Page, Tensor, Token};
+use crate::replay::{check, fewest, send, Request};
 use crate::requests::{choices, instances, request};
+
+/// Keys of page 0 end where its values begin, but of no other page.
+#[test]
+fn tensors_that_are_neighbours_in_one_page_only_are_sent_apart() {
+    let tensors = ["k", "v"].map(|name| (name.to_string(), 1, 4)).to_vec();
+    let model = Model { name: "full".into(), layers: vec![0], window: None, tensors };
+    let mut ranks = instance(&[(model, Form::dense(2, 3, [Layer, Tensor, Page, Head, Token]))], 1);
+    ranks[0].buffers[0] = 112;
+    let [keys, values] = &mut ranks[0].groups[0].tensors[..] else { unreachable!() };
+    (keys.page_stride, values.page_stride) = (16, 48);
+    values.places[0] = Place { buffer: 0, offset: 8 };
+    let pairing = Pairing::new(&ranks, &ranks).unwrap();
+    let request = Request {
+        tokens: 0..6,
+        salt: 0,
+        src_tables: vec![vec![1, 0, 2]],
+        dst_tables: vec![vec![0, 2, 1]],
+        chunks: vec![6],
+    };
+    let memory = send(&pairing, &ranks, &ranks[0], 0, &request);
+    check(&memory, &ranks, &ranks[0], &request, std::slice::from_ref(&request.tokens));
+    assert_eq!(memory.counted, 6);
+}
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]

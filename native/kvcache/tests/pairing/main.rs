@@ -2,6 +2,7 @@
 
 mod bytes;
 mod caches;
+mod counts;
 mod layouts;
 mod refusals;
 mod replay;

@@ -141,6 +141,11 @@ fn page_sizes_that_cut_too_finely_are_refused() {
         matches!(said, Mismatch::TooFine { source_page: 4095, target_page: 4096, .. }),
         "{said}"
     );
+    // Heads first takes a run for each cell and head, and there are 131,070 cells.
+    let dense = |tokens| side(tokens, Form::dense(1, 1, [Layer, Tensor, Page, Head, Token]));
+    let said = Pairing::new(&[dense(65_535)], &[dense(65_536)]).unwrap_err();
+    assert!(matches!(said, Mismatch::TooFine { runs: 8_388_480, .. }), "{said}");
+    Pairing::new(&[dense(32_768)], &[dense(65_536)]).unwrap();
 }
 
 fn pairing() -> Pairing {

@@ -128,6 +128,17 @@ fn layers_that_all_differ_do_not_multiply_what_is_kept() {
     assert!(bytes < 40 * runs as i64, "{bytes} bytes for {runs} runs");
 }
 
+#[test]
+fn links_of_other_requests_share_their_runs() {
+    let form = Form::dense(16, 10, [Layer, Page, Tensor, Token, Head]);
+    let pairing = |ranks| instance(&[(model(2, 8, 1), form.clone())], ranks);
+    let pairing = Pairing::new(&pairing(1), &pairing(2)).unwrap();
+    let (first, made) = kept(|| pairing.link(0, 0, 1).unwrap());
+    let (other, shared) = kept(|| pairing.link(0, 0, 2).unwrap());
+    assert_eq!(first.expected(0, 0..1), other.expected(0, 0..1));
+    assert!(made > 32 * 16 && shared < 32, "{made} bytes, then {shared}");
+}
+
 /// Prints how long it takes; `cargo test --release -- --ignored --nocapture` shows it.
 #[test]
 #[ignore = "measures"]
