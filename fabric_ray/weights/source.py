@@ -91,6 +91,12 @@ class WeightSource:
         self._latest: object = None
         SOURCES.add(name, self)
 
+    @property
+    def temporary(self) -> Region | None:
+        """The memory in which tensors are made ready, at most ``watermark`` bytes; ``None`` before
+        ``connect``, and where all tensors are sent from where they lie."""
+        return self._ring
+
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """What the controller gathers: rank, shards (or the digest of the side that this source was
         given), and where the engine is."""
