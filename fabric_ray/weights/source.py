@@ -22,7 +22,7 @@ from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.sending import Route, Sending
-from fabric_ray.weights.sources import SOURCES
+from fabric_ray.weights.sources import SOURCES, check_rank
 from fabric_ray.weights.steps import Step, steps, temporary_nbytes
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class WeightSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        check_rank(rank)
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
         if watermark < 1:

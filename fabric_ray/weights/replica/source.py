@@ -19,7 +19,7 @@ from fabric_ray.weights.replica.module import ModuleReplica
 from fabric_ray.weights.replica.sides import ReplicaMeta, layout_digest
 from fabric_ray.weights.report import Arm, Sent, SourceShare
 from fabric_ray.weights.sending import Sending
-from fabric_ray.weights.sources import SOURCES
+from fabric_ray.weights.sources import SOURCES, check_rank
 
 
 class ReplicaSource:
@@ -62,6 +62,9 @@ class ReplicaSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        check_rank(rank)
+        if stage < 0:
+            raise InvalidArgument(f"stage is {stage}; number pipeline stages from 0")
         self.rank = rank
         self.stage = stage
         self.name = name
