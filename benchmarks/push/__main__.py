@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.push.memory import Temporary
 from benchmarks.push.tiny import Overhead, overhead
-from benchmarks.push.ways import Way, World, every_way
+from benchmarks.push.ways import MIB, Way, World, every_way
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -33,6 +34,8 @@ class Found(msgspec.Struct, frozen=True):
     seconds: list[float]
     """By turn."""
     verified: bool
+    temporary: Temporary | None
+    """Of the trainer that took most memory; ``None`` for floors."""
 
 
 @app.command()
@@ -45,6 +48,7 @@ def push(
     fp8: Annotated[bool, typer.Option("--fp8", help="Rollouts hold fp8")] = False,
     peers: Annotated[bool, typer.Option(help="Also the other ways")] = True,
     transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
+    watermark: Annotated[int, typer.Option(help="MiB a trainer, of ours", min=1)] = 128,
     out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
 ) -> None:
     """A model from FSDP trainers into replicas of a tensor-parallel engine."""
@@ -66,6 +70,7 @@ def push(
             engines=engines,
             fp8=fp8,
             transport=transport,
+            watermark=watermark * MIB,
             scratch=Path(scratch),
         )
         try:
@@ -99,6 +104,7 @@ def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
         wrong[way.name] = way.wrong() if verify else []
         if wrong[way.name]:
             _console.print(f"[red]wrong: {', '.join(wrong[way.name][:3])}, ...[/]")
+    temporary = {way.name: way.took() for way in ways if way.took is not None}
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     for turn in range(turns):
         for way in ways:
@@ -106,12 +112,21 @@ def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
             _console.print(
                 f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s", highlight=False
             )
-    return [Found(way.name, way.what, seconds[way.name], not wrong[way.name]) for way in ways]
+    return [
+        Found(
+            way.name,
+            way.what,
+            seconds[way.name],
+            verified=not wrong[way.name],
+            temporary=temporary.get(way.name),
+        )
+        for way in ways
+    ]
 
 
 def _show(found: list[Found], nbytes: int) -> None:
     table = Table(title=f"{nbytes / 1e9:.2f} GB into all rollouts", title_justify="left")
-    for column in ("way", "median s", "fastest s", "GB/s", "of ours", "bytes"):
+    for column in ("way", "median s", "fastest s", "GB/s", "of ours", "trainer MB", "bytes"):
         table.add_column(column, justify="left" if column == "way" else "right")
     ours = statistics.median(found[0].seconds)
     for one in found:
@@ -122,11 +137,23 @@ def _show(found: list[Found], nbytes: int) -> None:
             f"{min(one.seconds):.3f}",
             f"{nbytes / median / 1e9:.2f}",
             f"{median / ours:.2f}",
+            "" if one.temporary is None else f"{one.temporary.peak / 1e6:.0f}",
             "right" if one.verified else "[red]wrong[/]",
         )
     _console.print(table)
     for one in found:
         _console.print(f"{one.name}: {one.what}", highlight=False)
+        if one.temporary is not None and one.temporary.watermark is not None:
+            _console.print(_bounded(one.temporary, one.temporary.watermark), highlight=False)
+
+
+def _bounded(taken: Temporary, watermark: int) -> str:
+    """A trainer's memory beside the watermark."""
+    return (
+        f"peak extra memory of a trainer: {taken.peak / 1e6:.1f} MB, of which tensors are made "
+        f"ready in {taken.ring / 1e6:.1f} MB; watermark {watermark / 1e6:.1f} MB, "
+        f"peak {taken.peak / watermark:.3f} of it"
+    )
 
 
 @contextmanager

@@ -13,13 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.push.loading import DTYPE, Loader, routes_of_whole
+from benchmarks.push.memory import Mark, Temporary
 from fabric_ray import runtime
 from fabric_ray.demo import trainer as demo
 from fabric_ray.models import ModelConfig, fsdp, parameter_shapes
 from fabric_ray.models.checkpoint import Checkpoint
 from fabric_ray.plan import ParamMeta, Plan, Side
 from fabric_ray.runtime.process import node_address
-from fabric_ray.weights import WeightTarget
+from fabric_ray.weights import WeightSource, WeightTarget
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.quant import (
     Formats,
@@ -52,6 +53,25 @@ class _Update:
 
 class Trainer(demo.Trainer):
     """A trainer of the demo, and what else it might do with its weights."""
+
+    def bound(self, watermark: int) -> None:
+        """Makes tensors ready in so many bytes."""
+        self.source.close()
+        self.source = WeightSource(self.model, rank=self.rank, watermark=watermark)
+
+    def mark(self) -> None:
+        """From here on memory counts."""
+        self._mark = Mark()
+
+    def took(self) -> Temporary:
+        """The most memory of this process since :meth:`mark`."""
+        return Temporary(self._mark.peak()[0])
+
+    def took_to_push(self) -> Temporary:
+        """The same, and what of it is the memory that the watermark bounds."""
+        ring = self.source.temporary
+        peak, resident = self._mark.peak(None if ring is None else ring.addr)
+        return Temporary(peak, resident, self.source.watermark)
 
     def serve_update(self, world: int) -> tuple[str, int]:
         """Opens the store of the update group; rank 0 only."""

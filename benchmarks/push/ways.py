@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ray
 
 from benchmarks.push import actors
+from benchmarks.push.memory import Temporary
 from fabric_ray.models import ModelConfig
 from fabric_ray.plan import side_from_param_meta
 from fabric_ray.weights import WeightSync
@@ -17,6 +18,8 @@ from fabric_ray.weights import WeightSync
 MIB = 1 << 20
 _BUCKET = 256 * MIB
 _PATIENCE = 900.0
+# The first may take what later ones take again, and must not hide a leak.
+_PUSHES = 3
 
 
 class Way(NamedTuple):
@@ -28,6 +31,8 @@ class Way(NamedTuple):
     """Moves everything once; seconds."""
     wrong: Callable[[], list[str]]
     """Moves everything once, then compares every byte; what differs."""
+    took: Callable[[], Temporary] | None = None
+    """The memory of the trainer that took most of it, to move everything once."""
 
 
 class World:
@@ -40,6 +45,7 @@ class World:
         engines: replicas.
         fp8: whether rollouts hold fp8.
         transport: of ours.
+        watermark: bytes of temporary memory of ours.
         scratch: a folder in memory.
     """
 
@@ -52,6 +58,7 @@ class World:
         engines: int,
         fp8: bool,
         transport: str,
+        watermark: int,
         scratch: Path,
     ) -> None:
         self.config, self.scratch = config, scratch
@@ -67,10 +74,16 @@ class World:
         ]
         store = ray.get(self.trainers[0].serve.remote(), timeout=_PATIENCE)
         self.each(self.trainers, "load", store, None)
+        self.each(self.trainers, "bound", watermark)
         formats = actors.fp8_formats(config) if fp8 else None
         self.sync = WeightSync(self.trainers, self.rollouts, formats=formats)
+        self.each(self.trainers, "mark")
         self.connected = self.sync.connect()
         self._update = False
+        # Before anybody trains: a step takes much more.
+        for _ in range(_PUSHES):
+            self.sync.push()
+        self._ours = self._most("took_to_push")
 
     def each(self, crew: list[Any], method: str, *args: Any) -> list[Any]:
         results: list[Any] = self.wait([getattr(one, method).remote(*args) for one in crew])
@@ -99,7 +112,8 @@ class World:
         def run() -> float:
             return self.sync.push().seconds
 
-        return Way("fabric-ray push", "WeightSync.push, until all have committed", run, wrong)
+        what = "WeightSync.push, until all have committed"
+        return Way("fabric-ray push", what, run, wrong, lambda: self._ours)
 
     def floor(self) -> Way:
         sent = dict.fromkeys(range(len(self.trainers)), 0)
@@ -146,7 +160,7 @@ class World:
         else:
             name, what = "gloo broadcast", "tensor by tensor, cut up at rollouts"
         what = f"gathered by gloo, broadcast to all: {what}"
-        return Way(name, what, run, self._compared("whole", run))
+        return Way(name, what, run, self._compared("whole", run), self._watched(run))
 
     def checkpoint(self) -> Way:
         path = self.scratch / "weights.safetensors"
@@ -158,7 +172,7 @@ class World:
             return time.perf_counter() - start
 
         what = "gathered by gloo, a safetensors file in memory, cut up at rollouts"
-        return Way("checkpoint", what, run, self._compared("whole", run))
+        return Way("checkpoint", what, run, self._compared("whole", run), self._watched(run))
 
     def store(self) -> Way:
         routes = self.sync.plan.to_bytes()
@@ -170,7 +184,20 @@ class World:
             return time.perf_counter() - start
 
         what = "shards put by trainers; rollouts get those they need and cut them up, by our plan"
-        return Way("Ray object store", what, run, self._compared("shards", run))
+        compared = self._compared("shards", run)
+        return Way("Ray object store", what, run, compared, self._watched(run))
+
+    def _watched(self, run: Callable[[], float]) -> Callable[[], Temporary]:
+        def took() -> Temporary:
+            self.each(self.trainers, "mark")
+            run()
+            return self._most("took")
+
+        return took
+
+    def _most(self, reading: str) -> Temporary:
+        taken: list[Temporary] = self.each(self.trainers, reading)
+        return max(taken, key=lambda one: one.peak)
 
     def _compared(self, memory: str, run: Callable[[], float]) -> Callable[[], list[str]]:
         def wrong() -> list[str]:

@@ -29,6 +29,14 @@ _LATENT = "tp=1,dp=32,ep=32,engines=4"
 PUBLISHED = (
     Published("kimi-k2", _FSDP, _LATENT, "fp8:128x128", {"RDMA": 1233}, PAPER),
     Published(
+        "glm-z1-9b",
+        "megatron:tp=2,cp=2,etp=1,dp=2",
+        "tp=4,engines=2",
+        "bfloat16",
+        {"RDMA": 707.1, "NCCL": 694.6},
+        MILES,
+    ),
+    Published(
         "moonlight-16b-a3b",
         "megatron:tp=2,ep=8,etp=1,dp=4",
         "tp=8,ep=8",

@@ -15,6 +15,8 @@ TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp", "file"]
 
 _MOST_BYTES = 1 << 62
 _LONGEST_S = 1e9
+# A peer speaks four times as often. Below this, being scheduled takes longer.
+_SHORTEST_SILENCE_S = 0.01
 
 
 class EngineConfig(BaseModel):
@@ -65,8 +67,8 @@ class EngineConfig(BaseModel):
     from, not by the kernel (process_vm_writev): for processes that may not trace each other, such
     as those of two containers."""
 
-    peer_timeout: float = Field(default=2.0, gt=0, le=_LONGEST_S)
-    """Seconds of silence after which a tcp peer is lost."""
+    peer_timeout: float = Field(default=2.0, ge=_SHORTEST_SILENCE_S, le=_LONGEST_S)
+    """Seconds of silence after which a tcp peer is lost, 0.01 at least."""
 
     op_timeout: float = Field(default=60.0, gt=0, le=_LONGEST_S)
     """Seconds until transfers and expectations that name no deadline fail."""

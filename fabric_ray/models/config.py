@@ -15,6 +15,7 @@ Kind = Literal[
     "qwen3",
     "qwen2_moe",
     "qwen3_moe",
+    "glm4",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
@@ -122,6 +123,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     out_bias: bool = False
     """Bias of ``o_proj``."""
     mlp_bias: bool = False
+    fused_mlp: bool = False
+    """Whether gate and up are one parameter, ``gate_up_proj``: all of gate, then all of up."""
+    post_norms: bool = False
+    """Whether what attention and MLP give is normed too, before it is added."""
     moe: Moe | None = None
     latent: Latent | None = None
     """With it ``head_dim`` is the width of a head's queries and keys, turned or not."""
@@ -183,12 +188,16 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield from _attention(c, prefix + "self_attn.")
         else:
             yield from _latent_attention(c, c.latent, prefix + "self_attn.")
+        if c.post_norms:
+            yield prefix + "post_self_attn_layernorm.weight", (c.hidden,)
         yield prefix + "post_attention_layernorm.weight", (c.hidden,)
         mlp = prefix + "mlp."
         if c.moe is not None and c.has_experts(layer):
             yield from _experts(c, c.moe, mlp)
         else:
-            yield from _mlp(mlp, c.hidden, c.intermediate, bias=c.mlp_bias)
+            yield from _dense_mlp(c, mlp)
+        if c.post_norms:
+            yield prefix + "post_mlp_layernorm.weight", (c.hidden,)
     yield "model.norm.weight", (c.hidden,)
     if not c.tied:
         yield "lm_head.weight", (c.vocab, c.hidden)
@@ -226,6 +235,14 @@ def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[t
         yield prefix + "indexer.k_norm.bias", (latent.index_dim,)
         yield prefix + "indexer.weights_proj.weight", (latent.index_heads, c.hidden)
     yield prefix + "o_proj.weight", (c.hidden, c.heads * latent.value_dim)
+
+
+def _dense_mlp(c: ModelConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if not c.fused_mlp:
+        yield from _mlp(prefix, c.hidden, c.intermediate, bias=c.mlp_bias)
+        return
+    yield prefix + "gate_up_proj.weight", (2 * c.intermediate, c.hidden)
+    yield prefix + "down_proj.weight", (c.hidden, c.intermediate)
 
 
 def _mlp(prefix: str, hidden: int, width: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -267,6 +284,7 @@ def _check(c: ModelConfig) -> None:
         sizes["top_k"] = c.moe.top_k
         sizes["expert intermediate"] = c.moe.intermediate
         sizes["sparse_step"] = c.moe.sparse_step
+    _check_glm4(c)
     if c.latent is not None:
         _check_latent(c, c.latent)
         sizes["kv_rank"] = c.latent.kv_rank
@@ -307,6 +325,14 @@ def _check_windows(c: ModelConfig) -> None:
             f"give 0 to {c.layers - 1}",
             field="windowed_layers",
         )
+
+
+def _check_glm4(c: ModelConfig) -> None:
+    for field in ("fused_mlp", "post_norms"):
+        if getattr(c, field) and c.kind in COMPUTED:
+            raise InvalidConfig(f"{field} is none of {c.kind}'s; leave it out", field=field)
+    if c.fused_mlp and c.mlp_bias:
+        raise InvalidConfig("a fused MLP has no bias; leave mlp_bias out", field="mlp_bias")
 
 
 def _check_latent(c: ModelConfig, latent: Latent) -> None:

@@ -163,8 +163,10 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         tied=raw.tie_word_embeddings,
         qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and raw.use_qk_norm),
         qkv_bias=kind in ("qwen2", "qwen2_moe") or raw.attention_bias,
-        out_bias=kind not in ("qwen2", "qwen2_moe", "glm4_moe") and raw.attention_bias,
+        out_bias=kind not in ("qwen2", "qwen2_moe", "glm4", "glm4_moe") and raw.attention_bias,
         mlp_bias=kind == "llama" and raw.mlp_bias,
+        fused_mlp=kind == "glm4",
+        post_norms=kind == "glm4",
         moe=_routed(kind, raw, origin) if kind in _ROUTED else _moe(kind, raw, origin),
         latent=latent,
         window=raw.sliding_window if windowed else None,
@@ -296,7 +298,7 @@ def _windowed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
 def _head_dim(kind: Kind, raw: _HfConfig, origin: str) -> int:
     if raw.head_dim is not None:
         return raw.head_dim
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("qwen3", "qwen3_moe", "glm4"):
         return 128
     if raw.hidden_size % raw.num_attention_heads:
         raise InvalidConfig(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import FabricError, WeightSyncError
 
 DIED = "died"
 
@@ -38,8 +38,10 @@ class Calls(Protocol):
     ) -> list[Any]:
         """Calls all at once; returns their answers in order.
 
-        Whoever fails, dies or is silent for ``timeout`` seconds gives :class:`Unanswered`; nothing
-        is raised.
+        Whoever fails, dies or is silent for ``timeout`` seconds gives :class:`Unanswered`.
+
+        Raises:
+            WeightSyncError: there is no way to anybody; nothing was asked.
         """
 
 
@@ -49,6 +51,7 @@ class RayCalls:
     def share(self, value: Any) -> Any:
         import ray
 
+        _need_ray()
         # It travels to each node once.
         return ray.put(value)
 
@@ -62,19 +65,47 @@ class RayCalls:
         import ray
         from ray.exceptions import RayError
 
-        refs = [
-            actor.__ray_call__.remote(function, *each)
-            for actor, each in zip(actors, args, strict=True)
-        ]
+        _need_ray()
+        refs = [_asked(actor, function, each) for actor, each in zip(actors, args, strict=True)]
         # Whoever acts within the time should be able to say what took it.
         deadline = time.monotonic() + timeout + 5.0
         answers: list[Any] = []
         for ref in refs:
+            if isinstance(ref, Unanswered):
+                answers.append(ref)
+                continue
             try:
                 answers.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
             except (RayError, FabricError) as error:
                 answers.append(_unanswered(error, timeout))
         return answers
+
+
+def _need_ray() -> None:
+    """That Ray runs: asked for anything, it would otherwise start a cluster without any actors.
+
+    Raises:
+        WeightSyncError: it doesn't.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise WeightSyncError(
+            "ray doesn't run in this process, or not any more, so nobody can be asked; call "
+            "ray.init(), then make the actors and a WeightSync of them"
+        )
+
+
+def _asked(actor: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What the answer will come by, or why there will be none."""
+    try:
+        return actor.__ray_call__.remote(function, *args)
+    except Exception as error:
+        return Unanswered(
+            f"it can't be asked ({error}); if ray was restarted, make the actors and the "
+            "WeightSync anew",
+            type(error).__name__,
+        )
 
 
 def _unanswered(error: BaseException, timeout: float) -> Unanswered:

@@ -58,10 +58,13 @@ def iter_expected(
             yield f"{prefix}{norm}.weight", get(f"{prefix}{norm}.weight")
         attention = _latent_attention if config.latent else _attention
         yield from attention(config, full_tensors, prefix + "self_attn.", tp, rank)
+        for norm in ("post_self_attn_layernorm", "post_mlp_layernorm") if config.post_norms else ():
+            yield f"{prefix}{norm}.weight", get(f"{prefix}{norm}.weight")
         mlp = prefix + "mlp."
         moe = config.moe
         if moe is None or not config.has_experts(layer):
-            yield from _mlp(full_tensors, mlp, tp, rank, bias=config.mlp_bias)
+            dense = _fused_mlp if config.fused_mlp else _mlp
+            yield from dense(full_tensors, mlp, tp, rank, bias=config.mlp_bias)
             continue
         router = ["gate.weight"]
         router += ["gate.e_score_correction_bias"] if moe.correction_bias else []
@@ -146,6 +149,17 @@ def _mlp(
     yield f"{prefix}down_proj.weight", down.chunk(tp, dim=1)[rank].contiguous()
     if bias:
         yield f"{prefix}down_proj.bias", full[f"{prefix}down_proj.bias"]
+
+
+def _fused_mlp(
+    full: Mapping[str, Tensor], prefix: str, tp: int, rank: int, *, bias: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Gate over up come as one tensor."""
+    assert not bias, "a fused MLP has none"
+    halves = full[f"{prefix}gate_up_proj.weight"].chunk(2)
+    yield f"{prefix}gate_up_proj.weight", torch.cat([half.chunk(tp)[rank] for half in halves])
+    down = full[f"{prefix}down_proj.weight"]
+    yield f"{prefix}down_proj.weight", down.chunk(tp, dim=1)[rank].contiguous()
 
 
 def _experts(

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from fabric_ray._native import Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Stale
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
+from fabric_ray.weights.claims import Claims, of_session
 from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.held import Held
 from fabric_ray.weights.local import check_local
+from fabric_ray.weights.prepared import Prepared, in_turn
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.sending import Route, Sending
-from fabric_ray.weights.sources import SOURCES
+from fabric_ray.weights.sources import SOURCES, check_rank
 from fabric_ray.weights.steps import Step, steps, temporary_nbytes
 
 if TYPE_CHECKING:
     import torch
-
-_OUTDATED = (
-    "another WeightSync has connected to this trainer since, or another push was begun; push with "
-    "that one, or call connect() to take over again"
-)
-
-
-class _Place(NamedTuple):
-    """What requests to a rollout depend on."""
-
-    region: bytes
-    stripes: int
 
 
 class WeightSource:
@@ -71,6 +59,7 @@ class WeightSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        check_rank(rank)
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
         if watermark < 1:
@@ -85,11 +74,15 @@ class WeightSource:
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
         self._ring: Region | None = None
-        self._routes: dict[int, dict[_Place, list[tuple[int, Route]]]] = {}
-        # A controller that has waited long enough goes on while a push is still running here.
-        self._turn = threading.Lock()
-        self._latest: object = None
+        self._routes = Prepared(self._route)
+        self._claims = Claims()
         SOURCES.add(name, self)
+
+    @property
+    def temporary(self) -> Region | None:
+        """The memory in which tensors are made ready, at most ``watermark`` bytes; ``None`` before
+        ``connect``, and where all tensors are sent from where they lie."""
+        return self._ring
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """What the controller gathers: rank, shards (or the digest of the side that this source was
@@ -110,19 +103,17 @@ class WeightSource:
         Raises:
             Stale: another controller has connected since.
         """
-        with self._claim():
+        with self._claims.claim():
             if again:
-                self._check_session(session)
+                of_session(session, self._share)
             self._drop_conversion()
             self._conversion = Conversion(session, recipe, self.rank, self._engine)
             return self._conversion.invitation
 
     def join(self, session: str, invitations: Mapping[int, Invitation]) -> None:
         """Takes part in the exchange of block maxima, with all who were invited to it."""
-        with self._claim():
-            if self._conversion is None or self._conversion.session != session:
-                raise Stale(_OUTDATED)
-            self._conversion.connect(invitations)
+        with self._claims.claim():
+            of_session(session, self._conversion).connect(invitations)
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
         """Takes this rank's part of the routing table, connects to its rollouts, and has everything
@@ -133,12 +124,12 @@ class WeightSource:
                 more temporary memory than the watermark.
             Stale: another controller has connected since.
         """
-        with self._claim():
+        with self._claims.claim():
             plan = Plan.from_bytes(share.plan)
-            if not share.converted:
+            if share.converted:
+                of_session(share.session, self._conversion)
+            else:
                 self._drop_conversion()
-            elif self._conversion is None or self._conversion.session != share.session:
-                raise Stale(_OUTDATED)
             containers = plan.local_containers("source", self.rank)
             self._held.refresh()
             self._check(containers)
@@ -156,7 +147,7 @@ class WeightSource:
                 regions = (arm.region, *arm.further)
                 for region in regions:
                     at = msgspec.structs.replace(arm, region=region, further=regions)
-                    for _, route in self._route(at):
+                    for _, route in self._routes.of(at):
                         ready.append(self._engine.prepare(route.batch, timeout=timeout))
             for transfer in ready:
                 transfer.wait()
@@ -183,8 +174,8 @@ class WeightSource:
                 the version counts then.
         """
         deadline = time.monotonic() + timeout
-        with self._claim() as claim:
-            self._check_session(session)
+        with self._claims.claim() as proceed:
+            of_session(session, self._share)
             who = f"trainer {self.rank}"
             start = time.time()
             try:
@@ -202,8 +193,7 @@ class WeightSource:
             start = time.time()
             sending = Sending(self.rank, self._engine, deadline)
             for number, step in enumerate(self._steps):
-                if self._latest is not claim:
-                    raise Stale(_OUTDATED)
+                proceed()
                 if step.units:
                     sending.wait_for(step.place.after)
                     spans.append(self._make_ready(step))
@@ -220,22 +210,11 @@ class WeightSource:
     def close(self) -> None:
         """Forgets all registrations."""
         SOURCES.remove(self.name)
-        with self._claim():
+        with self._claims.claim():
             self._routes.clear()
             self._drop_conversion()
             self._held.close()
             self._ring = self._share = None
-
-    @contextmanager
-    def _claim(self) -> Iterator[object]:
-        """One call at a time; a push that is overtaken stops before its next step."""
-        claim = self._latest = object()
-        with self._turn:
-            yield claim
-
-    def _check_session(self, session: str) -> None:
-        if self._share is None or self._share.session != session:
-            raise Stale(_OUTDATED)
 
     def _check(self, containers: Iterable[LocalContainer]) -> None:
         """That tensors are what was planned for: those sent as they are by the plan, others by what
@@ -270,29 +249,20 @@ class WeightSource:
         mine: list[tuple[Arm, dict[int, list[Route]]]] = []
         for arm in sorted(arms, key=lambda a: a.rank):
             by_step: dict[int, list[Route]] = {}
-            for number, route in self._route(arm):
+            for number, route in self._routes.of(arm):
                 by_step.setdefault(number, []).append(route)
             if by_step:
                 mine.append((arm, by_step))
-        turn = self.rank % max(1, len(mine))
-        return mine[turn:] + mine[:turn]
+        return in_turn(mine, self.rank)
 
     def _route(self, arm: Arm) -> list[tuple[int, Route]]:
-        """The requests for one rollout by steps; put together once for each place it is written
-        to."""
-        known = self._routes.setdefault(arm.rank, {})
-        place = _Place(arm.region, len(arm.counters))
-        if place not in known:
-            # Those that an abort has given another key are of no use any more.
-            alive = {arm.region, *arm.further}
-            self._routes[arm.rank] = known = {p: k for p, k in known.items() if p.region in alive}
-            known[place] = [
-                (number, route)
-                for number, step in enumerate(self._steps)
-                if arm.rank in step.copies
-                for route in self._requests(step, arm)
-            ]
-        return known[place]
+        """The requests for one rollout by steps."""
+        return [
+            (number, route)
+            for number, step in enumerate(self._steps)
+            if arm.rank in step.copies
+            for route in self._requests(step, arm)
+        ]
 
     def _requests(self, step: Step, arm: Arm) -> list[Route]:
         """What a step has for a rollout, by stripes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.report import Arm, Sent, SourceShare
@@ -42,6 +43,18 @@ class Source(Protocol):
         timeout: float = 60.0,
     ) -> Sent:
         """Writes its part of a version, and waits until it is there."""
+
+
+def check_rank(rank: int) -> None:
+    """That a trainer can have that place.
+
+    Raises:
+        InvalidArgument: it can't.
+    """
+    if not isinstance(rank, int) or rank < 0:
+        raise InvalidArgument(
+            f"rank is {rank!r}; give this trainer's index in WeightSync(trainers=...), from 0"
+        )
 
 
 SOURCES: Registry[Source] = Registry("weight source")

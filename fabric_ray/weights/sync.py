@@ -64,6 +64,8 @@ class WeightSync:
     ) -> None:
         if not trainers or not rollouts:
             raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
+        if extra not in ("refuse", "ignore"):
+            raise InvalidArgument(f"extra is {extra!r}; say 'refuse' or 'ignore'")
         if lost not in ("raise", "drop"):
             raise InvalidArgument(f"lost is {lost!r}; say 'raise' or 'drop'")
         self._calls = calls or RayCalls()

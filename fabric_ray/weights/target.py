@@ -111,7 +111,7 @@ class WeightTarget:
         """Takes this rank's part of the plan and makes room; returns where to write first."""
         self._stop_relay()
         if self._slabs and share.containers == self._layout:
-            # Who was given the old route may not have noticed yet.
+            # Who was given the old route may not have noticed yet (MR-2).
             self._lock_out()
         else:
             self._layout = share.containers

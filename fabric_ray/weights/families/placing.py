@@ -17,6 +17,7 @@ from fabric_ray.plan.types import (
     Placement,
     Replicate,
     Shard,
+    StridedShard,
     Tensor,
 )
 from fabric_ray.weights.families.errors import Indivisible
@@ -66,7 +67,9 @@ def place(config: ModelConfig, part: Part, tensor: Tensor, grid: Grid) -> Layout
         return _vocab(tensor, part.cut, grid)
     if isinstance(part.cut, Split):
         sharing = _sharing(config, part.cut, tensor.name, tensor.shape, grid.ways)
-        return _leaf(tensor, grid, Shard(part.cut.dim), sharing)
+        dim, chunks = part.cut.dim, part.cut.chunks
+        placement = Shard(dim) if chunks == 1 else StridedShard(dim, chunks)
+        return _leaf(tensor, grid, placement, sharing)
     return _leaf(tensor, grid, Replicate(), (1, grid.ways))
 
 

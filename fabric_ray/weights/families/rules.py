@@ -27,6 +27,9 @@ class Split(msgspec.Struct, frozen=True):
 
     dim: int
     unit: Unit = "column"
+    chunks: int = 1
+    """Equal parts that lie behind each other along the dimension and are shared each by itself: 2
+    where a parameter is gate over up."""
 
 
 class Vocab(msgspec.Struct, frozen=True):

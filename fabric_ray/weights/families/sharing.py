@@ -55,18 +55,20 @@ def owned_experts(experts: int, ep: int, index: int) -> range:
 
 def shares(config: ModelConfig, cut: Split, shape: Shape, ways: int) -> tuple[int, int] | None:
     """``(different shares, ranks that hold each)``, or ``None`` if it can't be done evenly."""
-    units = {
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "column": shape[cut.dim],
-    }[cut.unit]
-    if shape[cut.dim] % units:
+    units = _units(config, cut, shape)
+    if shape[cut.dim] % (cut.chunks * units):
         return None
     if units % ways == 0:
         return ways, 1
     if cut.unit == "kv_heads" and ways % units == 0:
         return units, ways // units
     return None
+
+
+def _units(config: ModelConfig, cut: Split, shape: Shape) -> int:
+    """What is shared of each of the cut's chunks."""
+    columns = shape[cut.dim] // cut.chunks
+    return {"heads": config.heads, "kv_heads": config.kv_heads, "column": columns}[cut.unit]
 
 
 def check_shares(
@@ -102,9 +104,10 @@ def check_shares(
             ]
             unit = cut.unit.replace("_", " ")
             size = shapes[name][cut.dim]
-            count = {"heads": config.heads, "kv_heads": config.kv_heads, "column": size}[cut.unit]
+            count = _units(config, cut, shapes[name])
+            each = f"{'' if cut.chunks == 1 else f'each of the {cut.chunks} parts of '}{name}"
             raise Indivisible(
-                f"{family.name}: the {count} {unit.removesuffix('s')}s of {name} (dimension "
+                f"{family.name}: the {count} {unit.removesuffix('s')}s of {each} (dimension "
                 f"{cut.dim}, size {size}) can't be shared evenly by {ways} ranks; "
                 + (f"use tp={_either(allowed)}" if allowed else f"no tp does with ep={ep}")
                 + (f" with ep={ep}" if allowed and ep > 1 else ""),

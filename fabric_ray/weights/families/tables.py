@@ -149,6 +149,15 @@ def shared_expert(prefix: str) -> tuple[Rule, ...]:
     )
 
 
+def fused_mlp(prefix: str) -> tuple[Rule, ...]:
+    """Gate over up as trainers hold it: as one parameter, of which ranks share both halves."""
+    return (same(f"{prefix}gate_up_proj.weight", Split(0, chunks=2)),)
+
+
+_POST_NORMS = (
+    same(_LAYER + "post_self_attn_layernorm.weight", Whole()),
+    same(_LAYER + "post_mlp_layernorm.weight", Whole()),
+)
 _FRAME = (
     same("model.embed_tokens.weight", Vocab()),
     same(_LAYER + "input_layernorm.weight", Whole()),
@@ -171,6 +180,7 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3", _DENSE),
         Family("qwen2_moe", (*_DENSE, *_EXPERTS, *shared_expert(_LAYER + "mlp."))),
         Family("qwen3_moe", (*_DENSE, *_EXPERTS)),
+        Family("glm4", (*_DENSE, *fused_mlp(_LAYER + "mlp."), *_POST_NORMS)),
         Family("glm4_moe", (*_DENSE, *_EXPERTS, *_SHARED)),
         Family("glm4_moe_lite", _LATENT, _ABSORBED),
         Family("glm_moe_dsa", _LATENT, _ABSORBED),

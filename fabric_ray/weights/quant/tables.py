@@ -9,6 +9,8 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
+_FUSED_MLP = ("gate_up_proj", "down_proj")
+
 _PROJECTIONS = (*_ATTENTION, *_MLP)
 _LATENT_PROJECTIONS = ("q_proj", "o_proj", *_LATENT_ATTENTION, *_MLP)
 
@@ -18,6 +20,7 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "qwen3": _PROJECTIONS,
     "qwen2_moe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,
+    "glm4": (*_ATTENTION, *_FUSED_MLP),
     "glm4_moe": _PROJECTIONS,
     "deepseek_v2": _LATENT_PROJECTIONS,
     "deepseek_v3": _LATENT_PROJECTIONS,

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,6 +15,7 @@ import torch
 from fabric_ray._native import RegionDescriptor
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, Plan
+from fabric_ray.weights.prepared import Prepared, in_turn
 from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.gathering import Gathering
 from fabric_ray.weights.replica.memory import ReplicaMemory
@@ -27,13 +27,6 @@ from fabric_ray.weights.sending import Route, Sending
 
 _Routes = dict[int, list[Route]]
 """By the number of the load whose tensors they send; one for each stripe."""
-
-
-class _Place(NamedTuple):
-    """What requests to a rollout depend on."""
-
-    region: bytes
-    stripes: int
 
 
 class Filling:
@@ -61,7 +54,7 @@ class Filling:
         self._replica = replica
         self._memory = memory
         self._rank = memory.rank
-        self._routes: dict[int, dict[_Place, _Routes]] = {}
+        self._routes = Prepared(self._requests)
         plan = Plan.from_bytes(share.plan)
         self._copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
         """By rollout that a replica is loaded as, and engine tensor."""
@@ -84,7 +77,7 @@ class Filling:
             regions = (arm.region, *arm.further)
             for region in regions:
                 there = msgspec.structs.replace(arm, region=region, further=regions)
-                for route in chain.from_iterable(self._route(there).values()):
+                for route in chain.from_iterable(self._routes.of(there).values()):
                     ready.append(engine.prepare(route.batch, timeout=timeout))
         for transfer in ready:
             transfer.wait()
@@ -99,7 +92,8 @@ class Filling:
             proceed: called before each load; raises to stop.
         """
         who = f"trainer {self._rank}"
-        routes = [(arm, self._route(arm)) for arm in self._in_turn(arms)]
+        ordered = in_turn(sorted(arms, key=lambda arm: arm.rank), self._rank)
+        routes = [(arm, self._routes.of(arm)) for arm in ordered]
         spans: list[Span] = []
         coming = iter(self._gathering)
         held: dict[str, torch.Tensor] = {}
@@ -152,24 +146,8 @@ class Filling:
                 out[rollout][name] = frozenset(parts[name])
         return out
 
-    def _in_turn(self, arms: list[Arm]) -> list[Arm]:
-        """The rollouts, each trainer beginning with another."""
-        ordered = sorted(arms, key=lambda arm: arm.rank)
-        turn = self._rank % max(1, len(ordered))
-        return ordered[turn:] + ordered[:turn]
-
-    def _route(self, arm: Arm) -> _Routes:
-        """The requests for one rollout; put together once for each place it is written to."""
-        known = self._routes.setdefault(arm.rank, {})
-        place = _Place(arm.region, len(arm.counters))
-        if place not in known:
-            # Those that an abort has given another key are of no use any more.
-            alive = {arm.region, *arm.further}
-            self._routes[arm.rank] = known = {p: r for p, r in known.items() if p.region in alive}
-            known[place] = self._requests(arm)
-        return known[place]
-
     def _requests(self, arm: Arm) -> _Routes:
+        """What one rollout gets, by loads."""
         target = self._memory.engine.import_region(RegionDescriptor.from_bytes(arm.region))
         routes: _Routes = defaultdict(list)
         for number, load in enumerate(self._loads):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Stale
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
+from fabric_ray.weights.claims import Claims, of_session
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.filling import Filling
@@ -21,12 +19,7 @@ from fabric_ray.weights.replica.module import ModuleReplica
 from fabric_ray.weights.replica.sides import ReplicaMeta, layout_digest
 from fabric_ray.weights.report import Arm, Sent, SourceShare
 from fabric_ray.weights.sending import Sending
-from fabric_ray.weights.sources import SOURCES
-
-_OUTDATED = (
-    "another WeightSync has connected to this trainer since, or another push was begun; push with "
-    "that one, or call connect() to take over again"
-)
+from fabric_ray.weights.sources import SOURCES, check_rank
 
 
 class ReplicaSource:
@@ -69,6 +62,9 @@ class ReplicaSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        check_rank(rank)
+        if stage < 0:
+            raise InvalidArgument(f"stage is {stage}; number pipeline stages from 0")
         self.rank = rank
         self.stage = stage
         self.name = name
@@ -78,9 +74,7 @@ class ReplicaSource:
         self._bucket, self._cache = bucket, cache
         self._memory = ReplicaMemory(rank, self._engine, replica)
         self._filling: Filling | None = None
-        # A controller that has waited long enough goes on while a push is still running here.
-        self._turn = threading.Lock()
-        self._latest: object = None
+        self._claims = Claims()
         SOURCES.add(name, self)
 
     def meta(self) -> tuple[int, ReplicaMeta, bytes]:
@@ -125,7 +119,7 @@ class ReplicaSource:
             InvalidArgument: bucket or cache are too small (nothing has been gathered then), or the
                 replica's tensors aren't those of the rollouts.
         """
-        with self._claim():
+        with self._claims.claim():
             self._filling = None
             filling = Filling(
                 share,
@@ -159,26 +153,13 @@ class ReplicaSource:
             FabricError: other tensors came than were announced, or one can't be converted.
         """
         sending = Sending(self.rank, self._engine, time.monotonic() + timeout)
-        with self._claim() as claim:
-            if self._filling is None or self._filling.session != session:
-                raise Stale(_OUTDATED)
-
-            def proceed() -> None:
-                if self._latest is not claim:
-                    raise Stale(_OUTDATED)
-
-            return self._filling.push(arms, sending, digest=digest, proceed=proceed)
+        with self._claims.claim() as proceed:
+            filling = of_session(session, self._filling)
+            return filling.push(arms, sending, digest=digest, proceed=proceed)
 
     def close(self) -> None:
         """Forgets all registrations."""
         SOURCES.remove(self.name)
-        with self._claim():
+        with self._claims.claim():
             self._filling = None
             self._memory.close()
-
-    @contextmanager
-    def _claim(self) -> Iterator[object]:
-        """One call at a time; a push that is overtaken stops before its next load."""
-        claim = self._latest = object()
-        with self._turn:
-            yield claim

@@ -42,6 +42,7 @@ def megatron_family(
         *_latent_attention(layers),
         *_mlp("mlp.", _MLP),
         *_experts(experts),
+        *_post_norms(),
         _rule("decoder.final_layernorm.weight", "model.norm.weight", Whole()),
         _rule("output_layer.weight", "lm_head.weight", Vocab(vocab_multiple)),
     )
@@ -68,6 +69,13 @@ def _norms(layers: Layers) -> tuple[Rule, ...]:
         _rule(apart[1].container, after, Whole(), beside=_ROUTER),
         _rule(f"{_LAYER}mlp.linear_fc1.layer_norm_weight", after, Whole()),
     )
+
+
+def _post_norms() -> tuple[Rule, ...]:
+    """Of what attention and MLP give (Megatron-Core's names are Hugging Face's), where there are
+    such."""
+    names = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+    return tuple(_rule(_LAYER + name, _HF + name, Whole()) for name in names)
 
 
 def _attention() -> tuple[Rule, ...]:
@@ -131,6 +139,8 @@ def _mlp(ours: str, theirs: str) -> tuple[Rule, ...]:
     return (
         fc1("weight"),
         fc1("bias"),
+        # Where Hugging Face has gate over up as one parameter too.
+        _rule(f"{prefix}linear_fc1.weight", f"{theirs}gate_up_proj.weight", Split(0, chunks=2)),
         _rule(f"{prefix}linear_fc2.weight", f"{theirs}down_proj.weight", Split(1)),
         _rule(f"{prefix}linear_fc2.bias", f"{theirs}down_proj.bias", Whole()),
     )

@@ -226,6 +226,7 @@ def test_every_address_that_was_tried_is_named(open_engine: Callable[..., Transf
         ({"inline_bytes": 1 << 70}, "inline_bytes"),
         ({"op_timeout": float("inf")}, "op_timeout=inf"),
         ({"peer_timeout": float("nan")}, "peer_timeout=nan"),
+        ({"peer_timeout": 1e-9}, r"peer_timeout=1e-09: .* greater than or equal to 0\.01"),
         ({"config": {"name": "a"}}, "EngineConfig, not by a dict"),
     ],
 )

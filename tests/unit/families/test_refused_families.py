@@ -23,7 +23,7 @@ from fabric_ray.weights.families import (
     target_side,
 )
 from fabric_ray.weights.families.tables import fused, same
-from tests.unit.models.small_models import SMALL
+from tests.unit.models.small_models import LAID_OUT, SMALL
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,14 @@ def test_columns_that_do_not_divide_are_named_with_their_size():
     ) as caught:
         target_side(config, tp=4)
     assert caught.value.fields["parameter"] == "model.layers.0.mlp.gate_proj.weight"
+
+
+def test_halves_of_a_fused_parameter_that_do_not_divide_are_named():
+    """The parameter has 100 rows, but 4 ranks can't share the gate's 50."""
+    config = msgspec.structs.replace(LAID_OUT["glm4"], intermediate=50)
+    words = r"the 50 columns of each of the 2 parts of .*gate_up_proj.*size 100.* use tp=1 or 2"
+    with pytest.raises(Indivisible, match=words):
+        target_side(config, tp=4)
 
 
 @pytest.mark.parametrize("ranks", [(), (0, 1, 2)])

@@ -77,6 +77,7 @@ _ROUTED = Moe(
 _LATENT = Latent(kv_rank=20, nope_dim=8, rope_dim=4, value_dim=6, q_rank=28)
 
 LAID_OUT = {
+    "glm4": small("glm4", qkv_bias=True, fused_mlp=True, post_norms=True),
     "glm4_moe": small("glm4_moe", qk_norm=True, qkv_bias=True, moe=_ROUTED),
     "deepseek_v3": small(
         "deepseek_v3", kv_heads=4, head_dim=12, latent=_LATENT, moe=_ROUTED, layers=4

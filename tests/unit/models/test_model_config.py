@@ -22,6 +22,7 @@ from fabric_ray.models import (
     parameter_shapes,
     read_config,
 )
+from fabric_ray.models.presets import PRESETS
 from fabric_ray.models.transformer import Transformer
 from tests.unit.models.small_models import LAID_OUT, SMALL, small
 
@@ -232,6 +233,23 @@ GLM_45_AIR = {
     "partial_rotary_factor": 0.5,
     "torch_dtype": "bfloat16",
 }
+GLM_Z1_9B = {
+    "model_type": "glm4",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 13696,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 GLM_5 = DEEPSEEK_V3 | {
     "model_type": "glm_moe_dsa",
     "vocab_size": 154880,
@@ -250,7 +268,13 @@ GLM_5 = DEEPSEEK_V3 | {
 
 @pytest.mark.parametrize(
     ("fields", "billions"),
-    [(DEEPSEEK_V3, 671.03), (KIMI_K2, 1026.41), (GLM_45_AIR, 106.85), (GLM_5, 743.91)],
+    [
+        (DEEPSEEK_V3, 671.03),
+        (KIMI_K2, 1026.41),
+        (GLM_Z1_9B, 9.40),
+        (GLM_45_AIR, 106.85),
+        (GLM_5, 743.91),
+    ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_models_that_are_only_laid_out_have_the_published_size(
@@ -262,6 +286,46 @@ def test_models_that_are_only_laid_out_have_the_published_size(
         Transformer(config)
     with pytest.raises(UnsupportedModel, match=r"config\.json of model type .* the one that the"):
         config_to_hf(config)
+
+
+def test_glm4_fuses_gate_and_up_and_norms_what_a_layer_adds() -> None:
+    config = config_from_hf(GLM_Z1_9B)
+    assert config == structs.replace(PRESETS["glm-z1-9b"], norm_eps=1e-5)
+    assert config.parameter_count == 9_400_279_040
+    layer = "model.layers.39."
+    of_it = {n.removeprefix(layer): s for n, s in parameter_shapes(config).items() if layer in n}
+    assert of_it == {
+        "input_layernorm.weight": (4096,),
+        "self_attn.q_proj.weight": (4096, 4096),
+        "self_attn.q_proj.bias": (4096,),
+        "self_attn.k_proj.weight": (256, 4096),
+        "self_attn.k_proj.bias": (256,),
+        "self_attn.v_proj.weight": (256, 4096),
+        "self_attn.v_proj.bias": (256,),
+        "self_attn.o_proj.weight": (4096, 4096),
+        "post_self_attn_layernorm.weight": (4096,),
+        "post_attention_layernorm.weight": (4096,),
+        "mlp.gate_up_proj.weight": (27392, 4096),
+        "mlp.down_proj.weight": (4096, 13696),
+        "post_mlp_layernorm.weight": (4096,),
+    }
+    bare = {key: value for key, value in GLM_Z1_9B.items() if key != "head_dim"}
+    assert config_from_hf(bare | {"hidden_size": 4160}).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"fused_mlp": True}, "fused_mlp is none of llama's"),
+        ("qwen3", {"post_norms": True}, "post_norms is none of qwen3's"),
+        ("glm4", {"mlp_bias": True}, "a fused MLP has no bias"),
+    ],
+)
+def test_what_other_kinds_do_not_have_is_refused(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        structs.replace((SMALL | LAID_OUT)[name], **changes)
 
 
 def test_correction_biases_are_float32_whatever_the_model_is() -> None:

@@ -12,6 +12,7 @@ PUBLIC = {
     "deepseek-v3": 671.03,
     "kimi-k2": 1026.41,
     "moonlight-16b-a3b": 15.96,
+    "glm-z1-9b": 9.40,
     "glm-4.7-flash": 29.94,
     "glm-5": 743.91,
     "glm-4.5-air": 106.85,

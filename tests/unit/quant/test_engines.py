@@ -45,6 +45,15 @@ from tests.unit.quant.local import held, plain_bytes, prepared
 
 BF16 = DType.of("bfloat16")
 DENSE = small("qwen3", dtype="bfloat16", intermediate=64, qk_norm=True, layers=2)
+FUSED = small(
+    "glm4",
+    dtype="bfloat16",
+    intermediate=64,
+    qkv_bias=True,
+    fused_mlp=True,
+    post_norms=True,
+    layers=2,
+)
 SPARSE = small(
     "qwen2_moe",
     dtype="bfloat16",
@@ -111,7 +120,7 @@ def expected(config, full, formats, fmt, target, *, tp, ep, rank):
     return found
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("config", [DENSE, FUSED, SPARSE], ids=["dense", "fused", "sparse"])
 @pytest.mark.parametrize("fmt", [Fp8((8, 8)), Fp8((8, 4), "ue8m0_byte"), Fp8("channel"), Int8()])
 @pytest.mark.parametrize(("world", "replicas"), [(3, 1), (5, 2)], ids=["fsdp", "hsdp"])
 def test_an_engine_gets_the_quantised_model(config, fmt, world, replicas) -> None:

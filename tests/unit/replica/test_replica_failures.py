@@ -177,9 +177,9 @@ def test_a_push_that_is_overtaken_loads_nothing_more(
 
     def at(name: str, tensor: torch.Tensor) -> Any:
         if name == MIDDLE:
-            claim = source._latest
+            claim = source._claims.latest
             other.start()
-            while source._latest is claim:
+            while source._claims.latest is claim:
                 time.sleep(0.001)
             loads.append(replica.loads)
         return [(name, tensor)]

@@ -112,11 +112,11 @@ def test_a_later_push_registers_gathers_and_plans_nothing_anew(
     setup = open_setup([(2, MIXED_FULL)], EXPERTS, bucket=12_416)
     setup.sync.push()
     before = [(source._filling, dict(source._memory._regions)) for source in setup.sources]
-    routes = [dict(source._filling._routes) for source in setup.sources]  # type: ignore[union-attr]
+    routes = [dict(source._filling._routes._known) for source in setup.sources]  # type: ignore[union-attr]
     setup.sync.push()
     setup.sync.push()
     assert before == [(s._filling, dict(s._memory._regions)) for s in setup.sources]
-    assert routes == [s._filling._routes for s in setup.sources]  # type: ignore[union-attr]
+    assert routes == [s._filling._routes._known for s in setup.sources]  # type: ignore[union-attr]
     assert all(len(source._memory._regions) == 1 for source in setup.sources)
     setup.sync.connect()
     assert [s._memory._regions for s in setup.sources] == [regions for _, regions in before]

@@ -95,6 +95,9 @@ class Rank:
         attention = self._latent_attention if self.c.latent else self._attention
         for name, tensor in attention(f"{hf}self_attn."):
             yield f"self_attention.{name}", tensor
+        for norm in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"):
+            if hf + norm in self.full:
+                yield norm, self.full[hf + norm]
         fuses = self.te and not moe
         norm = "mlp.linear_fc1.layer_norm_weight" if fuses else "pre_mlp_layernorm.weight"
         yield norm, self.full[f"{hf}post_attention_layernorm.weight"]
@@ -147,6 +150,10 @@ class Rank:
             if f"{hf}gate_proj.{kind}" in self.full:
                 halves = [self._rows(f"{hf}{x}_proj.{kind}") for x in ("gate", "up")]
                 yield f"linear_fc1.{kind}", torch.cat(halves)
+        if f"{hf}gate_up_proj.weight" in self.full:
+            halves = self.full[f"{hf}gate_up_proj.weight"].chunk(2)
+            shares = [half.chunk(self.sizes.tp)[self.at["tp"]] for half in halves]
+            yield "linear_fc1.weight", torch.cat(shares)
         yield "linear_fc2.weight", self._columns(f"{hf}down_proj.weight")
         if f"{hf}down_proj.bias" in self.full:
             yield "linear_fc2.bias", self.full[f"{hf}down_proj.bias"]

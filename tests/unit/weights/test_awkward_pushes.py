@@ -208,7 +208,7 @@ def test_routes_to_keys_of_the_past_are_forgotten(few: Callable[..., Few]) -> No
             sync.push()
         setup.calls.fault = None
     sync.push()
-    assert len(setup.sources[0]._routes[0]) <= 4
+    assert len(setup.sources[0]._routes._known[0]) <= 4
 
 
 def test_a_push_that_is_overtaken_makes_nothing_ready_for_the_next(

@@ -1,0 +1,82 @@
+"""MR-2: once another controller has connected, whoever pushes by an old route reaches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import WeightSyncError
+from fabric_ray.weights import WeightSource, WeightSync
+from tests.unit.weights.local_sync import HELD, LocalSync, expected, values
+
+TRAINERS = [f"other {i}" for i in range(len(HELD))]
+
+
+@pytest.fixture
+def other_trainers() -> Iterator[None]:
+    """Trainers of another run, which hold version 7."""
+    engines = [TransferEngine(name=who, transport="shm") for who in TRAINERS]
+    sources = [
+        WeightSource({n: values(n, 7) for n in held}, rank=rank, name=who, engine=engine)
+        for rank, (who, held, engine) in enumerate(zip(TRAINERS, HELD, engines, strict=True))
+    ]
+    yield
+    for part in (*sources, *engines):
+        part.close()
+
+
+def by_others(sync: LocalSync) -> WeightSync:
+    """A controller of other trainers and the same rollouts."""
+    rollouts = [target.name for target in sync.targets]
+    return WeightSync(TRAINERS, rollouts, timeout=1.0, calls=sync)
+
+
+@pytest.mark.usefixtures("other_trainers")
+@pytest.mark.parametrize("staged", [True, False])
+def test_mr_2_trainers_with_an_old_route_reach_no_byte_after_a_new_connect(
+    open_sync: Callable[..., LocalSync], staged: bool
+) -> None:
+    old = open_sync(staged=staged)
+    assert old._session is not None
+    session, arms = old._session._id, list(old._session._arms.values())
+    new = by_others(old)
+    new.connect()
+    for rank in range(len(old.targets)):
+        for tensor in old.arriving(rank).values():
+            tensor.fill_(-1)
+    # They haven't heard of it: to them, their session is the latest.
+    sent = old.sources[0].push(session, 2, arms, timeout=1.0)
+    assert sent.links == (), "MR-2: a key from before the connect opens nothing"
+    assert set(sent.failed) == {0, 1}
+    assert all("not registered under this key any more" in why for why in sent.failed.values())
+    for rank in range(len(old.targets)):
+        for name, tensor in old.arriving(rank).items():
+            assert bool((tensor == -1).all()), f"MR-2: `{name}` of rollout {rank} was written to"
+    report = new.push(7)
+    assert report.version == 7
+    for rank, target in enumerate(old.targets):
+        for name, want in expected(rank, 7).items():
+            assert torch.equal(target.weights[name], want)
+
+
+@pytest.mark.usefixtures("other_trainers")
+@pytest.mark.parametrize("staged", [True, False])
+def test_rs_3_a_controller_that_was_replaced_moves_no_rollout(
+    open_sync: Callable[..., LocalSync], staged: bool
+) -> None:
+    old = open_sync(staged=staged)
+    new = by_others(old)
+    new.push(7)
+    # In place rollouts are told first; staged, the old key is refused.
+    told = "is stale" if staged else "another WeightSync has connected"
+    with pytest.raises(WeightSyncError, match=told) as caught:
+        old.push()
+    assert {"rollout 0", "rollout 1"} <= set(caught.value.failed)
+    for rank, target in enumerate(old.targets):
+        assert target.version == 7
+        for name, want in expected(rank, 7).items():
+            assert torch.equal(target.weights[name], want)
+    assert new.push(8).version == 8

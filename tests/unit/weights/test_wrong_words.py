@@ -1,0 +1,53 @@
+"""What means nothing is refused where it is said, before any actor is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
+from tests.unit.weights.local_sync import side
+
+TENSORS = {"w": torch.zeros(8, 6, dtype=torch.int16)}
+
+
+def replica_source(**options: Any) -> ReplicaSource:
+    return ReplicaSource(TENSORS, LayoutReplica(side()), name="nobody", **options)
+
+
+@pytest.mark.parametrize("rank", [-1, 1.0, "0", None])
+def test_a_rank_that_no_trainer_has_is_refused(rank: Any) -> None:
+    words = rf"rank is {rank!r}; give this trainer's index in WeightSync\(trainers=\.\.\.\), from 0"
+    with pytest.raises(InvalidArgument, match=words):
+        WeightSource(TENSORS, rank=rank, name="nobody")
+    with pytest.raises(InvalidArgument, match=words):
+        replica_source(rank=rank)
+
+
+def test_a_rank_that_no_rollout_has_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"rank -1 is not among the side's ranks \(0, 1\)"):
+        WeightTarget(side(), rank=-1, name="nobody")
+
+
+def test_a_stage_before_the_first_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="stage is -1; number pipeline stages from 0"):
+        replica_source(rank=0, stage=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"extra": "maybe"}, "extra is 'maybe'; say 'refuse' or 'ignore'"),
+        ({"extra": None}, "extra is None; say 'refuse' or 'ignore'"),
+        ({"lost": "maybe"}, "lost is 'maybe'; say 'raise' or 'drop'"),
+    ],
+)
+def test_words_that_a_controller_does_not_know_are_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        WeightSync(["trainer"], ["rollout"], **options)
