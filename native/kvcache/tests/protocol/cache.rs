@@ -61,7 +61,7 @@ fn bytes_of(request: u64, layer: usize, tensor: usize, head: u32, token: u64, wi
     (0..width).map(|_| rng.u8(1..)).collect()
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Cache {
     pub layout: CacheLayout,
     pub region: Region,
