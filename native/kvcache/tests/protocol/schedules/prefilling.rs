@@ -16,6 +16,7 @@ use crate::{
 /// What pages have that belong to nobody: seen at the decoder, it is no request's.
 const NOBODYS: u8 = 0xa5;
 
+#[derive(Debug)]
 struct Work {
     /// `None`: what was asked makes no sense, as a liar's may.
     content: Option<u64>,
@@ -49,6 +50,8 @@ pub struct Prefilling {
     pub engines: Vec<Arc<TransferEngine>>,
     pub prefiller: Option<Arc<Prefiller>>,
     pub dead: bool,
+    /// One of its engines is dead, and never says what became of its writes: only others are to end well.
+    pub crippled: bool,
     caches: Vec<Cache>,
     tail: Region,
     cut: Cut,
@@ -144,7 +147,7 @@ impl Prefilling {
             }),
         );
         let (judge, prefiller) = (Arc::clone(judge), Some(prefiller));
-        Self { engines, prefiller, dead: false, caches, tail, cut, desk, judge }
+        Self { engines, prefiller, dead: false, crippled: false, caches, tail, cut, desk, judge }
     }
 
     pub fn offer(&self) -> Option<Offer> {
@@ -288,14 +291,18 @@ impl Prefilling {
     }
 
     pub fn is_over(&self) -> bool {
-        self.desk.lock().jobs.is_empty()
+        self.dead || self.crippled || self.desk.lock().jobs.is_empty()
     }
 
     pub fn check(&self) {
+        if self.dead || self.crippled {
+            return;
+        }
         let desk = self.desk.lock();
         if !desk.jobs.is_empty() {
-            let jobs: Vec<&u64> = desk.jobs.keys().collect();
-            self.judge.wrong("MR-1", format_args!("jobs {jobs:?} are never released"));
+            let jobs = &desk.jobs;
+            let at = self.prefiller.as_ref().map(|p| (p.jobs(), p.decoders()));
+            self.judge.wrong("MR-1", format_args!("{at:?}: {jobs:?} are never released"));
         }
         if self.prefiller.as_ref().is_some_and(|p| p.jobs() > 0) {
             self.judge.wrong("leak", "a prefiller has jobs");

@@ -89,7 +89,7 @@ const KINDS: [Kind; 12] = [
 pub fn run(seed: u64) -> Result<Outcome, String> {
     let mut run = Run::new(seed);
     run.go()?;
-    let outcomes = run.decoders.iter().filter(|d| !d.dead && !d.liar).map(Decoding::outcome);
+    let outcomes = run.decoders.iter().filter(|d| !d.dead && !d.is_liar()).map(Decoding::outcome);
     let (ready, failed) = outcomes.fold((0, 0), |sum, o| (sum.0 + o.0, sum.1 + o.1));
     Ok(Outcome { ready, failed, digest: run.net.digest() })
 }
@@ -185,8 +185,8 @@ impl Run {
             let engines = self.engines(ranks, "decode");
             let how = (&shape, ours[i % 3], terms.clone());
             let mut one = Decoding::new(engines, how, &self.judge, &self.post);
-            one.liar = i == honest;
-            if one.liar {
+            if i == honest {
+                one.lies();
                 self.post.distrust(one.engines[0].id());
             }
             one.meetings = vec![Vec::new(); self.instances.len()];
@@ -216,7 +216,7 @@ impl Run {
                 decoder.check();
             }
         }
-        for process in self.processes.iter().filter(|p| !p.dead) {
+        for process in &self.processes {
             process.check();
         }
         self.judge.verdict()?;
@@ -235,7 +235,8 @@ impl Run {
         }
         for (engine, before) in &self.regions {
             let stats = engine.stats();
-            let dead = self.decoders.iter().any(|d| d.dead && d.engines[0].id() == engine.id());
+            let here = |d: &&Decoding| d.engines.iter().any(|e| e.id() == engine.id());
+            let dead = self.decoders.iter().find(here).is_some_and(|d| d.dead);
             if !dead && (stats.regions, stats.retiring) != (*before, 0) {
                 self.judge.wrong("leak", format_args!("{before} regions before, now {stats:?}"));
             }
@@ -265,7 +266,7 @@ impl Run {
         let limit = self.judge.now() + bound;
         while self.judge.now() < limit {
             let over = self.decoders.iter().filter(|d| !d.dead).all(Decoding::is_over);
-            let done = self.processes.iter().filter(|p| !p.dead).all(Prefilling::is_over);
+            let done = self.processes.iter().all(Prefilling::is_over);
             if over && done {
                 break;
             }
@@ -366,6 +367,7 @@ impl Run {
                 let any = self.rng.usize(..self.processes[p].engines.len());
                 let id = self.processes[p].engines[any].id();
                 self.net.kill(id);
+                self.processes[p].crippled = true;
             }
             Kind::Links | Kind::Cables | Kind::Partition => self.network(kind),
         }
