@@ -162,7 +162,7 @@ def test_tokens_are_those_of_one_engine(
                 for table, group in zip(pages.tables, theirs.pools.groups, strict=True)
             ]
             pull = decoder.pull(
-                to, tokens=len(prompt), have=pages.prefix, tables=needed, salt=salt, timeout=20
+                to, tokens=len(prompt), have=pages.prefix, tables=needed, salt=salt, timeout=10
             )
             while not (jobs := prefiller.take()):
                 assert pull.error is None, pull.error

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod decode;
+mod events;
 pub mod layout;
 pub mod pairing;
 mod prefill;

@@ -4,6 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, TransferEngine};
 
+use crate::layout::{CacheGroup, CacheLayout};
+
 /// One rank that lives in this process.
 #[derive(Clone, Debug)]
 pub struct LocalRank {
@@ -99,9 +101,24 @@ impl Cause {
     }
 }
 
+/// The groups of some ranks, with the pages that all of them have.
+pub(crate) fn common_groups<'a>(
+    layouts: &'a [CacheLayout],
+    ranks: impl Iterator<Item = u32>,
+) -> Vec<CacheGroup> {
+    let of = |rank: u32| layouts.get(rank as usize).map(|layout: &'a _| &layout.groups);
+    let ranks: Vec<&Vec<CacheGroup>> = ranks.filter_map(of).collect();
+    let mut groups = ranks.first().copied().cloned().unwrap_or_default();
+    for (g, group) in groups.iter_mut().enumerate() {
+        let pages = ranks.iter().filter_map(|groups| groups.get(g)).map(|group| group.pages);
+        group.pages = pages.min().unwrap_or(group.pages);
+    }
+    groups
+}
+
 /// The parts of an instance that are in one process, checked against its layouts.
 pub(crate) fn check_local(
-    layouts: &[crate::layout::CacheLayout],
+    layouts: &[CacheLayout],
     local: &[LocalRank],
     terms: &Terms,
 ) -> Result<(), EngineError> {

@@ -5,6 +5,8 @@
 //! new ones have defaults. Messages come from peers: decoding is bounded by the message, and what they say is
 //! checked where it is used.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
 use fabric_engine::{
     api::{CounterRef, EngineAddress, RegionDescriptor},
     EngineError,
@@ -16,6 +18,25 @@ use crate::layout::CacheLayout;
 const MARK: [u8; 3] = *b"FKV";
 /// Bumped when a message's meaning changes.
 pub const VERSION: u8 = 1;
+/// Requests that one beat names: it fits the smallest `max_message`.
+pub(crate) const BEAT_REQUESTS: usize = 256;
+/// Bytes of states that one status has: it fits the smallest `max_message`.
+const STATUS_BYTES: usize = 3072;
+/// Bytes of a reason; what is longer is cut.
+const REASON_BYTES: usize = 512;
+
+/// A number that nobody else in this process has, nor had: for meetings, whose messages may come late (MR-2). All of them
+/// are encoded in as many bytes, so that what a seed of the simulator does is repeated.
+pub(crate) fn unique() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 32);
+    NEXT.fetch_add(1, Relaxed)
+}
+
+/// What is told of why something ended.
+pub(crate) fn reason(why: &str) -> String {
+    let end = (0..=why.len().min(REASON_BYTES)).rev().find(|end| why.is_char_boundary(*end));
+    why[..end.unwrap_or(0)].to_owned()
+}
 
 /// What a prefiller publishes of itself; whoever has it can ask.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,15 +126,19 @@ pub(crate) enum State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello(Box<Hello>),
+    /// `life` is the prefiller's number of the meeting. One that forgot a meeting and is greeted again has another.
     Welcome {
         meeting: u64,
+        life: u64,
     },
     Declined {
         meeting: u64,
         why: String,
     },
+    /// Taken only in the life for which it was meant: pages of an earlier one may have others now.
     Request {
         meeting: u64,
+        life: u64,
         request: Box<Request>,
     },
     Cancel {
@@ -129,6 +154,7 @@ pub(crate) enum Message {
     /// Answers a beat, and is sent unasked when something is over.
     Status {
         meeting: u64,
+        life: u64,
         states: Vec<(u64, State)>,
     },
     /// The decoder is done with this prefiller, or the other way round.
@@ -155,7 +181,8 @@ impl PageTable {
         Self(stretches)
     }
 
-    /// The page numbers, if there are as many as should be: a few bytes can claim any number.
+    /// The page numbers, if there are as many as should be. A few bytes can claim any number of them: `should` is to be
+    /// within reason.
     pub fn pages(&self, should: u64) -> Result<Vec<u32>, String> {
         let total: u64 = self.0.iter().map(|s| u64::from(s.1)).sum();
         if total != should {
@@ -250,10 +277,29 @@ impl Message {
         decode("a KV message", bytes)
     }
 
+    /// States, in as many messages as they need.
+    pub fn statuses(meeting: u64, life: u64, states: Vec<(u64, State)>) -> Vec<Self> {
+        let mut all: Vec<Vec<(u64, State)>> = vec![Vec::new()];
+        let mut bytes = 0;
+        for (seq, state) in states {
+            // A number, a name and what is around them.
+            let cost = 32 + if let State::Failed(why) = &state { why.len() } else { 0 };
+            bytes += cost;
+            if bytes > STATUS_BYTES {
+                bytes = cost;
+                all.push(Vec::new());
+            }
+            if let Some(last) = all.last_mut() {
+                last.push((seq, state));
+            }
+        }
+        all.into_iter().map(|states| Self::Status { meeting, life, states }).collect()
+    }
+
     pub fn meeting(&self) -> u64 {
         match self {
             Self::Hello(hello) => hello.meeting,
-            Self::Welcome { meeting }
+            Self::Welcome { meeting, .. }
             | Self::Declined { meeting, .. }
             | Self::Request { meeting, .. }
             | Self::Cancel { meeting, .. }

@@ -4,17 +4,24 @@
 mod state;
 mod talk;
 
-use std::sync::{Arc, Weak};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Weak},
+};
 
-use fabric_engine::{api::CounterRef, Counter, EngineError, Handle, Peer, Region, Result};
+use fabric_engine::{
+    api::{CounterRef, EngineId},
+    Counter, EngineError, Handle, Peer, Region, Result,
+};
 use parking_lot::Mutex;
 
-use self::state::{Act, AtEnd, End, Facts, Meeting, MeetingPhase, Phase, State, Ticket};
+use self::state::{AtEnd, End, Facts, Meeting, MeetingPhase, Phase, State, Ticket};
 use crate::{
-    layout::CacheLayout,
+    events::Events,
+    layout::{CacheGroup, CacheLayout},
     pairing::Pairing,
-    terms::{check_local, Cause, LocalRank, Terms},
-    wire::{Grant, Hello, Message, Offer, PageTable, Request},
+    terms::{check_local, common_groups, Cause, LocalRank, Terms},
+    wire::{unique, Grant, Hello, Message, Offer, PageTable, Request},
 };
 
 /// What becomes of a request. `Ready` or `Failed` comes once, then `Released` once.
@@ -58,15 +65,15 @@ impl std::fmt::Debug for Decoder {
     }
 }
 
-type OnEvent = dyn Fn(u64, Event) + Send + Sync;
-
 struct Inner {
     name: String,
     layouts: Vec<CacheLayout>,
     local: Vec<LocalRank>,
     terms: Terms,
+    /// Pages that every rank here has.
+    groups: Vec<CacheGroup>,
     state: Mutex<State>,
-    on_event: Box<OnEvent>,
+    events: Arc<Events<Event>>,
 }
 
 impl Decoder {
@@ -85,9 +92,17 @@ impl Decoder {
         on_event: impl Fn(u64, Event) + Send + Sync + 'static,
     ) -> Result<Self> {
         check_local(&layouts, &local, &terms)?;
-        let (state, on_event) = (Mutex::default(), Box::new(on_event));
-        let inner =
-            Arc::new(Inner { name: name.to_owned(), layouts, local, terms, state, on_event });
+        let events = Arc::new(Events::new(on_event));
+        let state = Mutex::new(State {
+            meetings: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            events: Arc::clone(&events),
+            next_seq: 0,
+            closed: false,
+        });
+        let name = name.to_owned();
+        let groups = common_groups(&layouts, local.iter().map(|r| r.rank));
+        let inner = Arc::new(Inner { name, groups, layouts, local, terms, state, events });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
             if let Some(inner) = weak.upgrade() {
@@ -95,6 +110,12 @@ impl Decoder {
             }
         })?;
         Ok(Self { inner })
+    }
+
+    /// Takes a message of a prefiller. For who has opened the pool of the first rank's engine anew, because he expects
+    /// other messages there as well; what isn't one of a prefiller is left alone, with a warning.
+    pub fn hear(&self, from: EngineId, message: &[u8]) {
+        self.inner.hear(from, message);
     }
 
     /// Makes a prefiller known; returns its number for [`Decoder::request`]. Our memory is registered once more for
@@ -126,7 +147,7 @@ impl Decoder {
         let mut ends = Vec::new();
         for end in &offer.ends {
             let peer = inner.control().peer(&end.address)?;
-            ends.push(End { peer, welcome: false, silent: 0 });
+            ends.push(End { peer, life: None, silent: 0 });
         }
         let mut regions = Vec::new();
         let mut grants = Vec::new();
@@ -149,8 +170,7 @@ impl Decoder {
             if state.closed {
                 return Err(EngineError::Closed);
             }
-            let number = state.next_meeting;
-            state.next_meeting += 1;
+            let number = unique();
             let hello = Message::Hello(Box::new(Hello {
                 meeting: number,
                 name: inner.name.clone(),
@@ -161,13 +181,23 @@ impl Decoder {
                 beat_ms: inner.terms.beat.as_millis() as u32,
             }))
             .to_bytes();
-            let mut meeting = Meeting {
+            if hello.len() as u64 > offer.max_message {
+                return Err(EngineError::Invalid(format!(
+                    "decoder {} presents itself with {} bytes, prefiller {} takes messages of {}; raise \
+                     max_message there",
+                    inner.name,
+                    hello.len(),
+                    offer.name,
+                    offer.max_message
+                )));
+            }
+            let meeting = Meeting {
                 facts: Arc::new(facts),
                 ends,
                 grants: regions,
                 phase: MeetingPhase::Greeting,
                 early: Vec::new(),
-                revoking: 0,
+                revoked: false,
             };
             for end in 0..meeting.ends.len() {
                 acts.extend(meeting.send(number, end, hello.clone(), None));
@@ -234,20 +264,19 @@ impl Decoder {
         let seq = {
             let mut state = inner.state.lock();
             let seq = state.next_seq;
-            let message = Message::Request {
-                meeting: prefiller,
-                request: Box::new(Request {
-                    seq,
-                    tokens: ask.tokens,
-                    have: ask.have,
-                    salt: ask.salt,
-                    tables: ask.tables.iter().map(|t| PageTable::of(t)).collect(),
-                    counters: references,
-                    tail_slot: ask.tail_slot,
-                    payload: ask.payload,
-                }),
-            }
-            .to_bytes();
+            let request = Box::new(Request {
+                seq,
+                tokens: ask.tokens,
+                have: ask.have,
+                salt: ask.salt,
+                tables: ask.tables.iter().map(|t| PageTable::of(t)).collect(),
+                counters: references,
+                tail_slot: ask.tail_slot,
+                payload: ask.payload,
+            });
+            let message =
+                Message::Request { meeting: prefiller, life: u64::MAX, request: request.clone() }
+                    .to_bytes();
             if message.len() as u64 > facts.max_message {
                 return Err(EngineError::Invalid(format!(
                     "a request of {} bytes, prefiller {} takes messages of {}; raise max_message there, or \
@@ -265,23 +294,24 @@ impl Decoder {
             let open = meeting.phase == MeetingPhase::Open;
             if open {
                 for (end, at) in ends.iter_mut().enumerate() {
-                    acts.extend(meeting.send(prefiller, end, message.clone(), Some(seq)));
+                    acts.extend(meeting.ask(prefiller, end, &request));
                     *at = AtEnd::Asked { unknown: 0 };
                 }
             } else {
                 meeting.early.push(seq);
             }
             let missing = expectations.len();
-            let message = (!open).then_some(message);
+            let early = (!open).then_some(request);
             let phase = Phase::Waiting;
             let ticket = Ticket {
                 meeting: prefiller,
-                message,
+                early,
                 counters,
                 expectations,
                 missing,
                 phase,
                 ends,
+                lingers: 0,
             };
             state.tickets.insert(seq, ticket);
             // The prefiller may have been given up since we looked.
@@ -308,7 +338,11 @@ impl Decoder {
     /// confirmed that it writes no more.
     pub fn cancel(&self, seq: u64) {
         let mut acts = Vec::new();
-        self.inner.state.lock().fail(seq, Cause::Cancelled, &mut acts);
+        {
+            let mut state = self.inner.state.lock();
+            state.fail(seq, Cause::Cancelled, &mut acts);
+            state.stop(seq, &mut acts);
+        }
         self.inner.run(acts);
     }
 
@@ -328,7 +362,7 @@ impl Decoder {
         self.inner.state.lock().tickets.len()
     }
 
-    /// Parts with all prefillers. Events still come until all requests are released.
+    /// Parts with all prefillers, as dropping it does. Events still come until all requests are released.
     pub fn close(&self) {
         let meetings: Vec<u64> = {
             let mut state = self.inner.state.lock();
@@ -354,21 +388,21 @@ impl Inner {
 
     fn check(&self, ask: &Ask) -> Result<()> {
         let invalid = |what: String| Err(EngineError::Invalid(what));
-        let layout = &self.layouts[self.local[0].rank as usize];
         if ask.tokens == 0 || ask.have >= ask.tokens {
             return invalid(format!(
                 "{} tokens of which {} are here: one at least must be computed",
                 ask.tokens, ask.have
             ));
         }
-        if ask.tables.len() != layout.groups.len() {
+        if ask.tables.len() != self.groups.len() {
             return invalid(format!(
                 "{} page tables for {} groups of layers",
                 ask.tables.len(),
-                layout.groups.len()
+                self.groups.len()
             ));
         }
-        for (group, table) in layout.groups.iter().zip(&ask.tables) {
+        crate::table::entries(&self.groups, ask.tokens).or_else(|e| invalid(e).map(|()| 0))?;
+        for (group, table) in self.groups.iter().zip(&ask.tables) {
             crate::table::check(group, ask.tokens, table)
                 .or_else(|e| invalid(format!("group {}: {e}", group.name)))?;
             if !ask.have.is_multiple_of(u64::from(group.page_tokens)) {
@@ -400,14 +434,14 @@ impl Inner {
                         return;
                     }
                     ticket.phase = Phase::Ready;
-                    acts.push(Act::Tell(seq, Event::Ready));
+                    state.events.push(seq, Event::Ready);
                     state.settle(seq, &mut acts);
                 }
                 Err(error) => {
                     let meeting = state.tickets.get(&seq).map(|t| t.meeting);
                     state.fail(seq, Cause::of(&error), &mut acts);
                     if let (Some(meeting), true) = (meeting, is_loss(&error)) {
-                        state.lose(meeting, &error.to_string(), &mut acts);
+                        state.lose(meeting, &error.to_string(), false, &mut acts);
                     }
                 }
             }
@@ -417,17 +451,7 @@ impl Inner {
 
     fn leave(self: &Arc<Self>, prefiller: u64, why: &str) {
         let mut acts = Vec::new();
-        {
-            let mut state = self.state.lock();
-            if let Some(meeting) = state.meetings.get_mut(&prefiller) {
-                let goodbye =
-                    Message::Goodbye { meeting: prefiller, why: why.to_owned() }.to_bytes();
-                for end in 0..meeting.ends.len() {
-                    acts.extend(meeting.send(prefiller, end, goodbye.clone(), None));
-                }
-            }
-            state.lose(prefiller, why, &mut acts);
-        }
+        self.state.lock().lose(prefiller, why, true, &mut acts);
         self.run(acts);
     }
 }

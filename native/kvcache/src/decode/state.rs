@@ -1,20 +1,21 @@
 //! What a decoder knows of its prefillers and of what it has asked them.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use fabric_engine::{Counter, Handle, Peer, Region};
 
 use super::Event;
-use crate::{pairing::Pairing, terms::Cause};
+use crate::{
+    events::Events,
+    pairing::Pairing,
+    terms::Cause,
+    wire::{reason, Message, Request},
+};
 
-#[derive(Default)]
 pub(super) struct State {
-    pub meetings: HashMap<u64, Meeting>,
+    pub meetings: BTreeMap<u64, Meeting>,
     pub tickets: BTreeMap<u64, Ticket>,
-    pub next_meeting: u64,
+    pub events: Arc<Events<Event>>,
     pub next_seq: u64,
     pub closed: bool,
 }
@@ -28,8 +29,8 @@ pub(super) struct Meeting {
     pub phase: MeetingPhase,
     /// What was asked before all of its processes said welcome.
     pub early: Vec<u64>,
-    /// Revocations that aren't over.
-    pub revoking: usize,
+    /// All that it was given has been taken back.
+    pub revoked: bool,
 }
 
 /// What doesn't change about a prefiller.
@@ -44,7 +45,8 @@ pub(super) struct Facts {
 /// One process of a prefiller.
 pub(super) struct End {
     pub peer: Peer,
-    pub welcome: bool,
+    /// Its number of our meeting, since it said welcome.
+    pub life: Option<u64>,
     /// Beats since it was last heard.
     pub silent: u32,
 }
@@ -59,13 +61,16 @@ pub(super) enum MeetingPhase {
 /// A request, from the call that makes it until its pages can be used for another.
 pub(super) struct Ticket {
     pub meeting: u64,
-    pub message: Option<Vec<u8>>,
+    /// What is to be asked when the prefiller has said welcome.
+    pub early: Option<Box<Request>>,
     pub counters: Vec<Counter>,
     pub expectations: Vec<Handle>,
     /// Expectations that aren't full.
     pub missing: usize,
     pub phase: Phase,
     pub ends: Vec<AtEnd>,
+    /// Beats since it is over for us and the prefiller hasn't let go.
+    pub lingers: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,7 +96,6 @@ pub(super) enum AtEnd {
 /// What is to be done when the lock is free.
 pub(super) enum Act {
     Send { meeting: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
-    Tell(u64, Event),
     Cancel(Vec<Handle>),
     Revoke { meeting: u64, regions: Vec<Region> },
     Drop(Vec<Counter>, Vec<Handle>),
@@ -104,20 +108,25 @@ impl State {
             return;
         };
         ticket.phase = Phase::Failed(cause.clone());
-        ticket.message = None;
+        ticket.early = None;
         let expectations = std::mem::take(&mut ticket.expectations);
         acts.push(Act::Cancel(expectations));
         acts.push(Act::Drop(std::mem::take(&mut ticket.counters), Vec::new()));
-        acts.push(Act::Tell(seq, Event::Failed(cause)));
+        self.events.push(seq, Event::Failed(cause));
+        self.stop(seq, acts);
+    }
+
+    /// Tells every process of the prefiller that nothing more is wanted.
+    pub fn stop(&mut self, seq: u64, acts: &mut Vec<Act>) {
+        let Some(ticket) = self.tickets.get_mut(&seq) else { return };
         let number = ticket.meeting;
         for end in 0..ticket.ends.len() {
             match ticket.ends[end] {
                 AtEnd::Unasked => ticket.ends[end] = AtEnd::Over,
                 AtEnd::Asked { .. } => {
                     ticket.ends[end] = AtEnd::Stopping;
-                    if let Some(meeting) = self.meetings.get_mut(&number) {
-                        let message = crate::wire::Message::Cancel { meeting: number, seq };
-                        acts.extend(meeting.send(number, end, message.to_bytes(), None));
+                    if let Some(meeting) = self.meetings.get(&number) {
+                        acts.extend(meeting.cancel(number, end, seq));
                     }
                 }
                 AtEnd::Stopping | AtEnd::Over => {}
@@ -135,20 +144,25 @@ impl State {
         }
         if let Some(ticket) = self.tickets.remove(&seq) {
             acts.push(Act::Drop(ticket.counters, ticket.expectations));
-            acts.push(Act::Tell(seq, Event::Released));
+            self.events.push(seq, Event::Released);
             self.forget(ticket.meeting);
         }
     }
 
     /// Gives a prefiller up, with all that was asked of it: its grants end, and once they have, nothing that it
-    /// wrote can land any more.
-    pub fn lose(&mut self, number: u64, why: &str, acts: &mut Vec<Act>) {
+    /// wrote can land any more. Its processes are told to stop what they do for nothing, unless they are known dead.
+    pub fn lose(&mut self, number: u64, why: &str, tell: bool, acts: &mut Vec<Act>) {
         let Some(meeting) = self.meetings.get_mut(&number) else { return };
         if matches!(meeting.phase, MeetingPhase::Lost(_)) {
             return;
         }
+        if tell {
+            let goodbye = Message::Goodbye { meeting: number, why: reason(why) }.to_bytes();
+            for end in 0..meeting.ends.len() {
+                acts.extend(meeting.send(number, end, goodbye.clone(), None));
+            }
+        }
         meeting.phase = MeetingPhase::Lost(why.to_owned());
-        meeting.revoking = meeting.grants.len();
         acts.push(Act::Revoke { meeting: number, regions: std::mem::take(&mut meeting.grants) });
         let cause = Cause::Lost(format!("prefiller {}: {why}", meeting.facts.name));
         for seq in self.of(number) {
@@ -158,6 +172,9 @@ impl State {
 
     /// All that a prefiller was given has been taken back from it.
     pub fn revoked(&mut self, number: u64, acts: &mut Vec<Act>) {
+        if let Some(meeting) = self.meetings.get_mut(&number) {
+            meeting.revoked = true;
+        }
         for seq in self.of(number) {
             if let Some(ticket) = self.tickets.get_mut(&seq) {
                 ticket.ends.fill(AtEnd::Over);
@@ -174,7 +191,7 @@ impl State {
 
     /// A lost prefiller that nothing is left of.
     fn forget(&mut self, number: u64) {
-        let gone = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_)) && m.revoking == 0;
+        let gone = |m: &Meeting| m.revoked;
         if self.meetings.get(&number).is_some_and(gone) && self.of(number).is_empty() {
             self.meetings.remove(&number);
         }
@@ -184,7 +201,7 @@ impl State {
 impl Meeting {
     /// A message to one process of the prefiller, unless it has been given up.
     pub fn send(
-        &mut self,
+        &self,
         meeting: u64,
         end: usize,
         bytes: Vec<u8>,
@@ -195,5 +212,16 @@ impl Meeting {
         }
         let peer = self.ends[end].peer.clone();
         Some(Act::Send { meeting, end, peer, bytes, request })
+    }
+
+    pub fn ask(&self, meeting: u64, end: usize, request: &Request) -> Option<Act> {
+        let life = self.ends[end].life?;
+        let (seq, request) = (request.seq, Box::new(request.clone()));
+        let message = Message::Request { meeting, life, request };
+        self.send(meeting, end, message.to_bytes(), Some(seq))
+    }
+
+    pub fn cancel(&self, meeting: u64, end: usize, seq: u64) -> Option<Act> {
+        self.send(meeting, end, Message::Cancel { meeting, seq }.to_bytes(), None)
     }
 }

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     terms::Cause,
     timer::after,
-    wire::{Message, State as At},
+    wire::{Message, State as At, BEAT_REQUESTS},
 };
 
 /// Beats that a prefiller may answer without knowing a request, before the request counts as lost: the message
@@ -38,22 +38,22 @@ impl Inner {
                         Err(error) => told(Err(error)),
                     }
                 }
-                Act::Tell(seq, event) => (self.on_event)(seq, event),
                 Act::Cancel(handles) => handles.iter().for_each(fabric_engine::Handle::cancel),
                 Act::Drop(counters, handles) => drop((counters, handles)),
                 Act::Revoke { meeting, regions } => self.revoke(meeting, &regions),
             }
         }
+        self.events.tell();
     }
 
     fn revoke(self: &Arc<Self>, meeting: u64, regions: &[fabric_engine::Region]) {
         let left = Arc::new(AtomicUsize::new(regions.len()));
         for region in regions {
-            let (weak, left) = (Arc::downgrade(self), Arc::clone(&left));
-            // It fails only when the engine is closed, and then nothing lands any more.
+            // Kept until the memory is its owner's again, which he is told even if he has dropped the decoder.
+            let (inner, left) = (Arc::clone(self), Arc::clone(&left));
+            // It fails in a process that has been forked off only, whose engine does nothing.
             let over = move |_| {
-                let last = left.fetch_sub(1, SeqCst) == 1;
-                if let Some(inner) = weak.upgrade().filter(|_| last) {
+                if left.fetch_sub(1, SeqCst) == 1 {
                     let mut acts = Vec::new();
                     inner.state.lock().revoked(meeting, &mut acts);
                     inner.run(acts);
@@ -82,7 +82,7 @@ impl Inner {
                 state.fail(seq, Cause::of(error), &mut acts);
             }
             if is_loss(error) || matches!(error, EngineError::Timeout { .. }) {
-                state.lose(meeting, &error.to_string(), &mut acts);
+                state.lose(meeting, &error.to_string(), false, &mut acts);
             } else {
                 tracing::warn!(meeting, end, %error, "a message to a prefiller was not sent");
             }
@@ -113,7 +113,10 @@ impl Inner {
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
-            tracing::debug!(meeting, %error, "no more beats");
+            // Without beats nobody would find out that the prefiller is gone.
+            let mut acts = Vec::new();
+            self.state.lock().lose(meeting, &format!("no more beats: {error}"), true, &mut acts);
+            self.run(acts);
         }
     }
 
@@ -135,9 +138,13 @@ impl State {
         let Some(end) = meeting.ends.iter().position(|e| e.peer.id() == from) else { return };
         meeting.ends[end].silent = 0;
         match message {
-            Message::Welcome { .. } => {
-                meeting.ends[end].welcome = true;
-                let all = meeting.ends.iter().all(|e| e.welcome);
+            Message::Welcome { life, .. } => {
+                let known = *meeting.ends[end].life.get_or_insert(life);
+                if known != life {
+                    // What it wrote before may still be under way, and it can't say so (MR-1).
+                    return self.lose(number, "it has forgotten this decoder", true, acts);
+                }
+                let all = meeting.ends.iter().all(|e| e.life.is_some());
                 if all && meeting.phase == MeetingPhase::Greeting {
                     meeting.phase = MeetingPhase::Open;
                     let early = std::mem::take(&mut meeting.early);
@@ -145,8 +152,10 @@ impl State {
                 }
             }
             Message::Declined { why, .. } | Message::Goodbye { why, .. } => {
-                self.lose(number, &why, acts);
+                self.lose(number, &why, true, acts);
             }
+            // Of another life of the prefiller's, it says nothing of this one (MR-2).
+            Message::Status { life, .. } if meeting.ends[end].life != Some(life) => {}
             Message::Status { states, .. } => {
                 for (seq, at) in states {
                     self.learn(number, end, seq, at, acts);
@@ -161,10 +170,10 @@ impl State {
         let Some(meeting) = self.meetings.get_mut(&number) else { return };
         for seq in early {
             let Some(ticket) = self.tickets.get_mut(seq) else { continue };
-            let Some(message) = ticket.message.take() else { continue };
+            let Some(request) = ticket.early.take() else { continue };
             for end in 0..ticket.ends.len() {
                 ticket.ends[end] = AtEnd::Asked { unknown: 0 };
-                acts.extend(meeting.send(number, end, message.clone(), Some(*seq)));
+                acts.extend(meeting.ask(number, end, &request));
             }
         }
     }
@@ -180,7 +189,6 @@ impl State {
         match (at, *place) {
             (_, AtEnd::Over | AtEnd::Unasked) => {}
             (At::Open, AtEnd::Asked { .. }) => *place = AtEnd::Asked { unknown: 0 },
-            (At::Open, AtEnd::Stopping) => {}
             (At::Unknown, AtEnd::Asked { unknown }) if unknown < UNKNOWN => {
                 *place = AtEnd::Asked { unknown: unknown + 1 };
             }
@@ -189,12 +197,11 @@ impl State {
                 let why = "it does not know of the request, whose message was lost".into();
                 self.fail(seq, Cause::Lost(why), acts);
             }
-            (At::Unknown, _) => {
-                // It has forgotten, or has not heard, that it was told to stop.
+            (At::Unknown, _) | (At::Open, AtEnd::Stopping) => {
+                // It may not have heard that it was told to stop.
                 *place = AtEnd::Stopping;
-                if let Some(meeting) = self.meetings.get_mut(&number) {
-                    let message = Message::Cancel { meeting: number, seq };
-                    acts.extend(meeting.send(number, end, message.to_bytes(), None));
+                if let Some(meeting) = self.meetings.get(&number) {
+                    acts.extend(meeting.cancel(number, end, seq));
                 }
             }
             (At::Done, _) => {
@@ -217,6 +224,28 @@ impl State {
     /// True if there is to be another beat.
     fn beat(&mut self, number: u64, silent_beats: u32, acts: &mut Vec<Act>) -> bool {
         let next_seq = self.next_seq;
+        let mut ready = Vec::new();
+        let mut stuck = None;
+        for (seq, ticket) in self.tickets.iter_mut().filter(|(_, t)| t.meeting == number) {
+            if ticket.phase == Phase::Waiting {
+                continue;
+            }
+            ticket.lingers += 1;
+            if ticket.phase == Phase::Ready && ticket.lingers == silent_beats {
+                ready.push(*seq);
+            }
+            if ticket.lingers > 2 * silent_beats {
+                stuck = Some(*seq);
+            }
+        }
+        if let Some(seq) = stuck {
+            // It answers, but whoever should end its writes doesn't: memory isn't left to it for ever.
+            let why = format!("it doesn't let go of request {seq}, which is over");
+            self.lose(number, &why, true, acts);
+            return false;
+        }
+        // All has come, so that there is nothing to stop but what keeps the prefiller from saying so.
+        ready.into_iter().for_each(|seq| self.stop(seq, acts));
         let mut open = Vec::new();
         for (seq, ticket) in self.tickets.iter().filter(|(_, t)| t.meeting == number) {
             open.push((*seq, ticket.ends.clone()));
@@ -227,11 +256,11 @@ impl State {
         }
         meeting.ends.iter_mut().for_each(|e| e.silent += 1);
         if meeting.ends.iter().any(|e| e.silent > silent_beats) {
-            self.lose(number, "it has not answered for too long", acts);
+            self.lose(number, "it has not answered for too long", true, acts);
             return false;
         }
         for end in 0..meeting.ends.len() {
-            if !meeting.ends[end].welcome {
+            if meeting.ends[end].life.is_none() {
                 continue;
             }
             let there =
@@ -239,8 +268,12 @@ impl State {
             let asked: Vec<u64> =
                 open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
             let floor = open.first().map_or(next_seq, |(seq, _)| *seq);
-            let message = Message::Beat { meeting: number, floor, open: asked };
-            acts.extend(meeting.send(number, end, message.to_bytes(), None));
+            let parts = asked.chunks(BEAT_REQUESTS).map(<[u64]>::to_vec);
+            let none = asked.is_empty().then(Vec::new);
+            for open in parts.chain(none) {
+                let message = Message::Beat { meeting: number, floor, open };
+                acts.extend(meeting.send(number, end, message.to_bytes(), None));
+            }
         }
         true
     }

@@ -1,6 +1,10 @@
 //! One request, as its prefiller works on it.
 
-use std::{collections::HashMap, ops::Range, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+    sync::Arc,
+};
 
 use fabric_engine::{
     api::{EngineId, Imm},
@@ -21,6 +25,8 @@ pub(super) struct Facts {
     pub name: String,
     /// Its engine that takes messages, known to ours that sends them.
     pub peer: Peer,
+    /// Our number of the meeting, which no other has or had.
+    pub life: u64,
     pub pairing: Pairing,
     pub groups: Vec<crate::layout::CacheGroup>,
     pub grants: Vec<Granted>,
@@ -46,6 +52,8 @@ pub(super) struct Job {
     pub tail_slot: u32,
     /// The cells of each group that are to be sent in all.
     pub cells: Vec<Range<u64>>,
+    /// How many entries the tables have.
+    pub entries: u64,
     pub links: Vec<Route>,
     /// Of each of the decoder's grants.
     pub counters: Vec<Imm>,
@@ -70,12 +78,22 @@ pub(super) struct Progress {
     /// What the last cells that were sent meant in pages, by route and group: layers of a pass send the same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
     pub tail: Tail,
-    /// Writes that may still touch memory, by a number.
-    pub under_way: HashMap<u64, Handle>,
+    /// Writes that aren't over, by a number.
+    pub under_way: BTreeMap<u64, Write>,
     pub next: u64,
+    /// What was on a link that broke may still land, for all that is known here (MR-1).
+    pub unproven: bool,
     /// Why nothing more is sent.
     pub stop: Option<At>,
     pub over: bool,
+}
+
+/// A write that was submitted. It is over when its result is known and it touches no memory any more: neither comes
+/// first.
+pub(super) struct Write {
+    pub handle: Handle,
+    pub done: bool,
+    pub quiet: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -103,6 +121,24 @@ impl Job {
 }
 
 impl Progress {
+    /// Counts a write as under way; its number comes with it.
+    pub fn track(&mut self, handle: Handle) -> (u64, Handle) {
+        let number = self.next;
+        self.next += 1;
+        let write = Write { handle: handle.clone(), done: false, quiet: false };
+        self.under_way.insert(number, write);
+        (number, handle)
+    }
+
+    /// Notes what has come of a write.
+    pub fn learn(&mut self, number: u64, learn: impl FnOnce(&mut Write)) {
+        let Some(write) = self.under_way.get_mut(&number) else { return };
+        learn(write);
+        if write.done && write.quiet {
+            self.under_way.remove(&number);
+        }
+    }
+
     /// The pages of some cells on a route.
     pub fn select(
         &mut self,

@@ -6,8 +6,8 @@ mod push;
 mod talk;
 
 use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
+    collections::BTreeMap,
+    sync::{atomic::AtomicU32, Arc},
 };
 
 use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
@@ -18,9 +18,10 @@ use self::{
     lane::Lane,
 };
 use crate::{
-    layout::CacheLayout,
-    terms::{check_local, Cause, LocalRank, Terms},
-    wire::{Offer, OfferEnd, State as At},
+    events::Events,
+    layout::{CacheGroup, CacheLayout},
+    terms::{check_local, common_groups, Cause, LocalRank, Terms},
+    wire::{reason, Offer, OfferEnd, State as At},
 };
 
 /// What becomes of a request. `Released` comes last, once.
@@ -64,16 +65,20 @@ struct Inner {
     terms: Terms,
     /// Layers in the order in which they are computed: group, layer within it.
     steps: Vec<(usize, usize)>,
+    /// Pages that every rank here has.
+    groups: Vec<CacheGroup>,
     state: Mutex<State>,
     lane: Mutex<Lane>,
-    on_event: Box<dyn Fn(u64, JobEvent) + Send + Sync>,
+    events: Events<JobEvent>,
 }
 
 #[derive(Default)]
 struct State {
-    meetings: HashMap<(EngineId, u64), Meeting>,
-    jobs: HashMap<u64, Arc<Job>>,
+    meetings: BTreeMap<(EngineId, u64), Meeting>,
+    jobs: BTreeMap<u64, Arc<Job>>,
     next_job: u64,
+    /// Entries of the tables of all jobs.
+    entries: u64,
     closed: bool,
 }
 
@@ -88,6 +93,15 @@ struct Meeting {
     ended: BTreeMap<u64, At>,
     /// Beats of ours since it was last heard.
     silent: u32,
+    /// Answers to its beats that it hasn't taken.
+    answers: Arc<AtomicU32>,
+}
+
+impl Meeting {
+    /// Whether a request has come, is over before it came, or is of before.
+    fn knows(&self, seq: u64) -> bool {
+        seq < self.floor || self.jobs.contains_key(&seq) || self.ended.contains_key(&seq)
+    }
 }
 
 impl Prefiller {
@@ -111,15 +125,17 @@ impl Prefiller {
             steps.extend(group.layers.iter().enumerate().map(|(l, number)| (*number, (g, l))));
         }
         steps.sort_unstable();
+        let groups = common_groups(&layouts, local.iter().map(|r| r.rank));
         let inner = Arc::new(Inner {
             name: name.to_owned(),
+            groups,
             layouts,
             local,
             terms,
             steps: steps.into_iter().map(|(_, step)| step).collect(),
             state: Mutex::default(),
             lane: Mutex::default(),
-            on_event: Box::new(on_event),
+            events: Events::new(on_event),
         });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
@@ -129,6 +145,12 @@ impl Prefiller {
         })?;
         inner.tick_later();
         Ok(Self { inner })
+    }
+
+    /// Takes a message of a decoder. For who has opened the pool of the first rank's engine anew, because he expects
+    /// other messages there as well; what isn't one of a decoder is left alone, with a warning.
+    pub fn hear(&self, from: EngineId, message: &[u8]) {
+        self.inner.hear(from, message);
     }
 
     /// What this process adds to its instance's [`Offer`].
@@ -220,7 +242,7 @@ impl Prefiller {
     /// Gives a request up; the decoder is told why, when nothing of it is under way any more.
     pub fn fail(&self, job: u64, why: &str) {
         if let Ok(job) = self.inner.job(job) {
-            self.inner.stop(&job, At::Failed(why.to_owned()), None);
+            self.inner.stop(&job, At::Failed(reason(why)), None);
         }
     }
 
@@ -265,7 +287,7 @@ impl Inner {
     }
 
     fn check_tables(&self, job: &Job, tables: &[Vec<u32>]) -> Result<()> {
-        let groups = &self.layouts[self.local[0].rank as usize].groups;
+        let groups = &self.groups;
         if tables.len() != groups.len() {
             return Err(EngineError::Invalid(format!(
                 "{} page tables for {} groups of layers",

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit};
 
 use super::{
-    job::{Job, Progress, Tail},
+    job::{Job, Tail},
     Inner, JobEvent,
 };
 use crate::{
     pairing::RequestError,
     terms::Cause,
-    wire::{Message, State as At},
+    wire::{reason, State as At},
 };
 
 impl Inner {
@@ -121,16 +121,22 @@ impl Inner {
     /// Waits for writes: for their results, and for their end.
     fn follow(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
-            let (inner, theirs) = (Arc::downgrade(self), Arc::clone(job));
+            // Both keep this end until the write is over: its user is told so even if he has dropped the prefiller.
+            let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
-                if let (Some(inner), Err(error)) = (inner.upgrade(), result) {
+                if let Err(error) = result {
                     inner.write_failed(&theirs, &error);
                 }
+                theirs.state.lock().learn(number, |write| write.done = true);
+                inner.settle(&theirs);
             });
-            let (inner, theirs) = (Arc::downgrade(self), Arc::clone(job));
+            let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_quiet(move |quiet| {
-                theirs.state.lock().under_way.remove(&number);
-                let Some(inner) = inner.upgrade() else { return };
+                {
+                    let mut progress = theirs.state.lock();
+                    progress.unproven |= quiet == Quiet::Unknown;
+                    progress.learn(number, |write| write.quiet = true);
+                }
                 if quiet == Quiet::Unknown {
                     // Of our own memory nothing is used, for the links are gone; what the decoder may
                     // believe of its memory it must make sure of itself (MR-1).
@@ -147,14 +153,11 @@ impl Inner {
             return;
         }
         let cause = Cause::Lost(format!("decoder {}: {error}", job.facts.name));
-        self.stop(job, At::Failed(error.to_string()), Some(cause));
-        if matches!(
-            error,
-            EngineError::PeerLost { .. }
-                | EngineError::Unreachable { .. }
-                | EngineError::Stale { .. }
-        ) {
-            self.part((job.key.0, job.key.1), &error.to_string(), false);
+        self.stop(job, At::Failed(reason(&error.to_string())), Some(cause));
+        let stale = matches!(error, EngineError::Stale { .. });
+        let lost = matches!(error, EngineError::PeerLost { .. } | EngineError::Unreachable { .. });
+        if stale || lost {
+            self.part((job.key.0, job.key.1), &error.to_string(), stale);
         }
     }
 
@@ -166,11 +169,12 @@ impl Inner {
                 return;
             }
             progress.stop = Some(at);
-            progress.under_way.values().cloned().collect()
+            if let Some(cause) = told {
+                self.events.push(job.id, JobEvent::Stopped(cause));
+            }
+            progress.under_way.values().map(|write| write.handle.clone()).collect()
         };
-        if let Some(cause) = told {
-            (self.on_event)(job.id, JobEvent::Stopped(cause));
-        }
+        self.events.tell();
         under_way.iter().for_each(Handle::cancel);
         self.settle(job);
     }
@@ -181,34 +185,29 @@ impl Inner {
             let mut progress = job.state.lock();
             let Some(at) = job.ended(&progress, &self.steps) else { return };
             progress.over = true;
-            at
+            // What isn't proven isn't said (MR-1): the decoder takes its memory back.
+            (!progress.unproven).then_some(at)
         };
         let (from, number, seq) = job.key;
         let peer = {
             let mut state = self.state.lock();
             state.jobs.remove(&job.id);
+            state.entries -= job.entries;
             let meeting = state.meetings.get_mut(&(from, number));
-            meeting.map(|meeting| {
+            let meeting = meeting.filter(|m| m.facts.life == job.facts.life);
+            meeting.and_then(|meeting| {
                 meeting.jobs.remove(&seq);
+                let at = at?;
                 if seq >= meeting.floor {
                     meeting.ended.insert(seq, at.clone());
                 }
-                meeting.facts.peer.clone()
+                Some((meeting.facts.clone(), at))
             })
         };
-        if let Some(peer) = peer {
-            self.say(&peer, &Message::Status { meeting: number, states: vec![(seq, at)] });
+        if let Some((facts, at)) = peer {
+            self.say_states(number, &facts, vec![(seq, at)]);
         }
-        (self.on_event)(job.id, JobEvent::Released);
-    }
-}
-
-impl Progress {
-    /// Counts a write as under way; its number comes with it.
-    fn track(&mut self, handle: Handle) -> (u64, Handle) {
-        let number = self.next;
-        self.next += 1;
-        self.under_way.insert(number, handle.clone());
-        (number, handle)
+        self.events.push(job.id, JobEvent::Released);
+        self.events.tell();
     }
 }

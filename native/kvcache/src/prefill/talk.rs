@@ -1,6 +1,10 @@
 //! What a prefiller and its decoders say to each other.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{atomic::Ordering::SeqCst, Arc},
+    time::Duration,
+};
 
 use fabric_engine::{api::EngineId, EngineError, Op, Peer, Submit};
 use parking_lot::Mutex;
@@ -11,20 +15,38 @@ use super::{
 };
 use crate::{
     pairing::Pairing,
-    terms::Cause,
+    terms::{common_groups, Cause},
     timer::after,
-    wire::{Hello, Message, Request, State as At},
+    wire::{reason, unique, Hello, Message, Request, State as At},
 };
+
+const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
 
 /// Decoders beyond these are declined.
 const MAX_MEETINGS: usize = 4096;
+/// Meetings with the same engine beyond these are declined.
+const MAX_MEETINGS_EACH: usize = 64;
+/// Requests of one decoder beyond these are refused.
+const MAX_JOBS: usize = 1 << 14;
+/// How one decoder's requests ended, which it hasn't said that it knows; who leaves more to be kept is parted with.
+const MAX_ENDED: usize = 1 << 16;
+/// Entries of the page tables of all jobs; requests beyond these are refused.
+const MAX_ENTRIES: u64 = 1 << 26;
+/// Answers that a decoder may leave untaken before its beats are no longer answered.
+const MAX_ANSWERS: u32 = 1024;
 
 impl Inner {
     pub(super) fn say(self: &Arc<Self>, peer: &Peer, message: &Message) {
+        self.say_then(peer, message, || ());
+    }
+
+    /// As `say`; calls `taken` when the other end has the message, or will never have it.
+    fn say_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
         let bytes = message.to_bytes();
         let op = Op::Send { peer, message: &bytes };
         // A message that is lost is asked for by the next beat, and a lost peer beats no more.
         let told = |result: Result<(), EngineError>| {
+            taken();
             if let Err(error) = result {
                 tracing::debug!(%error, "a message to a decoder was not sent");
             }
@@ -32,6 +54,18 @@ impl Inner {
         match self.control().submit(&[op], Submit::default()) {
             Ok(handle) => handle.on_done(told),
             Err(error) => told(Err(error)),
+        }
+    }
+
+    /// Says how requests are; they may take several messages.
+    pub(super) fn say_states(
+        self: &Arc<Self>,
+        meeting: u64,
+        facts: &Facts,
+        states: Vec<(u64, At)>,
+    ) {
+        for message in Message::statuses(meeting, facts.life, states) {
+            self.say(&facts.peer, &message);
         }
     }
 
@@ -46,7 +80,7 @@ impl Inner {
         let meeting = (from, message.meeting());
         match message {
             Message::Hello(hello) => self.greet(from, &hello),
-            Message::Request { request, .. } => self.take(meeting, *request),
+            Message::Request { life, request, .. } => self.take(meeting, life, *request),
             Message::Cancel { seq, .. } => self.cancel(meeting, seq),
             Message::Beat { floor, open, .. } => self.beat(meeting, floor, &open),
             Message::Goodbye { why, .. } => self.part(meeting, &why, false),
@@ -64,29 +98,46 @@ impl Inner {
             Err(error) => return tracing::warn!(%from, %error, "a decoder can't be answered"),
         };
         let number = hello.meeting;
-        let message = match self.facts(hello, peer.clone()) {
-            Err(why) => Message::Declined { meeting: number, why },
-            Ok(facts) => {
-                let mut state = self.state.lock();
-                if state.closed {
-                    Message::Declined { meeting: number, why: "the prefiller is closed".into() }
-                } else if state.meetings.len() >= MAX_MEETINGS {
-                    let why = format!("the prefiller has {MAX_MEETINGS} decoders");
-                    Message::Declined { meeting: number, why }
-                } else {
-                    // Said twice, a hello is welcome twice.
-                    state.meetings.entry((from, number)).or_insert_with(|| Meeting {
-                        facts: Arc::new(facts),
-                        floor: 0,
-                        jobs: BTreeMap::new(),
-                        ended: BTreeMap::new(),
-                        silent: 0,
-                    });
-                    Message::Welcome { meeting: number }
-                }
-            }
+        let message = match self.meet(from, hello, peer.clone()) {
+            Err(why) => Message::Declined { meeting: number, why: reason(&why) },
+            Ok(life) => Message::Welcome { meeting: number, life },
         };
         self.say(&peer, &message);
+    }
+
+    /// Makes a decoder known; the number of its life here.
+    fn meet(&self, from: EngineId, hello: &Hello, peer: Peer) -> Result<u64, String> {
+        let key = (from, hello.meeting);
+        {
+            let state = self.state.lock();
+            // Said twice, a hello is welcome twice.
+            if let Some(meeting) = state.meetings.get(&key) {
+                return Ok(meeting.facts.life);
+            }
+            if state.closed {
+                return Err("the prefiller is closed".into());
+            }
+            if state.meetings.len() >= MAX_MEETINGS {
+                return Err(format!("the prefiller has {MAX_MEETINGS} decoders"));
+            }
+            if state.meetings.range((from, 0)..=(from, u64::MAX)).count() >= MAX_MEETINGS_EACH {
+                return Err(format!("the prefiller has met its engine {MAX_MEETINGS_EACH} times"));
+            }
+        }
+        let facts = Arc::new(self.facts(hello, peer)?);
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err("the prefiller is closed".into());
+        }
+        let meeting = state.meetings.entry(key).or_insert_with(|| Meeting {
+            facts,
+            floor: 0,
+            jobs: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            silent: 0,
+            answers: Arc::default(),
+        });
+        Ok(meeting.facts.life)
     }
 
     /// What a decoder says of itself, checked.
@@ -139,28 +190,39 @@ impl Inner {
             }
             grants.push(Granted { rank: grant.rank as usize, owner, buffers, tail });
         }
-        let groups = hello.layouts[grants[0].rank].groups.clone();
-        Ok(Facts { name: hello.name.clone(), peer, pairing, groups, grants })
+        let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
+        let name = reason(&hello.name);
+        Ok(Facts { name, peer, life: unique(), pairing, groups, grants })
     }
 
-    fn take(self: &Arc<Self>, meeting: (EngineId, u64), request: Request) {
+    fn take(self: &Arc<Self>, meeting: (EngineId, u64), life: u64, request: Request) {
         let seq = request.seq;
         let known = {
             let mut state = self.state.lock();
             let closed = state.closed;
+            let entries = state.entries;
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            // It was cancelled before it came, it came before, or it is of another time.
-            if seq < m.floor || m.jobs.contains_key(&seq) || m.ended.contains_key(&seq) {
+            // It is of another life, it was cancelled before it came, or it came before.
+            if m.facts.life != life || m.knows(seq) {
                 return;
             }
             if closed {
-                None
+                Err("the prefiller is closed".to_owned())
+            } else if m.jobs.len() >= MAX_JOBS {
+                Err(format!(
+                    "the prefiller has {MAX_JOBS} requests of this decoder; ask for less at a time"
+                ))
+            } else if entries >= MAX_ENTRIES {
+                Err(format!(
+                    "the requests that the prefiller has name {MAX_ENTRIES} pages; ask another"
+                ))
             } else {
-                Some(Arc::clone(&m.facts))
+                Ok(Arc::clone(&m.facts))
             }
         };
-        let Some(facts) = known else {
-            return self.refuse(meeting, seq, "the prefiller is closed".into());
+        let facts = match known {
+            Ok(facts) => facts,
+            Err(why) => return self.refuse(meeting, seq, why),
         };
         let asked = Asked {
             decoder: facts.name.clone(),
@@ -172,18 +234,21 @@ impl Inner {
             Ok(made) => made,
             Err(why) => return self.refuse(meeting, seq, why),
         };
-        let id = {
+        {
             let mut state = self.state.lock();
             let id = state.next_job;
             state.next_job += 1;
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            if m.ended.contains_key(&seq) || m.jobs.insert(seq, id).is_some() {
+            if m.facts.life != life || m.knows(seq) {
                 return;
             }
+            m.jobs.insert(seq, id);
+            state.entries += job.entries;
             state.jobs.insert(id, Arc::new(Job { id, ..job }));
-            id
-        };
-        (self.on_event)(id, JobEvent::Asked(Asked { payload, ..asked }));
+            // Before anybody else finds the job and ends it.
+            self.events.push(id, JobEvent::Asked(Asked { payload, ..asked }));
+        }
+        self.events.tell();
     }
 
     /// A job of a request, if what it says fits what was agreed on.
@@ -204,6 +269,7 @@ impl Inner {
                 facts.groups.len()
             ));
         }
+        let entries = crate::table::entries(&facts.groups, tokens)?;
         let mut there = Vec::new();
         for (group, table) in facts.groups.iter().zip(&request.tables) {
             let checked = table
@@ -250,20 +316,38 @@ impl Inner {
         let counters = request.counters.iter().map(fabric_engine::api::CounterRef::imm).collect();
         let state = Mutex::new(Progress { sent, ..Progress::default() });
         let tail_slot = request.tail_slot;
-        let job =
-            Job { id: 0, key, facts, tokens, there, tail_slot, cells, links, counters, state };
+        let job = Job {
+            id: 0,
+            key,
+            facts,
+            tokens,
+            there,
+            tail_slot,
+            cells,
+            entries,
+            links,
+            counters,
+            state,
+        };
         Ok((request.payload, job))
     }
 
     fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: String) {
-        let peer = {
+        let at = At::Failed(reason(&why));
+        let facts = {
             let mut state = self.state.lock();
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            m.ended.insert(seq, At::Failed(why.clone()));
-            m.facts.peer.clone()
+            if m.ended.len() < MAX_ENDED {
+                m.ended.insert(seq, at.clone());
+                Some(Arc::clone(&m.facts))
+            } else {
+                None
+            }
         };
-        let states = vec![(seq, At::Failed(why))];
-        self.say(&peer, &Message::Status { meeting: meeting.1, states });
+        match facts {
+            Some(facts) => self.say_states(meeting.1, &facts, vec![(seq, at)]),
+            None => self.part(meeting, TOO_MANY_ENDED, true),
+        }
     }
 
     fn cancel(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64) {
@@ -273,28 +357,25 @@ impl Inner {
             m.silent = 0;
             match m.jobs.get(&seq).copied() {
                 Some(id) => Err(state.jobs.get(&id).cloned()),
+                // The request may still come: it is over already.
+                None if seq < m.floor => Ok(Some((Arc::clone(&m.facts), At::Cancelled))),
+                None if m.ended.len() >= MAX_ENDED && !m.ended.contains_key(&seq) => Ok(None),
                 None => {
-                    // The request may still come: it is over already.
-                    let at = match seq < m.floor {
-                        true => At::Cancelled,
-                        false => m.ended.entry(seq).or_insert(At::Cancelled).clone(),
-                    };
-                    Ok((m.facts.peer.clone(), at))
+                    let at = m.ended.entry(seq).or_insert(At::Cancelled).clone();
+                    Ok(Some((Arc::clone(&m.facts), at)))
                 }
             }
         };
         match found {
-            Ok((peer, at)) => {
-                let message = Message::Status { meeting: meeting.1, states: vec![(seq, at)] };
-                self.say(&peer, &message);
-            }
+            Ok(Some((facts, at))) => self.say_states(meeting.1, &facts, vec![(seq, at)]),
+            Ok(None) => self.part(meeting, TOO_MANY_ENDED, true),
             Err(Some(job)) => self.stop(&job, At::Cancelled, Some(Cause::Cancelled)),
             Err(None) => {}
         }
     }
 
     fn beat(self: &Arc<Self>, meeting: (EngineId, u64), floor: u64, open: &[u64]) {
-        let (peer, states) = {
+        let (facts, answers, states) = {
             let mut state = self.state.lock();
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
             m.silent = 0;
@@ -308,9 +389,18 @@ impl Inner {
                 (false, None) => At::Unknown,
             };
             let states: Vec<(u64, At)> = open.iter().map(|seq| (*seq, at(seq))).collect();
-            (m.facts.peer.clone(), states)
+            (Arc::clone(&m.facts), Arc::clone(&m.answers), states)
         };
-        self.say(&peer, &Message::Status { meeting: meeting.1, states });
+        for message in Message::statuses(meeting.1, facts.life, states) {
+            if answers.fetch_add(1, SeqCst) >= MAX_ANSWERS {
+                answers.fetch_sub(1, SeqCst);
+                return;
+            }
+            let answers = Arc::clone(&answers);
+            self.say_then(&facts.peer, &message, move || {
+                answers.fetch_sub(1, SeqCst);
+            });
+        }
     }
 
     /// Ends a meeting, and all jobs of it.
@@ -327,7 +417,7 @@ impl Inner {
             self.stop(&job, At::Cancelled, Some(cause.clone()));
         }
         if say {
-            let message = Message::Goodbye { meeting: meeting.1, why: why.to_owned() };
+            let message = Message::Goodbye { meeting: meeting.1, why: reason(why) };
             self.say(&gone.facts.peer, &message);
         }
     }
@@ -341,7 +431,9 @@ impl Inner {
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, tick) {
-            tracing::debug!(%error, "no more ticks");
+            // Nobody would find out any more that a decoder is gone.
+            let all: Vec<_> = self.state.lock().meetings.keys().copied().collect();
+            all.into_iter().for_each(|m| self.part(m, &format!("no more beats: {error}"), true));
         }
     }
 

@@ -68,7 +68,7 @@ fn bytes_of(
     (0..width).map(|_| rng.u8(1..)).collect()
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Cache {
     pub layout: CacheLayout,
     pub region: Region,

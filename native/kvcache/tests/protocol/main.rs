@@ -2,4 +2,5 @@
 
 mod cache;
 mod plain;
+mod schedules;
 mod world;

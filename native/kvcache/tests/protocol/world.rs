@@ -8,7 +8,16 @@ use parking_lot::Mutex;
 
 use crate::cache::{Cache, Shape};
 
+/// Bytes of a tail.
 pub const TAIL: u64 = 64;
+/// Tails that an end has room for.
+pub const SLOTS: u32 = 8;
+
+/// The tail of a request.
+pub fn tail_of(request: u64) -> Vec<u8> {
+    let mut rng = fastrand::Rng::with_seed(!request);
+    (0..TAIL).map(|_| rng.u8(1..)).collect()
+}
 
 /// What a decoder's events were, by request.
 pub type Events = Arc<Mutex<HashMap<u64, Vec<Event>>>>;

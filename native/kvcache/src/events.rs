@@ -1,0 +1,124 @@
+//! Telling the user what happens: in the order in which it was decided, from whatever thread, never under a lock.
+
+use std::collections::VecDeque;
+
+use parking_lot::Mutex;
+
+/// What is to be told, and to whom.
+///
+/// Events are [`push`](Self::push)ed under the lock that decides them, so that their order is that of the
+/// decisions, and [`tell`](Self::tell)d when it is free. One thread tells at a time: another one's `Released` never
+/// overtakes a `Ready` that is being told.
+pub(crate) struct Events<E> {
+    queue: Mutex<Queue<E>>,
+    on_event: Box<dyn Fn(u64, E) + Send + Sync>,
+}
+
+struct Queue<E> {
+    waiting: VecDeque<(u64, E)>,
+    telling: bool,
+}
+
+impl<E> Events<E> {
+    pub fn new(on_event: impl Fn(u64, E) + Send + Sync + 'static) -> Self {
+        let queue = Queue { waiting: VecDeque::new(), telling: false };
+        Self { queue: Mutex::new(queue), on_event: Box::new(on_event) }
+    }
+
+    pub fn push(&self, of: u64, event: E) {
+        self.queue.lock().waiting.push_back((of, event));
+    }
+
+    /// Tells everything, or leaves it to the thread that is at it.
+    pub fn tell(&self) {
+        {
+            let mut queue = self.queue.lock();
+            if queue.telling {
+                return;
+            }
+            queue.telling = true;
+        }
+        // If the user's function panics, the next event is told all the same.
+        let _turn = Turn(&self.queue);
+        loop {
+            let next = {
+                let mut queue = self.queue.lock();
+                let next = queue.waiting.pop_front();
+                queue.telling = next.is_some();
+                next
+            };
+            let Some((of, event)) = next else { return };
+            (self.on_event)(of, event);
+        }
+    }
+}
+
+/// Given up when it goes: by a panic only, for who has told everything has given it up already.
+struct Turn<'a, E>(&'a Mutex<Queue<E>>);
+
+impl<E> Drop for Turn<'_, E> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.lock().telling = false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn events_are_told_in_their_order_by_one_thread_at_a_time() {
+        let seen: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let theirs = Arc::clone(&seen);
+        let events = Arc::new(Events::new(move |of, ()| {
+            std::thread::yield_now();
+            theirs.lock().push(of);
+        }));
+        let order = Mutex::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    for _ in 0..500 {
+                        {
+                            let mut next = order.lock();
+                            events.push(*next, ());
+                            *next += 1;
+                        }
+                        events.tell();
+                    }
+                });
+            }
+        });
+        assert_eq!(*seen.lock(), (0..2000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn who_is_told_may_cause_the_next_event_and_may_panic() {
+        let seen: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let (theirs, again) = (Arc::clone(&seen), Arc::new(Mutex::new(None::<Arc<Events<()>>>)));
+        let weak = Arc::clone(&again);
+        let events = Arc::new(Events::new(move |of, ()| {
+            theirs.lock().push(of);
+            let events = weak.lock().clone();
+            if let Some(events) = events.filter(|_| of == 1) {
+                events.push(2, ());
+                events.tell();
+            }
+            assert!(of != 3, "on purpose");
+        }));
+        *again.lock() = Some(Arc::clone(&events));
+        events.push(1, ());
+        events.tell();
+        events.push(3, ());
+        let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| events.tell()));
+        assert!(told.is_err());
+        events.push(4, ());
+        events.tell();
+        assert_eq!(*seen.lock(), [1, 2, 3, 4]);
+        again.lock().take();
+    }
+}
