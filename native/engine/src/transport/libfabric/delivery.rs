@@ -230,7 +230,7 @@ mod tests {
     fn a_frame_that_says_nothing_waits_until_a_later_one_has_come() {
         let mut sent = Sent::default();
         let numbers = [(); 2].map(|()| sent.enter(&bytes(&Body::Alive)));
-        numbers.map(|n| sent.landed(Time(0), n, true));
+        numbers.iter().for_each(|n| sent.landed(Time(0), *n, true));
         assert_eq!(sent.next_due(), Time::NEVER);
         let mut seen = Seen::default();
         sent.confirmed(Time(5), &seen);
