@@ -329,6 +329,10 @@ impl Domain for LibfabricDomain {
         self.deregister_region(index)
     }
 
+    fn waits_for(&self, index: u32) -> Option<String> {
+        self.region_waits_for(index)
+    }
+
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
         let mut reason = None;
         for i in peer.endpoints_of(TransportKind::Libfabric) {
