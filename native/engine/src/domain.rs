@@ -322,6 +322,12 @@ pub trait Domain: Send {
 
     fn deregister(&mut self, index: u32) -> Quiet;
 
+    /// What a region that was deregistered and isn't quiet waits for, in words; `None` where nothing more is
+    /// known than that it waits.
+    fn waits_for(&self, _index: u32) -> Option<String> {
+        None
+    }
+
     /// Why this domain won't even try to reach that peer, if so; decided from the address alone.
     fn unfit(&self, peer: &EngineAddress) -> Option<String>;
 

@@ -88,7 +88,8 @@ pub struct NicConfig {
     pub traffic_class: u8,
     /// libfabric provider (`efa`, `tcp`, `shm`, `verbs;ofi_rxm`); `None`: efa only.
     pub provider: Option<String>,
-    /// Deliver completions of libfabric in a random order, as SRD may: for tests.
+    /// Deliver completions of libfabric in a random order, as SRD may, and lose some messages, as
+    /// connections that break do: for tests.
     pub shuffle: Option<u64>,
 }
 

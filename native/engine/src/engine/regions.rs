@@ -122,7 +122,7 @@ impl Region {
             Err(EngineError::NotQuiesced {
                 what: format!("{self:?}"),
                 after: timeout,
-                cause: "a transfer is going on, or a peer that mapped it does not answer".into(),
+                cause: self.inner.shared.waits_for(&self.inner.memory),
             })
         })
     }

@@ -239,6 +239,28 @@ impl Shared {
         );
     }
 
+    /// What a deregistration that isn't over waits for, in words.
+    pub fn waits_for(self: &Arc<Self>, memory: &RegionMemory) -> String {
+        let mut why = Vec::new();
+        match memory.users.load(SeqCst) {
+            0 => {}
+            1 => why.push("a transfer of this engine uses it".to_owned()),
+            n => why.push(format!("{n} uses of it by transfers of this engine are not over")),
+        }
+        let core = self.cell.lock(self);
+        for domain in &core.domains {
+            let Some(reason) = domain.waits_for(memory.key.index) else { continue };
+            why.push(match domain.device() {
+                "" => format!("{}: {reason}", domain.kind()),
+                device => format!("{} {device}: {reason}", domain.kind()),
+            });
+        }
+        if why.is_empty() {
+            return "a transfer is going on, or a peer that mapped it does not answer".into();
+        }
+        why.join("; ")
+    }
+
     /// Lets go of regions that nobody can reach any more.
     fn reap(&self) {
         let mut over = Vec::new();

@@ -7,7 +7,7 @@ use std::{
 
 use fabric_engine::{
     api::{PageIndices, Pages},
-    Local, Op, Remote, RemoteRegion, Submit,
+    EngineError, Local, Op, Remote, RemoteRegion, Submit,
 };
 
 use super::{descriptor, engine, Peer, BYTES, SOON};
@@ -87,6 +87,28 @@ fn rs_4_a_hung_peer_does_not_stop_the_others() {
         let end = handle.wait(SOON);
         assert!(matches!(end, Some(Err(_))), "every operation ends: {end:?}");
     }
+}
+
+#[test]
+fn mr_1_a_region_that_is_not_quiet_names_the_peer_that_it_waits_for() {
+    let Some(a) = engine("tcp") else { return };
+    let mut peer = Peer::start("tcp");
+    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let src = a.alloc(64).unwrap();
+    let op = Op::Write {
+        src: Local { region: &src, offset: 0 },
+        dst: Remote { region: &there, offset: 0 },
+        len: 64,
+        imm: None,
+    };
+    assert_eq!(a.submit(&[op], Submit::default()).unwrap().wait(SOON), Some(Ok(())));
+    stop(&peer);
+    // The peer may be writing here, for all that is known.
+    let end = src.deregister(Duration::from_millis(300));
+    let Err(EngineError::NotQuiesced { cause, .. }) = end else { panic!("{end:?}") };
+    assert!(cause.contains("of tcp") && cause.contains("has not said"), "{cause}");
+    signal(&peer, "-CONT");
+    assert_eq!(src.deregister(SOON), Ok(()));
 }
 
 #[test]

@@ -25,8 +25,6 @@ impl LibfabricDomain {
         for id in self.link_ids() {
             let timeout = self.peer_timeout;
             let Some(link) = self.link(id) else { continue };
-            let again = std::mem::take(&mut link.failed);
-            link.pending.extend(again);
             if now >= link.heard_at.after(timeout) {
                 let cause = link.silence(timeout);
                 self.take_down(id, cause, false);
@@ -38,9 +36,9 @@ impl LibfabricDomain {
                 moved |= self.pump(id);
             }
             let Some(link) = self.link(id) else { continue };
-            if now >= link.spoke_at.after(timeout / 4) {
+            if now >= link.spoke_at.after(timeout / 4) || now >= link.confirm_at {
                 link.mail.beat();
-                link.spoke_at = now;
+                (link.spoke_at, link.confirm_at) = (now, Time::NEVER);
                 moved |= self.pump(id);
             }
         }
@@ -80,8 +78,8 @@ impl LibfabricDomain {
             return;
         }
         let Slot::Up(mut link) = self.links.remove(slot) else { return };
-        for (context, _) in link.pending.drain(..).chain(link.failed.drain(..)) {
-            self.table.give_back(context);
+        for frame in link.pending.drain(..) {
+            self.table.give_back(frame.context);
         }
         if !clean {
             self.regions.lost_peer(link.peer.id());
@@ -94,7 +92,7 @@ impl LibfabricDomain {
         for flight in self.table.flights() {
             match flight.what {
                 Use::Op(op) if mine.contains(&op) => flight.what = Use::Orphan,
-                Use::Frame(of) if of == id => flight.what = Use::Orphan,
+                Use::Frame(of, _) if of == id => flight.what = Use::Orphan,
                 _ => {}
             }
         }

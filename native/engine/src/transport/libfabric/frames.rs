@@ -1,15 +1,18 @@
 //! Frames and letters: what comes in receive slots, and what goes out from transmit slots.
 
 use super::{
+    delivery::{Seen, CONFIRM},
     doubt::BLAMELESS,
     ending::CLEAN,
-    link::SEAL,
+    link::{Filled, SEAL},
     ops::{InFlight, Use, NO_REGION},
+    shuffle::Shuffle,
     slots::SLOT,
     LibfabricDomain, Slot,
 };
 use crate::{
     domain::{Completion, DomainError, LinkId},
+    time::Time,
     transport::nic::{
         frame::{self, Body, Header},
         mail::Heard,
@@ -25,7 +28,7 @@ impl LibfabricDomain {
         if let Some((seal, bytes)) = frame.split_first_chunk::<SEAL>() {
             match frame::decode(bytes) {
                 Ok((_, Body::Piece(piece))) => self.hear_piece(&piece),
-                Ok((header, _)) => self.hear_frame(*seal, &header, bytes),
+                Ok((header, body)) => self.hear_frame(*seal, &header, &body, bytes),
                 // Whoever sent it, it was no peer: those are known by what their frames say.
                 Err(_) => {}
             }
@@ -33,19 +36,32 @@ impl LibfabricDomain {
         self.frame = frame;
     }
 
-    fn hear_frame(&mut self, seal: [u8; SEAL], header: &Header, bytes: &[u8]) {
+    fn hear_frame(&mut self, seal: [u8; SEAL], header: &Header, body: &Body<'_>, bytes: &[u8]) {
         let (id, now) = (header.link, self.now);
-        let [s @ .., n0, n1, n2, n3] = seal;
-        let (seal, number) = (u64::from_le_bytes(s), u32::from_le_bytes([n0, n1, n2, n3]));
-        let Some(link) = self.link(id).filter(|l| l.seal_in == seal) else { return };
+        let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, confirms @ ..] = seal;
+        let seal = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
+        let number = u32::from_le_bytes([n0, n1, n2, n3]);
+        // Nobody would say good-bye again.
+        let may_lose = !matches!(body, Body::Bye { .. });
+        let lost = may_lose && self.shuffle.as_mut().is_some_and(Shuffle::loses);
+        let Some(link) = self.link(id).filter(|l| l.seal_in == seal && !lost) else { return };
         link.heard_at = now;
-        match link.seen.is_new(number) {
+        link.sent.confirmed(now, &Seen::decode(confirms));
+        match link.seen.take(number) {
             Some(true) => {}
-            Some(false) => return,
+            Some(false) => {
+                // The peer hasn't been told yet, or what told it was lost.
+                link.confirm_at = now;
+                link.sent.hasten(now);
+                return;
+            }
             None => {
-                let why = "a frame that came too late to tell whether it is new";
+                let why = "a frame whose number is further ahead than the peer may be";
                 return self.take_down(id, DomainError::LinkDown(why.into()), true);
             }
+        }
+        if !matches!(body, Body::Alive) {
+            link.confirm_at = link.confirm_at.min(now.after(CONFIRM));
         }
         link.mail.slot_freed();
         let first = !std::mem::replace(&mut link.confirmed, true);
@@ -108,7 +124,10 @@ impl LibfabricDomain {
         }
         for i in 0..self.links.capacity() {
             let Some(Slot::Up(link)) = self.links.get(i) else { continue };
-            if !link.pending.is_empty() || link.mail.has_frame() {
+            if !link.pending.is_empty()
+                || link.sent.next_due() <= self.now
+                || (link.mail.has_frame() && link.sent.has_room())
+            {
                 let id = link.id;
                 moved |= self.pump(id);
             }
@@ -141,43 +160,16 @@ impl LibfabricDomain {
     /// Sends a link's frames as far as slots and the provider allow.
     pub(super) fn pump(&mut self, id: LinkId) -> bool {
         let mut moved = false;
-        loop {
-            let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return moved };
-            if link.id != id || !link.confirmed {
-                return moved;
-            }
-            let (context, len) = match link.pending.pop_front() {
-                Some(frame) => frame,
-                None => {
-                    if !link.mail.has_frame() {
-                        return moved;
-                    }
-                    if link.frames >= self.table.slot_share() {
-                        return moved;
-                    }
-                    let Some(context) = self.table.take_slot() else { return moved };
-                    let slot = self.tx.fill(self.table.slot_of(context));
-                    slot[..8].copy_from_slice(&link.terms.seal.to_le_bytes());
-                    slot[8..SEAL].copy_from_slice(&link.next_frame.to_le_bytes());
-                    match link.mail.next_frame(&mut slot[SEAL..]) {
-                        Some(n) => {
-                            link.next_frame = link.next_frame.wrapping_add(1);
-                            link.frames += 1;
-                            (context, SEAL + n)
-                        }
-                        None => {
-                            self.table.give_back(context);
-                            return moved;
-                        }
-                    }
-                }
-            };
+        while let Some(frame) = self.next_frame(id) {
+            let Filled { context, number, len } = frame;
+            let Some(Slot::Up(link)) = self.links.get(Self::slot(id)) else { return moved };
+            link.seal(number, self.tx.fill(self.table.slot_of(context)));
             let address = link.address;
-            match self.send_slot(context, len, address, Use::Frame(id)) {
+            match self.send_slot(context, len, address, Use::Frame(id, number)) {
                 Ok(true) => moved = true,
                 Ok(false) => {
                     if let Some(link) = self.link(id) {
-                        link.pending.push_front((context, len));
+                        link.pending.push_front(frame);
                     }
                     return moved;
                 }
@@ -188,9 +180,40 @@ impl LibfabricDomain {
             }
             let now = self.now;
             if let Some(link) = self.link(id) {
-                link.spoke_at = now;
+                (link.spoke_at, link.confirm_at) = (now, Time::NEVER);
             }
         }
+        moved
+    }
+
+    /// The frame to send next, in a slot: one that the provider had no room for, one that is sent
+    /// again, or a new one.
+    fn next_frame(&mut self, id: LinkId) -> Option<Filled> {
+        let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return None };
+        if link.id != id || !link.confirmed {
+            return None;
+        }
+        if let Some(frame) = link.pending.pop_front() {
+            return Some(frame);
+        }
+        let is_new = link.sent.has_room() && link.mail.has_frame();
+        let waits = is_new || link.sent.next_due() <= self.now;
+        if !waits || link.frames >= self.table.slot_share() {
+            return None;
+        }
+        let context = self.table.take_slot()?;
+        let out = &mut self.tx.fill(self.table.slot_of(context))[SEAL..];
+        let again = link.sent.again(self.now, out);
+        let filled = again.or_else(|| {
+            let n = if is_new { link.mail.next_frame(out) } else { None }?;
+            Some((link.sent.enter(&out[..n]), n))
+        });
+        let Some((number, n)) = filled else {
+            self.table.give_back(context);
+            return None;
+        };
+        link.frames += 1;
+        Some(Filled { context, number, len: SEAL + n })
     }
 
     /// Posts a filled transmit slot. Where that fails for good, the slot is free again.

@@ -7,7 +7,11 @@ use std::{
 
 use fabric_sys::libfabric::FiAddr;
 
-use super::{place::Place, setup::Terms};
+use super::{
+    delivery::{Seen, Sent},
+    place::Place,
+    setup::Terms,
+};
 use crate::{
     api::RegionKey,
     domain::{DomainError, LinkId, PeerIdentity},
@@ -25,9 +29,9 @@ pub(super) const FRAGMENTS: u32 = 8;
 pub(super) const LINK_SLOTS: usize = (FRAGMENTS + SPARE) as usize;
 
 /// Before every frame: a number that the receiver has told this sender alone, for unconnected
-/// endpoints hear whoever knows their address; and the frame's own number, for a frame is sent again
-/// when the provider can't tell whether it was delivered.
-pub(super) const SEAL: usize = 12;
+/// endpoints hear whoever knows their address; the frame's own number, for it may be sent again; and
+/// which frames of the receiver's have come.
+pub(super) const SEAL: usize = 8 + 4 + Seen::BYTES;
 
 /// Where one side takes frames.
 pub(super) fn places() -> Places {
@@ -60,42 +64,13 @@ pub(super) struct Fences {
     pub due: Option<u32>,
 }
 
-/// Which of the latest frames have come: those that were sent again come once.
-pub(super) struct Seen {
-    /// Beyond the newest.
-    next: u32,
-    /// One bit for each of the latest, by number.
-    bits: [u64; Seen::SPAN as usize / 64],
-}
-
-impl Seen {
-    const SPAN: u32 = 1024;
-
-    pub fn new() -> Self {
-        Self { next: 0, bits: [0; Self::SPAN as usize / 64] }
-    }
-
-    /// Whether a frame is new; `None` if that can't be told any more.
-    pub fn is_new(&mut self, number: u32) -> Option<bool> {
-        let ahead = number.wrapping_sub(self.next);
-        if ahead < Self::SPAN {
-            for n in 0..=ahead {
-                self.set(self.next.wrapping_add(n), false);
-            }
-            self.next = number.wrapping_add(1);
-        } else if self.next.wrapping_sub(number) > Self::SPAN {
-            return None;
-        }
-        Some(!self.set(number, true))
-    }
-
-    fn set(&mut self, number: u32, to: bool) -> bool {
-        let at = (number % Self::SPAN) as usize;
-        let (word, bit) = (&mut self.bits[at / 64], 1 << (at % 64));
-        let was = *word & bit != 0;
-        *word = if to { *word | bit } else { *word & !bit };
-        was
-    }
+/// A frame in a transmit slot.
+#[derive(Clone, Copy)]
+pub(super) struct Filled {
+    pub context: u32,
+    pub number: u32,
+    /// Bytes, with the seal.
+    pub len: usize,
 }
 
 pub(super) struct Link {
@@ -115,14 +90,14 @@ pub(super) struct Link {
     pub seal_in: u64,
     pub terms: Terms,
     pub mail: Mail,
-    /// Frames that the provider had no room for: their contexts and lengths.
-    pub pending: VecDeque<(u32, usize)>,
-    /// Frames that it failed to deliver: they are sent again a little later.
-    pub failed: Vec<(u32, usize)>,
-    /// What it said when it failed.
+    /// Frames that the provider had no room for.
+    pub pending: VecDeque<Filled>,
+    /// What it said when it failed to deliver a frame.
     pub trouble: Option<String>,
-    pub next_frame: u32,
+    pub sent: Sent,
     pub seen: Seen,
+    /// When the peer must have been told what has come.
+    pub confirm_at: Time,
     pub heard_at: Time,
     pub spoke_at: Time,
     /// What the library holds of it: pieces and their bytes, transmit slots.
@@ -138,37 +113,19 @@ pub(super) struct Link {
 impl Link {
     /// When it wants attention even if nothing happens: to show life, or to miss it.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
-        self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout))
+        let life = self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout));
+        life.min(self.sent.next_due()).min(self.confirm_at)
+    }
+
+    /// Writes what goes before a frame.
+    pub fn seal(&self, number: u32, slot: &mut [u8]) {
+        slot[..8].copy_from_slice(&self.terms.seal.to_le_bytes());
+        slot[8..12].copy_from_slice(&number.to_le_bytes());
+        slot[12..SEAL].copy_from_slice(&self.seen.encode());
     }
 
     pub fn silence(&self, peer_timeout: Duration) -> DomainError {
         let trouble = self.trouble.as_ref().map_or(String::new(), |t| format!("; {t}"));
         DomainError::Gone(format!("nothing heard for {peer_timeout:?}{trouble}"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_frame_that_is_sent_again_comes_once() {
-        let mut seen = Seen::new();
-        for n in [0, 2, 1, 5, 1000, 3] {
-            assert_eq!(seen.is_new(n), Some(true), "{n}");
-            assert_eq!(seen.is_new(n), Some(false), "{n}");
-        }
-        assert_eq!(seen.is_new(4), Some(true));
-        assert_eq!(seen.is_new(1800), Some(true));
-        assert_eq!((seen.is_new(1000), seen.is_new(999)), (Some(false), Some(true)));
-        assert_eq!((seen.is_new(5), seen.is_new(1 << 31)), (None, None));
-    }
-
-    #[test]
-    fn numbers_of_frames_wrap() {
-        let mut seen = Seen { next: u32::MAX - 1, ..Seen::new() };
-        for n in [u32::MAX, 1, 0, u32::MAX - 1] {
-            assert_eq!((seen.is_new(n), seen.is_new(n)), (Some(true), Some(false)), "{n}");
-        }
     }
 }

@@ -6,6 +6,7 @@
 //! delivered (`FI_DELIVERY_COMPLETE`), not that it was sent.
 
 mod addresses;
+mod delivery;
 mod discover;
 mod doubt;
 mod ending;
@@ -328,6 +329,10 @@ impl Domain for LibfabricDomain {
         self.deregister_region(index)
     }
 
+    fn waits_for(&self, index: u32) -> Option<String> {
+        self.region_waits_for(index)
+    }
+
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
         let mut reason = None;
         for i in peer.endpoints_of(TransportKind::Libfabric) {
@@ -426,7 +431,7 @@ impl Domain for LibfabricDomain {
         let mut pressed = !self.stalled.is_empty() || !self.outbox.is_empty();
         let links = self.links.iter().map(|(_, s)| match s {
             Slot::Up(l) => {
-                pressed |= !l.pending.is_empty() || !l.failed.is_empty();
+                pressed |= !l.pending.is_empty();
                 l.next_timer(self.peer_timeout)
             }
             Slot::Reserved => Time::NEVER,
@@ -465,7 +470,7 @@ impl Domain for LibfabricDomain {
             );
         }
         if self.shuffle.is_some() {
-            text.push_str("; deliveries are shuffled");
+            text.push_str("; deliveries are shuffled, and some messages lost");
         }
         text
     }

@@ -17,8 +17,8 @@ pub(super) enum Use {
     Free,
     /// A piece of an operation.
     Op(u32),
-    /// A frame of a link, in the transmit slot of the same number.
-    Frame(LinkId),
+    /// A frame of a link, by its number there, in the transmit slot that goes with the context.
+    Frame(LinkId, u32),
     /// A handshake's piece, in the transmit slot of the same number.
     Letter,
     /// A piece of an operation whose link is gone.
@@ -118,18 +118,9 @@ impl Table {
         flight
     }
 
-    /// A context is ours again and kept: its frame is to be sent once more.
-    pub fn keep(&mut self, context: u32) -> InFlight {
-        std::mem::replace(&mut self.flights[context as usize], IDLE)
-    }
-
     /// The local region whose bytes a context is used for.
     pub fn region(&self, context: u32) -> u32 {
         self.flights[context as usize].region
-    }
-
-    pub fn what(&self, context: u32) -> Use {
-        self.flights[context as usize].what
     }
 
     /// Where what lost its link is still under way to, once for each.

@@ -123,7 +123,7 @@ impl LibfabricDomain {
             }
             Event::Freed(slot) => self.unposted.push(slot),
             Event::Landed(context) => {
-                let flight = self.landed(context);
+                let flight = self.landed(context, true);
                 if let Use::Op(op) = flight.what {
                     let id = self.table.ops.get(op as usize).map(|o| o.link);
                     let (now, by_software) = (self.now, !self.offer.is_rdma());
@@ -138,8 +138,10 @@ impl LibfabricDomain {
         }
     }
 
-    /// A context is ours again, and so is what it took of its link's share.
-    fn landed(&mut self, context: u32) -> InFlight {
+    /// A context is ours again, and so is what it took of its link's share. `well`: the provider says
+    /// so.
+    fn landed(&mut self, context: u32, well: bool) -> InFlight {
+        let now = self.now;
         let flight = self.table.land(context);
         self.unused(flight.region);
         match flight.what {
@@ -148,11 +150,16 @@ impl LibfabricDomain {
                 if let Some(link) = id.and_then(|id| self.link(id)) {
                     link.bytes -= u64::from(flight.len);
                     link.pieces -= 1;
+                    if !well {
+                        // What else was on its way may be lost with it.
+                        link.sent.hasten(now);
+                    }
                 }
             }
-            Use::Frame(id) => {
+            Use::Frame(id, number) => {
                 if let Some(link) = self.link(id) {
                     link.frames -= 1;
+                    link.sent.landed(now, number, well);
                 }
             }
             Use::Orphan | Use::Letter | Use::Free => {}
@@ -161,21 +168,16 @@ impl LibfabricDomain {
     }
 
     fn failed(&mut self, context: u32, words: String) {
-        if let Use::Frame(id) = self.table.what(context) {
-            if self.link(id).is_some() {
-                let flight = self.table.keep(context);
-                if let Some(link) = self.link(id) {
-                    link.failed.push((context, flight.len as usize));
-                    link.trouble = Some(words);
-                }
-                return;
-            }
-        }
-        let flight = self.landed(context);
+        let flight = self.landed(context, false);
         match flight.what {
             Use::Op(op) => self.pieces_over(op, 1, Some(DomainError::LinkDown(words))),
             Use::Letter => self.undelivered(flight.address, &words),
-            Use::Frame(_) | Use::Orphan | Use::Free => {}
+            Use::Frame(id, _) => {
+                if let Some(link) = self.link(id) {
+                    link.trouble = Some(words);
+                }
+            }
+            Use::Orphan | Use::Free => {}
         }
     }
 

@@ -16,7 +16,7 @@ use super::{
     info::Offer,
     ops::NO_REGION,
     raw::{Mr, Nic},
-    LibfabricDomain,
+    LibfabricDomain, Slot,
 };
 use crate::{
     api::{EngineId, RailKey, RegionKey},
@@ -217,6 +217,28 @@ impl LibfabricDomain {
             true => Quiet::Now,
             false => Quiet::Later,
         }
+    }
+
+    /// What a retiring region waits for, in words.
+    pub(super) fn region_waits_for(&self, index: u32) -> Option<String> {
+        let region = self.regions.all.get(index as usize)?.as_ref().filter(|r| r.retiring)?;
+        if region.uses > 0 {
+            return Some(format!("{} pieces of writes or reads of ours use it", region.uses));
+        }
+        let label = |link: &LinkId| match self.links.get(Self::slot(*link)) {
+            Some(Slot::Up(l)) if l.id == *link => l.peer.address.label(),
+            _ => "a peer that is gone".into(),
+        };
+        if !region.awaits.is_empty() {
+            let mut peers: Vec<String> = region.awaits.iter().map(|(l, _)| label(l)).collect();
+            peers.dedup();
+            let peers = peers.join(", ");
+            return Some(format!("{peers} has not said that nothing it began is under way"));
+        }
+        self.regions.is_haunted(region.since).then(|| {
+            let n = self.regions.lost.len();
+            format!("{n} peers were lost while it was registered, whose writes may still land")
+        })
     }
 
     /// A piece of ours that used a region's bytes is over.

@@ -13,7 +13,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    link::{self, Link, Seen},
+    link::{self, Link},
     place::Place,
     LibfabricDomain, Slot,
 };
@@ -266,10 +266,10 @@ impl LibfabricDomain {
             terms,
             mail,
             pending: Default::default(),
-            failed: Vec::new(),
             trouble: None,
-            next_frame: 0,
-            seen: Seen::new(),
+            sent: Default::default(),
+            seen: Default::default(),
+            confirm_at: Time::NEVER,
             heard_at: self.now,
             spoke_at: self.now,
             pieces: 0,

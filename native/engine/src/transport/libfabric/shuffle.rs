@@ -8,6 +8,9 @@ pub(super) struct Shuffle<E> {
 
 /// Polls that an event is kept back at most.
 const LONGEST: u8 = 6;
+/// Of so many messages one is lost: as by providers that say delivered when a message is on its way,
+/// and whose connection breaks then.
+const LOST: u8 = 32;
 
 impl<E> Shuffle<E> {
     pub fn new(seed: u64) -> Self {
@@ -16,6 +19,11 @@ impl<E> Shuffle<E> {
 
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
+    }
+
+    /// Whether a message is lost.
+    pub fn loses(&mut self) -> bool {
+        self.rng.u8(..LOST) == 0
     }
 
     /// Takes what came with this poll, and gives what is due.
