@@ -38,9 +38,8 @@ class Bucket(msgspec.Struct, frozen=True):
     """How many of the pages' positions are needed."""
     mask: Tensor | None
     """What sees what, ``[segments, 1, tokens, positions]``; ``None`` where that is causal."""
-    void: Tensor | None
-    """What no token of a segment sees, ``[segments, 1, positions, 1]``; ``None`` if there is no
-    such thing."""
+    void: tuple[Tensor, Tensor] | None
+    """Segments and positions that no token of theirs sees; ``None`` if there are none."""
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -94,10 +93,8 @@ def _bucket(alike: Sequence[tuple[int, Segment]], group: CacheGroup, at: int) ->
     seen = keys[:, None, :] <= queries[:, :, None]
     if group.window is not None:
         seen &= keys[:, None, :] > queries[:, :, None] - group.window
-    void = ~seen.any(dim=1)
-    return Bucket(
-        rows, table, needed, seen[:, None], void[:, None, :, None] if void.any() else None
-    )
+    void = (~seen.any(dim=1)).nonzero(as_tuple=True)
+    return Bucket(rows, table, needed, seen[:, None], (void[0], void[1]) if len(void[0]) else None)
 
 
 def _sees_all(end: int, group: CacheGroup) -> bool:
@@ -112,14 +109,33 @@ def write(view: Tensor, addresses: Addresses, values: Tensor) -> None:
 def gather(view: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
     """What a bucket reads of ``[pages, heads, page tokens, width]``: a copy,
     ``[segments, heads, positions, width]``."""
-    segments = len(bucket.table)
-    picked = view.transpose(0, 1).index_select(1, bucket.table.flatten())
-    picked = picked.reshape(len(picked), segments, -1, picked.shape[-1])[:, :, : bucket.positions]
-    out = picked.transpose(0, 1).to(dtype)
+    picked = _heads_of_pages(view, bucket.table.flatten())
+    picked = picked.reshape(len(picked), len(bucket.table), -1, picked.shape[-1])
+    out = picked[:, :, : bucket.positions].transpose(0, 1).to(dtype)
     if bucket.void is not None:
         # Other requests' values lie there, or none: even a weight of zero would let NaNs through.
-        out = out.masked_fill(bucket.void, 0)
+        segments, positions = bucket.void
+        out[segments, :, positions] = 0
     return out
+
+
+def _heads_of_pages(view: Tensor, pages: Tensor) -> Tensor:
+    """A copy, ``[heads, pages, page tokens, width]``."""
+    heads, tokens, width = view.shape[1:]
+    page_stride, head_stride, token_stride, _ = view.stride()
+    run = tokens * width
+    if heads == 1:
+        return view.index_select(0, pages).transpose(0, 1)
+    if (tokens > 1 and token_stride != width) or page_stride % run or head_stride % run:
+        out = view.new_empty(heads, len(pages), tokens, width)
+        out.transpose(0, 1).copy_(view.index_select(0, pages))
+        return out
+    # What a head has of a page is one run: whole runs are picked from all that there are.
+    last = (len(view) - 1) * page_stride + (heads - 1) * head_stride
+    runs = view.as_strided((last // run + 1, run), (run, 1), view.storage_offset())
+    by_head = torch.arange(heads)[:, None] * (head_stride // run)
+    picked = runs.index_select(0, (by_head + pages * (page_stride // run)).flatten())
+    return picked.view(heads, len(pages), tokens, width)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -45,7 +45,7 @@ def check_directory(directory: Path, config: ModelConfig) -> None:
     """Refuses checkpoints whose ``config.json`` asks for what a configuration doesn't keep.
 
     Raises:
-        UnsupportedModel: it asks for another router or for scaled rotary embeddings.
+        UnsupportedModel: it asks for another router or for other rotary embeddings.
     """
     check_computed(config)
     if config.kind in COMPUTED:
@@ -53,10 +53,12 @@ def check_directory(directory: Path, config: ModelConfig) -> None:
     fields = json.loads((directory / CONFIG_FILE).read_bytes())
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
+    unkept = {key for key in ("attention_factor", "truncate") if scaling.get(key) is not None}
+    if kind not in ("default", "yarn") or unkept:
+        what = f"{min(unkept)} of " if unkept else ""
         raise UnsupportedModel(
-            f"{directory / CONFIG_FILE}: rotary embeddings of type {kind!r} aren't computed for "
-            f"{config.kind}; use a checkpoint without scaling",
+            f"{directory / CONFIG_FILE}: {what}rotary embeddings of type {kind!r} can't be "
+            f"computed for {config.kind}; use a checkpoint with 'default' or plain 'yarn'",
             model_type=config.kind,
         )
     for field, neutral in _NEUTRAL.items() if config.moe is not None else ():

@@ -84,7 +84,8 @@ class LatentHeads:
         self._eps = config.norm_eps
         self._heads = config.heads // tp
         self.rope_dim = latent.rope_dim
-        self.scale: float = config.head_dim**-0.5
+        yarn = config.rope.yarn
+        self.scale: float = config.head_dim**-0.5 * (1.0 if yarn is None else yarn.scores)
 
     def project(self, weights: RankWeights, prefix: str, x: Tensor, by: Rotation) -> Projected:
         z = self._latent

@@ -25,6 +25,9 @@ Buffers = Literal["one", "split", "per_layer"]
 
 CacheDType = Literal["float64", "float32", "bfloat16", "float16"]
 
+MAX_PAGE_TOKENS = 1 << 16
+MAX_PAGES = (1 << 31) - 1
+
 ITEMSIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -46,10 +49,14 @@ class CacheSpec(msgspec.Struct, frozen=True):
     """Of groups with a window, where they need fewer."""
 
     def __post_init__(self) -> None:
-        for field in ("page_tokens", "pages", "window_pages"):
+        for field, most in (
+            ("page_tokens", MAX_PAGE_TOKENS),
+            ("pages", MAX_PAGES),
+            ("window_pages", MAX_PAGES),
+        ):
             size = getattr(self, field)
-            if size is not None and not 1 <= size < 1 << 31:
-                raise InvalidSpec(f"{field} is {size}; give 1 to {(1 << 31) - 1}", field=field)
+            if size is not None and not 1 <= size <= most:
+                raise InvalidSpec(f"{field} is {size}; give 1 to {most}", field=field)
         for field, choices in (
             ("order", get_args(Order)),
             ("buffers", get_args(Buffers)),

@@ -13,6 +13,7 @@ from fabric_ray.models.config import (
     ModelConfig,
     Moe,
     Rope,
+    Yarn,
     parameter_dtype,
     parameter_shapes,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Moe",
     "Rope",
     "UnsupportedModel",
+    "Yarn",
     "config_from_hf",
     "config_to_hf",
     "demo_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -50,11 +51,40 @@ class Llama3Scaling(msgspec.Struct, frozen=True):
     original_positions: int
 
 
+class Yarn(msgspec.Struct, frozen=True):
+    """How DeepSeek stretches rotary embeddings (YaRN, section 3)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    """Elements that turn so many times over the original positions keep their wavelength."""
+    beta_slow: float = 1.0
+    """Those that turn no more often have it stretched by ``factor``."""
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def turned(self) -> float:
+        """By which what was turned is multiplied."""
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def scores(self) -> float:
+        """By which products of queries and keys are multiplied."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
 class Rope(msgspec.Struct, frozen=True):
     """Rotary position embeddings."""
 
     theta: float = 10_000.0
     scaling: Llama3Scaling | None = None
+    yarn: Yarn | None = None
 
 
 class Moe(msgspec.Struct, frozen=True):
@@ -308,6 +338,10 @@ def _check(c: ModelConfig) -> None:
     if c.moe is not None:
         _check_moe(c.moe)
     _check_windows(c)
+    if c.rope.yarn is not None and c.latent is None:
+        raise InvalidConfig(
+            "rope has yarn, which is known of latent attention only; leave it out", field="rope"
+        )
 
 
 def _check_windows(c: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -19,6 +20,7 @@ from fabric_ray.models.config import (
     ModelConfig,
     Moe,
     Rope,
+    Yarn,
 )
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
 
@@ -51,6 +53,10 @@ class _RopeFields(msgspec.Struct):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: Size = 8192
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
 
 class _HfConfig(msgspec.Struct):
@@ -313,6 +319,8 @@ def _rope(kind: Kind, raw: _HfConfig, origin: str) -> Rope:
     fields = raw.rope_parameters or raw.rope_scaling or _RopeFields()
     theta = fields.rope_theta or raw.rope_theta or 10_000.0
     rope_type = fields.rope_type or fields.type or "default"
+    if kind == "deepseek_v2" and rope_type == "yarn":
+        return Rope(theta, yarn=_yarn(fields, origin))
     # Scaling changes what is computed, not what is held.
     if rope_type == "default" or kind not in COMPUTED:
         return Rope(theta)
@@ -329,6 +337,23 @@ def _rope(kind: Kind, raw: _HfConfig, origin: str) -> Rope:
         fields.original_max_position_embeddings,
     )
     return Rope(theta, scaling)
+
+
+def _yarn(fields: _RopeFields, origin: str) -> Yarn:
+    if not 1 <= fields.factor < math.inf:
+        raise InvalidConfig(
+            f"{origin}: rotary embeddings are stretched by a factor of {fields.factor}; give 1 or "
+            "more",
+            field="rope_scaling",
+        )
+    return Yarn(
+        fields.factor,
+        fields.original_max_position_embeddings,
+        beta_fast=fields.beta_fast or 32.0,
+        beta_slow=fields.beta_slow or 1.0,
+        mscale=fields.mscale or 0.0,
+        mscale_all_dim=fields.mscale_all_dim or 0.0,
+    )
 
 
 def _latent(kind: Kind, raw: _HfConfig, origin: str) -> Latent | None:

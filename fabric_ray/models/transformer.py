@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fabric_ray.models.config import COMPUTED, ModelConfig, Moe, Rope
+from fabric_ray.models.config import COMPUTED, ModelConfig, Moe, Rope, Yarn
 from fabric_ray.models.errors import UnsupportedModel
 
 Rotation = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ def wide(x: Tensor) -> Tensor:
 def rotation(
     rope: Rope, head_dim: int, positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> Rotation:
-    """The angles by which position turns queries and keys (RoFormer; Llama 3.1 scaling)."""
+    """The angles by which position turns queries and keys (RoFormer; Llama 3.1 scaling, YaRN)."""
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_dim, 2, dtype=precise, device=device) / head_dim
     frequencies = rope.theta**-exponents
@@ -34,9 +34,27 @@ def rotation(
         )
         smooth = smooth.clamp(0, 1)
         frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
+    if rope.yarn is not None:
+        kept = _kept(rope.theta, rope.yarn, head_dim, frequencies)
+        frequencies = frequencies * (kept + (1 - kept) / rope.yarn.factor)
     angles = torch.outer(torch.arange(positions, device=device), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    scale = 1.0 if rope.yarn is None else rope.yarn.turned
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def _kept(theta: float, yarn: Yarn, head_dim: int, frequencies: Tensor) -> Tensor:
+    """How much of each frequency YaRN keeps: 1 for the fastest, 0 for the slowest."""
+
+    def element(turns: float) -> float:
+        """The one that turns so often over the original positions."""
+        wavelength = yarn.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = max(math.floor(element(yarn.beta_fast)), 0)
+    high = min(math.ceil(element(yarn.beta_slow)), head_dim - 1)
+    elements = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    return 1 - ((elements - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:

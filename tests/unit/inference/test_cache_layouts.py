@@ -159,6 +159,7 @@ def test_memory_of_another_shape_is_refused() -> None:
     ("field", "value"),
     [
         ("page_tokens", 0),
+        ("page_tokens", (1 << 16) + 1),
         ("pages", 1 << 31),
         ("window_pages", 0),
         ("order", "dim_first"),

@@ -17,7 +17,8 @@ from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import save_checkpoint
-from fabric_ray.models.errors import UnsupportedModel
+from fabric_ray.models.config import Yarn
+from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
 from fabric_ray.weights.families import Indivisible
 from tests.unit.inference.engines import followed, text
 
@@ -39,6 +40,17 @@ MLA: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+"""As in DeepSeek-V2's own configurations."""
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if name != "tiny-mla"])
@@ -70,10 +82,20 @@ def test_latent_attention_is_loaded_too(tmp_path: Path) -> None:
     assert torch.equal(found, followed(TorchEngine(made), tokens, 25))
 
 
+def test_the_embeddings_of_published_checkpoints_are_read(tmp_path: Path) -> None:
+    plain = Model.load(saved_mla(tmp_path), dtype="float64")
+    scaled = Model.load(saved_mla(tmp_path, rope_scaling=YARN), dtype="float64")
+    assert scaled.config.rope.yarn == Yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+    assert scaled.fingerprint != plain.fingerprint
+    with pytest.raises(InvalidConfig, match="by a factor of 0"):
+        Model.load(saved_mla(tmp_path, rope_scaling=YARN | {"factor": 0.0}))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 40}}, "'linear'"),
+        ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "attention_factor of"),
         ({"topk_method": "group_limited_greedy"}, "topk_method 'group_limited_greedy'"),
         ({"routed_scaling_factor": 16.0}, "routed_scaling_factor 16.0"),
         ({"n_group": 8}, "n_group 8"),

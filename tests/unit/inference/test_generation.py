@@ -91,6 +91,24 @@ def test_a_prefix_that_is_found_changes_no_token(
     assert loop.pools.idle
 
 
+def test_the_last_token_is_in_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that stops never computes the keys of its last token: with it a page isn't full."""
+    prompt = text(20)
+    free = Generator(engine("tiny-llama")).run([GenerationRequest(prompt, max_tokens=9)])[0]
+    last = next(at for at in range(3, 9) if free[at] not in free[:at])
+    served = engine("tiny-llama", page_tokens=20 + last + 1, pages=8)
+    loop = Generator(served)
+    stop = frozenset({free[last]})
+    stopped = loop.run([GenerationRequest(prompt, max_tokens=30, stop=stop)])[0]
+    assert stopped == free[: last + 1]
+    computed: list[int] = []
+    prefill = served.prefill
+    monkeypatch.setattr(served, "prefill", lambda c: computed.append(len(c.tokens)) or prefill(c))
+    longer = [*prompt, *stopped, 9, 9]
+    loop.run([GenerationRequest(longer, max_tokens=2)])
+    assert computed == [len(longer)]
+
+
 def test_a_stop_token_ends_a_request_and_a_cancel_too() -> None:
     loop = Generator(engine("tiny-llama"))
     prompt = text(12)

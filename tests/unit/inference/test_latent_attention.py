@@ -14,7 +14,7 @@ from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import tiny
 from fabric_ray.inference.spec import CacheSpec
-from fabric_ray.models.config import Latent, ModelConfig, Moe
+from fabric_ray.models.config import Latent, ModelConfig, Moe, Rope, Yarn
 from fabric_ray.models.errors import UnsupportedModel
 from tests.unit.inference.engines import engine, followed, full_weights, text
 from tests.unit.models.small_models import small, some_tokens, waves
@@ -40,6 +40,11 @@ MODELS = {
     "dense": latent(),
     "lite": latent(latent=structs.replace(LATENT, q_rank=0)),
     "moe": latent(moe=EXPERTS),
+    "yarn": latent(
+        head_dim=16,
+        latent=structs.replace(LATENT, rope_dim=8),
+        rope=Rope(100.0, yarn=Yarn(40.0, 64, mscale=0.707, mscale_all_dim=0.9)),
+    ),
 }
 
 # Hugging Face transformers 5.23, float32, weights and tokens as in small_models: logits of ids
@@ -48,6 +53,7 @@ RECORDED = {
     "dense": [-0.2596, -0.1641, 0.0854, -0.2573, 0.2379],
     "lite": [0.1820, -0.4248, -0.2550, 0.4779, 0.3338],
     "moe": [0.1972, -0.4958, -0.2397, -0.3173, -0.5283],
+    "yarn": [-0.4267, -0.1570, 0.2600, -0.3839, 0.4314],
 }
 
 

@@ -168,7 +168,10 @@ def test_of_a_prefix_that_is_known_the_first_pages_are_kept() -> None:
 def test_held_pages_are_given_to_nobody() -> None:
     pool = PagePool(2, 2)
     pages = pool.reserve(2)
+    keys = page_keys([1, 2, 3, 4], 2)
+    pool.insert(keys, pages)
     pool.hold(pages)
+    assert pool.match(keys) == []
     assert (pool.free_pages, pool.held_pages, pool.owned_pages) == (0, 2, 0)
     with pytest.raises(OutOfPages):
         pool.reserve(1)

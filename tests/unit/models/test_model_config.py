@@ -14,7 +14,9 @@ from fabric_ray.models import (
     Latent,
     Llama3Scaling,
     ModelConfig,
+    Rope,
     UnsupportedModel,
+    Yarn,
     config_from_hf,
     config_to_hf,
     demo_config,
@@ -136,6 +138,11 @@ def test_windows_are_read_as_qwen_says_them() -> None:
         config_from_hf(llama(**said, layer_types=types[1:]))
     with pytest.raises(UnsupportedModel, match="'chunked_attention'"):
         config_from_hf(llama(**said, layer_types=["chunked_attention"] * 3))
+
+
+def test_yarn_is_for_latent_attention() -> None:
+    with pytest.raises(InvalidConfig, match="latent attention only"):
+        small("llama", rope=Rope(yarn=Yarn(4.0, 64)))
 
 
 def test_windows_that_mean_nothing_are_refused() -> None:
