@@ -102,7 +102,7 @@ def run_local(
     """
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    serve.start(http_options={"host": host, "port": port})
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     serve.run(build_app(args or ServeArgs()), name=name, route_prefix="/")
     app = LocalApp(f"http://{host}:{port}", name)
     app.wait_healthy(timeout)
