@@ -62,7 +62,8 @@ class PrefillLoop:
         self._pass_began: float | None = None
         self._broken: str | None = None
         self._closed = False
-        self._counts = {"computed_prompts": 0, "computed_tokens": 0, "busy": 0, "failed": 0}
+        self._counts = {"computed_prompts": 0, "computed_tokens": 0, "skipped_tokens": 0}
+        self._counts |= {"busy": 0, "failed": 0}
         self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
         self._thread.start()
 
@@ -187,6 +188,7 @@ class PrefillLoop:
             except FabricError as error:
                 self._give_up(work, error)
             else:
+                self._counts["skipped_tokens"] += work.job.have
                 self._turns.append(work)
 
     def _pass(self, work: _Work) -> None:

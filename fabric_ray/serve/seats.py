@@ -8,7 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 
-from fabric_ray.inference.errors import OutOfPages
+from fabric_ray.inference.errors import OutOfPages, PageMisuse
 from fabric_ray.inference.tables import CachePools, Tables, first_seen
 from fabric_ray.kvcache import Pull
 from fabric_ray.serve.errors import BadRequest, Busy
@@ -28,7 +28,13 @@ class Seat:
 
     def expect(self, pull: Pull) -> None:
         """Peers write to the seat's fresh pages and its slot from here on, until the pull is
-        released."""
+        released.
+
+        Raises:
+            PageMisuse: what was asked before may still write to them.
+        """
+        if self._pull is not None:
+            raise PageMisuse("a peer may still write to the seat; wait until it is quiet")
         self._pull = pull
         loop = asyncio.get_running_loop()
 
