@@ -1,0 +1,77 @@
+"""From configuration to a Serve application, and a way to run it here.
+
+Annotations are real types in this module: Serve reads those of :func:`build_app`.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.decode import Decode
+from fabric_ray.serve.ingress import Router
+from fabric_ray.serve.instance import model_config
+from fabric_ray.serve.prefill import Prefill
+
+_SLACK = 16
+"""Requests beyond its limit that Serve may bring to a replica, which turns them away itself: it
+knows best how long its queue is."""
+
+
+def build_app(args: ServeArgs) -> serve.Application:
+    """A router, prefillers and decoders: ``serve run fabric_ray.serve:build_app model=tiny-llama``,
+    or in YAML as ``import_path`` with ``args``.
+
+    Args:
+        args: of the deployment; a dictionary is parsed.
+
+    Raises:
+        ValidationError: fields that there aren't, or values that they can't have.
+        BadRequest: there is no such model.
+    """
+    if not isinstance(args, ServeArgs):
+        args = ServeArgs.model_validate(args)
+    model_config(args)  # a wrong name is better found here than by every replica
+    prefill = _deployment(
+        Prefill,
+        args.prefill.options,
+        max_ongoing_requests=1024,
+        request_router_config=_routed_by(
+            "fabric_ray.serve.routing.PrefillRouter",
+            request_routing_stats_period_s=1.0,
+        ),
+    ).bind(args)
+    decode = _deployment(
+        Decode,
+        args.decode.options,
+        max_ongoing_requests=args.decode.max_running + args.decode.max_queue + _SLACK,
+        max_queued_requests=args.router.max_requests,
+        request_router_config=_routed_by(
+            "fabric_ray.serve.routing.PrefixRouter",
+            request_router_kwargs={"slack": args.router.prefix_slack},
+        ),
+    ).bind(args, prefill)
+    return _deployment(
+        Router,
+        args.router.options,
+        max_ongoing_requests=2 * args.router.max_requests + _SLACK,
+    ).bind(args, decode, prefill)
+
+
+def _routed_by(router: str, **fields: Any) -> RequestRouterConfig:
+    return RequestRouterConfig.model_validate({"request_router_class": router, **fields})
+
+
+def _deployment(cls: type, options: dict[str, Any], **defaults: Any) -> serve.Deployment:
+    """A class as a deployment; what the user says goes before what is best by default."""
+    common = {
+        "ray_actor_options": {"num_cpus": 0.1},
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": 10.0,
+    }
+    make: Any = serve.deployment
+    made: serve.Deployment = make(cls).options(**{**common, **defaults, **options})
+    return made

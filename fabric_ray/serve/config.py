@@ -1,0 +1,199 @@
+"""What users configure: one :class:`ServeArgs`, from Python, from YAML or from a command line."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing_extensions import Self
+
+from fabric_ray.engine import EngineConfig
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CacheArgs(_Args):
+    """A paged cache. Prefillers and decoders may differ in all but the dtype."""
+
+    page_tokens: int = Field(default=16, ge=1, le=1 << 20)
+    """Tokens of a page."""
+
+    pages: int = Field(default=512, ge=1, lt=1 << 31)
+    """Pages of each group of layers."""
+
+    window_pages: int | None = Field(default=None, ge=1, lt=1 << 31)
+    """Pages of groups with a sliding window, where they need fewer."""
+
+    order: Literal["heads_first", "tokens_first", "heads_outermost"] = "heads_first"
+    """How pages, heads and tokens follow each other in memory."""
+
+    buffers: Literal["one", "split", "per_layer"] = "one"
+    """One buffer, one for keys and one for values, or one for each layer."""
+
+    dtype: DType | None = None
+    """The model's by default."""
+
+
+class TermsArgs(_Args):
+    """What prefillers and decoders hold each other to."""
+
+    beat: float = Field(default=0.5, ge=0.001, le=3600)
+    """Seconds between a decoder's signs of life."""
+
+    silence: float = Field(default=5.0, gt=0, le=1e6)
+    """Seconds after which who says nothing is given up, and what it had reserved is free again."""
+
+    max_message: int = Field(default=4 << 20, ge=4096, le=1 << 28)
+    """The longest request in bytes: a prompt takes up to five for each token."""
+
+    @model_validator(mode="after")
+    def _two_beats(self) -> Self:
+        if self.silence < 2 * self.beat:
+            raise ValueError(
+                f"silence of {self.silence} s is less than two beats of {self.beat} s; allow two"
+            )
+        return self
+
+
+class PrefillArgs(_Args):
+    """Replicas that compute prompts."""
+
+    tp: int = Field(default=1, ge=1, le=1024)
+    """Tensor-parallel ranks of a replica, all in its process."""
+
+    cache: CacheArgs = CacheArgs()
+
+    chunk_tokens: int = Field(default=256, ge=1, le=1 << 20)
+    """Tokens of a pass: prompts that are computed at the same time take turns after so many."""
+
+    max_running: int = Field(default=8, ge=1, le=4096)
+    """Prompts that are computed or sent at the same time."""
+
+    max_queue: int = Field(default=64, ge=0, le=1 << 20)
+    """Prompts that may wait; more are turned away, and their decoders ask another replica."""
+
+    stuck_after: float = Field(default=120.0, gt=0)
+    """Seconds that one pass may take before the replica counts as unhealthy."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of its deployment: ``num_replicas``, ``autoscaling_config``, ``ray_actor_options``..."""
+
+
+class DecodeArgs(_Args):
+    """Replicas that generate tokens."""
+
+    tp: int = Field(default=1, ge=1, le=1024)
+    """Tensor-parallel ranks of a replica, all in its process."""
+
+    cache: CacheArgs = CacheArgs()
+
+    max_running: int = Field(default=32, ge=1, le=4096)
+    """Requests that have pages at the same time; also the largest batch."""
+
+    max_queue: int = Field(default=64, ge=0, le=1 << 20)
+    """Requests that may wait for pages; more are turned away as busy."""
+
+    queue_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that a request waits for pages."""
+
+    prefill_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that one prefiller has for a prompt."""
+
+    prefill_attempts: int = Field(default=4, ge=1, le=100)
+    """Prefillers that are asked for one prompt, one after the other, before the request fails."""
+
+    avoid_lost: float = Field(default=15.0, ge=0)
+    """Seconds in which a prefiller that was lost isn't asked again."""
+
+    stuck_after: float = Field(default=120.0, gt=0)
+    """Seconds that one step may take before the replica counts as unhealthy."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of its deployment: ``num_replicas``, ``autoscaling_config``, ``ray_actor_options``..."""
+
+
+class RouterArgs(_Args):
+    """Replicas that speak HTTP."""
+
+    default_max_tokens: int = Field(default=16, ge=1)
+    """What a request generates that doesn't say; 16 is OpenAI's."""
+
+    max_tokens: int = Field(default=4096, ge=1, le=1 << 24)
+    """The most that a request may ask for."""
+
+    max_requests: int = Field(default=256, ge=1, le=1 << 20)
+    """Requests that a replica handles at the same time; more get status 429."""
+
+    retry_after: int = Field(default=1, ge=0, le=3600)
+    """Seconds that clients are told to wait when all are busy."""
+
+    attempts: int = Field(default=3, ge=1, le=100)
+    """Decoders that are tried for one request, as long as its client has got no token."""
+
+    prefix_blocks: int = Field(default=64, ge=0, le=1 << 16)
+    """Blocks of a prompt's begin that decide where it goes; 0 routes by load alone."""
+
+    prefix_slack: int = Field(default=4, ge=0)
+    """How many more requests a decoder may have than the least loaded one, and still be preferred
+    for the prefix that it holds."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of its deployment: ``num_replicas``, ``autoscaling_config``, ``ray_actor_options``..."""
+
+
+class ServeArgs(_Args):
+    """A disaggregated deployment."""
+
+    model: str = "tiny-llama"
+    """A directory with ``config.json`` and safetensors, or a small model's name: ``tiny-llama``,
+    ``tiny-qwen3``, ``tiny-qwen3-moe``, ``tiny-mla``, ``tiny-hybrid``."""
+
+    seed: int = 0
+    """Of the weights of a small model."""
+
+    revision: str | None = None
+    """Names the weights of a directory; a digest of the files by default."""
+
+    name: str | None = None
+    """What clients call the model; the last part of ``model`` by default."""
+
+    dtype: DType | None = None
+    """Of weights and activations; the checkpoint's by default."""
+
+    prefill: PrefillArgs = PrefillArgs()
+    decode: DecodeArgs = DecodeArgs()
+    router: RouterArgs = RouterArgs()
+    terms: TermsArgs = TermsArgs()
+
+    fabric: EngineConfig = EngineConfig(name="fabric-ray-serve")
+    """Transfer engines of prefillers and decoders: transports, ``require``, NICs... The token and
+    the address are Ray's by default."""
+
+    torch_threads: int | None = Field(default=None, ge=1, le=1024)
+    """Threads that torch computes with in each replica; torch's choice by default."""
+
+    @field_validator("model")
+    @classmethod
+    def _not_empty(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("name a directory, or a small model such as tiny-llama")
+        return value
+
+    @property
+    def model_id(self) -> str:
+        """What clients call the model."""
+        return self.name or Path(self.model).name
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> Self:
+        """From a YAML file that holds these fields.
+
+        Raises:
+            ValidationError: fields that there aren't, or values that they can't have.
+        """
+        import yaml  # type: ignore[import-untyped]
+
+        return cls.model_validate(yaml.safe_load(Path(path).read_text()) or {})

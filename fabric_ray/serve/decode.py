@@ -1,0 +1,97 @@
+"""The deployment that generates tokens."""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Collection, Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from fabric_ray.serve.completions import Completions
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.instance import Instance, tokenizer
+from fabric_ray.serve.prefillers import Offered
+from fabric_ray.serve.wire import Event, Generate
+
+logger = logging.getLogger("ray.serve")
+
+
+class ServeDiscovery:
+    """Prefillers as Serve knows them: its controller tells every handle who there is.
+
+    Args:
+        prefill: handle of the prefill deployment.
+    """
+
+    def __init__(self, prefill: "DeploymentHandle[Any]") -> None:
+        self._prefill = prefill
+
+    async def choose(self, *, avoid: Collection[str], load: Mapping[str, int]) -> Offered:
+        """See :class:`fabric_ray.serve.prefillers.Discovery`."""
+        said = {"avoid": frozenset(avoid), "load": dict(load)}
+        async with self._prefill.offer.choose_replica(**said) as chosen:
+            offer = base64.b64decode(chosen.replica_metadata["offer"])
+            return Offered(str(chosen.replica_metadata["name"]).removeprefix("prefill-"), offer)
+
+
+class Decode:
+    """A replica of decoders.
+
+    Args:
+        args: of the deployment.
+        prefill: handle of the prefill deployment.
+    """
+
+    def __init__(self, args: ServeArgs, prefill: "DeploymentHandle[Any]") -> None:
+        self._args = args
+        self._name = f"decode-{serve.get_replica_context().replica_id.unique_id}"
+        self._discovery = ServeDiscovery(prefill)
+        self._tokenizer = tokenizer(args)
+        self._instance = Instance(
+            args,
+            tp=args.decode.tp,
+            cache=args.decode.cache,
+            slots=args.decode.max_running,
+            name=self._name,
+        )
+        self._running: Completions | None = None
+
+    @property
+    def _completions(self) -> Completions:
+        if self._running is None:
+            self._running = Completions(
+                self._instance,
+                self._args.decode,
+                discovery=self._discovery,
+                tokenizer=self._tokenizer,
+            )
+        return self._running
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        """What comes of a request; see :meth:`Completions.generate`."""
+        async with contextlib.aclosing(self._completions.generate(request)) as events:
+            async for event in events:
+                yield event
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        return {"name": self._name}
+
+    def record_routing_stats(self) -> dict[str, float]:
+        return self._running.load if self._running is not None else {}
+
+    def check_health(self) -> None:
+        """Raises:
+        Unavailable: the engine stopped, or hangs.
+        """
+        if self._running is not None:
+            self._running.check()
+
+    async def stats(self) -> dict[str, Any]:
+        """Pages, queues and counts of this replica."""
+        await asyncio.sleep(0)
+        mine = {"role": "decode", "replica": self._name, "pid": os.getpid()}
+        return {**mine, **self._completions.stats()}

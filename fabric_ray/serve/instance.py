@@ -1,0 +1,158 @@
+"""What a prefill or decode replica is made of: a model, an engine, memory that peers can reach."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric_ray.engine import Region, TransferEngine
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.model import Model
+from fabric_ray.inference.presets import TINY, tiny
+from fabric_ray.inference.spec import CacheSpec
+from fabric_ray.inference.tables import CachePools
+from fabric_ray.inference.tokenizer import Tokenizer, load_tokenizer
+from fabric_ray.kvcache import RankCache, Terms
+from fabric_ray.models.checkpoint import Checkpoint
+from fabric_ray.models.config import ModelConfig
+from fabric_ray.runtime.directory import cluster_token
+from fabric_ray.runtime.process import node_address
+from fabric_ray.serve.config import CacheArgs, ServeArgs
+from fabric_ray.serve.errors import BadRequest
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+_TIMES = 2
+"""Beside what the engine hands over, a tail has two numbers of the prefiller: seconds that the
+prompt waited, and seconds that it was computed."""
+
+
+def model_config(args: ServeArgs) -> ModelConfig:
+    """The configuration of the model that is served; weights aren't read.
+
+    Raises:
+        BadRequest: there is no such model.
+        ModelError: the directory's files are damaged.
+    """
+    path = Path(args.model)
+    if path.is_dir():
+        return Checkpoint(path).config
+    if args.model not in TINY and f"tiny-{args.model}" not in TINY:
+        raise BadRequest(
+            f"model {args.model!r} is neither a directory nor one of {', '.join(TINY)}; download "
+            "it first, or use a small one",
+            param="model",
+        )
+    return tiny(args.model)
+
+
+def tokenizer(args: ServeArgs) -> Tokenizer:
+    """The model's tokenizer; bytes for small models."""
+    path = Path(args.model)
+    return load_tokenizer(path if path.is_dir() else None, vocab=model_config(args).vocab)
+
+
+def load_model(args: ServeArgs, *, tp: int) -> Model:
+    """The weights of all ranks of a replica."""
+    config, path = model_config(args), Path(args.model)
+    if path.is_dir():
+        return Model.load(path, tp=tp, dtype=args.dtype, revision=args.revision)
+    return Model.random(config, seed=args.seed, tp=tp, dtype=args.dtype)
+
+
+class Instance:
+    """A replica's engine, with pages and tails in memory of transfer engines, one for each rank.
+
+    Args:
+        args: of the deployment.
+        tp: tensor-parallel ranks.
+        cache: how pages are laid out.
+        slots: tails that may be in use at the same time.
+        name: for people and logs.
+    """
+
+    def __init__(
+        self, args: ServeArgs, *, tp: int, cache: CacheArgs, slots: int, name: str
+    ) -> None:
+        if args.torch_threads is not None:
+            torch.set_num_threads(args.torch_threads)
+        self.name, self.slots = name, slots
+        self.engines = [_transfer_engine(args, f"{name}-{rank}") for rank in range(tp)]
+        buffers: list[list[Region]] = [[] for _ in range(tp)]
+
+        def allocate(rank: int, nbytes: int) -> Tensor:
+            region = self.engines[rank].alloc(nbytes)
+            buffers[rank].append(region)
+            return region.tensor(torch.uint8, (nbytes,))
+
+        spec = CacheSpec(**cache.model_dump())
+        self.engine = TorchEngine(load_model(args, tp=tp), spec, allocate=allocate)
+        self._times_at = -(-self.engine.tail.nbytes // 8) * 8
+        end = self._times_at + 8 * _TIMES
+        self.tail_nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        tails = self.engines[0].alloc(self.tail_nbytes * slots)
+        self._tails = tails.tensor(torch.uint8, (slots, self.tail_nbytes))
+        self.ranks: Sequence[RankCache] = [
+            RankCache(
+                self.engines[rank],
+                self.engine.layout(rank),
+                buffers[rank],
+                tail=tails if rank == 0 else None,
+            )
+            for rank in range(tp)
+        ]
+        self.terms = Terms(
+            beat=args.terms.beat,
+            silence=args.terms.silence,
+            max_message=args.terms.max_message,
+            tail_nbytes=self.tail_nbytes,
+        )
+        self.pools = CachePools(self.engine.layout(0).groups)
+
+    def tail(self, slot: int) -> Tensor:
+        """A slot's memory: uint8, ``[tail_nbytes]``."""
+        return self._tails[slot]
+
+    def write_times(self, slot: int, *, waited: float, computed: float) -> None:
+        """Adds the prefiller's seconds to a tail."""
+        memory = self._tails[slot, self._times_at : self._times_at + 8 * _TIMES]
+        memory.view(torch.float64).copy_(torch.tensor([waited, computed], dtype=torch.float64))
+
+    def read_times(self, slot: int) -> tuple[float, float]:
+        """The seconds that the prompt waited, and was computed."""
+        memory = self._tails[slot, self._times_at : self._times_at + 8 * _TIMES]
+        waited, computed = memory.clone().view(torch.float64).tolist()
+        return waited, computed
+
+    def stats(self) -> dict[str, Any]:
+        """How many pages are in which state."""
+        pools = self.pools.pools
+        return {
+            "pages": sum(pool.total for pool in pools),
+            "free_pages": sum(pool.free_pages for pool in pools),
+            "cached_pages": sum(pool.idle_pages for pool in pools),
+            "owned_pages": sum(pool.owned_pages for pool in pools),
+            "held_pages": sum(pool.held_pages for pool in pools),
+            "idle": self.pools.idle,
+        }
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+def _transfer_engine(args: ServeArgs, name: str) -> TransferEngine:
+    """With the cluster's secret and the node's address, unless the user says otherwise."""
+    chosen = args.fabric.model_dump(exclude_unset=True) | {"name": name[-128:]}
+    if "token" not in chosen and not os.environ.get("FABRIC_RAY_TOKEN"):
+        chosen["token"] = cluster_token()
+    if "bind" not in chosen and not os.environ.get("FABRIC_RAY_BIND"):
+        chosen["bind"] = (node_address(),)
+    return TransferEngine(**chosen)

@@ -1,0 +1,264 @@
+"""Computes prompts for decoders: one thread, a chunk of one prompt at a time, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fabric_ray.errors import FabricError
+from fabric_ray.inference.errors import InferenceError, OutOfPages
+from fabric_ray.inference.protocols import PrefillChunk
+from fabric_ray.inference.tables import Tables
+from fabric_ray.kvcache import Job, Prefiller
+from fabric_ray.serve.config import PrefillArgs
+from fabric_ray.serve.errors import Unavailable
+from fabric_ray.serve.instance import Instance
+from fabric_ray.serve.wire import BUSY, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class _Work:
+    """A prompt on its way."""
+
+    def __init__(self, job: Job, tokens: tuple[int, ...]) -> None:
+        self.job, self.tokens = job, tokens
+        self.done = 0
+        """Tokens whose keys and values are in the pages."""
+        self.tables: Tables | None = None
+        self.slot: int | None = None
+        self.came = time.monotonic()
+        self.began = 0.0
+
+
+class PrefillLoop:
+    """A prefiller's work, from requests that come to pages that are free again.
+
+    All of it happens in one thread, which alone touches the engine and the pools.
+
+    Args:
+        instance: engine, pages, tails.
+        args: chunk and limits.
+    """
+
+    def __init__(self, instance: Instance, args: PrefillArgs) -> None:
+        self._instance, self._args = instance, args
+        self._prefiller = Prefiller(instance.ranks, name=instance.name, terms=instance.terms)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[_Work] = deque()
+        self._turns: deque[_Work] = deque()
+        self._accepted: set[_Work] = set()
+        """Those that have pages: their turn comes, or their pages are being sent."""
+        self._slots = list(range(instance.slots))
+        self._pass_began: float | None = None
+        self._broken: str | None = None
+        self._closed = False
+        self._counts = {"computed_prompts": 0, "computed_tokens": 0, "skipped_tokens": 0}
+        self._counts |= {"busy": 0, "failed": 0}
+        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
+        self._thread.start()
+
+    @property
+    def offer(self) -> bytes:
+        """What decoders need to know."""
+        return self._prefiller.offer()
+
+    async def serve(self) -> None:
+        """Takes requests until the prefiller is closed."""
+        under_way: set[asyncio.Task[None]] = set()
+        async for job in self._prefiller.jobs():
+            task = asyncio.create_task(self._take(job))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
+    async def _take(self, job: Job) -> None:
+        try:
+            prompt = msgspec.msgpack.decode(job.payload, type=Prompt)
+        except msgspec.DecodeError as error:
+            job.fail(f"the request's payload is no prompt ({error}); use the same release")
+            return
+        if len(prompt.tokens) != job.tokens:
+            job.fail(f"a prompt of {len(prompt.tokens)} tokens came for pages of {job.tokens}")
+            return
+        work = _Work(job, prompt.tokens)
+        job.on_stop(lambda *_: self._commands.put(self._drop_stopped))
+        self._commands.put(lambda: self._queue(work))
+        await job.released()
+        self._commands.put(lambda: self._release(work))
+
+    def check(self) -> None:
+        """Raises:
+        Unavailable: the thread has died, or hangs in a pass.
+        """
+        began = self._pass_began
+        if self._broken is not None or not self._thread.is_alive():
+            raise Unavailable(f"the prefill engine stopped: {self._broken or 'its thread died'}")
+        if began is not None and time.monotonic() - began > self._args.stuck_after:
+            raise Unavailable(f"a pass of the prefill engine takes over {self._args.stuck_after} s")
+
+    @property
+    def load(self) -> int:
+        """Prompts that wait or are computed."""
+        return len(self._waiting) + len(self._turns)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            **self._instance.stats(),
+            **self._counts,
+            "waiting": len(self._waiting),
+            "running": len(self._turns),
+            "sending": len(self._accepted) - len(self._turns),
+            "free_slots": len(self._slots),
+            "slots": self._instance.slots,
+        }
+
+    def close(self) -> None:
+        """Ends everything; decoders are told."""
+        self._closed = True
+        self._commands.put(lambda: None)
+        self._prefiller.close()
+        self._thread.join(timeout=5)
+
+    # What follows runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._obey(wait=not self._turns)
+                self._admit()
+                if self._turns:
+                    self._pass(self._turns[0])
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            logger.exception("the prefill engine stopped")
+            # Decoders ask others at once; nothing more is taken until this replica is replaced.
+            self._prefiller.close()
+
+    def _obey(self, *, wait: bool) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+
+    def _queue(self, work: _Work) -> None:
+        if not self._instance.pools.fits(len(work.tokens)):
+            work.job.fail(
+                f"a prompt of {len(work.tokens)} tokens needs more pages than the prefiller has; "
+                "shorten it, or raise prefill.cache.pages"
+            )
+        elif len(self._waiting) >= self._args.max_queue and not self._room():
+            self._counts["busy"] += 1
+            work.job.fail(f"{BUSY}{len(self._waiting)} prompts wait at {self._instance.name}")
+        else:
+            self._waiting.append(work)
+
+    def _room(self) -> bool:
+        return bool(self._slots) and not self._waiting
+
+    def _drop_stopped(self) -> None:
+        self._waiting = deque(work for work in self._waiting if not work.job.stopped)
+
+    def _admit(self) -> None:
+        """Gives pages to those that wait, the oldest first."""
+        while self._waiting and self._slots:
+            work = self._waiting[0]
+            if work.job.stopped:
+                self._waiting.popleft()
+                continue
+            try:
+                work.tables = self._instance.pools.open(work.tokens, len(work.tokens))
+            except OutOfPages:
+                return  # until pages come back
+            self._waiting.popleft()
+            work.slot = self._slots.pop()
+            work.began = time.monotonic()
+            work.done = work.tables.prefix
+            self._accepted.add(work)
+            try:
+                work.job.accept(work.tables.tables, computed=work.done)
+            except FabricError as error:
+                self._give_up(work, error)
+            else:
+                self._counts["skipped_tokens"] += work.job.have
+                self._turns.append(work)
+
+    def _pass(self, work: _Work) -> None:
+        """One chunk of one prompt, whose pages are pushed layer by layer."""
+        self._turns.rotate(-1)
+        if work.job.stopped:
+            self._turns.remove(work)
+            return
+        assert work.tables is not None, "a prompt in turn has pages"
+        assert work.slot is not None, "a prompt in turn has a slot"
+        end = min(work.done + self._args.chunk_tokens, len(work.tokens))
+        last = end == len(work.tokens)
+        chunk = PrefillChunk(work.tokens[work.done : end], work.done, work.tables.tables, last=last)
+        layers = 0
+
+        def on_layer(layer: int) -> None:
+            nonlocal layers
+            layers += 1
+            self._prefiller.layer_done()
+
+        self._pass_began = time.monotonic()
+        self._prefiller.begin([(work.job, end)])
+        try:
+            tail = self._instance.engine.prefill(chunk, on_layer)
+        except InferenceError as error:
+            self._give_up(work, error)
+            # A pass has as many layers as the model, whatever became of it: the next one counts on.
+            for _ in range(layers, self._layers):
+                self._prefiller.layer_done()
+            return
+        finally:
+            self._pass_began = None
+        self._counts["computed_tokens"] += end - work.done
+        work.done = end
+        if tail is None:
+            return
+        self._turns.remove(work)
+        work.tables.insert(work.tokens)
+        self._instance.engine.write_tail(tail, self._instance.tail(work.slot))
+        now = time.monotonic()
+        self._instance.write_times(
+            work.slot, waited=work.began - work.came, computed=now - work.began
+        )
+        self._counts["computed_prompts"] += 1
+        try:
+            work.job.finish(work.slot)
+        except FabricError as error:
+            self._give_up(work, error)
+
+    @property
+    def _layers(self) -> int:
+        return sum(len(group.layers) for group in self._instance.pools.groups)
+
+    def _give_up(self, work: _Work, error: FabricError) -> None:
+        if work in self._turns:
+            self._turns.remove(work)
+        if not work.job.stopped:
+            self._counts["failed"] += 1
+            work.job.fail(str(error))
+
+    def _release(self, work: _Work) -> None:
+        """Nothing reads the pages any more (MR-1)."""
+        if work in self._turns:
+            self._turns.remove(work)
+        self._accepted.discard(work)
+        if work.tables is not None:
+            work.tables.close()
+            work.tables = None
+        if work.slot is not None:
+            self._slots.append(work.slot)
+            work.slot = None
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(work)

@@ -1,0 +1,66 @@
+"""A completion's text as its tokens come, up to the first of its stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fabric_ray.inference.tokenizer import Tokenizer
+
+
+class Text:
+    """Holds back what could be the begin of a stop text.
+
+    Args:
+        tokenizer: the model's.
+        stop: texts that end it; they aren't part of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._stream = tokenizer.stream()
+        self._stop = tuple(text for text in stop if text)
+        self._sent = ""
+        self._held = ""
+        self.stopped = False
+        """A stop text came."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now and wasn't before."""
+        return self._add(self._stream.push(token))
+
+    def end(self) -> str:
+        """What is left when no token follows."""
+        if self.stopped:
+            return ""
+        fresh = self._add(self._stream.end())
+        if self.stopped:
+            return fresh
+        rest, self._held = self._held, ""
+        self._sent += rest
+        return fresh + rest
+
+    def whole(self) -> str:
+        """All of it, when no token follows."""
+        self.end()
+        return self._sent
+
+    def _add(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            fresh, self._held, self.stopped = self._held[: min(found)], "", True
+        else:
+            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            cut = len(self._held) - keep
+            fresh, self._held = self._held[:cut], self._held[cut:]
+        self._sent += fresh
+        return fresh
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that ``stop`` begins with."""
+    for count in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-count:]):
+            return count
+    return 0

@@ -1,0 +1,183 @@
+"""A real Serve application over HTTP: a router, two prefillers and a decoder, each a process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from ray import serve
+
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.generate import GenerationRequest, Generator
+from fabric_ray.serve import LocalApp, ServeArgs, run_local
+from fabric_ray.serve.instance import load_model, tokenizer
+
+ARGS = ServeArgs.model_validate(
+    {
+        "torch_threads": 1,
+        "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 2}},
+        "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
+        "router": {"max_requests": 24},
+        "terms": {"beat": 0.2, "silence": 2.0},
+    }
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def app(cluster: list[str]) -> Iterator[LocalApp]:
+    try:
+        with run_local(ARGS, port=free_port()) as app:
+            yield app
+    finally:
+        serve.shutdown()
+
+
+def of_role(app: LocalApp, role: str) -> list[dict[str, Any]]:
+    return [replica for replica in app.stats() if replica["role"] == role]
+
+
+def wait_idle(app: LocalApp, seconds: float = 20) -> list[dict[str, Any]]:
+    """Until no page is taken anywhere; fails if that doesn't come."""
+    deadline = time.monotonic() + seconds
+    while True:
+        every = [*of_role(app, "prefill"), *of_role(app, "decode")]
+        taken = [r for r in every if not r["idle"] or r.get("taken_slots") or r.get("pulls")]
+        if every and not taken:
+            return every
+        assert time.monotonic() < deadline, f"still taken: {taken}"
+        time.sleep(0.1)
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(256) for _ in range(draw.randint(4, 90))] for _ in range(count)]
+
+
+def expected(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What one engine says that does both halves."""
+    plain, stop = Generator(TorchEngine(load_model(ARGS, tp=1))), tokenizer(ARGS).stop
+    return plain.run([GenerationRequest(p, max_tokens, stop=stop) for p in prompts])
+
+
+def complete(app: LocalApp, prompt: list[int], max_tokens: int) -> list[int] | dict[str, Any]:
+    """The tokens, or the error."""
+    try:
+        answer = app.complete(prompt, max_tokens=max_tokens, temperature=0, return_token_ids=True)
+    except urllib.error.HTTPError as error:
+        found: dict[str, Any] = json.load(error)["error"]
+        return found | {"status": error.code, "retry": error.headers["Retry-After"]}
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def stream(app: LocalApp, **fields: Any) -> tuple[http.client.HTTPConnection, Any]:
+    connection = http.client.HTTPConnection(app.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"stream": True, **fields}))
+    return connection, connection.getresponse()
+
+
+def test_tokens_over_http_equal_those_of_one_engine(app: LocalApp) -> None:
+    asked = prompts(12, seed=1)
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(lambda prompt: complete(app, prompt, 12), asked))
+    assert got == expected(asked, 12)
+    wait_idle(app)
+
+
+def test_a_stream_is_events_that_end_with_done(app: LocalApp) -> None:
+    fields = {"prompt": "the pages of a prompt", "max_tokens": 12, "temperature": 0}
+    whole = app.complete(**fields)
+    connection, response = stream(app, **fields, stream_options={"include_usage": True})
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    lines = [line for line in response.read().decode().split("\n\n") if line]
+    connection.close()
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == whole["choices"][0]["text"]
+    usage = {k: v for k, v in chunks[-1]["usage"].items() if k != "prompt_tokens_details"}
+    assert usage == {k: v for k, v in whole["usage"].items() if k != "prompt_tokens_details"}
+    assert chunks[-1]["x-fabric"]["first_token"] > 0
+
+
+def test_a_client_that_hangs_up_frees_its_pages(app: LocalApp) -> None:
+    before = sum(replica["cancelled"] for replica in of_role(app, "decode"))
+    connection, response = stream(app, prompt="on and on", max_tokens=4000, seed=1)
+    assert response.readline().startswith(b"data: ")
+    assert not of_role(app, "decode")[0]["idle"]
+    response.close()
+    connection.close()
+    after = wait_idle(app)
+    assert sum(replica.get("cancelled", 0) for replica in after) == before + 1
+
+
+def test_too_many_requests_are_turned_away_and_told_when_to_return(app: LocalApp) -> None:
+    asked = prompts(60, seed=2)
+    with ThreadPoolExecutor(60) as pool:
+        got = list(pool.map(lambda prompt: complete(app, prompt, 60), asked))
+    refused = [answer for answer in got if isinstance(answer, dict)]
+    assert refused
+    assert {(answer["status"], answer["retry"]) for answer in refused} == {(429, "1")}
+    wanted = expected(asked, 60)
+    assert [(g, w) for g, w in zip(got, wanted, strict=True) if g != w and g not in refused] == []
+    wait_idle(app)
+
+
+def test_what_is_wrong_is_said_as_openai_says_it(app: LocalApp) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        app.complete("x", model="gpt")
+    assert caught.value.code == 404
+    assert json.load(caught.value)["error"]["param"] == "model"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        app.complete("x", n=2)
+    assert caught.value.code == 400
+    assert json.load(caught.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -> None:
+    """RS-4, RS-1: its prompts are computed by the other; none of their tokens is wrong."""
+    asked = prompts(40, seed=3)
+    victim = of_role(app, "prefill")[0]["pid"]
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(complete, app, prompt, 8) for prompt in asked]
+        while sum(answer.done() for answer in answers) < 8:
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+        got = [answer.result() for answer in answers]
+    assert got == expected(asked, 8)
+    assert victim not in {replica["pid"] for replica in wait_idle(app)}
+
+
+def test_a_decoder_that_is_killed_is_replaced_and_prefillers_free_its_pages(
+    app: LocalApp,
+) -> None:
+    connection, response = stream(app, prompt="to the end", max_tokens=4000, seed=2)
+    assert response.readline().startswith(b"data: ")
+    os.kill(of_role(app, "decode")[0]["pid"], signal.SIGKILL)
+    rest = response.read().decode()
+    connection.close()
+    assert '"code":"decoder_lost"' in rest
+    assert "[DONE]" not in rest
+    app.wait_healthy()
+    (prompt,) = prompts(1, seed=4)
+    assert [complete(app, prompt, 8)] == expected([prompt], 8)
+    wait_idle(app)

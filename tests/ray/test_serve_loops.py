@@ -1,0 +1,352 @@
+"""Prefillers and decoders of a deployment in one process, on real engines and transfers: what they
+promise without Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.errors import InferenceError, PageMisuse
+from fabric_ray.inference.generate import GenerationRequest, Generator
+from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
+from fabric_ray.inference.sampling import Sampling
+from fabric_ray.serve.completions import Completions
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.instance import Instance, load_model, tokenizer
+from fabric_ray.serve.passes import PrefillLoop
+from fabric_ray.serve.prefillers import Offered, least_loaded
+from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
+
+FABRIC = {"token": "serve-tests", "bind": "127.0.0.1"}
+
+
+class Listed:
+    """Prefillers by name, as many as there are just now."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, bytes] = {}
+
+    async def choose(self, *, avoid: Collection[str], load: Mapping[str, int]) -> Offered:
+        loads = {name: float(load.get(name, 0)) for name in self.offers}
+        name = least_loaded(loads, avoid=avoid)[0]
+        return Offered(name, self.offers[name])
+
+
+class World:
+    """One decoder and some prefillers."""
+
+    def __init__(self, args: ServeArgs) -> None:
+        self.args, self.listed = args, Listed()
+        self.prefill: dict[str, PrefillLoop] = {}
+        self._instances: list[Instance] = []
+        self._serving: list[asyncio.Task[None]] = []
+        decode = self._instance("d0", "decode")
+        self.decode = Completions(
+            decode, args.decode, discovery=self.listed, tokenizer=tokenizer(args)
+        )
+
+    def _instance(self, name: str, role: str) -> Instance:
+        side = getattr(self.args, role)
+        made = Instance(self.args, tp=side.tp, cache=side.cache, slots=side.max_running, name=name)
+        self._instances.append(made)
+        return made
+
+    def add_prefiller(
+        self, name: str, change: Callable[[Instance], None] = lambda _: None
+    ) -> PrefillLoop:
+        instance = self._instance(name, "prefill")
+        change(instance)
+        loop = self.prefill[name] = PrefillLoop(instance, self.args.prefill)
+        self._serving.append(asyncio.create_task(loop.serve()))
+        self.listed.offers[name] = loop.offer
+        return loop
+
+    async def ask(self, request: Generate) -> Event:
+        """The last event."""
+        last: Event | None = None
+        async for event in self.decode.generate(request):
+            last = event
+        assert last is not None
+        return last
+
+    async def idle(self) -> None:
+        """Returns when no page and no slot is taken anywhere; fails if that doesn't come."""
+        for _ in range(100):
+            every = [self.decode.stats(), *(loop.stats() for loop in self.prefill.values())]
+            if all(s["idle"] and s.get("taken_slots", 0) == 0 for s in every):
+                assert all(s.get("free_slots", 0) == s["slots"] for s in every[1:]), every
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"something is still taken: {every}")
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.decode.close)
+        for loop in self.prefill.values():
+            await asyncio.to_thread(loop.close)
+        await asyncio.gather(*self._serving)
+        for instance in self._instances:
+            instance.close()
+
+
+@asynccontextmanager
+async def world(prefillers: Sequence[str] = ("p0",), **fields: Any) -> AsyncIterator[World]:
+    args = ServeArgs.model_validate({"torch_threads": 1, "fabric": FABRIC, **fields})
+    made = World(args)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(made.close)
+        for name in prefillers:
+            made.add_prefiller(name)
+        yield made
+
+
+def prompts(count: int, *, seed: int, most: int = 90) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(256) for _ in range(draw.randint(1, most))) for _ in range(count)]
+
+
+def request(number: int, prompt: tuple[int, ...], max_tokens: int = 8, **fields: Any) -> Generate:
+    temperature = 0.9 if number % 2 else 0.0
+    return Generate(f"r{number}", prompt, max_tokens, temperature, seed=number, **fields)
+
+
+def expected(args: ServeArgs, requests: Sequence[Generate]) -> list[tuple[int, ...]]:
+    """What one engine says that does both halves."""
+    plain = Generator(TorchEngine(load_model(args, tp=1)))
+    stop = tokenizer(args).stop
+    asked = [
+        GenerationRequest(r.tokens, r.max_tokens, Sampling(r.temperature, r.top_p, r.seed), stop)
+        for r in requests
+    ]
+    return [tuple(tokens) for tokens in plain.run(asked)]
+
+
+class Around:
+    """An engine with a change."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+SIDES = {
+    "gqa, 2 ranks to 1, other page sizes": {
+        "model": "tiny-llama",
+        "prefill": {"tp": 2, "chunk_tokens": 16, "cache": {"page_tokens": 8}},
+        "decode": {"cache": {"page_tokens": 16, "order": "tokens_first", "buffers": "split"}},
+    },
+    "latents, 1 rank to 2": {
+        "model": "tiny-mla",
+        "prefill": {"chunk_tokens": 7},
+        "decode": {"tp": 2},
+    },
+    "windows": {"model": "tiny-hybrid", "prefill": {"chunk_tokens": 32}},
+}
+
+
+@pytest.mark.parametrize("fields", SIDES.values(), ids=SIDES)
+async def test_tokens_equal_those_of_one_engine(fields: dict[str, Any]) -> None:
+    async with world(**fields) as w:
+        asked = [request(i, p) for i, p in enumerate(prompts(12, seed=1))]
+        got = await asyncio.gather(*(w.ask(r) for r in asked))
+        assert [event for event in got if not isinstance(event, Finished)] == []
+        assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
+        await w.idle()
+
+
+async def test_a_prefix_that_the_decoder_holds_is_not_sent_and_changes_nothing() -> None:
+    async with world() as w:
+        (start,) = prompts(1, seed=2, most=1)
+        start = start + tuple(range(100))
+        # The last of these 112 is chosen and never computed with: its page isn't complete.
+        asked = [request(0, start, 11), request(2, (*start[:80], 7, 8, 9)), request(4, start)]
+        ends = [await w.ask(r) for r in asked]
+        assert [end.tokens for end in ends] == expected(w.args, asked)  # type: ignore[union-attr]
+        cached = [end.timings.cached_tokens for end in ends]  # type: ignore[union-attr]
+        assert cached == [0, 80, 96]
+        assert w.prefill["p0"].stats()["skipped_tokens"] == sum(cached)
+        # What was generated is a prefix as well.
+        more = request(6, (*start, *ends[0].tokens, 1, 2), 12)  # type: ignore[union-attr]
+        assert len(more.tokens) == 114
+        end = await w.ask(more)
+        assert [end.tokens] == expected(w.args, [more])  # type: ignore[union-attr]
+        await w.idle()
+
+
+async def test_streamed_text_is_the_whole_text() -> None:
+    async with world() as w:
+        (prompt,) = prompts(1, seed=3)
+        whole = await w.ask(request(1, prompt, 20))
+        assert isinstance(whole, Finished)
+        text, tokens = "", 0
+        async for event in w.decode.generate(request(1, prompt, 20, stream=True)):
+            assert not isinstance(event, Failed)
+            text += event.text
+            tokens += len(event.tokens) if isinstance(event, Emitted) else 1
+        assert (text, tokens) == (whole.text, len(whole.tokens))
+
+
+async def test_a_stop_text_ends_a_completion_before_it() -> None:
+    async with world() as w:
+        (prompt,) = prompts(1, seed=4)
+        whole = await w.ask(request(1, prompt, 24))
+        assert isinstance(whole, Finished)
+        stop = whole.text[6:8]
+        cut = await w.ask(request(1, prompt, 24, stop=(stop,)))
+        assert isinstance(cut, Finished)
+        assert (cut.reason, cut.text) == ("stop", whole.text[: whole.text.index(stop)])
+        await w.idle()
+
+
+async def test_who_stops_reading_gives_pages_back_and_disturbs_nobody() -> None:
+    """MR-1: pages of cancelled requests go to others only when no prefiller writes to them; if they
+    went earlier, tokens of those others would be wrong."""
+    draw = random.Random(5)
+    small = {"cache": {"pages": 40}, "max_running": 6, "max_queue": 200}
+    async with world(("p0", "p1"), decode=small, prefill={"chunk_tokens": 8}) as w:
+        asked = [request(i, p, 6) for i, p in enumerate(prompts(60, seed=6))]
+
+        async def given_up(r: Generate, after: float) -> None:
+            task = asyncio.create_task(w.ask(r))
+            await asyncio.sleep(after)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        kept = [r for i, r in enumerate(asked) if i % 3]
+        dropped = [r for i, r in enumerate(asked) if not i % 3]
+        got, _ = await asyncio.gather(
+            asyncio.gather(*(w.ask(r) for r in kept)),
+            asyncio.gather(*(given_up(r, draw.random() * 0.8) for r in dropped)),
+        )
+        assert [event for event in got if not isinstance(event, Finished)] == []
+        assert [event.tokens for event in got] == expected(w.args, kept)  # type: ignore[union-attr]
+        assert w.decode.stats()["cancelled"] > 0
+        await w.idle()
+
+
+async def test_a_stream_that_is_closed_between_tokens_gives_its_pages_back() -> None:
+    async with world() as w:
+        (prompt,) = prompts(1, seed=7)
+        async with aclosing(w.decode.generate(request(0, prompt, 300, stream=True))) as events:
+            async for event in events:
+                assert isinstance(event, Emitted)
+                break
+        await w.idle()
+        assert w.decode.stats()["cancelled"] == 1
+
+
+async def test_pages_are_held_until_their_prefiller_says_that_it_writes_no_more() -> None:
+    """MR-1."""
+    async with world() as w:
+        seats, (prompt,) = w.decode._seats, prompts(1, seed=11)
+        seat = await seats.take(prompt, len(prompt) + 8, timeout=1)
+        number = await asyncio.to_thread(w.decode._decoder.meet, w.listed.offers["p0"])
+        seat.expect(w.decode._ask(request(0, prompt), seat, number))
+        with pytest.raises(PageMisuse, match="wait until it is quiet"):
+            seat.expect(w.decode._ask(request(0, prompt), seat, number))
+        taken = len(seat.tables.fresh[0])
+        seat.leave()
+        stats = w.decode.stats()
+        assert (stats["held_pages"], stats["taken_slots"]) == (taken, 1)
+        await w.idle()
+
+
+async def test_pages_are_kept_until_the_step_that_writes_to_them_is_over() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Around):
+        def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+            begun.set()
+            assert go_on.wait(30)
+            return self._engine.decode(rows)
+
+    async with world() as w:
+        w.decode._loop._engine = Slow(w.decode._loop._engine)
+        (prompt,) = prompts(1, seed=12)
+        task = asyncio.create_task(w.ask(request(0, prompt)))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        assert not w.decode.stats()["idle"]
+        go_on.set()
+        await w.idle()
+
+
+async def test_another_prefiller_computes_what_a_lost_one_did_not() -> None:
+    async with world(("p0", "p1"), prefill={"chunk_tokens": 4}) as w:
+        asked = [request(i, p) for i, p in enumerate(prompts(24, seed=8))]
+        running = asyncio.gather(*(w.ask(r) for r in asked))
+        await asyncio.sleep(0.1)
+        lost = w.prefill.pop("p0")  # still listed, as with Serve until it notices
+        await asyncio.to_thread(lost.close)
+        got = await running
+        assert [event for event in got if not isinstance(event, Finished)] == []
+        assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
+        assert w.decode.stats()["retries"] > 0
+        await w.idle()
+
+
+async def test_a_pass_that_fails_ends_its_request_alone() -> None:
+    """Later prompts would be sent before they are computed if a broken pass's layers weren't
+    counted."""
+    bad = (13,) * 30
+
+    class Fragile(Around):
+        def prefill(self, chunk: PrefillChunk, on_layer: OnLayer) -> Tail | None:
+            def some_layers(layer: int) -> None:
+                if chunk.tokens[0] == 13 and layer == 1:
+                    raise InferenceError("the page tables were eaten")
+                on_layer(layer)
+
+            return self._engine.prefill(chunk, some_layers)
+
+    def make_fragile(instance: Instance) -> None:
+        instance.engine = Fragile(instance.engine)  # type: ignore[assignment]
+
+    async with world((), decode={"prefill_attempts": 2}) as w:
+        w.add_prefiller("p0", make_fragile)
+        asked = [request(i, p) for i, p in enumerate(prompts(8, seed=9))]
+        failed, *got = await asyncio.gather(w.ask(request(99, bad)), *(w.ask(r) for r in asked))
+        assert isinstance(failed, Failed)
+        assert failed.kind == "NoPrefill"
+        assert "the page tables were eaten" in failed.message
+        assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
+        await w.idle()
+
+
+async def test_who_finds_all_queues_full_is_told_so_at_once() -> None:
+    few = {"max_running": 1, "max_queue": 1, "cache": {"pages": 64}}
+    async with world(decode=few) as w:
+        asked = [request(i, p, 40) for i, p in enumerate(prompts(5, seed=10))]
+        got = await asyncio.gather(*(w.ask(r) for r in asked))
+        assert [event.kind for event in got if isinstance(event, Failed)] == ["Busy"] * 3
+        await w.idle()
+
+
+async def test_prefillers_that_are_full_are_asked_again_and_then_named() -> None:
+    few = {"max_running": 1, "max_queue": 0, "chunk_tokens": 1}
+    async with world(prefill=few, decode={"prefill_attempts": 2}) as w:
+        long = [tuple(range(90)), *((i,) * 90 for i in range(1, 6))]
+        got = await asyncio.gather(*(w.ask(request(i, p)) for i, p in enumerate(long)))
+        kinds = {event.kind for event in got if isinstance(event, Failed)}
+        assert kinds == {"Busy"}
+        assert any(isinstance(event, Finished) for event in got)
+        await w.idle()
+
+
+async def test_a_request_that_never_fits_says_what_to_change() -> None:
+    async with world(decode={"cache": {"pages": 4}}) as w:
+        end = await w.ask(request(0, tuple(range(60)), 50))
+        assert isinstance(end, Failed)
+        assert end.kind == "BadRequest"
+        assert "lower max_tokens" in end.message

@@ -1,0 +1,140 @@
+"""Decisions of a deployment that need no replica: routing, text, requests, configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fabric_ray.inference.tokenizer import ByteTokenizer
+from fabric_ray.serve import BadRequest, NotFound, ServeArgs, build_app, openai
+from fabric_ray.serve.errors import Busy
+from fabric_ray.serve.prefillers import least_loaded
+from fabric_ray.serve.routing import PrefixMemory, prefer_prefix, prompt_blocks
+from fabric_ray.serve.text import Text
+from fabric_ray.serve.wire import Failed
+
+
+def test_the_longest_prefix_wins_while_its_holder_is_not_much_busier() -> None:
+    loads = {"a": 3.0, "b": 0.0, "c": 1.0}
+    assert prefer_prefix(loads, {"a": 5, "c": 2}, slack=4) == [["a"], ["b", "c"]]
+    assert prefer_prefix(loads, {"a": 5, "c": 2}, slack=2) == [["c"], ["b", "a"]]
+    assert prefer_prefix(loads, {}, slack=4) == [["b", "c", "a"]]
+
+
+def test_replicas_to_avoid_come_last() -> None:
+    assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c"}) == ["b", "a", "c"]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 40))
+def test_replicas_are_remembered_by_what_prompts_have_in_common(
+    tokens: list[int], same: int
+) -> None:
+    memory = PrefixMemory()
+    memory.remember(prompt_blocks(tokens, block_tokens=4, most=8), "a")
+    other = tokens[:same] + [9] * 8
+    held = memory.held(prompt_blocks(other, block_tokens=4, most=8)).get("a", 0)
+    assert held == min(min(same, len(tokens)) // 4, 8)
+
+
+def test_the_oldest_blocks_are_forgotten_and_so_is_who_is_gone() -> None:
+    memory = PrefixMemory(entries=4)
+    old, new = (prompt_blocks([n] * 16, block_tokens=4, most=4) for n in (1, 2))
+    memory.remember(old, "a")
+    memory.remember(new, "b")
+    assert (memory.held(old), memory.held(new)) == ({}, {"b": 4})
+    memory.forget("b")
+    assert memory.held(new) == {}
+
+
+@given(
+    st.text(alphabet="ab€", max_size=30),
+    st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_first_stop_text_however_it_comes(said: str, stop: list[str]) -> None:
+    whole = Text(ByteTokenizer(), stop)
+    got = ""
+    for token in said.encode():
+        got += whole.push(token)
+        if whole.stopped:
+            break
+    got += whole.end()
+    # The stop text that is complete first ends it; of several, the one that begins first.
+    found = [(said.find(s) + len(s), said.find(s)) for s in stop if s in said]
+    assert got == (said[: min(found)[1]] if found else said)
+    assert whole.whole() == got
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "hi", **fields}).encode()
+
+
+ARGS = ServeArgs()
+
+
+def test_a_request_says_what_a_decoder_needs() -> None:
+    sent = openai.parse(body(max_tokens=5, stop="x", seed=3, temperature=0, top_p=0.5))
+    asked = openai.asked(sent, ARGS, ByteTokenizer(), id="i")
+    assert asked.tokens == (256, *b"hi")
+    assert (asked.max_tokens, asked.stop, asked.seed, asked.top_p) == (5, ("x",), 3, 0.5)
+    tokens = openai.parse(json.dumps({"prompt": [1, 2]}).encode())
+    assert openai.asked(tokens, ARGS, ByteTokenizer(), id="i").tokens == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 2}, "n"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"max_token": 5}, "max_token"),
+        ({"stop": ["x"] * 17}, "stop"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        openai.asked(openai.parse(body(**fields)), ARGS, ByteTokenizer(), id="i")
+    assert openai.error_body(caught.value)["error"]["param"] == param
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(NotFound, match="ask for 'tiny-llama'"):
+        openai.asked(openai.parse(body(model="gpt")), ARGS, ByteTokenizer(), id="i")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff"])
+def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadRequest):
+        openai.parse(raw)
+
+
+def test_errors_keep_their_kind_over_the_wire() -> None:
+    back = Failed.of(Busy("full", param="x")).error()
+    assert isinstance(back, Busy)
+    assert (str(back), back.status, back.fields) == ("full", 429, {"param": "x"})
+
+
+def test_configuration_comes_from_yaml_and_refuses_what_there_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "args.yaml"
+    file.write_text("model: tiny-mla\ndecode: {tp: 2, options: {num_replicas: 3}}\n")
+    args = ServeArgs.from_file(file)
+    assert (args.model_id, args.decode.tp) == ("tiny-mla", 2)
+    for wrong in ({"modle": "x"}, {"terms": {"beat": 2, "silence": 3}}, {"fabric": {"nic": 1}}):
+        with pytest.raises(ValidationError):
+            ServeArgs.model_validate(wrong)
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(BadRequest, match="neither a directory nor one of tiny-llama"):
+        build_app(ServeArgs(model="/no/such/model"))
