@@ -173,11 +173,73 @@ def rl(
         raise typer.Exit(1)
 
 
-def _prepare() -> None:
+@app.command()
+def kvcache(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="tiny-llama, tiny-qwen3, tiny-mla, tiny-hybrid..., or a directory of a Hugging "
+            "Face checkpoint."
+        ),
+    ] = "tiny-llama",
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefiller.")] = 2,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decoder.")] = 1,
+    clients: Annotated[int, typer.Option(help="Clients, each with one request at a time.")] = 6,
+    seconds: Annotated[float, typer.Option(help="Of load, without what scaling takes.")] = 12.0,
+    max_tokens: Annotated[int, typer.Option(help="Of each completion.")] = 24,
+    transport: Carrier = Transport.auto,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ray Serve streams a completion through a prefiller and a decoder, then scales while requests
+    flow, and a prefiller is killed.
+
+    Verified: every token is that of one engine that does both halves, every request ends, and no
+    page stays taken.
+    """
+    _prepare("uvicorn", extra="serve")
+    from fabric_ray.demo.kvcache.options import Options
+    from fabric_ray.demo.kvcache.run import run
+    from fabric_ray.demo.kvcache.show import show, summary
+
+    options = Options(
+        model=model,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        clients=clients,
+        seconds=seconds,
+        max_tokens=max_tokens,
+        transport=transport.value,
+        seed=seed,
+        address=address,
+    )
+    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+
+    def tell(kind: str, text: str) -> None:
+        if kind == "piece":
+            console.out(ascii(text)[1:-1], end="", highlight=False)
+        else:
+            console.print(f"{'' if kind == 'event' else '[bold]'}{text}", highlight=False)
+
+    try:
+        outcome = run(options, tell)
+    except FabricError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(summary(outcome)))
+    else:
+        show(outcome, console)
+    if not outcome.verified:
+        raise typer.Exit(1)
+
+
+def _prepare(*more: str, extra: str = "ray") -> None:
     """What every demo needs before it imports Ray."""
-    missing = [m for m in ("ray", "torch", "safetensors", "matplotlib") if find_spec(m) is None]
+    needed = ("ray", "torch", "safetensors", "matplotlib", *more)
+    missing = [m for m in needed if find_spec(m) is None]
     if missing:
-        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[ray]'")
+        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[{extra}]'")
     # Ray reads it when it is imported, and would print more than the demo does.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A laptop under load needs longer than Ray allows by default.
