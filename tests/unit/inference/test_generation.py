@@ -109,6 +109,12 @@ def test_the_last_token_is_in_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert computed == [len(longer)]
 
 
+def test_requests_wait_for_pages_of_others(alone: dict[str, list[list[int]]]) -> None:
+    loop = Generator(engine("tiny-llama", page_tokens=8, pages=9))  # as many as the longest needs
+    assert loop.run(REQUESTS) == alone["tiny-llama"]
+    assert loop.pools.idle
+
+
 def test_a_stop_token_ends_a_request_and_a_cancel_too() -> None:
     loop = Generator(engine("tiny-llama"))
     prompt = text(12)
