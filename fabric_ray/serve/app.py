@@ -13,6 +13,7 @@ from fabric_ray.serve.decode import Decode
 from fabric_ray.serve.ingress import Router
 from fabric_ray.serve.instance import model_config
 from fabric_ray.serve.prefill import Prefill
+from fabric_ray.serve.scaling import with_policy
 
 _SLACK = 16
 """Requests beyond its limit that Serve may bring to a replica, which turns them away itself: it
@@ -35,7 +36,7 @@ def build_app(args: ServeArgs) -> serve.Application:
     model_config(args)  # a wrong name is better found here than by every replica
     prefill = _deployment(
         Prefill,
-        args.prefill.options,
+        with_policy(args.prefill.options),
         max_ongoing_requests=1024,
         request_router_config=_routed_by(
             "fabric_ray.serve.routing.PrefillRouter",

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fabric_ray.serve import openai
 from fabric_ray.serve.config import ServeArgs
-from fabric_ray.serve.errors import BadRequest, Busy, DecoderLost, NotFound, ServeError
+from fabric_ray.serve.errors import BadRequest, Busy, DecoderLost, NoPrefill, NotFound, ServeError
 from fabric_ray.serve.instance import tokenizer
 from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
 
@@ -114,7 +114,12 @@ class Router:
                 said = False
                 async with contextlib.aclosing(self._asked(request)) as events:
                     async for event in events:
-                        if isinstance(event, Failed) and not said and left and _elsewhere(event):
+                        if (
+                            isinstance(event, Failed)
+                            and not said
+                            and left
+                            and _elsewhere(event, request)
+                        ):
                             self._counts["retries"] += 1
                             logger.warning("%s is tried again: %s", request.id, event.message)
                             # By load this time: whoever held its prefix couldn't do it.
@@ -189,10 +194,13 @@ async def _all_stats(handle: "DeploymentHandle[Any]") -> list[dict[str, Any]]:
     return [said for said in found if isinstance(said, dict)]
 
 
-def _elsewhere(event: Failed) -> bool:
-    """Whether another decoder may be asked; no prefiller is a matter of all decoders."""
+def _elsewhere(event: Failed, request: Generate) -> bool:
+    """Whether another decoder may be asked. Prefillers are the same for all decoders; where all are
+    busy, asking more of them makes it worse."""
     error = event.error()
-    return error.retryable and event.kind != "NoPrefill"
+    if isinstance(error, Busy):
+        return bool(request.blocks)  # it went where its prefix is, not where there is room
+    return error.retryable and not isinstance(error, NoPrefill)
 
 
 def _without_blocks(request: Generate) -> Generate:

@@ -6,15 +6,17 @@ import json
 import time
 import urllib.request
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from typing_extensions import Self
 
-from fabric_ray.serve.app import build_app
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import Unavailable
+from fabric_ray.serve.instance import model_config
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -23,12 +25,54 @@ class LocalApp:
     """An application that runs; a context manager that ends it.
 
     Args:
+        args: of the deployment.
         url: where it listens.
         name: of the application.
     """
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.name = url, name
+    def __init__(self, args: ServeArgs, *, url: str, name: str) -> None:
+        self.args, self.url, self.name = args, url, name
+        self._replicas: dict[str, int] = {}
+        self._deploy()
+
+    def scale(self, deployment: Literal["Router", "Prefill", "Decode"], replicas: int) -> None:
+        """Changes how many replicas of a deployment there should be, and returns; those that stay
+        go on as they are."""
+        self._replicas[deployment] = replicas
+        self._deploy()
+
+    def _deploy(self) -> None:
+        # As from a file: what serve.run deploys, it deploys anew each time.
+        application = {
+            "name": self.name,
+            "route_prefix": "/",
+            "import_path": "fabric_ray.serve:build_app",
+            "args": self.args.model_dump(mode="json", exclude_unset=True),
+            "deployments": [
+                {"name": name, "num_replicas": count} for name, count in self._replicas.items()
+            ],
+        }
+        schema = ServeDeploySchema.model_validate({"applications": [application]})
+        client: Any = _get_global_client()
+        client.deploy_apps(schema)
+
+    def wait_running(self, timeout: float = 120.0) -> None:
+        """Returns when as many replicas run as there should be.
+
+        Raises:
+            Unavailable: they don't, or can't be started; the message has Serve's reason.
+        """
+        deadline, said = time.monotonic() + timeout, "it is not known"
+        while time.monotonic() < deadline:
+            here = serve.status().applications.get(self.name)
+            if here is not None:
+                said = f"{here.status.value} {here.message}".strip()
+                if here.status.value == "RUNNING":
+                    return
+                if here.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise Unavailable(f"application {self.name} doesn't run: {said}")
+            time.sleep(0.2)
+        raise Unavailable(f"application {self.name} did not run within {timeout:g} s: {said}")
 
     def stats(self) -> list[dict[str, Any]]:
         """What every replica that answers says of itself: pages, queues, counts."""
@@ -103,7 +147,9 @@ def run_local(
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    serve.run(build_app(args or ServeArgs()), name=name, route_prefix="/")
-    app = LocalApp(f"http://{host}:{port}", name)
+    args = args or ServeArgs()
+    model_config(args)  # a wrong name is better found here than by a builder
+    app = LocalApp(args, url=f"http://{host}:{port}", name=name)
+    app.wait_running(timeout)
     app.wait_healthy(timeout)
     return app

@@ -11,6 +11,7 @@ from ray import serve
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.instance import Instance
 from fabric_ray.serve.passes import PrefillLoop
+from fabric_ray.serve.scaling import METRIC
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,6 +44,9 @@ class Prefill:
 
     def record_routing_stats(self) -> dict[str, float]:
         return {"load": float(self._loop.load)}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {METRIC: float(self._loop.load)}
 
     def check_health(self) -> None:
         """Raises:

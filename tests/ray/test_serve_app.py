@@ -1,4 +1,4 @@
-"""A real Serve application over HTTP: a router, two prefillers and a decoder, each a process."""
+"""A real Serve application over HTTP: a router, prefillers and a decoder, each a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fabric_ray.serve.instance import load_model, tokenizer
 ARGS = ServeArgs.model_validate(
     {
         "torch_threads": 1,
-        "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 2}},
+        "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 1}},
         "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
         "router": {"max_requests": 24},
         "terms": {"beat": 0.2, "silence": 2.0},
@@ -131,13 +131,13 @@ def test_a_client_that_hangs_up_frees_its_pages(app: LocalApp) -> None:
 
 
 def test_too_many_requests_are_turned_away_and_told_when_to_return(app: LocalApp) -> None:
-    asked = prompts(60, seed=2)
-    with ThreadPoolExecutor(60) as pool:
-        got = list(pool.map(lambda prompt: complete(app, prompt, 60), asked))
+    asked = prompts(40, seed=2)
+    with ThreadPoolExecutor(40) as pool:
+        got = list(pool.map(lambda prompt: complete(app, prompt, 40), asked))
     refused = [answer for answer in got if isinstance(answer, dict)]
     assert refused
     assert {(answer["status"], answer["retry"]) for answer in refused} == {(429, "1")}
-    wanted = expected(asked, 60)
+    wanted = expected(asked, 40)
     assert [(g, w) for g, w in zip(got, wanted, strict=True) if g != w and g not in refused] == []
     wait_idle(app)
 
@@ -153,9 +153,21 @@ def test_what_is_wrong_is_said_as_openai_says_it(app: LocalApp) -> None:
     assert json.load(caught.value)["error"]["type"] == "invalid_request_error"
 
 
+def test_prefillers_are_added_while_everybody_else_goes_on(app: LocalApp) -> None:
+    before = {replica["pid"] for replica in app.stats()}
+    app.scale("Prefill", 2)
+    app.wait_running()
+    asked = prompts(12, seed=5)
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda prompt: complete(app, prompt, 8), asked))
+    assert got == expected(asked, 8)
+    assert before < {replica["pid"] for replica in app.stats()}
+    assert all(replica["computed_prompts"] for replica in of_role(app, "prefill"))
+
+
 def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -> None:
     """RS-4, RS-1: its prompts are computed by the other; none of their tokens is wrong."""
-    asked = prompts(40, seed=3)
+    asked = prompts(28, seed=3)
     victim = of_role(app, "prefill")[0]["pid"]
     with ThreadPoolExecutor(20) as pool:
         answers = [pool.submit(complete, app, prompt, 8) for prompt in asked]

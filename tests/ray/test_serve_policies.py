@@ -16,6 +16,7 @@ from fabric_ray.serve import BadRequest, NotFound, ServeArgs, build_app, openai
 from fabric_ray.serve.errors import Busy
 from fabric_ray.serve.prefillers import least_loaded
 from fabric_ray.serve.routing import PrefixMemory, prefer_prefix, prompt_blocks
+from fabric_ray.serve.scaling import replicas_for, with_policy
 from fabric_ray.serve.text import Text
 from fabric_ray.serve.wire import Failed
 
@@ -138,3 +139,20 @@ def test_configuration_comes_from_yaml_and_refuses_what_there_is_not(tmp_path: P
 def test_a_model_that_is_not_there_is_refused_before_anything_starts() -> None:
     with pytest.raises(BadRequest, match="neither a directory nor one of tiny-llama"):
         build_app(ServeArgs(model="/no/such/model"))
+
+
+def test_serve_parses_the_arguments_of_the_builder() -> None:
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build
+
+    app = build(build_app, {"model": "tiny-mla", "seed": "7"})
+    (args, *_) = app._bound_deployment.init_args
+    assert (args.model, args.seed) == ("tiny-mla", 7)
+
+
+def test_prefillers_scale_by_the_prompts_that_they_report() -> None:
+    assert replicas_for([9, 0], target=2, least=1, most=8) == 5
+    assert replicas_for([90], target=2, least=1, most=8) == 8
+    assert replicas_for([], target=2, least=1, most=8) == 1
+    scaled = with_policy({"autoscaling_config": {"max_replicas": 3}})["autoscaling_config"]
+    assert scaled["policy"]["policy_function"] == "fabric_ray.serve.scaling.by_prompts"
+    assert with_policy({"num_replicas": 2}) == {"num_replicas": 2}

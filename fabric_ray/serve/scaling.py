@@ -1,0 +1,42 @@
+"""How many prefillers there should be. Serve sees none of their requests: they say themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+METRIC = "prompts"
+"""Prompts that wait or are computed at a replica; see ``record_autoscaling_stats``."""
+
+
+def replicas_for(loads: Sequence[float], *, target: float, least: int, most: int) -> int:
+    """As many replicas as give each ``target`` prompts, between ``least`` and ``most``."""
+    wanted = math.ceil(sum(loads) / target) if loads else least
+    return min(max(wanted, least), most)
+
+
+def by_prompts(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """A policy of Serve: ``target_ongoing_requests`` of the deployment is what a replica should
+    have to do."""
+    loads = list((context.aggregated_metrics or {}).get(METRIC, {}).values())
+    config: Any = context.config
+    wanted = replicas_for(
+        [float(load) for load in loads],
+        target=config.get_target_ongoing_requests(),
+        least=context.capacity_adjusted_min_replicas,
+        most=context.capacity_adjusted_max_replicas,
+    )
+    return wanted, {}
+
+
+def with_policy(options: dict[str, Any]) -> dict[str, Any]:
+    """Deployment options in which autoscaling, if there is any, goes by prompts."""
+    config = options.get("autoscaling_config")
+    if not isinstance(config, dict) or "policy" in config:
+        return options
+    policy = {"policy_function": f"{__name__}.by_prompts"}
+    return {**options, "autoscaling_config": {**config, "policy": policy}}
