@@ -97,7 +97,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
             self._sender = Sender(
                 Prefiller(
                     [self._rank_cache(cache, shards)],
-                    name=self._name(shards),
+                    name=self._name(),
                     terms=self._config.terms,
                     layouts=cache.layouts,
                     first_rank=shards.rank,
@@ -110,7 +110,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
             self._fetcher = Fetcher(
                 Decoder(
                     [self._rank_cache(cache, shards)],
-                    name=self._name(shards),
+                    name=self._name(),
                     terms=self._config.terms,
                     layouts=cache.layouts,
                     first_rank=shards.rank,
@@ -241,7 +241,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
 
     def _rank_cache(self, cache: WorkerCache, shards: Shards) -> RankCache:
         # Each end has an engine of its own, for each takes messages.
-        engine = TransferEngine(**{"name": self._name(shards), **self._config.engine})
+        engine = TransferEngine(**{"name": f"{self._name()}-{shards.rank}", **self._config.engine})
         self._engines.append(engine)
         regions = [engine.register(buffer) for buffer in cache.buffers]
         return RankCache(engine, cache.layouts[shards.rank], regions)
@@ -258,5 +258,5 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         revision = f"@{model.revision}" if model.revision else ""
         return self._config.model or f"{model.model}{revision}"
 
-    def _name(self, shards: Shards) -> str:
-        return f"vllm-{self._engine_id[:64]}-{shards.rank}"
+    def _name(self) -> str:
+        return f"vllm-{self._engine_id[:64]}"

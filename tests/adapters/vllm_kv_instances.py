@@ -39,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    compute_layout_strides,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -75,7 +76,10 @@ _DEEPSEEK = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
-    "n_routed_experts": None,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": LAYERS,
 }
 
 
@@ -159,9 +163,8 @@ class Instance:
                 block_size=self.block, num_kv_heads=held, head_size=HEAD, dtype=torch.float32
             )
         order = KVCacheLayout[layout]
-        page, outer = spec.page_size_bytes, order.is_block_outermost
-        size = page * blocks * LAYERS
-        layer_stride, block_stride = (page, page * LAYERS) if outer else (page * blocks, page)
+        size = spec.page_size_bytes * blocks * LAYERS
+        layer_stride, block_stride, *_ = compute_layout_strides(spec, blocks, LAYERS, order)
         tensor = KVCacheTensor(
             size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride
         )
@@ -195,15 +198,14 @@ class Instance:
         self.ended: dict[str, Any] = {}
         """Outputs of requests that are over."""
         self.computed: dict[str, int] = {}
-        """Tokens of each request that were computed here."""
+        """Tokens of each request's prompt that were computed here."""
         self.dies_at: tuple[str, int] | None = None
         self.hasher = get_request_block_hasher(self.block, sha256)
 
-    def add(self, number: str, prompt: list[int], params: dict[str, Any], tokens: int = 1) -> None:
+    def add(self, number: str, prompt: list[int], params: dict[str, Any], tokens: int = 3) -> None:
         sampling = SamplingParams(
             max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
         )
-        sampling.update_from_generation_config({}, {2})
         request = Request(number, list(prompt), sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
 
@@ -273,9 +275,10 @@ class Instance:
         for layer in range(LAYERS):
             for number, done in passes:
                 count = output.num_scheduled_tokens[number]
-                if layer == 0:
+                request = self.scheduler.requests[number]
+                if layer == 0 and done < request.num_prompt_tokens:
                     self.computed[number] = self.computed.get(number, 0) + count
-                tokens = self.scheduler.requests[number].all_token_ids
+                tokens = request.all_token_ids
                 table = self.table(number)
                 for rank in range(self.tp):
                     for head in self._heads(rank):
