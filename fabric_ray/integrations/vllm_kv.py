@@ -1,0 +1,262 @@
+"""A KV connector for vLLM: prefill workers push blocks into decode workers', layer by layer.
+
+vLLM loads it by name::
+
+    --kv-transfer-config '{"kv_connector": "FabricRayConnector", "kv_role": "kv_producer",
+        "kv_connector_module_path": "fabric_ray.integrations.vllm_kv"}'
+
+A decoder's scheduler gives a request blocks, its workers ask the prefiller's workers to fill them,
+and these write each layer as it is computed (fabric-lib, section 4). The request waits outside of
+the decoder's batches until all blocks are there. What doesn't come is reported as invalid blocks,
+and vLLM fails the request or computes it itself, by its ``kv_load_failure_policy`` (RS-1). Blocks
+of either end are given back when nothing touches them any more (MR-1).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations import framework
+from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
+from fabric_ray.integrations.vllm_kv_fetch import Fetcher
+from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
+from fabric_ray.integrations.vllm_kv_plan import Step
+from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler, check
+from fabric_ray.integrations.vllm_kv_send import Sender
+from fabric_ray.integrations.vllm_kv_stream import Stream
+from fabric_ray.kvcache import Decoder, Prefiller, RankCache
+
+if TYPE_CHECKING:
+    import torch
+
+_base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
+_caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
+
+
+@dataclass
+class FabricMetadata(_base.KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the workers of a step."""
+
+    step: Step = field(default_factory=Step)
+
+
+@dataclass
+class FabricHandshake(_base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a prefill worker tells its scheduler when its caches are registered."""
+
+    offer: bytes
+
+
+class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
+    """Either half, by its role: one lives in the scheduler's process, one in each worker's.
+
+    Raises:
+        InvalidArgument: a configuration that there isn't, or caches that it doesn't move.
+    """
+
+    _cache_hit_source = _base.CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._config = KvConnectorConfig.of(transfer.kv_connector_extra_config)
+        groups = kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        check(transfer, vllm_config.parallel_config, specs, _caches.FullAttentionSpec)
+        self._block_tokens: int = specs[0].block_size
+        self._engine_id = str(transfer.engine_id)
+        self._scheduler: KvScheduler | None = None
+        if role == _base.KVConnectorRole.SCHEDULER:
+            self._scheduler = KvScheduler(block_tokens=self._block_tokens, engine=self._engine_id)
+        self._engines: list[TransferEngine] = []
+        self._sender: Sender | None = None
+        self._fetcher: Fetcher | None = None
+        self._stream: Stream | None = None
+
+    # A worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Registers the caches, and opens the ends that the role needs.
+
+        Raises:
+            InvalidArgument: caches that can't be described.
+        """
+        self.unregister_kv_caches()
+        shards = self._shards()
+        cache = worker_cache(
+            kv_caches, block_tokens=self._block_tokens, shards=shards, model=self._model()
+        )
+        self._kv_caches = kv_caches
+        if self._kv_transfer_config.is_kv_producer:
+            self._stream = Stream(cache.buffers[0].device)
+            self._sender = Sender(
+                Prefiller(
+                    [self._rank_cache(cache, shards)],
+                    name=self._name(),
+                    terms=self._config.terms,
+                    layouts=cache.layouts,
+                    first_rank=shards.rank,
+                ),
+                cache,
+                then=self._stream.then,
+                lease=self._config.lease,
+            )
+        if self._kv_transfer_config.is_kv_consumer:
+            self._fetcher = Fetcher(
+                Decoder(
+                    [self._rank_cache(cache, shards)],
+                    name=self._name(),
+                    terms=self._config.terms,
+                    layouts=cache.layouts,
+                    first_rank=shards.rank,
+                ),
+                cache,
+                ranks=shards.ranks,
+                block_tokens=self._block_tokens,
+                timeout=self._config.timeout,
+            )
+
+    def unregister_kv_caches(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+        if self._stream is not None:
+            self._stream.close()
+        for engine in self._engines:
+            engine.close()
+        self._engines, self._sender, self._fetcher, self._stream = [], None, None, None
+
+    def restore_kv_caches(self) -> None:
+        if not self._engines:
+            self.register_kv_caches(self._kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Prefillers that sleep come back with another offer, which the scheduler wouldn't get."""
+        return not kv_transfer_config.is_kv_producer
+
+    def get_handshake_metadata(self) -> FabricHandshake | None:
+        return None if self._sender is None else FabricHandshake(self._sender.offer())
+
+    def handle_preemptions(self, kv_connector_metadata: FabricMetadata) -> None:
+        if self._sender is not None and kv_connector_metadata.step.preempted:
+            self._sender.preempted(kv_connector_metadata.step.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: FabricMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        step = connector_metadata.step
+        if self._sender is not None:
+            for failed in step.failed:
+                self._sender.give_up(failed.request, failed.transfer, failed.why, held=failed.held)
+            for request, transfer in step.finished:
+                self._sender.hold(request, transfer)
+            self._sender.begin(step.ready)
+        if self._fetcher is not None:
+            self._fetcher.cancel(step.cancelled)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Asks for the blocks of requests that wait; a step doesn't wait for them."""
+        if self._fetcher is not None:
+            self._fetcher.start(self._get_connector_metadata().step.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests join a batch when all of their layers are there: nothing is left to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Has the layer's pages leave, once they are written."""
+        if self._sender is not None:
+            self._sender.layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Ends the pass. Blocks stay until they have left, so nothing is waited for."""
+        if self._sender is not None:
+            # vLLM calls this too when its model has raised.
+            self._sender.end(broken=sys.exc_info()[0] is not None)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent = self._sender.sent() if self._sender is not None else None
+        received = self._fetcher.received() if self._fetcher is not None else None
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._fetcher.invalid() if self._fetcher is not None else set()
+
+    def shutdown(self) -> None:
+        self.unregister_kv_caches()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Layers are announced from Python, between the pieces."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads first, where there are several: a rank's share of a block is one run of bytes."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    # The scheduler's half
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._of_scheduler().matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        (table,) = blocks.get_block_ids()
+        self._of_scheduler().allocated(request, table, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> FabricMetadata:
+        return FabricMetadata(self._of_scheduler().step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._of_scheduler().over(
+            connector_output.finished_sending, connector_output.finished_recving
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._of_scheduler().finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._of_scheduler().busy
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, FabricHandshake]) -> None:
+        offers = {rank: handshake.offer for rank, handshake in metadata.items()}
+        self._of_scheduler().offered(offers)
+
+    def _of_scheduler(self) -> KvScheduler:
+        if self._scheduler is None:
+            raise InvalidArgument("this is a worker's connector; ask the scheduler's")
+        return self._scheduler
+
+    def _rank_cache(self, cache: WorkerCache, shards: Shards) -> RankCache:
+        # Each end has an engine of its own, for each takes messages.
+        engine = TransferEngine(**{"name": f"{self._name()}-{shards.rank}", **self._config.engine})
+        self._engines.append(engine)
+        regions = [engine.register(buffer) for buffer in cache.buffers]
+        return RankCache(engine, cache.layouts[shards.rank], regions)
+
+    def _shards(self) -> Shards:
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        model = self._vllm_config.model_config
+        shards = 1 if model.use_mla else min(ranks, model.get_total_num_kv_heads())
+        return Shards(ranks=ranks, rank=parallel.rank % ranks, shards=shards)
+
+    def _model(self) -> str:
+        model = self._vllm_config.model_config
+        revision = f"@{model.revision}" if model.revision else ""
+        return self._config.model or f"{model.model}{revision}"
+
+    def _name(self) -> str:
+        return f"vllm-{self._engine_id[:64]}"

@@ -1,0 +1,97 @@
+"""A decode worker's end of the KV connector: asks prefillers for blocks, and reports what came."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from fabric_ray.errors import FabricError
+from fabric_ray.integrations.vllm_kv_layout import WorkerCache
+from fabric_ray.integrations.vllm_kv_offer import from_text
+from fabric_ray.integrations.vllm_kv_plan import Claim, Load
+from fabric_ray.kvcache import Decoder, Pull
+
+_LOG = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """The loads of one worker. Called by vLLM's worker thread; ends come from the engine's."""
+
+    def __init__(
+        self, decoder: Decoder, cache: WorkerCache, *, ranks: int, block_tokens: int, timeout: float
+    ) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
+        self._prefillers: dict[str, int] = {}
+        self._open: dict[str, tuple[Load, Pull]] = {}
+        self._ended: deque[tuple[Load, FabricError | None]] = deque()
+        self._cancelled: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def start(self, loads: Sequence[Load]) -> None:
+        """Asks for blocks. Whatever is wrong with a load is reported as its failure."""
+        for load in loads:
+            try:
+                pull = self._pull(load)
+            except FabricError as error:
+                # Nothing was sent: its blocks are nobody's but its own.
+                self._ended.append((load, error))
+                continue
+            self._open[load.request] = (load, pull)
+            pull.on_release(partial(self._released, load, pull))
+
+    def cancel(self, requests: Sequence[str]) -> None:
+        """Gives loads up; their ends are reported when nothing can land any more (MR-1)."""
+        for request in requests:
+            if request in self._open:
+                self._cancelled.add(request)
+                self._open[request][1].cancel()
+
+    def received(self) -> set[str]:
+        """Requests whose blocks are theirs again, loaded or not (MR-1)."""
+        over = set()
+        while self._ended:
+            load, error = self._ended.popleft()
+            self._open.pop(load.request, None)
+            over.add(load.request)
+            cancelled = load.request in self._cancelled
+            self._cancelled.discard(load.request)
+            if error is None or cancelled:
+                continue
+            _LOG.error("request %s lacks its pages: %s", load.request, error)
+            self._invalid.update(load.table[load.have // self._block_tokens :])
+        return over
+
+    def invalid(self) -> set[int]:
+        """Blocks that were to be loaded and weren't, since the last call (RS-1)."""
+        found, self._invalid = self._invalid, set()
+        return found
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _released(self, load: Load, pull: Pull) -> None:
+        self._ended.append((load, pull.error))
+
+    def _pull(self, load: Load) -> Pull:
+        claim = Claim(load.transfer, load.digest, load.request, self._ranks)
+        return self._decoder.pull(
+            self._prefiller(load.offer),
+            tokens=load.tokens,
+            tables=self._cache.tables(load.table, load.tokens),
+            have=load.have,
+            payload=claim.encoded(),
+            timeout=self._timeout,
+            salt=zlib.crc32(load.transfer.encode()),
+        )
+
+    def _prefiller(self, offer: str) -> int:
+        known = self._prefillers.get(offer)
+        if known is None or not self._decoder.knows(known):
+            live = self._prefillers.items()
+            self._prefillers = {text: n for text, n in live if self._decoder.knows(n)}
+            known = self._prefillers[offer] = self._decoder.meet(from_text(offer))
+        return known

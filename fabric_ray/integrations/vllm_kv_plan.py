@@ -1,0 +1,114 @@
+"""What vLLM's scheduler tells its workers of a step, and a decoder's workers a prefiller's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fabric_ray.errors import DecodeError
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The payload of a pull: which prefill's pages are meant, and who else asks for them."""
+
+    transfer: str
+    """The name that both requests carry."""
+    digest: bytes
+    """Of the prompt, so that a name that is used twice brings nobody the other's pages."""
+    attempt: str
+    """The decoder's request; all of its ranks ask."""
+    ranks: int
+    """How many they are."""
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decoded(data: bytes) -> Claim:
+        """
+        Raises:
+            DecodeError: it isn't one.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=Claim)
+        except msgspec.MsgspecError as error:
+            raise DecodeError(f"not a claim of a vLLM decoder: {error}") from error
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A request whose last prompt token is computed in this step."""
+
+    request: str
+    transfer: str
+    digest: bytes
+    tokens: int
+    """Of the prompt."""
+    computed: int
+    """How many of them were in the pages before the step."""
+    table: tuple[int, ...]
+    """vLLM's blocks of all of them, in order."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks of a request that are to be filled by a prefiller."""
+
+    request: str
+    transfer: str
+    digest: bytes
+    offer: str
+    """Of the prefiller, as its scheduler gave it to the request."""
+    tokens: int
+    have: int
+    """How many of the first tokens are here already: whole blocks."""
+    table: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that ends without its pages."""
+
+    request: str
+    transfer: str
+    why: str
+    held: bool
+    """Whether its blocks are kept until nothing reads them; else they are taken back already."""
+
+
+@dataclass
+class Step:
+    """What becomes of transfers in one step of the scheduler."""
+
+    ready: list[Ready] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    """Requests that were ready, and whose blocks are taken from them."""
+    finished: list[tuple[str, str]] = field(default_factory=list)
+    """Requests whose blocks are held for decoders, and their transfers."""
+    failed: list[Failed] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    """Requests whose loads nobody waits for any more."""
+
+
+def digest(
+    tokens: Iterable[int] | None, *, inputs: Iterable[str] = (), adapter: str | None = None
+) -> bytes:
+    """16 bytes that name a prompt: its tokens, the images and sounds in it, the LoRA adapter."""
+    found = hashlib.blake2b(digest_size=16)
+    found.update(msgspec.msgpack.encode([list(tokens or ()), list(inputs), adapter]))
+    return found.digest()
+
+
+def digest_of(request: Any) -> bytes:
+    """That of a ``vllm.v1.request.Request``."""
+    lora = request.lora_request
+    return digest(
+        request.prompt_token_ids,
+        inputs=[feature.identifier for feature in request.mm_features],
+        adapter=None if lora is None else lora.lora_name,
+    )

@@ -1,0 +1,207 @@
+"""The scheduler's half of the KV connector: which requests' blocks are moved, and which are held.
+
+A request says what it wants by its ``kv_transfer_params``, as with vLLM's own connectors:
+``do_remote_decode`` has its blocks kept for a decoder, ``do_remote_prefill`` has them filled by a
+prefiller. Both name a ``transfer_id``; the second also the prefiller's ``remote_offer``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_offer import instance
+from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of
+
+_LOG = logging.getLogger(__name__)
+
+# As `vllm.v1.request.RequestStatus` names requests whose prefill is whole.
+_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+@dataclass
+class _Prefill:
+    """A request whose blocks a decoder wants."""
+
+    transfer: str
+    digest: bytes
+    tokens: int
+    ready: bool = False
+
+
+class KvScheduler:
+    """Keeps what :meth:`step` tells the workers. Called by one thread, vLLM's engine core."""
+
+    def __init__(self, *, block_tokens: int, engine: str) -> None:
+        self._block_tokens, self._engine = block_tokens, engine
+        self._offer: str | None = None
+        self._prefills: dict[str, _Prefill] = {}
+        self._local: dict[str, int] = {}
+        self._loading: set[str] = set()
+        self._held: set[str] = set()
+        self._next = Step()
+
+    def offered(self, offers: Mapping[int, bytes]) -> None:
+        """Takes what the workers offer, by their ranks."""
+        if offers:
+            self._offer = instance(offers)
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens a prefiller will bring beyond those ``computed``, between steps."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0, False
+        self._local[request.request_id] = computed
+        count = request.num_prompt_tokens - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, table: list[int], external: int) -> None:
+        """A request has blocks, of which ``external`` tokens are a prefiller's."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        number = request.request_id
+        if params.get("do_remote_decode") and number not in self._prefills:
+            transfer = _transfer(request)
+            made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
+            self._prefills[number] = made
+        if params.get("do_remote_prefill"):
+            have = self._local.pop(number, 0)
+            if external <= 0:
+                return
+            tokens = have + external
+            load = Load(
+                request=number,
+                transfer=_transfer(request),
+                digest=digest_of(request),
+                offer=params.get("remote_offer") or "",
+                tokens=tokens,
+                have=have,
+                table=tuple(table[: self._blocks(tokens)]),
+            )
+            self._next.loads.append(load)
+            self._loading.add(number)
+            # What a preemption loses later is computed here.
+            params["do_remote_prefill"] = False
+
+    def step(self, output: Any) -> Step:
+        """What the workers need to know of a step, from its ``SchedulerOutput``."""
+        made, self._next = self._next, Step()
+        for number in output.preempted_req_ids or ():
+            prefill = self._prefills.get(number)
+            if prefill is not None and prefill.ready:
+                prefill.ready = False
+                made.preempted.append(number)
+        for number, computed in _scheduled(output):
+            prefill = self._prefills.get(number)
+            if prefill is None or prefill.ready:
+                continue
+            if computed + output.num_scheduled_tokens.get(number, 0) < prefill.tokens:
+                continue
+            (table,) = output.kv_connector_block_state.get_block_ids(number)
+            prefill.ready = True
+            made.ready.append(
+                Ready(
+                    request=number,
+                    transfer=prefill.transfer,
+                    digest=prefill.digest,
+                    tokens=prefill.tokens,
+                    computed=min(computed, prefill.tokens),
+                    table=tuple(table[: self._blocks(prefill.tokens)]),
+                )
+            )
+        return made
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: whether its blocks are held, and what its response carries."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        number = request.request_id
+        self._local.pop(number, None)
+        if number in self._loading:
+            # vLLM holds the blocks of a request that waits, until the worker reports it.
+            self._next.cancelled.append(number)
+        if not params.get("do_remote_decode"):
+            return False, None
+        prefill = self._prefills.pop(number, None)
+        transfer = prefill.transfer if prefill else _transfer(request)
+        ready = prefill is not None and prefill.ready
+        if ready:
+            self._held.add(number)
+        if not ready or request.status.name not in _WHOLE:
+            why = f"the prefill ended as {request.status.name}"
+            self._next.failed.append(Failed(number, transfer, why, held=ready))
+            return ready, None
+        self._next.finished.append((number, transfer))
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer,
+            "remote_engine_id": self._engine,
+            "remote_offer": self._offer,
+        }
+
+    def over(self, sent: set[str] | None, received: set[str] | None) -> None:
+        """Workers have reported the end of transfers."""
+        self._held -= sent or set()
+        self._loading -= received or set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether workers must be asked on: steps alone bring their reports."""
+        step = self._next
+        return bool(self._held or self._loading or step.failed or step.cancelled)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+
+def check(transfer: Any, parallel: Any, specs: list[Any], full: type) -> None:
+    """Refuses instances whose caches this connector doesn't move.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``.
+        parallel: its ``ParallelConfig``.
+        specs: the ``KVCacheSpec`` of each group of layers.
+        full: ``FullAttentionSpec``.
+
+    Raises:
+        InvalidArgument: what it is, and what to do.
+    """
+    for name in ("pipeline", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{name}_parallel_size")
+        if size != 1:
+            raise InvalidArgument(
+                f"{name}_parallel_size is {size}: layers or tokens are divided among workers, "
+                "which this connector doesn't follow; use tensor parallelism alone"
+            )
+    if len(specs) != 1:
+        raise InvalidArgument(
+            f"{len(specs)} groups of layers have blocks of their own; start vLLM with "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    each = list(getattr(specs[0], "kv_cache_specs", {}).values()) or specs
+    for spec in each:
+        if not isinstance(spec, full) or getattr(spec, "tokens_per_state", 1) != 1:
+            raise InvalidArgument(
+                f"a cache of kind {type(spec).__name__} isn't moved, only full attention's and "
+                "MLA's are; serve this model without the connector"
+            )
+    if transfer.kv_role is None:
+        raise InvalidArgument("the connector needs a kv_role: kv_producer, kv_consumer or kv_both")
+
+
+def _scheduled(output: Any) -> list[tuple[str, int]]:
+    """Requests of a step, and how many tokens of each were computed before it."""
+    new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
+    old = output.scheduled_cached_reqs
+    return new + list(zip(old.req_ids, old.num_computed_tokens, strict=True))
+
+
+def _transfer(request: Any) -> str:
+    """The name that a prefill and its decoder's request share."""
+    return str(request.kv_transfer_params.get("transfer_id") or request.request_id)

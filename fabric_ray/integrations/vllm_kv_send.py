@@ -1,0 +1,279 @@
+"""A prefill worker's end of the KV connector: pushes blocks layer by layer, and holds them until
+nothing reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument
+from fabric_ray.integrations.vllm_kv_layout import WorkerCache
+from fabric_ray.integrations.vllm_kv_plan import Claim, Ready
+from fabric_ray.kvcache import Job, Prefiller
+
+_LOG = logging.getLogger(__name__)
+
+# Names of transfers that are over are remembered, so that who comes late is told at once.
+_REMEMBERED = 10_000
+
+
+@dataclass
+class _Transfer:
+    """One request's blocks, and who asks for them. A decoder may ask before the request comes."""
+
+    ready: Ready | None = None
+    computed: bool = False
+    """Whether all of its tokens are in the pages."""
+    waiting: list[tuple[Job, Claim]] = field(default_factory=list)
+    taken: list[Job] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
+    """How many ranks' jobs of each attempt are over."""
+    served: bool = False
+    """Whether all ranks of a decoder that asked are done, with pages or without."""
+    request: str | None = None
+    """Whose blocks are held: one that is over."""
+    deadline: float = math.inf
+    """On the clock of this process, for a decoder to ask."""
+    why: str | None = None
+    """Why nobody gets its pages any more."""
+
+
+class Sender:
+    """The transfers of one worker. vLLM's worker thread calls; decoders come on another.
+
+    Args:
+        prefiller: the worker's end of the protocol.
+        cache: what the scheduler's blocks are here.
+        then: calls back when the device has done what it was given; in order.
+        lease: seconds that blocks are held for decoders that don't ask.
+    """
+
+    def __init__(
+        self,
+        prefiller: Prefiller,
+        cache: WorkerCache,
+        *,
+        then: Callable[[Callable[[], object]], None],
+        lease: float,
+    ) -> None:
+        self._prefiller, self._cache, self._then, self._lease = prefiller, cache, then, lease
+        self._lock = threading.Lock()
+        self._transfers: dict[str, _Transfer] = {}
+        self._keys: dict[str, str] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()
+        self._pass: list[Ready] = []
+        self._layers_left: set[str] = set()
+        self._clerk = threading.Thread(target=self._listen, name="fabric-kv-sender", daemon=True)
+        self._clerk.start()
+
+    def offer(self) -> bytes:
+        """What this worker adds to its instance's offer."""
+        return self._prefiller.offer()
+
+    def begin(self, ready: Sequence[Ready]) -> None:
+        """A pass through all layers begins that completes these requests' pages."""
+        self._pass = list(ready)
+        if not ready:
+            return
+        self._layers_left = set(self._cache.layers)
+        self._then(lambda: self._begin(ready))
+
+    def layer(self, name: str) -> None:
+        """A layer's pages of the pass are written, or will be when the device has come so far."""
+        if self._pass and name in self._layers_left:
+            self._layers_left.discard(name)
+            self._then(self._prefiller.layer_done)
+
+    def end(self, *, broken: bool = False) -> None:
+        """The pass is through, with the layers that weren't named (graphs replay without hooks).
+
+        ``broken``: it was left by an exception, and what is in the pages is unknown.
+        """
+        done, self._pass = self._pass, []
+        if not done:
+            return
+        if broken:
+            for ready in done:
+                with self._lock:
+                    key = self._key(ready.request, ready.transfer)
+                self._fail(key, "the prefiller's model failed")
+        for _ in range(len(self._layers_left)):
+            self._then(self._prefiller.layer_done)
+        self._layers_left = set()
+        self._then(lambda: self._computed(done))
+
+    def preempted(self, requests: Sequence[str]) -> None:
+        """Returns when nothing reads the blocks of requests that lose them (MR-1)."""
+        through = threading.Event()
+        self._then(through.set)
+        through.wait()
+        with self._lock:
+            lost = [t for t in self._transfers.values() if t.ready and t.ready.request in requests]
+            for transfer in lost:
+                transfer.ready, transfer.computed = None, False
+            taken = [job for transfer in lost for job in transfer.taken]
+        for job in taken:
+            try:
+                job.wait_released(self._lease)
+            except TimeoutError:
+                job.fail("the prefiller needs the pages for another request")
+                job.wait_released()
+
+    def hold(self, request: str, transfer: str) -> None:
+        """A request is over and its blocks stay, for decoders that ask within the lease."""
+        with self._lock:
+            held = self._transfers.setdefault(self._key(request, transfer), _Transfer())
+            held.request, held.deadline = request, time.monotonic() + self._lease
+
+    def give_up(self, request: str, transfer: str, why: str, *, held: bool) -> None:
+        """A request is over without its pages; decoders are told why. Unless its blocks are
+        ``held``, vLLM has taken them back: no job has read them."""
+        with self._lock:
+            key = self._key(request, transfer)
+        self._fail(key, why)
+        with self._lock:
+            if held:
+                self._transfers[key].request = request
+            else:
+                self._forget(key, request, why)
+
+    def sent(self) -> set[str]:
+        """Requests whose held blocks nothing reads any more (MR-1), since the last call."""
+        now = time.monotonic()
+        over = set()
+        late: list[Job] = []
+        with self._lock:
+            for key, held in list(self._transfers.items()):
+                if held.request is None or any(not job.is_released for job in held.taken):
+                    continue
+                if not held.served and held.why is None:
+                    if now < held.deadline:
+                        continue
+                    held.why = f"its decoder did not ask for the pages within {self._lease} s"
+                    late += [job for job, _ in held.waiting]
+                    _LOG.warning("request %s: %s", held.request, held.why)
+                over.add(held.request)
+                self._forget(key, held.request, held.why or "its pages were handed over before")
+        for job in late:
+            job.fail("the prefiller has given its pages up")
+        return over
+
+    def close(self) -> None:
+        """Stops all jobs and says so to the decoders."""
+        self._prefiller.close()
+        self._clerk.join(5.0)
+
+    def _listen(self) -> None:
+        async def listen() -> None:
+            async for job in self._prefiller.jobs():
+                try:
+                    self._asked(job, Claim.decoded(job.payload))
+                except DecodeError as error:
+                    job.fail(str(error))
+
+        asyncio.run(listen())
+
+    def _asked(self, job: Job, claim: Claim) -> None:
+        with self._lock:
+            why = self._over.get(claim.transfer)
+            if why is None:
+                transfer = self._transfers.setdefault(claim.transfer, _Transfer())
+                why = transfer.why
+            if why is None:
+                transfer.waiting.append((job, claim))
+        if why is not None:
+            job.fail(f"transfer {claim.transfer}: {why}")
+            return
+        job.on_release(lambda: self._released(transfer, job, claim))
+        if transfer.computed:
+            self._take(transfer)
+
+    def _released(self, transfer: _Transfer, job: Job, claim: Claim) -> None:
+        with self._lock:
+            transfer.waiting = [pair for pair in transfer.waiting if pair[0] is not job]
+            transfer.ended[claim.attempt] = transfer.ended.get(claim.attempt, 0) + 1
+            transfer.served |= transfer.ended[claim.attempt] >= claim.ranks
+            unknown = transfer.ready is None and transfer.request is None
+            if unknown and not transfer.waiting and not transfer.taken:
+                self._transfers.pop(claim.transfer, None)
+
+    def _begin(self, ready: Sequence[Ready]) -> None:
+        passing = []
+        for each in ready:
+            with self._lock:
+                key = self._key(each.request, each.transfer)
+                self._over.pop(key, None)
+                transfer = self._transfers.setdefault(key, _Transfer())
+                transfer.ready = each
+            passing += [(job, each.tokens) for job in self._take(transfer)]
+        self._prefiller.begin(passing)
+
+    def _computed(self, done: Sequence[Ready]) -> None:
+        for each in done:
+            with self._lock:
+                transfer = self._transfers.get(self._key(each.request, each.transfer))
+                if transfer is None or transfer.ready is not each:
+                    continue
+                transfer.computed = True
+            self._take(transfer)
+
+    def _take(self, transfer: _Transfer) -> list[Job]:
+        """Accepts the jobs that wait for a transfer; what is in the pages is sent at once."""
+        with self._lock:
+            ready = transfer.ready
+            if ready is None or transfer.why is not None:
+                return []
+            waiting, transfer.waiting = transfer.waiting, []
+            computed = ready.tokens if transfer.computed else ready.computed
+            transfer.taken += [job for job, _ in waiting]
+        taken = []
+        for job, claim in waiting:
+            try:
+                self._accept(job, claim, ready, computed)
+            except InvalidArgument as error:
+                job.fail(str(error))
+            except Cancelled:
+                continue  # Its decoder gave it up; it is released like any other.
+            else:
+                taken.append(job)
+        return taken
+
+    def _accept(self, job: Job, claim: Claim, ready: Ready, computed: int) -> None:
+        if claim.digest != ready.digest or job.tokens > ready.tokens:
+            raise InvalidArgument(
+                f"transfer {ready.transfer} is of another prompt of {ready.tokens} tokens; give "
+                "each request a transfer_id of its own"
+            )
+        job.accept(self._cache.tables(ready.table, job.tokens), computed=min(computed, job.tokens))
+        job.finish()
+
+    def _fail(self, key: str, why: str) -> None:
+        with self._lock:
+            transfer = self._transfers.setdefault(key, _Transfer())
+            transfer.why = why
+            jobs = [job for job, _ in transfer.waiting] + transfer.taken
+        for job in jobs:
+            job.fail(why)
+
+    def _key(self, request: str, transfer: str) -> str:
+        """Where a request's transfer is kept. A second request of the same name doesn't get the
+        first one's decoders."""
+        if request not in self._keys:
+            taken = transfer in self._keys.values()
+            if taken:
+                _LOG.error("request %s: transfer_id %s is another's", request, transfer)
+            self._keys[request] = f"{transfer} of {request}" if taken else transfer
+        return self._keys[request]
+
+    def _forget(self, key: str, request: str, why: str) -> None:
+        self._transfers.pop(key, None)
+        self._keys.pop(request, None)
+        self._over[key] = why
+        while len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
