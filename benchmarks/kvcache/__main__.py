@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from benchmarks.kvcache import sheets, transfers
+from benchmarks.kvcache.load import Load
+from benchmarks.kvcache.load import load as measure_load
 from benchmarks.kvcache.ttft import ttft as measure_ttft
 from benchmarks.kvcache.watcher import watcher as measure_watcher
 
@@ -114,6 +116,29 @@ def watcher(
     """From a store to the watched word to the first post, with tails."""
     out = Output(json, markdown=markdown)
     out.add(lambda: measure_watcher(turns, samples, out.say))
+    out.end()
+
+
+@app.command()
+def load(
+    requests: Annotated[int, typer.Option(min=1, help="In all")] = 3000,
+    concurrent: Annotated[int, typer.Option(min=1, help="At a time")] = 1000,
+    kill_every: Annotated[float, typer.Option(help="Seconds between killed prefillers")] = 10.0,
+    prefillers: Annotated[int, typer.Option(min=1)] = 2,
+    decoders: Annotated[int, typer.Option(min=1)] = 2,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """Many requests at once, some cancelled, prefillers killed: all end, none wrong."""
+    asked = Load(
+        requests=requests,
+        concurrent=concurrent,
+        kill_every=kill_every,
+        prefillers=prefillers,
+        decoders=decoders,
+    )
+    out = Output(json, markdown=markdown)
+    out.add(lambda: measure_load(asked, out.say)[0])
     out.end()
 
 

@@ -91,6 +91,10 @@ class Child:
             raise ChildError(f"{self.kind}: {answer.error}")
         return answer.value
 
+    def answered(self) -> bool:
+        """Whether :meth:`end_call` would return at once."""
+        return self._line.poll(0)
+
     def kill(self) -> None:
         """With SIGKILL, at whatever it is doing."""
         kill(self.process)

@@ -44,17 +44,12 @@ enum Way {
 }
 
 impl Way {
-    /// What is between two stores. A busy gap keeps both cores awake, as layers that are computed do.
+    /// What is between two stores, asleep: there may be no core for one more thread that looks.
     fn rest(self) {
-        match self {
-            Self::Spinning => {
-                let start = Instant::now();
-                while start.elapsed() < Duration::from_micros(20) {
-                    std::hint::spin_loop();
-                }
-            }
-            Self::Napping | Self::Woken => thread::sleep(Duration::from_millis(2)),
-        }
+        thread::sleep(match self {
+            Self::Spinning => Duration::from_micros(60),
+            Self::Napping | Self::Woken => Duration::from_millis(2),
+        });
     }
 }
 
@@ -78,21 +73,14 @@ const TOKENS: u64 = 256;
 const PAGE: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// When the callback began and ended, on lines of their own.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Stamps {
-    entered: AtomicU64,
-    posted: AtomicU64,
-    /// The word's value that they belong to.
-    value: AtomicU64,
-}
+/// The word's value that a callback was about, and when it began and had posted.
+type Told = (u64, u64, u64);
 
 struct World {
     decoder: Decoder,
     prefiller: Arc<Prefiller>,
     word: Watcher,
-    stamps: Arc<Stamps>,
+    told: Receiver<Told>,
     jobs: Receiver<(u64, JobEvent)>,
     to: u64,
     start: Instant,
@@ -150,21 +138,20 @@ fn rank(name: &str) -> Outcome<(CacheLayout, LocalRank)> {
 
 impl World {
     fn new() -> Outcome<Self> {
-        let (start, stamps) = (Instant::now(), Arc::new(Stamps::default()));
+        let start = Instant::now();
         let (layout, local) = rank("prefiller")?;
         let engine = Arc::clone(&local.engine);
-        let (told, jobs) = channel();
-        let on_event = move |job, event| drop(told.send((job, event)));
+        let (tell, jobs) = channel();
+        let on_event = move |job, event| drop(tell.send((job, event)));
         let prefiller =
             Prefiller::new("prefiller", vec![layout], vec![local], Terms::default(), on_event);
         let prefiller = Arc::new(prefiller.map_err(text)?);
-        let (advance, theirs) = (prefiller.advancer(), Arc::clone(&stamps));
+        let advance = prefiller.advancer();
+        let (tell, told) = channel();
         let on_change = move |old, new| {
             let entered = since(start);
             advance(old, new);
-            theirs.posted.store(since(start), Ordering::Relaxed);
-            theirs.entered.store(entered, Ordering::Relaxed);
-            theirs.value.store(new, Ordering::Release);
+            drop(tell.send((new, entered, since(start))));
         };
         let word = engine.watch(on_change).map_err(text)?;
         let (layout, local) = rank("decoder")?;
@@ -172,7 +159,7 @@ impl World {
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
         let to = decoder.meet(&prefiller.offer()).map_err(text)?;
-        Ok(Self { decoder, prefiller, word, stamps, jobs, to, start, job: None })
+        Ok(Self { decoder, prefiller, word, told, jobs, to, start, job: None })
     }
 
     fn measure(&mut self, request: &Request) -> Outcome<Reply> {
@@ -190,22 +177,17 @@ impl World {
                     word.store(value, Ordering::Release);
                 }
             }
-            self.wait_for(value)?;
-            reply.callback.push(self.stamps.entered.load(Ordering::Relaxed).saturating_sub(stored));
-            reply.post.push(self.stamps.posted.load(Ordering::Relaxed).saturating_sub(stored));
+            // Waits asleep: whoever stores is a GPU, or goes on with its own work.
+            match self.told.recv_timeout(PATIENCE) {
+                Ok((new, entered, posted)) if new == value => {
+                    reply.callback.push(entered.saturating_sub(stored));
+                    reply.post.push(posted.saturating_sub(stored));
+                }
+                Ok((new, ..)) => return Err(format!("the callback saw {new}, not {value}")),
+                Err(_) => return Err("nobody noticed that the word has changed".into()),
+            }
         }
         Ok(reply)
-    }
-
-    fn wait_for(&self, value: u64) -> Outcome<()> {
-        let deadline = Instant::now() + PATIENCE;
-        while self.stamps.value.load(Ordering::Acquire) != value {
-            if Instant::now() > deadline {
-                return Err("nobody noticed that the word has changed".into());
-            }
-            std::hint::spin_loop();
-        }
-        Ok(())
     }
 
     /// The next layer is of a pass that has begun, of a job that has pages to send.
