@@ -41,6 +41,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which they do, at most; drawn evenly."""
     kill_every: float = 10.0
     """Seconds from one killed prefiller to the next."""
+    kills: int | None = None
+    """Prefillers that are killed at most."""
     prefillers: int = 2
     decoders: int = 2
     prompt_tokens: tuple[int, int] = (16, 256)
@@ -136,7 +138,8 @@ def load(asked: Load, say: Callable[[str], None]) -> tuple[Sheet, Outcomes]:
     # Tokens must not depend on who is in a batch: float64 leaves no ties to rounding.
     setup = Setup(config, spec, "float64", chunk_tokens=asked.prompt_tokens[1])
     drawn = random.Random(asked.seed)
-    prompts = [_prompt(drawn, asked, config.vocab) for _ in range(asked.distinct)]
+    distinct = min(asked.distinct, asked.requests)
+    prompts = [_prompt(drawn, asked, config.vocab) for _ in range(distinct)]
     outcomes = Outcomes()
     say("the reference")
     reference = _reference(prompts, setup, outcomes)
@@ -147,7 +150,7 @@ def load(asked: Load, say: Callable[[str], None]) -> tuple[Sheet, Outcomes]:
     finally:
         deployment.end()
     for one in outcomes.ended:
-        whole = reference[one.number % asked.distinct]
+        whole = reference[one.number % distinct]
         expected = whole if one.outcome == "done" else whole[: len(one.tokens)]
         if one.tokens != expected:
             outcomes.wrong.append(one.number)
@@ -203,7 +206,8 @@ def _drive(
                 decoder.call("submit", msgspec.to_builtins(mine))
             outcomes.ended += msgspec.convert(decoder.call("take"), list[Ended])
         deployment.admit()
-        if now >= kill_at and deployment.prefillers:
+        left = asked.kills is None or outcomes.killed < asked.kills
+        if left and now >= kill_at and deployment.prefillers:
             deployment.kill_one()
             outcomes.killed += 1
             kill_at = now + asked.kill_every
@@ -217,7 +221,7 @@ def _drive(
 def _order(
     asked: Load, number: int, drawn: random.Random, prompts: list[GenerationRequest]
 ) -> Order:
-    prompt = prompts[number % asked.distinct]
+    prompt = prompts[number % len(prompts)]
     leaves = drawn.random() < asked.cancelled
     patience = drawn.uniform(0, asked.patience) if leaves else None
     return Order(number, list(prompt.prompt), prompt.max_tokens, patience)

@@ -64,7 +64,7 @@ struct Request {
 struct Reply {
     /// Until the callback runs
     callback: Vec<u64>,
-    /// Until it has posted
+    /// Until it has posted, and has rung for the decoder if that sleeps
     post: Vec<u64>,
 }
 
