@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 mod engine;
 mod floor;
 mod rails;
+mod watch;
 
 #[derive(Debug, Parser)]
 #[command(version, about = "Measures the engine and the physical floors beside it")]
@@ -26,6 +27,8 @@ enum Command {
     /// The engine over rails that differ and fail, in the simulator
     #[command(subcommand)]
     Rails(rails::Command),
+    /// From a store to the word that counts layers to the first post: answers JSON requests from stdin, one a line
+    Watch,
 }
 
 fn main() -> ExitCode {
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
         Command::Floor(command) => floor::run(command),
         Command::Engine(command) => engine::run(command),
         Command::Rails(command) => rails::run(command),
+        Command::Watch => watch::run(),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

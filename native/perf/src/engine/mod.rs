@@ -170,7 +170,7 @@ pub fn run(command: Command) -> Outcome<()> {
     Ok(())
 }
 
-fn text(error: impl std::fmt::Display) -> String {
+pub fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 

@@ -1,0 +1,1 @@
+"""KV cache transfer, beside peers and floors."""

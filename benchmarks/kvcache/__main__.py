@@ -1,0 +1,146 @@
+"""Measure KV cache transfer beside peers and floors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from benchmarks.kvcache import sheets, transfers
+from benchmarks.kvcache.load import Load
+from benchmarks.kvcache.load import load as measure_load
+from benchmarks.kvcache.ttft import ttft as measure_ttft
+from benchmarks.kvcache.watcher import watcher as measure_watcher
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
+Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
+
+
+class Output:
+    """Where a run's tables go."""
+
+    def __init__(self, json: Path | None, *, markdown: bool) -> None:
+        self._json, self._markdown = json, markdown
+        self._console = Console(width=None if Console().is_terminal else 160)
+        self._progress = Console(stderr=True)
+        self._report = sheets.Report(sheets=[], load=os.getloadavg())
+
+    def say(self, text: str) -> None:
+        self._progress.print(text, highlight=False)
+
+    def add(self, make: Callable[[], sheets.Sheet]) -> None:
+        sheet = make()
+        self._report.sheets.append(sheet)
+        if self._markdown:
+            print(sheets.markdown(sheet), end="\n\n")
+        else:
+            sheets.show(sheet, self._console)
+
+    def end(self) -> None:
+        note = sheets.load_note(self._report.load)
+        if self._markdown:
+            print(note)
+        else:
+            self._console.print(note, highlight=False)
+        if self._json is not None:
+            self._json.parent.mkdir(parents=True, exist_ok=True)
+            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(self._report), indent=1))
+            self.say(f"figures: {self._json}")
+
+
+@app.command()
+def ttft(
+    lengths: Annotated[str, typer.Option(help="Tokens of prompts, commas between")] = "",
+    turns: Turns = 5,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a pass")] = 1024,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch, in each process")] = 1,
+    quick: Quick = False,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """Time to the first token, disaggregated and not, and what a layer takes."""
+    chosen = lengths or ("64,128" if quick else "128,512,1024,2048,4096")
+    out = Output(json, markdown=markdown)
+    out.add(
+        lambda: measure_ttft(
+            [int(one) for one in chosen.split(",")],
+            turns,
+            out.say,
+            chunk_tokens=chunk,
+            threads=threads,
+        )
+    )
+    out.end()
+
+
+@app.command()
+def pages(
+    turns: Turns = 7, quick: Quick = False, json: Json = None, markdown: Markdown = False
+) -> None:
+    """Pages of 32 and 64 KiB by the KV cache's path, beside the copy floor."""
+    out = Output(json, markdown=markdown)
+    out.add(lambda: transfers.pages(turns, out.say, quick=quick))
+    out.end()
+
+
+@app.command()
+def r1(
+    turns: Turns = 7,
+    quick: Quick = False,
+    peers: Annotated[bool, typer.Option(help="NIXL and Mooncake, where they are")] = True,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """A prompt of 4096 tokens of DeepSeek-R1, beside NIXL and Mooncake."""
+    out = Output(json, markdown=markdown)
+    out.add(lambda: transfers.r1(turns, out.say, quick=quick, peers=peers))
+    out.end()
+
+
+@app.command()
+def watcher(
+    turns: Turns = 5,
+    samples: Annotated[int, typer.Option(min=20, help="Of each way in a turn")] = 4000,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """From a store to the watched word to the first post, with tails."""
+    out = Output(json, markdown=markdown)
+    out.add(lambda: measure_watcher(turns, samples, out.say))
+    out.end()
+
+
+@app.command()
+def load(
+    requests: Annotated[int, typer.Option(min=1, help="In all")] = 3000,
+    concurrent: Annotated[int, typer.Option(min=1, help="At a time")] = 1000,
+    kill_every: Annotated[float, typer.Option(help="Seconds between killed prefillers")] = 10.0,
+    prefillers: Annotated[int, typer.Option(min=1)] = 2,
+    decoders: Annotated[int, typer.Option(min=1)] = 2,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """Many requests at once, some cancelled, prefillers killed: all end, none wrong."""
+    asked = Load(
+        requests=requests,
+        concurrent=concurrent,
+        kill_every=kill_every,
+        prefillers=prefillers,
+        decoders=decoders,
+    )
+    out = Output(json, markdown=markdown)
+    out.add(lambda: measure_load(asked, out.say)[0])
+    out.end()
+
+
+if __name__ == "__main__":
+    app()

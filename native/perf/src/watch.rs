@@ -1,0 +1,236 @@
+//! From a store to the watched word to the first post of a layer's pages (fabric-lib, table 4): a prefiller and a decoder
+//! on two engines of this process, over shared memory. Each layer has one small page, so that what is timed is the way
+//! to the post, and not copying.
+//!
+//! `watch` reads one JSON request a line on stdin and writes one JSON reply a line on stdout:
+//! `{"callback": [...], "post": [...]}`, nanoseconds of each sample.
+
+use std::{
+    io::{self, BufRead},
+    sync::{
+        atomic::{AtomicU64, Ordering},
+        mpsc::{channel, Receiver},
+        Arc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    TransferEngine, Watcher,
+};
+use fabric_kvcache::{
+    layout::{CacheGroup, CacheLayout, CacheTensor, Place},
+    Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    engine::{say, text},
+    floor::Outcome,
+};
+
+/// How the word is changed, and what the watching thread is doing then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Way {
+    /// A plain store, while the thread still looks
+    Spinning,
+    /// A plain store, when the thread naps between its looks
+    Napping,
+    /// A store that wakes the thread, which has gone to sleep
+    Woken,
+}
+
+impl Way {
+    /// What is between two stores, asleep: there may be no core for one more thread that looks.
+    fn rest(self) {
+        thread::sleep(match self {
+            Self::Spinning => Duration::from_micros(60),
+            Self::Napping | Self::Woken => Duration::from_millis(2),
+        });
+    }
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    way: Way,
+    samples: u32,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Reply {
+    /// Until the callback runs
+    callback: Vec<u64>,
+    /// Until it has posted, and has rung for the decoder if that sleeps
+    post: Vec<u64>,
+}
+
+const LAYERS: u64 = 64;
+const TOKENS: u64 = 256;
+const PAGE: u64 = 64;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The word's value that a callback was about, and when it began and had posted.
+type Told = (u64, u64, u64);
+
+struct World {
+    decoder: Decoder,
+    prefiller: Arc<Prefiller>,
+    word: Watcher,
+    told: Receiver<Told>,
+    jobs: Receiver<(u64, JobEvent)>,
+    to: u64,
+    start: Instant,
+    /// The job that is being sent, and how many layers are still to come in all its passes.
+    job: Option<(u64, u64)>,
+}
+
+pub fn run() -> Outcome<()> {
+    let mut world = World::new()?;
+    for line in io::stdin().lock().lines() {
+        let line = line.map_err(text)?;
+        let reply = serde_json::from_str(&line)
+            .map_err(|e| format!("the request is not understood: {e}"))
+            .and_then(|request| world.measure(&request));
+        match reply {
+            Ok(reply) => say(&mut io::stdout(), &reply)?,
+            Err(error) => say(&mut io::stdout(), &serde_json::json!({ "error": error }))?,
+        }
+    }
+    Ok(())
+}
+
+fn rank(name: &str) -> Outcome<(CacheLayout, LocalRank)> {
+    let config = EngineConfig {
+        name: name.into(),
+        transports: vec![TransportKind::Shm],
+        ..EngineConfig::default()
+    };
+    let engine = Arc::new(TransferEngine::open(config).map_err(text)?);
+    let tensor = CacheTensor {
+        name: "k".into(),
+        heads: 1,
+        first_head: 0,
+        held_heads: 1,
+        width: PAGE as u32,
+        dtype: "uint8".into(),
+        page_stride: PAGE,
+        head_stride: PAGE,
+        token_stride: PAGE,
+        places: (0..LAYERS).map(|l| Place { buffer: 0, offset: l * TOKENS * PAGE }).collect(),
+    };
+    let group = CacheGroup {
+        name: "all".into(),
+        layers: (0..LAYERS as u32).collect(),
+        page_tokens: 1,
+        pages: TOKENS as u32,
+        window: None,
+        tensors: vec![tensor],
+    };
+    let nbytes = LAYERS * TOKENS * PAGE;
+    let region = engine.alloc(nbytes).map_err(text)?;
+    let layout = CacheLayout { model: "watch".into(), groups: vec![group], buffers: vec![nbytes] };
+    Ok((layout, LocalRank { rank: 0, engine, buffers: vec![region], tail: None }))
+}
+
+impl World {
+    fn new() -> Outcome<Self> {
+        let start = Instant::now();
+        let (layout, local) = rank("prefiller")?;
+        let engine = Arc::clone(&local.engine);
+        let (tell, jobs) = channel();
+        let on_event = move |job, event| drop(tell.send((job, event)));
+        let prefiller =
+            Prefiller::new("prefiller", vec![layout], vec![local], Terms::default(), on_event);
+        let prefiller = Arc::new(prefiller.map_err(text)?);
+        let advance = prefiller.advancer();
+        let (tell, told) = channel();
+        let on_change = move |old, new| {
+            let entered = since(start);
+            advance(old, new);
+            drop(tell.send((new, entered, since(start))));
+        };
+        let word = engine.watch(on_change).map_err(text)?;
+        let (layout, local) = rank("decoder")?;
+        let decoder =
+            Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
+        let decoder = decoder.map_err(text)?;
+        let to = decoder.meet(&prefiller.offer()).map_err(text)?;
+        Ok(Self { decoder, prefiller, word, told, jobs, to, start, job: None })
+    }
+
+    fn measure(&mut self, request: &Request) -> Outcome<Reply> {
+        let mut reply = Reply::default();
+        for _ in 0..request.samples {
+            self.make_ready()?;
+            request.way.rest();
+            let value = self.word.load() + 1;
+            let stored = since(self.start);
+            match request.way {
+                Way::Woken => self.word.store(value),
+                Way::Spinning | Way::Napping => {
+                    // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are only changed atomically.
+                    let word = unsafe { AtomicU64::from_ptr(self.word.addr() as *mut u64) };
+                    word.store(value, Ordering::Release);
+                }
+            }
+            // Waits asleep: whoever stores is a GPU, or goes on with its own work.
+            match self.told.recv_timeout(PATIENCE) {
+                Ok((new, entered, posted)) if new == value => {
+                    reply.callback.push(entered.saturating_sub(stored));
+                    reply.post.push(posted.saturating_sub(stored));
+                }
+                Ok((new, ..)) => return Err(format!("the callback saw {new}, not {value}")),
+                Err(_) => return Err("nobody noticed that the word has changed".into()),
+            }
+        }
+        Ok(reply)
+    }
+
+    /// The next layer is of a pass that has begun, of a job that has pages to send.
+    fn make_ready(&mut self) -> Outcome<()> {
+        let (job, left) = match self.job.take() {
+            Some((job, 0)) => {
+                self.prefiller.finish(job, 0).map_err(text)?;
+                self.hear(|event| matches!(event, JobEvent::Released))?;
+                self.accept()?
+            }
+            Some(open) => open,
+            None => self.accept()?,
+        };
+        if left % LAYERS == 0 {
+            self.prefiller.begin(&[(job, TOKENS - left / LAYERS + 1)]);
+        }
+        self.job = Some((job, left - 1));
+        Ok(())
+    }
+
+    fn accept(&self) -> Outcome<(u64, u64)> {
+        let table: Vec<u32> = (0..TOKENS as u32).collect();
+        let ask = Ask {
+            tokens: TOKENS,
+            tables: vec![table.clone()],
+            timeout: Duration::from_secs(3600),
+            ..Ask::default()
+        };
+        self.decoder.request(self.to, ask).map_err(text)?;
+        let job = self.hear(|event| matches!(event, JobEvent::Asked(_)))?;
+        self.prefiller.accept(job, vec![table], 0).map_err(text)?;
+        Ok((job, TOKENS * LAYERS))
+    }
+
+    fn hear(&self, wanted: impl Fn(&JobEvent) -> bool) -> Outcome<u64> {
+        match self.jobs.recv_timeout(PATIENCE) {
+            Ok((job, event)) if wanted(&event) => Ok(job),
+            Ok((_, event)) => Err(format!("the prefiller was told {event:?}")),
+            Err(_) => Err("the prefiller was told nothing".into()),
+        }
+    }
+}
+
+fn since(start: Instant) -> u64 {
+    start.elapsed().as_nanos() as u64
+}
