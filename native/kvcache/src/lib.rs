@@ -7,6 +7,9 @@
 
 mod decode;
 mod events;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod layout;
 pub mod pairing;
 mod prefill;

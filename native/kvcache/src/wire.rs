@@ -220,6 +220,12 @@ mod bytes {
     }
 }
 
+/// A body behind the mark and the version.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn sealed(body: &[u8]) -> Vec<u8> {
+    [&MARK[..], &[VERSION], body].concat()
+}
+
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
     let mut out = MARK.to_vec();
     out.push(VERSION);

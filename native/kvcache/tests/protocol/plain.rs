@@ -1,29 +1,13 @@
 //! What should happen when nothing goes wrong, and when one thing does.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use fabric_engine::{api::EngineConfig, api::TransportKind, TransferEngine};
 use fabric_kvcache::{Cause, Event, JobEvent};
 
 use crate::{
     cache::Shape,
-    world::{ask, Cut, DecodeNode, PrefillNode, TAIL},
+    world::{ask, engines, Cut, DecodeNode, PrefillNode, TAIL},
 };
-
-fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
-    let open = |i: u32| {
-        let config = EngineConfig {
-            name: format!("{name}-{i}"),
-            transports: vec![TransportKind::Shm, TransportKind::Tcp],
-            ..EngineConfig::default()
-        };
-        Arc::new(TransferEngine::open(config).unwrap())
-    };
-    (0..count).map(open).collect()
-}
 
 fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(20);

@@ -2,7 +2,10 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use fabric_engine::{Region, Result, TransferEngine};
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    Region, Result, TransferEngine,
+};
 use fabric_kvcache::{Ask, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
 use parking_lot::Mutex;
 
@@ -118,6 +121,26 @@ impl PrefillNode {
         self.tail.put(0, &[request as u8; TAIL as usize])?;
         self.prefiller.finish(job, 0)
     }
+}
+
+/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`.
+pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
+    let named = std::env::var("FABRIC_KV_TRANSPORTS");
+    let kind = |name: &str| match name {
+        "shm" => TransportKind::Shm,
+        "tcp" => TransportKind::Tcp,
+        "verbs" => TransportKind::Verbs,
+        "libfabric" => TransportKind::Libfabric,
+        _ => panic!("FABRIC_KV_TRANSPORTS names shm, tcp, verbs or libfabric, not {name}"),
+    };
+    let transports: Vec<TransportKind> =
+        named.as_deref().unwrap_or("shm,tcp").split(',').map(kind).collect();
+    let open = |i: u32| {
+        let (name, transports) = (format!("{name}-{i}"), transports.clone());
+        let config = EngineConfig { name, transports, ..EngineConfig::default() };
+        Arc::new(TransferEngine::open(config).unwrap())
+    };
+    (0..count).map(open).collect()
 }
 
 pub fn ask(tokens: u64, have: u64, table: Vec<u32>, salt: u64) -> Ask {

@@ -1,0 +1,199 @@
+//! What a fuzzer calls: everything that reads bytes of a peer's. It must return, however odd its input, and holds
+//! what it says as assertions.
+
+use crate::{
+    table::MAX_ENTRIES,
+    wire::{sealed, Message, Offer},
+};
+
+/// Messages and offers: refused, or safe to use; what decodes encodes to something that decodes to the same.
+pub fn messages(bytes: &[u8]) {
+    for bytes in [bytes.to_vec(), sealed(bytes)] {
+        if let Ok(offer) = Offer::from_bytes(&bytes) {
+            offer.layouts.iter().for_each(|layout| drop(layout.check()));
+            assert_eq!(Offer::from_bytes(&offer.to_bytes()), Ok(offer));
+        }
+        let Ok(message) = Message::from_bytes(&bytes) else { continue };
+        match &message {
+            Message::Hello(hello) => hello.layouts.iter().for_each(|layout| drop(layout.check())),
+            Message::Request { request, .. } => {
+                let should = request.tokens.min(MAX_ENTRIES);
+                for table in &request.tables {
+                    let pages = table.pages(should);
+                    assert!(pages.is_err() || pages.is_ok_and(|p| p.len() as u64 == should));
+                }
+            }
+            _ => {}
+        }
+        assert_eq!(Message::from_bytes(&message.to_bytes()), Ok(message));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        layout::{CacheGroup, CacheLayout, CacheTensor, Place},
+        wire::{Grant, Hello, OfferEnd, PageTable, Request, State},
+    };
+
+    fn layout() -> CacheLayout {
+        let tensor = CacheTensor {
+            name: "k".into(),
+            heads: 2,
+            first_head: 0,
+            held_heads: 2,
+            width: 4,
+            dtype: "uint8".into(),
+            page_stride: 32,
+            head_stride: 16,
+            token_stride: 4,
+            places: vec![Place { buffer: 0, offset: 0 }],
+        };
+        let group = CacheGroup {
+            name: "all".into(),
+            layers: vec![0],
+            page_tokens: 4,
+            pages: 8,
+            window: Some(6),
+            tensors: vec![tensor],
+        };
+        CacheLayout { model: "m".into(), groups: vec![group], buffers: vec![256] }
+    }
+
+    /// One of each kind, as ends say them, without the mark and the version.
+    fn said() -> Vec<(&'static str, Vec<u8>)> {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let region = engine.alloc(256).unwrap();
+        let (address, meeting, life) = (engine.address().clone(), 1 << 32, 1 << 33);
+        let hello = Hello {
+            meeting,
+            name: "decoder".into(),
+            address: address.clone(),
+            layouts: vec![layout()],
+            grants: vec![Grant { rank: 0, buffers: vec![region.descriptor()], tail: None }],
+            tail_nbytes: 0,
+            beat_ms: 500,
+        };
+        let request = Request {
+            seq: 3,
+            tokens: 13,
+            have: 4,
+            salt: 7,
+            tables: vec![PageTable::of(&[3, 4, 5, 1])],
+            counters: vec![engine.counter().unwrap().reference()],
+            tail_slot: 0,
+            payload: b"a prompt".to_vec(),
+        };
+        let states = vec![(1, State::Open), (2, State::Failed("why".into())), (3, State::Unknown)];
+        let offer = Offer {
+            name: "prefiller".into(),
+            layouts: vec![layout()],
+            ends: vec![OfferEnd { address: address.clone(), ranks: vec![(0, address)] }],
+            tail_nbytes: 0,
+            max_message: 1 << 20,
+        };
+        let why = "because".to_owned();
+        [
+            ("hello", Message::Hello(Box::new(hello)).to_bytes()),
+            ("welcome", Message::Welcome { meeting, life }.to_bytes()),
+            ("declined", Message::Declined { meeting, why: why.clone() }.to_bytes()),
+            ("request", Message::Request { meeting, life, request: Box::new(request) }.to_bytes()),
+            ("cancel", Message::Cancel { meeting, seq: 3 }.to_bytes()),
+            ("beat", Message::Beat { meeting, floor: 1, open: vec![1, 3] }.to_bytes()),
+            ("status", Message::Status { meeting, life, states }.to_bytes()),
+            ("goodbye", Message::Goodbye { meeting, why }.to_bytes()),
+            ("offer", offer.to_bytes()),
+        ]
+        .map(|(name, bytes)| (name, bytes[4..].to_vec()))
+        .into()
+    }
+
+    #[test]
+    fn what_ends_say_decodes() {
+        for (name, body) in said() {
+            let bytes = sealed(&body);
+            let known = Message::from_bytes(&bytes).is_ok() || Offer::from_bytes(&bytes).is_ok();
+            assert!(known, "{name}");
+            messages(&body);
+        }
+    }
+
+    /// Kept inputs of the fuzzer. `FABRIC_RAY_SEEDS=1` writes those anew that honest ends say.
+    #[test]
+    fn the_seeds_decode_or_are_refused() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/messages");
+        if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
+            fs::create_dir_all(&folder).unwrap();
+            for (name, body) in said() {
+                fs::write(folder.join(name), body).unwrap();
+            }
+        }
+        let seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
+        assert!(seeds.len() >= said().len());
+        seeds.iter().for_each(|path| messages(&fs::read(path).unwrap()));
+    }
+
+    #[test]
+    fn a_few_bytes_that_claim_many_pages_are_refused_before_any_is_listed() {
+        let groups = layout().groups;
+        assert_eq!(crate::table::entries(&groups, 13), Ok(4));
+        assert!(crate::table::entries(&groups, u64::MAX).is_err());
+        assert!(crate::table::entries(&[groups.clone(), groups].concat(), u64::MAX).is_err());
+        let lie = rmp_serde::to_vec(&vec![(0u32, u32::MAX); 9]).unwrap();
+        let table: PageTable = rmp_serde::from_slice(&lie).unwrap();
+        assert!(table.pages(4).unwrap_err().contains("where the tokens fill 4"));
+    }
+
+    #[test]
+    fn states_and_reasons_fit_the_smallest_message() {
+        let why = crate::wire::reason(&"ä".repeat(4000));
+        assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
+        let states: Vec<_> = (0..1000).map(|i| (u64::MAX - i, State::Failed(why.clone()))).collect();
+        let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
+        let mut all = Vec::new();
+        for part in parts {
+            assert!(part.to_bytes().len() <= 4096);
+            let Message::Status { states, .. } = part else { panic!("{part:?}") };
+            all.extend(states);
+        }
+        assert_eq!(all, states);
+        let open = vec![u64::MAX; crate::wire::BEAT_REQUESTS];
+        let beat = Message::Beat { meeting: u64::MAX, floor: u64::MAX, open };
+        assert!(beat.to_bytes().len() <= 4096);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn any_bytes_are_refused_or_safe(bytes in prop::collection::vec(any::<u8>(), 0..512)) {
+            messages(&bytes);
+        }
+
+        #[test]
+        fn changed_messages_are_refused_or_safe(
+            which in 0usize..9,
+            edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..4), 1..6),
+        ) {
+            thread_local!(static SAID: Vec<(&'static str, Vec<u8>)> = said());
+            let mut bytes = SAID.with(|said| said[which].1.clone());
+            for (at, byte, how) in edits {
+                let at = at.index(bytes.len());
+                match how {
+                    0 => bytes.truncate(at + 1),
+                    1 => bytes.insert(at, byte),
+                    2 => bytes[at] = bytes[at].wrapping_add(byte % 3).wrapping_sub(1),
+                    _ => bytes[at] = byte,
+                }
+            }
+            messages(&bytes);
+        }
+    }
+}
