@@ -18,24 +18,20 @@ class _Place(NamedTuple):
 
 
 class Prepared(Generic[T]):
-    """Requests to rollouts, put together once for each place that they are written to.
+    """Requests to rollouts, put together once for each place that they are written to."""
 
-    Args:
-        make: the requests for the rollout of an arm.
-    """
-
-    def __init__(self, make: Callable[[Arm], T]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._known: dict[int, dict[_Place, T]] = {}
 
-    def of(self, arm: Arm) -> T:
+    def of(self, arm: Arm, make: Callable[[Arm], T]) -> T:
+        """The requests for the rollout of an arm; ``make`` puts them together."""
         known = self._known.setdefault(arm.rank, {})
         place = _Place(arm.region, len(arm.counters))
         if place not in known:
             # Those that an abort has given another key are of no use any more.
             alive = {arm.region, *arm.further}
             self._known[arm.rank] = known = {p: k for p, k in known.items() if p.region in alive}
-            known[place] = self._make(arm)
+            known[place] = make(arm)
         return known[place]
 
     def clear(self) -> None:

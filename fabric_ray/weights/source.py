@@ -74,7 +74,7 @@ class WeightSource:
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
         self._ring: Region | None = None
-        self._routes = Prepared(self._route)
+        self._routes: Prepared[list[tuple[int, Route]]] = Prepared()
         self._claims = Claims()
         SOURCES.add(name, self)
 
@@ -147,7 +147,7 @@ class WeightSource:
                 regions = (arm.region, *arm.further)
                 for region in regions:
                     at = msgspec.structs.replace(arm, region=region, further=regions)
-                    for _, route in self._routes.of(at):
+                    for _, route in self._routes.of(at, self._route):
                         ready.append(self._engine.prepare(route.batch, timeout=timeout))
             for transfer in ready:
                 transfer.wait()
@@ -249,7 +249,7 @@ class WeightSource:
         mine: list[tuple[Arm, dict[int, list[Route]]]] = []
         for arm in sorted(arms, key=lambda a: a.rank):
             by_step: dict[int, list[Route]] = {}
-            for number, route in self._routes.of(arm):
+            for number, route in self._routes.of(arm, self._route):
                 by_step.setdefault(number, []).append(route)
             if by_step:
                 mine.append((arm, by_step))

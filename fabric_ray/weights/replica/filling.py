@@ -54,7 +54,7 @@ class Filling:
         self._replica = replica
         self._memory = memory
         self._rank = memory.rank
-        self._routes = Prepared(self._requests)
+        self._routes: Prepared[_Routes] = Prepared()
         plan = Plan.from_bytes(share.plan)
         self._copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
         """By rollout that a replica is loaded as, and engine tensor."""
@@ -77,7 +77,7 @@ class Filling:
             regions = (arm.region, *arm.further)
             for region in regions:
                 there = msgspec.structs.replace(arm, region=region, further=regions)
-                for route in chain.from_iterable(self._routes.of(there).values()):
+                for route in chain.from_iterable(self._routes.of(there, self._requests).values()):
                     ready.append(engine.prepare(route.batch, timeout=timeout))
         for transfer in ready:
             transfer.wait()
@@ -93,7 +93,7 @@ class Filling:
         """
         who = f"trainer {self._rank}"
         ordered = in_turn(sorted(arms, key=lambda arm: arm.rank), self._rank)
-        routes = [(arm, self._routes.of(arm)) for arm in ordered]
+        routes = [(arm, self._routes.of(arm, self._requests)) for arm in ordered]
         spans: list[Span] = []
         coming = iter(self._gathering)
         held: dict[str, torch.Tensor] = {}

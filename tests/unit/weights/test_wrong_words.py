@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ def test_a_rank_that_no_trainer_has_is_refused(rank: Any) -> None:
         WeightSource(TENSORS, rank=rank, name="nobody")
     with pytest.raises(InvalidArgument, match=words):
         replica_source(rank=rank)
+
+
+def test_a_source_that_nobody_holds_leaves_its_name_to_another() -> None:
+    """At once: one that waits for the garbage collector would be in the next one's way."""
+    gc.disable()
+    try:
+        for _ in range(2):
+            WeightSource(TENSORS, rank=0, name="one after the other")
+            ReplicaSource(TENSORS, LayoutReplica(side()), rank=0, name="another after the other")
+    finally:
+        gc.enable()
 
 
 def test_a_rank_that_no_rollout_has_is_refused() -> None:
