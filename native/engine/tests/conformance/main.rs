@@ -75,6 +75,8 @@ on_every_transport! {
     mr_2_a_deregistered_region_is_stale,
     mr_1_deregistration_waits_for_peers,
     mr_1_nothing_lands_once_a_region_is_quiet,
+    mr_1_a_transfer_that_was_given_up_tells_when_it_is_quiet,
+    mr_2_what_one_peer_was_given_is_taken_back_from_it_alone,
     mr_3_bounds_hold_on_both_sides,
     mr_3_memory_beside_a_region_is_out_of_reach,
     rs_1_no_read_ends_well_without_its_bytes,

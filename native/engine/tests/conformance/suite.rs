@@ -8,8 +8,8 @@ use std::{
 
 use fabric_engine::{
     api::{CounterRef, Imm, PageIndices, Pages, RegionDescriptor, SegmentDescriptor},
-    EngineError, FileOptions, Handle, Local, Op, Region, Remote, RemoteRegion, Result, ScatterDst,
-    Submit, TransferEngine,
+    EngineError, FileOptions, Handle, Local, Op, Quiet, Region, Remote, RemoteRegion, Result,
+    ScatterDst, Submit, TransferEngine,
 };
 
 use crate::worlds::World;
@@ -526,6 +526,56 @@ pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
         let _ = w.wait(&h);
         w.idle();
         assert!(look() == quiet, "something landed in round {round}");
+    }
+}
+
+pub fn mr_2_what_one_peer_was_given_is_taken_back_from_it_alone(w: &mut dyn World) {
+    let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
+    let (ours, bytes) = filled(&a, 4096, 17);
+    let (theirs, _) = filled(&c, 4096, 18);
+    let memory = b.alloc(4096).unwrap();
+    let (first, second) = (b.register_again(&memory).unwrap(), b.register_again(&memory).unwrap());
+    let (to_first, to_second) = (import(&a, &first), import(&c, &second));
+    for (engine, src, dst) in [(&a, &ours, &to_first), (&c, &theirs, &to_second)] {
+        let handle = submit(engine, write(src, dst, 0, 4096, None)).unwrap();
+        assert_eq!(w.wait(&handle), Ok(()));
+    }
+    second.deregister(SOON).unwrap();
+    let refused = submit(&c, write(&theirs, &to_second, 0, 4096, None));
+    let refused = refused.and_then(|handle| w.wait(&handle));
+    assert!(
+        matches!(refused, Err(EngineError::Stale { .. } | EngineError::Refused { .. })),
+        "{refused:?}"
+    );
+    let handle = submit(&a, write(&ours, &to_first, 0, 4096, None)).unwrap();
+    assert_eq!(w.wait(&handle), Ok(()));
+    // The memory is that of both, and stays as long as either.
+    drop(memory);
+    assert_eq!(first.get(0, 4096).unwrap(), bytes);
+    second.get(0, 1).unwrap_err();
+    b.register_again(&second).unwrap_err();
+}
+
+pub fn mr_1_a_transfer_that_was_given_up_tells_when_it_is_quiet(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let n = w.large();
+    let (src, _) = filled(&a, n as usize, 19);
+    let dst = b.alloc(n).unwrap();
+    let there = import(&a, &dst);
+    for give_up in [false, true] {
+        let handle = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        if give_up {
+            handle.cancel();
+        }
+        let told = Arc::new(AtomicBool::new(false));
+        let theirs = Arc::clone(&told);
+        handle.on_quiet(move |quiet| theirs.store(quiet == Quiet::Quiet, SeqCst));
+        let _ = w.wait(&handle);
+        w.until("quiet", &mut || {
+            handle.drive();
+            told.load(SeqCst)
+        });
+        assert_eq!(handle.quiet(), Quiet::Quiet);
     }
 }
 
