@@ -1,6 +1,7 @@
 //! A peer that hangs: stopped, not dead. Nobody is told, and its connection stays open.
 
 use std::{
+    io::Write,
     process::Command,
     time::{Duration, Instant},
 };
@@ -10,7 +11,7 @@ use fabric_engine::{
     EngineError, Local, Op, Remote, RemoteRegion, Submit,
 };
 
-use super::{descriptor, engine, Peer, BYTES, SOON};
+use super::{descriptor, engine, Peer, BYTES, PAIR, PAIR_TIMEOUT, SOON};
 
 fn signal(peer: &Peer, signal: &str) {
     let pid = peer.child.id().to_string();
@@ -109,6 +110,20 @@ fn mr_1_a_region_that_is_not_quiet_names_the_peer_that_it_waits_for() {
     assert!(cause.contains("of tcp") && cause.contains("has not said"), "{cause}");
     signal(&peer, "-CONT");
     assert_eq!(src.deregister(SOON), Ok(()));
+}
+
+#[test]
+fn rs_4_who_did_not_listen_does_not_take_its_peer_for_dead() {
+    if engine("tcp").is_none() {
+        return;
+    }
+    let mut pair = Peer::run("pair", PAIR, "tcp");
+    pair.says("ready");
+    stop(&pair);
+    std::thread::sleep(2 * PAIR_TIMEOUT);
+    pair.child.stdin.take().unwrap().write_all(b".").unwrap();
+    signal(&pair, "-CONT");
+    assert_eq!(pair.says("since"), "None Some(Ok(()))");
 }
 
 #[test]

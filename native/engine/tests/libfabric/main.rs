@@ -16,6 +16,7 @@ use fabric_engine::{
 };
 
 const PROVIDER: &str = "FABRIC_TEST_CHILD_PROVIDER";
+const PAIR: &str = "FABRIC_TEST_PAIR_PROVIDER";
 const BYTES: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
 
@@ -59,6 +60,31 @@ fn child() {
     engine.close();
 }
 
+/// The time after which the two of [`pair`] miss each other.
+const PAIR_TIMEOUT: Duration = Duration::from_millis(600);
+
+/// Two engines in one other process, which is stopped and goes on.
+#[test]
+fn pair() {
+    let Ok(provider) = std::env::var(PAIR) else { return };
+    let ends = [(); 2].map(|()| open(&provider, PAIR_TIMEOUT).unwrap());
+    let (src, dst) = (ends[0].alloc(64).unwrap(), ends[1].alloc(64).unwrap());
+    let there = ends[0].import(&dst.descriptor()).unwrap();
+    let write = || {
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+        let op = Op::Write { src, dst, len: 64, imm: None };
+        ends[0].submit(&[op], Submit::default()).unwrap().wait(SOON)
+    };
+    assert_eq!(write(), Some(Ok(())));
+    let counter = ends[0].plain_counter(Imm::plain(1).unwrap());
+    let waiting = counter.expect(1, std::slice::from_ref(there.peer()), SOON).unwrap();
+    println!("\nready");
+    let _ = std::io::stdin().read(&mut [0]);
+    // Long enough for both to miss signs of life, and to show some.
+    std::thread::sleep(PAIR_TIMEOUT / 2);
+    println!("\nsince {:?} {:?}", waiting.poll(), write());
+}
+
 struct Peer {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -66,9 +92,13 @@ struct Peer {
 
 impl Peer {
     fn start(provider: &str) -> Self {
+        Self::run("child", PROVIDER, provider)
+    }
+
+    fn run(test: &str, variable: &str, provider: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["child", "--exact", "--nocapture"])
-            .env(PROVIDER, provider)
+            .args([test, "--exact", "--nocapture"])
+            .env(variable, provider)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -22,9 +22,15 @@ impl LibfabricDomain {
     /// Shows life on quiet links, and gives up on those that show none (RS-4).
     pub(super) fn tick(&mut self, now: Time) -> bool {
         let mut moved = self.tick_setups(now);
+        let away = now.since(std::mem::replace(&mut self.ticked_at, now));
         for id in self.link_ids() {
             let timeout = self.peer_timeout;
             let Some(link) = self.link(id) else { continue };
+            // Who didn't listen, because the machine had no time for it, can't tell whether the peer was
+            // silent. Otherwise this is done for each sign of life: in each quarter of the timeout.
+            if away > timeout / 2 {
+                link.heard_at = link.heard_at.after(away).min(now);
+            }
             if now >= link.heard_at.after(timeout) {
                 let cause = link.silence(timeout);
                 self.take_down(id, cause, false);

@@ -126,6 +126,7 @@ pub struct LibfabricDomain {
     peer_timeout: Duration,
     now: Time,
     tick_at: Time,
+    ticked_at: Time,
     nap: Duration,
     nap_until: Time,
 }
@@ -233,6 +234,7 @@ impl LibfabricDomain {
             peer_timeout: config.peer_timeout,
             now: Time(0),
             tick_at: Time(0),
+            ticked_at: Time(0),
             nap: SHORT_NAP,
             nap_until: Time(0),
         };
