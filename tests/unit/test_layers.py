@@ -34,9 +34,10 @@ MAY_USE = {
     "time": set[str](),
 }
 CRATES_MAY_USE = {
-    "fabric-python": {"fabric-engine", "fabric-plan", "fabric-simulate"},
+    "fabric-kvcache": {"fabric-engine"},
+    "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-plan", "fabric-simulate"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
-    "fabric-perf": {"fabric-engine"},
+    "fabric-perf": {"fabric-engine", "fabric-kvcache"},
     "fabric-engine": {"fabric-sys"},
     "fabric-plan": set[str](),
     "fabric-sys": set[str](),
