@@ -33,7 +33,7 @@ test-rust: $(DONE)/tools
 # What waits for actors, and what waits for guests or computes, share the cores; all others watch a clock more
 # closely and run alone. With ARGS only what it selects, one by one.
 ACTORS := tests/ray tests/docs
-GUESTS := tests/rdma $(addprefix tests/unit/,families models plan quant replica rl trainers)
+GUESTS := tests/rdma $(addprefix tests/unit/,families inference models plan quant replica rl trainers)
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS

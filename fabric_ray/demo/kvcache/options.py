@@ -34,8 +34,8 @@ class Streamed(msgspec.Struct, frozen=True):
     first_token: float
     """Seconds until the client had the first token."""
     seconds: float
-    timings: dict[str, float]
-    """As the decoder measured them: queue, prefill, transfer, first token."""
+    timings: dict[str, float | int]
+    """As the decoder measured them, seconds: queue, prefill, transfer, first token; and counts."""
     equal: bool
     """Whether one engine that does both halves says the same."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -39,11 +40,12 @@ def run(options: Options, tell: Tell) -> Outcome:
         raise InvalidArgument("give at least one client, one token and some seconds")
     with cluster(options.address), named_failures():
         tell("stage", "starting Ray Serve: a router, a prefiller, a decoder")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             with run_local(serve_args(options), port=_free_port()) as app:
                 return _on(app, options, tell)
         finally:
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def serve_args(options: Options, *, prefillers: int = 1, decoders: int = 1) -> ServeArgs:

@@ -38,9 +38,9 @@ def show(outcome: Outcome, console: Console) -> None:
     said, found = outcome.streamed, summary(outcome)
     table = Table(title="The streamed completion", title_justify="left", show_header=False)
     table.add_row("first token, seen by the client", f"{said.first_token * 1e3:.0f} ms")
-    for name, seconds in said.timings.items():
-        if isinstance(seconds, (int, float)):
-            table.add_row(name.replace("_", " "), f"{seconds * 1e3:.1f} ms")
+    for name, value in said.timings.items():
+        shown = f"{value * 1e3:.1f} ms" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), shown)
     table.add_row("tokens", str(said.tokens))
     console.print(table)
     table = Table(title="Under load", title_justify="left", show_header=False)

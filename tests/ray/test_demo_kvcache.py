@@ -1,0 +1,35 @@
+"""The demo of disaggregated inference: it streams, scales, loses a prefiller, and is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+pytest.importorskip("uvicorn")
+
+
+def test_the_command_scales_and_kills_and_prints_one_json_object(cluster: list[str]) -> None:
+    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "kvcache", "--json"]
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [*command, "--seconds", "6", "--clients", "3", "--address", address],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["verified"] is True
+    assert all(result["checks"].values())
+    assert result["streamed"]["tokens"] == 24
+    assert result["requests"] > 3
+    assert result["wrong"] == 0
+    assert any("kill -9" in event["what"] for event in result["events"])
+    assert sum(replica["role"] == "decode" for replica in result["replicas"]) == 2
