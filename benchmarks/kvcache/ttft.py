@@ -237,8 +237,8 @@ def _sheet(
             f"{_PAGE_TOKENS} tokens, chunks of {chunk_tokens}; torch has {threads} thread(s) in "
             "each process; tokens of both ways are equal",
             "asking: from the decoder's request to the prefiller's taking it; not hidden: from the "
-            "end of computing until the decoder knows that all pages and the tail are there; of it: "
-            "both, of the time disaggregated",
+            "end of computing until the decoder knows that all pages and the tail are there; of "
+            "it: both, of the time disaggregated",
             f"aim: the difference is at most one decode step and {AIM:.0%}; the tail brings the "
             "logits, so no step is repeated before the first token",
         ),
