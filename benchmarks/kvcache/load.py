@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness.processes import adopt_orphans
 from benchmarks.kvcache.child import Child
 from benchmarks.kvcache.nodes import Setup
-from benchmarks.kvcache.serving import Ended, Order
+from benchmarks.kvcache.serving import Ended, Order, Outcome
 from benchmarks.kvcache.sheets import Sheet, spread, verdict
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -270,7 +270,7 @@ def _sheet(asked: Load, outcomes: Outcomes) -> Sheet:
     )
 
 
-_OUTCOMES = ("done", "cancelled", "failed")
+_OUTCOMES: tuple[Outcome, ...] = ("done", "cancelled", "failed")
 
 
 def _retried(outcomes: Outcomes) -> int:

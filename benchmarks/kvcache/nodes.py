@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True):
     chunk_tokens: int
     transport: str = "shm"
     beat: float = 0.1
-    silence: float = 2.0
+    silence: float = 5.0
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -66,7 +66,6 @@ class Instance:
     """
 
     def __init__(self, setup: Setup, name: str, slots: int) -> None:
-        torch.set_num_threads(torch.get_num_threads())
         model = Model.random(setup.config, dtype=setup.dtype)  # type: ignore[arg-type]
         self.transfer = TransferEngine(name=name, transport=setup.transport, bind=["127.0.0.1"])
         regions: list[Region] = []

@@ -28,7 +28,7 @@ enum Command {
     #[command(subcommand)]
     Rails(rails::Command),
     /// From a store to the word that counts layers to the first post: answers JSON requests from stdin, one a line
-    Watch,
+    Watch(watch::Options),
 }
 
 fn main() -> ExitCode {
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         Command::Floor(command) => floor::run(command),
         Command::Engine(command) => engine::run(command),
         Command::Rails(command) => rails::run(command),
-        Command::Watch => watch::run(),
+        Command::Watch(options) => watch::run(&options),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

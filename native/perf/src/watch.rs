@@ -16,8 +16,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use clap::Args;
 use fabric_engine::{
-    api::{EngineConfig, TransportKind},
+    api::{EngineConfig, Spin, TransportKind},
     TransferEngine, Watcher,
 };
 use fabric_kvcache::{
@@ -30,6 +31,13 @@ use crate::{
     engine::{say, text},
     floor::Outcome,
 };
+
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// Microseconds that the engines' threads look for work before they sleep
+    #[arg(long, default_value_t = 50)]
+    spin_us: u64,
+}
 
 /// How the word is changed, and what the watching thread is doing then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -88,8 +96,8 @@ struct World {
     job: Option<(u64, u64)>,
 }
 
-pub fn run() -> Outcome<()> {
-    let mut world = World::new()?;
+pub fn run(options: &Options) -> Outcome<()> {
+    let mut world = World::new(options)?;
     for line in io::stdin().lock().lines() {
         let line = line.map_err(text)?;
         let reply = serde_json::from_str(&line)
@@ -103,10 +111,11 @@ pub fn run() -> Outcome<()> {
     Ok(())
 }
 
-fn rank(name: &str) -> Outcome<(CacheLayout, LocalRank)> {
+fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
     let config = EngineConfig {
         name: name.into(),
         transports: vec![TransportKind::Shm],
+        spin: Spin::For(Duration::from_micros(options.spin_us)),
         ..EngineConfig::default()
     };
     let engine = Arc::new(TransferEngine::open(config).map_err(text)?);
@@ -137,9 +146,9 @@ fn rank(name: &str) -> Outcome<(CacheLayout, LocalRank)> {
 }
 
 impl World {
-    fn new() -> Outcome<Self> {
+    fn new(options: &Options) -> Outcome<Self> {
         let start = Instant::now();
-        let (layout, local) = rank("prefiller")?;
+        let (layout, local) = rank("prefiller", options)?;
         let engine = Arc::clone(&local.engine);
         let (tell, jobs) = channel();
         let on_event = move |job, event| drop(tell.send((job, event)));
@@ -151,10 +160,10 @@ impl World {
         let on_change = move |old, new| {
             let entered = since(start);
             advance(old, new);
-            drop(tell.send((new, entered, since(start))));
+            let _ = tell.send((new, entered, since(start)));
         };
         let word = engine.watch(on_change).map_err(text)?;
-        let (layout, local) = rank("decoder")?;
+        let (layout, local) = rank("decoder", options)?;
         let decoder =
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
