@@ -135,6 +135,30 @@ def test_a_prefill_that_is_aborted_ends_its_decoders_request(
         assert "FINISHED_ABORTED" in caplog.text
 
 
+def test_pages_of_a_model_that_raised_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
+    with instances(p, d):
+        d.add("d", PROMPT, known(p, d))
+        d.step()
+        time.sleep(0.3)
+
+        def after(layer: int) -> None:
+            if layer == 1:
+                raise RuntimeError("out of memory")
+
+        p.after = after  # type: ignore[method-assign]
+        p.add("p", PROMPT, {"do_remote_decode": True, "transfer_id": "t"}, 1)
+        try:
+            p.step()
+        except RuntimeError:
+            # As vLLM's model runners do, whatever happened.
+            p.workers[0].kv_connector.wait_for_save()
+        pump("the end", lambda: "d" in d.ended, d)
+        assert d.ended["d"].finish_reason.name == "ERROR"
+        assert "model failed" in caplog.text
+        released(d)
+
+
 def test_blocks_that_nobody_asks_for_are_free_after_the_lease() -> None:
     p = Instance(config("kv_producer", lease=0.4))
     with instances(p):
