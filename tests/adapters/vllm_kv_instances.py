@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -48,11 +46,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from tests.processes import Other, _run
-
 LAYERS, HEADS, HEAD, LATENT = 3, 4, 8, 24
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__])
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -297,52 +291,3 @@ class Instance:
         request = self.scheduler.requests[number]
         whole = request.num_computed_tokens >= request.num_tokens
         return [7] if whole else []
-
-
-class Remote(Other):
-    """A prefill instance in a process of its own, which does what it is told over a pipe."""
-
-    def __init__(self, vllm: VllmConfig, **options: Any) -> None:
-        self.connection, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
-            target=_run, args=(serve, theirs, (vllm, options)), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-
-def serve(connection: Connection, vllm: VllmConfig, options: dict[str, Any]) -> None:
-    """Steps as an engine core does, and answers in between."""
-    torch.set_num_threads(1)
-    instance = Instance(vllm, **options)
-    connection.send("ready")
-    while True:
-        busy = instance.scheduler.has_requests()
-        if connection.poll(0 if busy else 0.5):
-            what, *given = connection.recv()
-            if what == "close":
-                instance.close()
-                return
-            if what == "add":
-                instance.add(*given)
-            elif what == "abort":
-                instance.abort(*given)
-            elif what == "die after layer":
-                instance.after = lambda layer, at=given[0]: _die(layer == at)  # type: ignore[method-assign]
-            elif what == "params":
-                ended = instance.ended.get(given[0])
-                connection.send(ended and ended.kv_transfer_params)
-            elif what == "free":
-                connection.send(instance.free())
-        if busy:
-            instance.step()
-
-
-def _die(now: bool) -> None:
-    import os
-    import signal
-    import time
-
-    if now:
-        time.sleep(0.3)  # So that what has left is under way, or there.
-        os.kill(os.getpid(), signal.SIGKILL)

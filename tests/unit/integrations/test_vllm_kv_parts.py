@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import msgspec
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument
+from fabric_ray.integrations import MissingFramework
 from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
 from fabric_ray.integrations.vllm_kv_layout import Shards, worker_cache
 from fabric_ray.integrations.vllm_kv_offer import from_text, instance, joined, to_text
@@ -172,3 +176,11 @@ def test_a_configuration_that_there_is_not_is_named() -> None:
     ]:
         with pytest.raises(InvalidArgument, match=text):
             KvConnectorConfig.of(wrong)
+
+
+def test_without_vllm_the_connector_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "fabric_ray.integrations.vllm_kv"
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(MissingFramework, match=r"pip install 'fabric-ray\[vllm\]'"):
+        importlib.import_module(module)
