@@ -155,7 +155,8 @@ mod tests {
     fn states_and_reasons_fit_the_smallest_message() {
         let why = crate::wire::reason(&"ä".repeat(4000));
         assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
-        let states: Vec<_> = (0..1000).map(|i| (u64::MAX - i, State::Failed(why.clone()))).collect();
+        let states: Vec<_> =
+            (0..1000).map(|i| (u64::MAX - i, State::Failed(why.clone()))).collect();
         let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
         let mut all = Vec::new();
         for part in parts {

@@ -127,17 +127,41 @@ pub(crate) enum State {
 pub(crate) enum Message {
     Hello(Box<Hello>),
     /// `life` is the prefiller's number of the meeting. One that forgot a meeting and is greeted again has another.
-    Welcome { meeting: u64, life: u64 },
-    Declined { meeting: u64, why: String },
+    Welcome {
+        meeting: u64,
+        life: u64,
+    },
+    Declined {
+        meeting: u64,
+        why: String,
+    },
     /// Taken only in the life for which it was meant: pages of an earlier one may have others now.
-    Request { meeting: u64, life: u64, request: Box<Request> },
-    Cancel { meeting: u64, seq: u64 },
+    Request {
+        meeting: u64,
+        life: u64,
+        request: Box<Request>,
+    },
+    Cancel {
+        meeting: u64,
+        seq: u64,
+    },
     /// That the decoder lives, and what it still waits for. Everything before `floor` is over for it.
-    Beat { meeting: u64, floor: u64, open: Vec<u64> },
+    Beat {
+        meeting: u64,
+        floor: u64,
+        open: Vec<u64>,
+    },
     /// Answers a beat, and is sent unasked when something is over.
-    Status { meeting: u64, life: u64, states: Vec<(u64, State)> },
+    Status {
+        meeting: u64,
+        life: u64,
+        states: Vec<(u64, State)>,
+    },
     /// The decoder is done with this prefiller, or the other way round.
-    Goodbye { meeting: u64, why: String },
+    Goodbye {
+        meeting: u64,
+        why: String,
+    },
 }
 
 /// Page numbers, as stretches of consecutive ones: the first, and how many.
@@ -240,7 +264,10 @@ impl Offer {
             offer.ends.iter().flat_map(|e| &e.ranks).map(|(rank, _)| *rank).collect();
         ranks.sort_unstable();
         if !ranks.iter().copied().eq(0..offer.layouts.len() as u32) {
-            let cause = format!("its processes have the ranks {ranks:?}, not each of {} once", offer.layouts.len());
+            let cause = format!(
+                "its processes have the ranks {ranks:?}, not each of {} once",
+                offer.layouts.len()
+            );
             return Err(EngineError::Decode { what: "a prefiller's offer", cause });
         }
         Ok(offer)

@@ -11,7 +11,8 @@ use std::{
 
 use fabric_engine::{
     api::{CounterRef, EngineId},
-    Counter, EngineError, Handle, Peer, Region, Result};
+    Counter, EngineError, Handle, Peer, Region, Result,
+};
 use parking_lot::Mutex;
 
 use self::state::{AtEnd, End, Facts, Meeting, MeetingPhase, Phase, State, Ticket};
@@ -103,15 +104,11 @@ impl Decoder {
         let groups = common_groups(&layouts, local.iter().map(|r| r.rank));
         let inner = Arc::new(Inner { name, groups, layouts, local, terms, state, events });
         let weak = Arc::downgrade(&inner);
-        inner.control().receive(
-            inner.terms.max_message,
-            Terms::MESSAGES,
-            move |delivery| {
-                if let Some(inner) = weak.upgrade() {
-                    inner.hear(delivery.from(), delivery.message());
-                }
-            },
-        )?;
+        inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
+            if let Some(inner) = weak.upgrade() {
+                inner.hear(delivery.from(), delivery.message());
+            }
+        })?;
         Ok(Self { inner })
     }
 
@@ -129,7 +126,10 @@ impl Decoder {
     pub fn meet(&self, offer: &Offer) -> Result<u64> {
         let inner = &self.inner;
         let pairing = Pairing::new(&offer.layouts, &inner.layouts).map_err(|e| {
-            EngineError::Invalid(format!("prefiller {} and decoder {}: {e}", offer.name, inner.name))
+            EngineError::Invalid(format!(
+                "prefiller {} and decoder {}: {e}",
+                offer.name, inner.name
+            ))
         })?;
         if offer.tail_nbytes != inner.terms.tail_nbytes {
             return Err(EngineError::Invalid(format!(
@@ -166,12 +166,8 @@ impl Decoder {
             let tail = rank.tail.as_ref().filter(|_| i == 0).map(&mut again).transpose()?;
             grants.push(Grant { rank: rank.rank, buffers, tail });
         }
-        let facts = Facts {
-            name: offer.name.clone(),
-            pairing,
-            max_message: offer.max_message,
-            writers,
-        };
+        let facts =
+            Facts { name: offer.name.clone(), pairing, max_message: offer.max_message, writers };
         let mut acts = Vec::new();
         let number = {
             let mut state = inner.state.lock();
@@ -231,7 +227,8 @@ impl Decoder {
                 return Err(EngineError::Closed);
             }
             let meeting = state.meetings.get(&prefiller);
-            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_))) else {
+            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
+            else {
                 return Err(EngineError::Stale {
                     what: format!("prefiller {prefiller}"),
                     cause: "it has been given up".into(),
@@ -258,7 +255,9 @@ impl Decoder {
                 writers.extend(facts.writers[i].first().cloned());
             }
             let expected = u32::try_from(pages + tail).map_err(|_| {
-                EngineError::Invalid(format!("{pages} pieces of pages; ask for fewer tokens at a time"))
+                EngineError::Invalid(format!(
+                    "{pages} pieces of pages; ask for fewer tokens at a time"
+                ))
             })?;
             expectations.push(counter.expect(expected, &writers, ask.timeout)?);
             counters.push(counter);
@@ -365,6 +364,11 @@ impl Decoder {
     /// Requests whose pages aren't released.
     pub fn open(&self) -> usize {
         self.inner.state.lock().tickets.len()
+    }
+
+    /// Prefillers that it talks to, and given up ones whose memory isn't taken back yet.
+    pub fn prefillers(&self) -> usize {
+        self.inner.state.lock().meetings.len()
     }
 
     /// Parts with all prefillers, as dropping it does. Events still come until all requests are released.

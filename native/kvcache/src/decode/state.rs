@@ -6,7 +6,10 @@ use fabric_engine::{Counter, Handle, Peer, Region};
 
 use super::Event;
 use crate::{
-    events::Events, pairing::Pairing, terms::Cause, wire::{reason, Message, Request},
+    events::Events,
+    pairing::Pairing,
+    terms::Cause,
+    wire::{reason, Message, Request},
 };
 
 pub(super) struct State {
@@ -134,9 +137,8 @@ impl State {
 
     /// Forgets a request whose memory is its owner's again.
     pub fn settle(&mut self, seq: u64, acts: &mut Vec<Act>) {
-        let over = |t: &Ticket| {
-            t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over)
-        };
+        let over =
+            |t: &Ticket| t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over);
         if !self.tickets.get(&seq).is_some_and(over) {
             return;
         }

@@ -67,7 +67,13 @@ impl Inner {
     }
 
     /// A message didn't get there.
-    fn unsent(self: &Arc<Self>, meeting: u64, end: usize, request: Option<u64>, error: &EngineError) {
+    fn unsent(
+        self: &Arc<Self>,
+        meeting: u64,
+        end: usize,
+        request: Option<u64>,
+        error: &EngineError,
+    ) {
         let mut acts = Vec::new();
         {
             let mut state = self.state.lock();
@@ -177,7 +183,9 @@ impl State {
         let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.meeting == number) else {
             return;
         };
-        let Some(place) = ticket.ends.get_mut(end).filter(|p| **p != AtEnd::Unasked) else { return };
+        let Some(place) = ticket.ends.get_mut(end).filter(|p| **p != AtEnd::Unasked) else {
+            return;
+        };
         match (at, *place) {
             (_, AtEnd::Over | AtEnd::Unasked) => {}
             (At::Open, AtEnd::Asked { .. }) => *place = AtEnd::Asked { unknown: 0 },
@@ -255,8 +263,10 @@ impl State {
             if meeting.ends[end].life.is_none() {
                 continue;
             }
-            let there = |ends: &Vec<AtEnd>| matches!(ends[end], AtEnd::Asked { .. } | AtEnd::Stopping);
-            let asked: Vec<u64> = open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
+            let there =
+                |ends: &Vec<AtEnd>| matches!(ends[end], AtEnd::Asked { .. } | AtEnd::Stopping);
+            let asked: Vec<u64> =
+                open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
             let floor = open.first().map_or(next_seq, |(seq, _)| *seq);
             let parts = asked.chunks(BEAT_REQUESTS).map(<[u64]>::to_vec);
             let none = asked.is_empty().then(Vec::new);

@@ -22,7 +22,9 @@ impl Inner {
         let mut failed = None;
         {
             let mut progress = job.state.lock();
-            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else { return };
+            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else {
+                return;
+            };
             let first = progress.sent[step];
             let ready = job.facts.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
             let end = ready.map_or(first, |end| end.min(job.cells[group].end));
@@ -209,4 +211,3 @@ impl Inner {
         self.events.tell();
     }
 }
-

@@ -58,7 +58,12 @@ impl Inner {
     }
 
     /// Says how requests are; they may take several messages.
-    pub(super) fn say_states(self: &Arc<Self>, meeting: u64, facts: &Facts, states: Vec<(u64, At)>) {
+    pub(super) fn say_states(
+        self: &Arc<Self>,
+        meeting: u64,
+        facts: &Facts,
+        states: Vec<(u64, At)>,
+    ) {
         for message in Message::statuses(meeting, facts.life, states) {
             self.say(&facts.peer, &message);
         }
@@ -157,7 +162,8 @@ impl Inner {
         let mut grants = Vec::new();
         for (i, grant) in hello.grants.iter().enumerate() {
             let layout = hello.layouts.get(grant.rank as usize);
-            let layout = layout.ok_or_else(|| format!("it has no layout of rank {}", grant.rank))?;
+            let layout =
+                layout.ok_or_else(|| format!("it has no layout of rank {}", grant.rank))?;
             let lens: Vec<u64> = grant.buffers.iter().map(|d| d.len).collect();
             if lens != layout.buffers {
                 return Err(format!(
@@ -177,7 +183,9 @@ impl Inner {
             let tail = grant.tail.as_ref().map(|d| self.control().import(d)).transpose();
             let (buffers, tail) =
                 (buffers.map_err(|e| e.to_string())?, tail.map_err(|e| e.to_string())?);
-            if i == 0 && tail.as_ref().map_or(0, fabric_engine::RemoteRegion::len) < hello.tail_nbytes {
+            if i == 0
+                && tail.as_ref().map_or(0, fabric_engine::RemoteRegion::len) < hello.tail_nbytes
+            {
                 return Err(format!("rank {} gives no room for a tail", grant.rank));
             }
             grants.push(Granted { rank: grant.rank as usize, owner, buffers, tail });
@@ -201,9 +209,13 @@ impl Inner {
             if closed {
                 Err("the prefiller is closed".to_owned())
             } else if m.jobs.len() >= MAX_JOBS {
-                Err(format!("the prefiller has {MAX_JOBS} requests of this decoder; ask for less at a time"))
+                Err(format!(
+                    "the prefiller has {MAX_JOBS} requests of this decoder; ask for less at a time"
+                ))
             } else if entries >= MAX_ENTRIES {
-                Err(format!("the requests that the prefiller has name {MAX_ENTRIES} pages; ask another"))
+                Err(format!(
+                    "the requests that the prefiller has name {MAX_ENTRIES} pages; ask another"
+                ))
             } else {
                 Ok(Arc::clone(&m.facts))
             }
@@ -265,7 +277,10 @@ impl Inner {
                 .and_then(|pages| crate::table::check(group, tokens, &pages).map(|()| pages))
                 .map_err(|e| format!("group {}: {e}", group.name))?;
             if !have.is_multiple_of(u64::from(group.page_tokens)) {
-                return Err(format!("it has {have} tokens, which isn't whole pages of {}", group.name));
+                return Err(format!(
+                    "it has {have} tokens, which isn't whole pages of {}",
+                    group.name
+                ));
             }
             there.push(checked);
         }

@@ -52,7 +52,14 @@ impl Shape {
 }
 
 /// The bytes of one head of one token, of one request.
-fn bytes_of(request: u64, layer: usize, tensor: usize, head: u32, token: u64, width: u32) -> Vec<u8> {
+fn bytes_of(
+    request: u64,
+    layer: usize,
+    tensor: usize,
+    head: u32,
+    token: u64,
+    width: u32,
+) -> Vec<u8> {
     let seed = request
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
         .wrapping_add(token.wrapping_mul(0xff51_afd7_ed55_8ccd))
@@ -108,7 +115,12 @@ impl Cache {
     }
 
     /// Whether all layers have these tokens of a request.
-    pub fn holds(&self, request: u64, tokens: std::ops::Range<u64>, table: &[u32]) -> Result<(), String> {
+    pub fn holds(
+        &self,
+        request: u64,
+        tokens: std::ops::Range<u64>,
+        table: &[u32],
+    ) -> Result<(), String> {
         let layers = self.layout.groups[0].layers.len();
         let mut wrong = None;
         self.each(request, 0..layers, tokens, table, |at, bytes| {

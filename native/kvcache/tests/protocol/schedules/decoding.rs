@@ -89,8 +89,10 @@ impl Desk {
 
     fn slot_untouched(&self, slot: u32) -> Result<(), String> {
         let bytes = self.tail.get(u64::from(slot) * TAIL, TAIL).unwrap();
-        let any = bytes.iter().any(|b| *b != 0);
-        any.then(|| Err(format!("slot {slot} was written to"))).unwrap_or(Ok(()))
+        match bytes.iter().any(|b| *b != 0) {
+            true => Err(format!("slot {slot} was written to")),
+            false => Ok(()),
+        }
     }
 
     fn right(&self, asking: &Asking) -> Result<(), String> {
@@ -161,7 +163,12 @@ impl Decoding {
         let caches: Vec<Cache> = engines.iter().enumerate().map(|c| cache(c).unwrap()).collect();
         let local = engines.iter().zip(&caches).enumerate().map(|(rank, (engine, cache))| {
             let (engine, buffers) = (Arc::clone(engine), vec![cache.region.clone()]);
-            LocalRank { rank: rank as u32, engine, buffers, tail: (rank == 0).then(|| tail.clone()) }
+            LocalRank {
+                rank: rank as u32,
+                engine,
+                buffers,
+                tail: (rank == 0).then(|| tail.clone()),
+            }
         });
         let layouts = caches.iter().map(|c| c.layout.clone()).collect();
         let local: Vec<LocalRank> = local.collect();
@@ -272,7 +279,8 @@ impl Decoding {
             Err(error) => {
                 let gone = matches!(error, EngineError::Stale { .. } | EngineError::Closed);
                 if !gone {
-                    self.judge.wrong("request", format_args!("of {} tokens: {error}", asking.tokens));
+                    self.judge
+                        .wrong("request", format_args!("of {} tokens: {error}", asking.tokens));
                 }
                 let pages = asking.pages(self.cut.page_tokens);
                 desk.fill(&pages);
@@ -308,6 +316,14 @@ impl Decoding {
         (desk.ready, desk.failed)
     }
 
+    /// When it has parted with everybody: nothing is kept of anybody.
+    pub fn check_parted(&self) {
+        let left = self.decoder.as_ref().map_or(0, |d| d.prefillers());
+        if left > 0 {
+            self.judge.wrong("leak", format_args!("a closed decoder keeps {left} prefillers"));
+        }
+    }
+
     /// When all is over: everything was told, nothing was kept, and nothing landed late.
     pub fn check(&self) {
         let desk = self.desk.lock();
@@ -324,9 +340,9 @@ impl Decoding {
         if self.decoder.as_ref().is_some_and(|d| d.open() > 0) {
             self.judge.wrong("leak", "a decoder has open requests");
         }
-        let late = desk.untouched(&desk.pages).and_then(|()| {
-            desk.slots.iter().try_for_each(|slot| desk.slot_untouched(*slot))
-        });
+        let late = desk
+            .untouched(&desk.pages)
+            .and_then(|()| desk.slots.iter().try_for_each(|slot| desk.slot_untouched(*slot)));
         if let (false, Err(what)) = (desk.liar, late) {
             self.judge.wrong("MR-1", format_args!("after release: {what}"));
         }

@@ -174,7 +174,12 @@ impl Prefilling {
                 // What was released has pages of others.
                 let Some(work) = desk.jobs.get_mut(job) else { continue };
                 for cache in &self.caches {
-                    cache.compute(work.content.unwrap_or(0), pass.layer, work.done..*to, &work.table);
+                    cache.compute(
+                        work.content.unwrap_or(0),
+                        pass.layer,
+                        work.done..*to,
+                        &work.table,
+                    );
                 }
                 if pass.layer + 1 == prefiller.layers() {
                     work.done = *to;
@@ -292,6 +297,14 @@ impl Prefilling {
 
     pub fn is_over(&self) -> bool {
         self.dead || self.crippled || self.desk.lock().jobs.is_empty()
+    }
+
+    /// When it has parted with everybody: nothing is kept of anybody.
+    pub fn check_parted(&self) {
+        let left = self.prefiller.as_ref().map_or(0, |p| p.decoders());
+        if left > 0 && !self.dead && !self.crippled {
+            self.judge.wrong("leak", format_args!("a closed prefiller keeps {left} decoders"));
+        }
     }
 
     pub fn check(&self) {

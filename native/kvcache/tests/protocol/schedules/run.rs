@@ -153,10 +153,8 @@ impl Run {
         let silence = Duration::from_secs(2);
         let beat = Duration::from_millis([50, 100, 500][self.rng.usize(..3)]);
         let terms = Terms { beat, silence, tail_nbytes: TAIL, ..Terms::default() };
-        let mut cut = |least: u32| Cut {
-            page_tokens: self.rng.u32(1..6),
-            pages: self.rng.u32(least..32),
-        };
+        let mut cut =
+            |least: u32| Cut { page_tokens: self.rng.u32(1..6), pages: self.rng.u32(least..32) };
         let (theirs, ours): (Vec<Cut>, Vec<Cut>) = (0..3).map(|_| (cut(24), cut(12))).unzip();
         for cut in theirs.iter().take(self.rng.usize(1..=3)) {
             let ranks = [1, 1, 2, 4][self.rng.usize(..4)];
@@ -221,15 +219,19 @@ impl Run {
         }
         self.judge.verdict()?;
         // Everybody goes, and late messages come.
+        self.decoders.iter().flat_map(|d| &d.decoder).for_each(|d| d.close());
+        self.processes.iter().flat_map(|p| &p.prefiller).for_each(|p| p.close());
+        self.end(BOUND, false)?;
+        let rest = self.judge.now() + 4_000 * MS;
+        self.until(rest)?;
+        self.decoders.iter().filter(|d| !d.dead).for_each(Decoding::check_parted);
+        self.processes.iter().for_each(Prefilling::check_parted);
         for decoder in &mut self.decoders {
             decoder.decoder = None;
         }
         for process in &mut self.processes {
             process.prefiller = None;
         }
-        self.end(BOUND, false)?;
-        let rest = self.judge.now() + 4_000 * MS;
-        self.until(rest)?;
         for decoder in self.decoders.iter().filter(|d| !d.dead) {
             decoder.check();
         }
@@ -281,7 +283,8 @@ impl Run {
     }
 
     fn ask(&mut self) {
-        let (d, p) = (self.rng.usize(..self.decoders.len()), self.rng.usize(..self.instances.len()));
+        let (d, p) =
+            (self.rng.usize(..self.decoders.len()), self.rng.usize(..self.instances.len()));
         let decoding = &mut self.decoders[d];
         let Some(decoder) = decoding.decoder.clone().filter(|_| !decoding.dead) else { return };
         let known = decoding.meetings[p].last().copied().filter(|m| decoder.knows(*m));
@@ -316,7 +319,10 @@ impl Run {
         let p = self.rng.usize(..self.processes.len());
         let kind = self.kinds[self.rng.usize(..self.kinds.len())];
         // What ends an end for good comes less often.
-        if kind as u8 >= Kind::CloseDecoder as u8 && kind as u8 <= Kind::KillEngine as u8 && self.rng.bool() {
+        if kind as u8 >= Kind::CloseDecoder as u8
+            && kind as u8 <= Kind::KillEngine as u8
+            && self.rng.bool()
+        {
             return;
         }
         match kind {
