@@ -30,7 +30,7 @@ pub fn messages(bytes: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::{fs, path::Path};
 
     use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
@@ -42,7 +42,7 @@ mod tests {
         wire::{Grant, Hello, OfferEnd, PageTable, Request, State},
     };
 
-    fn layout() -> CacheLayout {
+    pub(crate) fn layout() -> CacheLayout {
         let tensor = CacheTensor {
             name: "k".into(),
             heads: 2,

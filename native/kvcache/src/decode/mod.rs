@@ -362,6 +362,11 @@ impl Decoder {
         self.inner.state.lock().tickets.len()
     }
 
+    /// Prefillers that it talks to, and given up ones whose memory isn't taken back yet.
+    pub fn prefillers(&self) -> usize {
+        self.inner.state.lock().meetings.len()
+    }
+
     /// Parts with all prefillers, as dropping it does. Events still come until all requests are released.
     pub fn close(&self) {
         let meetings: Vec<u64> = {

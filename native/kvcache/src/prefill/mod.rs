@@ -4,6 +4,8 @@ mod job;
 mod lane;
 mod push;
 mod talk;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::BTreeMap,

@@ -29,7 +29,7 @@ const MAX_MEETINGS_EACH: usize = 64;
 /// Requests of one decoder beyond these are refused.
 const MAX_JOBS: usize = 1 << 14;
 /// How one decoder's requests ended, which it hasn't said that it knows; who leaves more to be kept is parted with.
-const MAX_ENDED: usize = 1 << 16;
+pub(super) const MAX_ENDED: usize = 1 << 16;
 /// Entries of the page tables of all jobs; requests beyond these are refused.
 const MAX_ENTRIES: u64 = 1 << 26;
 /// Answers that a decoder may leave untaken before its beats are no longer answered.
@@ -278,8 +278,8 @@ impl Inner {
                 .map_err(|e| format!("group {}: {e}", group.name))?;
             if !have.is_multiple_of(u64::from(group.page_tokens)) {
                 return Err(format!(
-                    "it has {have} tokens, which isn't whole pages of {}",
-                    group.name
+                    "it has {have} tokens, which isn't whole pages of {} tokens in group {}",
+                    group.page_tokens, group.name
                 ));
             }
             there.push(checked);

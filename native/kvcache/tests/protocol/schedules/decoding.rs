@@ -89,8 +89,10 @@ impl Desk {
 
     fn slot_untouched(&self, slot: u32) -> Result<(), String> {
         let bytes = self.tail.get(u64::from(slot) * TAIL, TAIL).unwrap();
-        let any = bytes.iter().any(|b| *b != 0);
-        any.then(|| Err(format!("slot {slot} was written to"))).unwrap_or(Ok(()))
+        match bytes.iter().any(|b| *b != 0) {
+            true => Err(format!("slot {slot} was written to")),
+            false => Ok(()),
+        }
     }
 
     fn right(&self, asking: &Asking) -> Result<(), String> {
@@ -312,6 +314,14 @@ impl Decoding {
     pub fn outcome(&self) -> (u32, u32) {
         let desk = self.desk.lock();
         (desk.ready, desk.failed)
+    }
+
+    /// When it has parted with everybody: nothing is kept of anybody.
+    pub fn check_parted(&self) {
+        let left = self.decoder.as_ref().map_or(0, |d| d.prefillers());
+        if left > 0 {
+            self.judge.wrong("leak", format_args!("a closed decoder keeps {left} prefillers"));
+        }
     }
 
     /// When all is over: everything was told, nothing was kept, and nothing landed late.

@@ -299,6 +299,14 @@ impl Prefilling {
         self.dead || self.crippled || self.desk.lock().jobs.is_empty()
     }
 
+    /// When it has parted with everybody: nothing is kept of anybody.
+    pub fn check_parted(&self) {
+        let left = self.prefiller.as_ref().map_or(0, |p| p.decoders());
+        if left > 0 && !self.dead && !self.crippled {
+            self.judge.wrong("leak", format_args!("a closed prefiller keeps {left} decoders"));
+        }
+    }
+
     pub fn check(&self) {
         if self.dead || self.crippled {
             return;

@@ -31,7 +31,6 @@ const BOUND: u64 = 30_000 * MS;
 pub struct Outcome {
     pub ready: u32,
     pub failed: u32,
-    pub digest: u64,
 }
 
 /// A prefiller of one or two processes.
@@ -91,7 +90,7 @@ pub fn run(seed: u64) -> Result<Outcome, String> {
     run.go()?;
     let outcomes = run.decoders.iter().filter(|d| !d.dead && !d.is_liar()).map(Decoding::outcome);
     let (ready, failed) = outcomes.fold((0, 0), |sum, o| (sum.0 + o.0, sum.1 + o.1));
-    Ok(Outcome { ready, failed, digest: run.net.digest() })
+    Ok(Outcome { ready, failed })
 }
 
 impl Run {
@@ -219,15 +218,19 @@ impl Run {
         }
         self.judge.verdict()?;
         // Everybody goes, and late messages come.
+        self.decoders.iter().flat_map(|d| &d.decoder).for_each(|d| d.close());
+        self.processes.iter().flat_map(|p| &p.prefiller).for_each(|p| p.close());
+        self.end(BOUND, false)?;
+        let rest = self.judge.now() + 4_000 * MS;
+        self.until(rest)?;
+        self.decoders.iter().filter(|d| !d.dead).for_each(Decoding::check_parted);
+        self.processes.iter().for_each(Prefilling::check_parted);
         for decoder in &mut self.decoders {
             decoder.decoder = None;
         }
         for process in &mut self.processes {
             process.prefiller = None;
         }
-        self.end(BOUND, false)?;
-        let rest = self.judge.now() + 4_000 * MS;
-        self.until(rest)?;
         for decoder in self.decoders.iter().filter(|d| !d.dead) {
             decoder.check();
         }

@@ -1,0 +1,194 @@
+//! Requests that lie are refused with the reason, before anything of them is done.
+
+use std::sync::Arc;
+
+use fabric_engine::{
+    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Counter, Op, Region, Submit,
+    TransferEngine,
+};
+use parking_lot::Mutex;
+
+use super::{JobEvent, Prefiller};
+use crate::{
+    fuzzing::tests::layout,
+    terms::{LocalRank, Terms},
+    wire::{Grant, Hello, Message, PageTable, Request, State},
+};
+
+const TAIL: u64 = 16;
+const MEETING: u64 = 7;
+
+/// A prefiller, and an engine that says whatever is to be said.
+struct Talk {
+    net: SimNet,
+    prefiller: Prefiller,
+    liar: Arc<TransferEngine>,
+    memory: (Region, Region),
+    counter: Counter,
+    heard: Arc<Mutex<Vec<Message>>>,
+    events: Arc<Mutex<Vec<(u64, JobEvent)>>>,
+}
+
+impl Talk {
+    fn new() -> Self {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let liar = net.engine(EngineConfig::default()).unwrap();
+        let buffers = vec![engine.alloc(256).unwrap()];
+        let tail = Some(engine.alloc(TAIL).unwrap());
+        let events: Arc<Mutex<Vec<(u64, JobEvent)>>> = Arc::default();
+        let theirs = Arc::clone(&events);
+        let terms = Terms { tail_nbytes: TAIL, ..Terms::default() };
+        let local = vec![LocalRank { rank: 0, engine, buffers, tail }];
+        let prefiller = Prefiller::new("p", vec![layout()], local, terms, move |job, event| {
+            theirs.lock().push((job, event));
+        });
+        let heard: Arc<Mutex<Vec<Message>>> = Arc::default();
+        let theirs = Arc::clone(&heard);
+        let hear = move |delivery: fabric_engine::Delivery| {
+            theirs.lock().push(Message::from_bytes(delivery.message()).unwrap());
+        };
+        liar.receive(1 << 20, 64, hear).unwrap();
+        let memory = (liar.alloc(256).unwrap(), liar.alloc(2 * TAIL).unwrap());
+        let counter = liar.counter().unwrap();
+        let prefiller = prefiller.unwrap();
+        Self { net, prefiller, liar, memory, counter, heard, events }
+    }
+
+    /// What is answered in the next tenth of a second.
+    fn say(&mut self, message: &Message) -> Vec<Message> {
+        let peer = self.liar.peer(self.prefiller.inner.control().address()).unwrap();
+        let bytes = message.to_bytes();
+        let op = Op::Send { peer: &peer, message: &bytes };
+        self.liar.submit(&[op], Submit::default()).unwrap();
+        let until = self.net.now().after(std::time::Duration::from_millis(100));
+        self.net.run_until(until);
+        std::mem::take(&mut *self.heard.lock())
+    }
+
+    fn hello(&self) -> Hello {
+        let (buffers, tail) = &self.memory;
+        Hello {
+            meeting: MEETING,
+            name: "liar".into(),
+            address: self.liar.address().clone(),
+            layouts: vec![layout()],
+            grants: vec![Grant {
+                rank: 0,
+                buffers: vec![buffers.descriptor()],
+                tail: Some(tail.descriptor()),
+            }],
+            tail_nbytes: TAIL,
+            beat_ms: 500,
+        }
+    }
+
+    fn welcome(&mut self) -> u64 {
+        let hello = Message::Hello(Box::new(self.hello()));
+        match self.say(&hello).as_slice() {
+            [Message::Welcome { meeting: MEETING, life }] => *life,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn request(&self, seq: u64) -> Request {
+        Request {
+            seq,
+            tokens: 13,
+            have: 4,
+            salt: 0,
+            tables: vec![PageTable::of(&[3, 4, 5, 1])],
+            counters: vec![self.counter.reference()],
+            tail_slot: 1,
+            payload: Vec::new(),
+        }
+    }
+}
+
+#[test]
+fn requests_that_lie_are_refused_in_words() {
+    type Lie = (&'static str, fn(&mut Request, &Talk));
+    let lies: [Lie; 12] = [
+        ("page 8 of 8 pages", |r, _| r.tables = vec![PageTable::of(&[3, 4, 8, 1])]),
+        ("page 4 twice", |r, _| r.tables = vec![PageTable::of(&[3, 4, 4, 1])]),
+        ("a table of 3 pages", |r, _| r.tables = vec![PageTable::of(&[3, 4, 5])]),
+        ("a table of 5 pages", |r, _| r.tables = vec![PageTable::of(&[3, 4, 5, 1, 2])]),
+        ("0 page tables for 1 groups", |r, _| r.tables.clear()),
+        ("fill more than 4194304 pages", |r, _| r.tokens = u64::MAX),
+        ("0 tokens", |r, _| (r.tokens, r.have) = (0, 0)),
+        ("13 tokens of which it has 13", |r, _| r.have = 13),
+        ("isn't whole pages of 4", |r, _| r.have = 3),
+        ("no slot 2 for tails", |r, _| r.tail_slot = 2),
+        ("0 counters for 1 ranks", |r, _| r.counters.clear()),
+        ("a counter is of another engine", |r, t| {
+            r.counters = vec![t.prefiller.inner.control().counter().unwrap().reference()];
+        }),
+    ];
+    let mut talk = Talk::new();
+    let life = talk.welcome();
+    for (seq, (why, lie)) in (0..).zip(lies) {
+        let mut request = talk.request(seq);
+        lie(&mut request, &talk);
+        let request = Box::new(request);
+        let answer = talk.say(&Message::Request { meeting: MEETING, life, request });
+        let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
+        let [(of, State::Failed(said))] = states.as_slice() else { panic!("{states:?}") };
+        assert!(*of == seq && said.contains(why), "{said}, not: {why}");
+    }
+    assert!(talk.events.lock().is_empty() && talk.prefiller.jobs() == 0);
+    let request = Box::new(talk.request(99));
+    talk.say(&Message::Request { meeting: MEETING, life, request });
+    assert!(matches!(talk.events.lock().as_slice(), [(_, JobEvent::Asked(_))]));
+}
+
+#[test]
+fn hellos_that_lie_are_declined_in_words() {
+    type Lie = (&'static str, fn(&mut Hello, &Talk));
+    let lies: [Lie; 7] = [
+        ("no layout of rank 1", |h, _| h.grants[0].rank = 1),
+        ("not given in rising order", |h, _| h.grants.push(h.grants[0].clone())),
+        ("not given in rising order", |h, _| h.grants.clear()),
+        ("its layout says [256]", |h, t| h.grants[0].buffers = vec![t.memory.1.descriptor()]),
+        ("gives no room for a tail", |h, _| h.grants[0].tail = None),
+        ("it takes tails of 17 bytes", |h, _| h.tail_nbytes = 17),
+        ("set both alike", |h, _| h.beat_ms = 1 << 20),
+    ];
+    let mut talk = Talk::new();
+    for (why, lie) in lies {
+        let mut hello = talk.hello();
+        lie(&mut hello, &talk);
+        let answer = talk.say(&Message::Hello(Box::new(hello)));
+        let [Message::Declined { why: said, .. }] = answer.as_slice() else { panic!("{answer:?}") };
+        assert!(said.contains(why), "{said}, not: {why}");
+    }
+    assert_eq!(talk.prefiller.decoders(), 0);
+}
+
+#[test]
+fn mr_2_a_prefiller_that_forgot_a_decoder_has_another_life_and_takes_nothing_of_the_last() {
+    let mut talk = Talk::new();
+    let first = talk.welcome();
+    assert_eq!(talk.welcome(), first);
+    let why = "gone".to_owned();
+    assert_eq!(talk.say(&Message::Goodbye { meeting: MEETING, why }), []);
+    let second = talk.welcome();
+    assert_ne!(first, second);
+    for (life, jobs) in [(first, 0), (second, 1)] {
+        let request = Box::new(talk.request(5));
+        talk.say(&Message::Request { meeting: MEETING, life, request });
+        assert_eq!(talk.prefiller.jobs(), jobs);
+    }
+}
+
+#[test]
+fn what_a_decoder_doesnt_acknowledge_is_bounded() {
+    let mut talk = Talk::new();
+    talk.welcome();
+    let from = talk.liar.id();
+    for seq in 0..super::talk::MAX_ENDED as u64 {
+        talk.prefiller.hear(from, &Message::Cancel { meeting: MEETING, seq }.to_bytes());
+    }
+    assert_eq!(talk.prefiller.decoders(), 1);
+    talk.prefiller.hear(from, &Message::Cancel { meeting: MEETING, seq: 1 << 40 }.to_bytes());
+    assert_eq!(talk.prefiller.decoders(), 0);
+}
