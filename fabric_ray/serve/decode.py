@@ -1,6 +1,5 @@
 """The deployment that generates tokens."""
 
-import asyncio
 import base64
 import contextlib
 import logging
@@ -92,6 +91,5 @@ class Decode:
 
     async def stats(self) -> dict[str, Any]:
         """Pages, queues and counts of this replica."""
-        await asyncio.sleep(0)
         mine = {"role": "decode", "replica": self._name, "pid": os.getpid()}
         return {**mine, **self._completions.stats()}

@@ -79,7 +79,7 @@ class World:
 
     async def idle(self) -> None:
         """Returns when no page and no slot is taken anywhere; fails if that doesn't come."""
-        for _ in range(100):
+        for _ in range(400):
             every = [self.decode.stats(), *(loop.stats() for loop in self.prefill.values())]
             if all(s["idle"] and s.get("taken_slots", 0) == 0 for s in every):
                 assert all(s.get("free_slots", 0) == s["slots"] for s in every[1:]), every
