@@ -260,6 +260,23 @@ async def test_pages_are_held_until_their_prefiller_says_that_it_writes_no_more(
         await w.idle()
 
 
+async def test_a_hanging_prefiller_keeps_the_pages_that_it_was_given_and_others_get_others() -> (
+    None
+):
+    """MR-1: whoever hangs may go on to write one day."""
+    async with world() as w:
+        seats, (prompt,) = w.decode._seats, prompts(1, seed=13)
+        seat = await seats.take(prompt, len(prompt) + 8, timeout=1)
+        number = await asyncio.to_thread(w.decode._decoder.meet, w.listed.offers["p0"])
+        seat.expect(w.decode._ask(request(0, prompt), seat, number))
+        pages, slot = set(seat.tables.fresh[0]), seat.slot
+        await seat.renew(timeout=1)
+        assert pages.isdisjoint(seat.tables.fresh[0])
+        assert seat.slot != slot
+        seat.leave()
+        await w.idle()
+
+
 async def test_pages_are_kept_until_the_step_that_writes_to_them_is_over() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
