@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 _BUSY_PAUSE = 0.1
 """Seconds before busy prefillers are asked once more."""
 
+_QUIET = 1.0
+"""Seconds in which a failed attempt should have shown that it writes no more."""
+
 
 class _Clock:
     """What happened to a request, and when."""
@@ -133,7 +136,6 @@ class Completions:
             timeout=self._args.queue_timeout,
         )
         clock.seated = time.monotonic()
-        clock.cached = seat.prefix
         row: Row | None = None
         try:
             tail = await self._prefilled(request, seat, clock)
@@ -247,8 +249,8 @@ class Completions:
             finally:
                 self._prefillers.end(offered)
             if not await self._quiet(seat):
-                causes.append("its writes can't be shown to be over")
-                break
+                # It hangs, and may go on to write one day: others get other pages.
+                await seat.renew(timeout=self._args.queue_timeout)
         told = "; ".join(causes)
         if causes and busy == len(causes):
             raise Busy(f"all prefillers that were asked are busy ({told}); try again later")
@@ -262,6 +264,7 @@ class Completions:
         seat.expect(pull)
         await pull.ready()
         clock.ready = time.monotonic()
+        clock.cached = seat.prefix
         clock.prefill_queue, clock.prefill = self._instance.read_times(seat.slot)
         tail = self._instance.engine.read_tail(self._instance.tail(seat.slot))
         seat.arrived()
@@ -289,7 +292,7 @@ class Completions:
         """Whether the seat's memory may be given to another prefiller: what was asked before writes
         no more (MR-1)."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(seat.quiet(), self._args.prefill_timeout)
+            await asyncio.wait_for(seat.quiet(), _QUIET)
         return seat.is_quiet
 
     def check(self) -> None:

@@ -1,6 +1,5 @@
 """The deployment that generates tokens."""
 
-import asyncio
 import base64
 import contextlib
 import logging
@@ -33,7 +32,9 @@ class ServeDiscovery:
     async def choose(self, *, avoid: Collection[str], load: Mapping[str, int]) -> Offered:
         """See :class:`fabric_ray.serve.prefillers.Discovery`."""
         said = {"avoid": frozenset(avoid), "load": dict(load)}
-        async with self._prefill.offer.choose_replica(**said) as chosen:
+        # Nothing is reserved at the replica: where it hangs, that would take the whole deadline,
+        # and asking it for pages finds out sooner.
+        async with self._prefill.offer.choose_replica(**said, _reserve=False) as chosen:
             offer = base64.b64decode(chosen.replica_metadata["offer"])
             return Offered(str(chosen.replica_metadata["name"]).removeprefix("prefill-"), offer)
 
@@ -92,6 +93,5 @@ class Decode:
 
     async def stats(self) -> dict[str, Any]:
         """Pages, queues and counts of this replica."""
-        await asyncio.sleep(0)
         mine = {"role": "decode", "replica": self._name, "pid": os.getpid()}
         return {**mine, **self._completions.stats()}

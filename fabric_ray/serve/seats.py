@@ -17,9 +17,11 @@ from fabric_ray.serve.errors import BadRequest, Busy
 class Seat:
     """What one request has of a decoder's memory, until :meth:`leave`."""
 
-    def __init__(self, seats: Seats, prompt: Sequence[int], tables: Tables, slot: int) -> None:
+    def __init__(
+        self, seats: Seats, prompt: Sequence[int], tokens: int, tables: Tables, slot: int
+    ) -> None:
         self._seats = seats
-        self.prompt, self.tables, self.slot = prompt, tables, slot
+        self.prompt, self.tokens, self.tables, self.slot = prompt, tokens, tables, slot
         self.prefix = tables.prefix
         """Tokens that are in its pages already."""
         self._pull: Pull | None = None
@@ -54,6 +56,21 @@ class Seat:
         if self._pull is not None:
             await self._pull.released()
             self._pull = None
+
+    async def renew(self, *, timeout: float) -> None:
+        """Leaves its pages and slot to the peer that may still write to them, and takes others.
+
+        Raises:
+            Busy: there are none in time; the seat is left then.
+        """
+        if self._pull is not None:
+            old = Seat(self._seats, self.prompt, self.tokens, self.tables, self.slot)
+            old.expect(self._pull)
+            self._pull, self._left = None, True
+            old.leave()
+            fresh = await self._seats.take(self.prompt, self.tokens, timeout=timeout)
+            self.tables, self.slot, self.prefix = fresh.tables, fresh.slot, fresh.prefix
+            self._left = False
 
     def arrived(self) -> None:
         """All pages of the prompt are there."""
@@ -179,7 +196,8 @@ class Seats:
                     tables = self.pools.open(waiting.prompt, waiting.tokens)
                 except OutOfPages:
                     return  # until pages come back: the oldest goes first
-                seat = Seat(self, waiting.prompt, tables, self._free.pop())
+                slot = self._free.pop()
+                seat = Seat(self, waiting.prompt, waiting.tokens, tables, slot)
                 waiting.seat.set_result(seat)
             self._queue.popleft()
 

@@ -15,9 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette")
-
 from ray import serve
 
 from fabric_ray.inference.engine import TorchEngine
@@ -31,7 +28,7 @@ ARGS = ServeArgs.model_validate(
         "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 1}},
         "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
         "router": {"max_requests": 24},
-        "terms": {"beat": 0.2, "silence": 2.0},
+        "terms": {"beat": 0.2, "silence": 5.0},
     }
 )
 

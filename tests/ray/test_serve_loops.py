@@ -79,7 +79,7 @@ class World:
 
     async def idle(self) -> None:
         """Returns when no page and no slot is taken anywhere; fails if that doesn't come."""
-        for _ in range(100):
+        for _ in range(400):
             every = [self.decode.stats(), *(loop.stats() for loop in self.prefill.values())]
             if all(s["idle"] and s.get("taken_slots", 0) == 0 for s in every):
                 assert all(s.get("free_slots", 0) == s["slots"] for s in every[1:]), every
@@ -257,6 +257,23 @@ async def test_pages_are_held_until_their_prefiller_says_that_it_writes_no_more(
         seat.leave()
         stats = w.decode.stats()
         assert (stats["held_pages"], stats["taken_slots"]) == (taken, 1)
+        await w.idle()
+
+
+async def test_a_hanging_prefiller_keeps_the_pages_that_it_was_given_and_others_get_others() -> (
+    None
+):
+    """MR-1: whoever hangs may go on to write one day."""
+    async with world() as w:
+        seats, (prompt,) = w.decode._seats, prompts(1, seed=13)
+        seat = await seats.take(prompt, len(prompt) + 8, timeout=1)
+        number = await asyncio.to_thread(w.decode._decoder.meet, w.listed.offers["p0"])
+        seat.expect(w.decode._ask(request(0, prompt), seat, number))
+        pages, slot = set(seat.tables.fresh[0]), seat.slot
+        await seat.renew(timeout=1)
+        assert pages.isdisjoint(seat.tables.fresh[0])
+        assert seat.slot != slot
+        seat.leave()
         await w.idle()
 
 
