@@ -19,7 +19,7 @@ from fabric_ray.demo.kvcache.options import Event, Options, Outcome
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
-from fabric_ray.serve import LocalApp, ServeArgs, build_app, run_local
+from fabric_ray.serve import LocalApp, ServeArgs, run_local
 from fabric_ray.serve.instance import load_model, tokenizer
 
 PROMPT = "Pages leave layer by layer, while the next layer is computed."
@@ -48,8 +48,8 @@ def run(options: Options, tell: Tell) -> Outcome:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
-def serve_args(options: Options, *, prefillers: int = 1, decoders: int = 1) -> ServeArgs:
-    """The deployment, of so many replicas."""
+def serve_args(options: Options) -> ServeArgs:
+    """The deployment."""
     fabric: dict[str, Any] = {"name": "kvcache-demo"}
     if options.transport != "auto":
         fabric["transports"] = [options.transport]
@@ -61,22 +61,16 @@ def serve_args(options: Options, *, prefillers: int = 1, decoders: int = 1) -> S
             "prefill": {
                 "tp": options.prefill_tp,
                 "chunk_tokens": 32,
-                "options": _replicas(prefillers),
             },
             "decode": {
                 "tp": options.decode_tp,
                 "cache": {"page_tokens": 8, "pages": 1024},
                 "prefill_timeout": 20,
-                "options": _replicas(decoders),
             },
             "terms": {"beat": 0.2, "silence": 2.0},
             "fabric": fabric,
         }
     )
-
-
-def _replicas(count: int) -> dict[str, Any]:
-    return {"num_replicas": count, "ray_actor_options": {"num_cpus": 0.1}}
 
 
 def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
@@ -107,7 +101,8 @@ def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
     load.start(options.clients)
     time.sleep(options.seconds / 3)
     note("scaling to two prefillers and two decoders")
-    serve.run(build_app(serve_args(options, prefillers=2, decoders=2)), name=app.name)
+    app.scale("Prefill", 2)
+    app.scale("Decode", 2)
     _wait(lambda: _count(app, "prefill") >= 2 and _count(app, "decode") >= 2, 60)
     note(f"{_count(app, 'prefill')} prefillers and {_count(app, 'decode')} decoders answer")
     time.sleep(options.seconds / 3)
