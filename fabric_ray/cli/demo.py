@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext, redirect_stdout
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -223,7 +224,9 @@ def kvcache(
             console.print(f"{'' if kind == 'event' else '[bold]'}{text}", highlight=False)
 
     try:
-        outcome = run(options, tell)
+        # Ray says on stdout that a worker was killed, where the result alone belongs.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            outcome = run(options, tell)
     except FabricError as error:
         _fail(str(error))
     if as_json:
