@@ -14,7 +14,7 @@ from fabric_ray import _native
 from fabric_ray.errors import HandshakeError
 from fabric_ray.kvcache.errors import KvError, LayoutMismatch, of_cause
 from fabric_ray.kvcache.layout import CacheLayout
-from fabric_ray.kvcache.terms import RankCache, Terms, encoded
+from fabric_ray.kvcache.terms import RankCache, Terms, encoded, weakly
 
 
 class Pull:
@@ -122,7 +122,7 @@ class Decoder:
             layouts=every,
             ranks=local,
             terms=(terms or Terms())._native(),
-            on_event=self._on_event,
+            on_event=weakly(self._on_event),
         )
 
     def meet(self, offer: bytes) -> int:

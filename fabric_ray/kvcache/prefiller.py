@@ -15,7 +15,7 @@ from fabric_ray import _native
 from fabric_ray._native import Watcher
 from fabric_ray.kvcache.errors import KvError, of_cause
 from fabric_ray.kvcache.layout import CacheLayout
-from fabric_ray.kvcache.terms import RankCache, Terms, encoded
+from fabric_ray.kvcache.terms import RankCache, Terms, encoded, weakly
 
 
 class Job:
@@ -130,8 +130,8 @@ class Prefiller:
             layouts=every,
             ranks=local,
             terms=(terms or Terms())._native(),
-            on_event=self._on_event,
-            on_asked=self._on_asked,
+            on_event=weakly(self._on_event),
+            on_asked=weakly(self._on_asked),
             device=device,
         )
         self._word = self._native.word

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -61,3 +63,16 @@ def encoded(
         (first + i, rank.engine, list(rank.buffers), rank.tail) for i, rank in enumerate(ranks)
     ]
     return [msgspec.msgpack.encode(layout) for layout in every], local
+
+
+def weakly(method: Callable[..., object]) -> Callable[..., None]:
+    """A method as the native core keeps it: without its object, whose native half would be kept by
+    it in turn, and no collector sees through that."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = weak()
+        if found is not None:
+            found(*args)
+
+    return call

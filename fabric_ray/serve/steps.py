@@ -208,7 +208,11 @@ class DecodeLoop:
 
         def deliver() -> None:
             for say in said:
-                say()
+                try:
+                    say()
+                except Exception:
+                    # What others are told must not depend on it.
+                    logger.exception("a request could not be told what became of it")
 
         with contextlib.suppress(RuntimeError):  # the loop may be gone
             self._loop.call_soon_threadsafe(deliver)

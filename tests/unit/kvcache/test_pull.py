@@ -1,6 +1,8 @@
 """Both ends of a transfer from Python, over real engines in one process."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -180,3 +182,20 @@ def test_pages_that_do_not_fit_are_refused_with_all_that_differs(stack: ExitStac
         decoder.meet(prefiller.offer())
     for word in ("other", "float64", "window"):
         assert word in str(error.value)
+
+
+def test_ends_that_nobody_has_any_more_are_gone_and_say_so(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller, decoder = Prefiller(prefill.ranks, terms=TERMS), Decoder(decode.ranks, terms=TERMS)
+    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+    gone = weakref.ref(prefiller)
+    del prefiller
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(errors.PrefillerLost):
+        pull.wait_ready(10)
+    pull.wait_released(10)
+    gone = weakref.ref(decoder)
+    del decoder, pull
+    gc.collect()
+    assert gone() is None
