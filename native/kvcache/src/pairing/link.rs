@@ -59,8 +59,8 @@ impl Link {
 
     /// The pages of a range of cells, looked up once for all layers of the group.
     ///
-    /// A table has the page of each `page_tokens` of the request's tokens, from token 0. Only entries that
-    /// the cells lie in are looked at.
+    /// Entry `i` of a table is the page of tokens `i * page_tokens..` of the request. Entries in whose pages
+    /// no cell lies are never looked at.
     ///
     /// # Errors
     /// A table that is too short or names pages that its rank hasn't.
@@ -176,7 +176,7 @@ struct PhasePages {
 }
 
 impl Selection {
-    /// The writes of a layer, by its number in the group, in the order of the target's pages.
+    /// The writes of a layer, by its number in the group.
     ///
     /// # Errors
     /// A layer that the group hasn't.
