@@ -375,8 +375,9 @@ impl Inner {
     }
 
     fn beat(self: &Arc<Self>, meeting: (EngineId, u64), floor: u64, open: &[u64]) {
-        let (facts, answers, states) = {
-            let mut state = self.state.lock();
+        let (facts, answers, states, below) = {
+            let mut guard = self.state.lock();
+            let state = &mut *guard;
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
             m.silent = 0;
             if floor > m.floor {
@@ -389,8 +390,15 @@ impl Inner {
                 (false, None) => At::Unknown,
             };
             let states: Vec<(u64, At)> = open.iter().map(|seq| (*seq, at(seq))).collect();
-            (Arc::clone(&m.facts), Arc::clone(&m.answers), states)
+            let below = m.jobs.range(..m.floor).filter_map(|(_, id)| state.jobs.get(id).cloned());
+            let below: Vec<Arc<Job>> = below.collect();
+            (Arc::clone(&m.facts), Arc::clone(&m.answers), states, below)
         };
+        // What is over for a decoder that has never been told so is none of its requests: a number was changed on
+        // its way.
+        for job in below {
+            self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
+        }
         for message in Message::statuses(meeting.1, facts.life, states) {
             if answers.fetch_add(1, SeqCst) >= MAX_ANSWERS {
                 answers.fetch_sub(1, SeqCst);

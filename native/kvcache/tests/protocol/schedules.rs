@@ -87,3 +87,13 @@ fn ic_2_mr_1_rs_4_random_schedules_break_no_promise() {
     // Neither did faults stop everything, nor was all in vain.
     assert!(runs < 100 || (ready > runs && failed > runs / 4));
 }
+
+/// Schedules in which a promise was once broken: a request whose number was changed on its way, and which its
+/// decoder therefore never ended.
+#[test]
+fn schedules_that_found_something_stay_well() {
+    watch_panics();
+    for seed in [22_206_229] {
+        assert_eq!(run(seed).err(), None, "seed {seed}");
+    }
+}
