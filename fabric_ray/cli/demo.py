@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -113,12 +114,7 @@ def weights(
             )
     except FabricError as error:
         _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(summary(outcome)))
-    else:
-        show(outcome, Console())
-    if not outcome.verified:
-        raise typer.Exit(1)
+    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, Console()))
 
 
 @app.command()
@@ -166,12 +162,7 @@ def rl(
         outcome = run(options, tell)
     except FabricError as error:
         _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(summary(outcome)))
-    else:
-        show(outcome, console)
-    if not outcome.verified:
-        raise typer.Exit(1)
+    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
 @app.command()
@@ -229,12 +220,7 @@ def kvcache(
             outcome = run(options, tell)
     except FabricError as error:
         _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(summary(outcome)))
-    else:
-        show(outcome, console)
-    if not outcome.verified:
-        raise typer.Exit(1)
+    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
 def _prepare(*more: str, extra: str = "ray") -> None:
@@ -247,6 +233,16 @@ def _prepare(*more: str, extra: str = "ray") -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A laptop under load needs longer than Ray allows by default.
     os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+
+
+def _end(verified: bool, result: dict[str, Any] | Callable[[], None]) -> None:
+    """Prints the result as JSON, or has it shown; the exit code says whether all checks held."""
+    if callable(result):
+        result()
+    else:
+        typer.echo(json.dumps(result))
+    if not verified:
+        raise typer.Exit(1)
 
 
 def _fail(message: str) -> None:
