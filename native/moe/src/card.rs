@@ -1,0 +1,60 @@
+//! What a rank tells the others before the first exchange: msgpack behind a mark and a version.
+//!
+//! Cards come from peers: decoding is bounded by the message, and what they say is checked where it is used.
+
+use fabric_engine::{
+    api::{CounterRef, EngineAddress, RegionDescriptor},
+    EngineError, Result,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::shape::Shape;
+
+const MARK: [u8; 3] = *b"FEP";
+/// Bumped when the meaning of a card, of a block in memory, or of a count changes.
+pub const VERSION: u8 = 1;
+
+/// A rank, as others see it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    pub rank: u32,
+    pub shape: Shape,
+    pub address: EngineAddress,
+    /// What each rank may use of this one's memory; `None` for ranks that it was not made for.
+    pub grants: Vec<Option<Grant>>,
+}
+
+/// What one rank may use of another's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    pub memory: RegionDescriptor,
+    pub counters: [CounterRef; 5],
+}
+
+impl Card {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut out = MARK.to_vec();
+        out.push(VERSION);
+        // Plain fields in memory can't fail to be written down.
+        out.extend(rmp_serde::to_vec_named(self).unwrap_or_default());
+        out
+    }
+
+    /// # Errors
+    /// [`EngineError::Decode`] for what is no card, or one of another version.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let fail = |cause: String| EngineError::Decode { what: "a rank's card", cause };
+        let (head, body) =
+            bytes.split_at_checked(4).ok_or_else(|| fail("it is too short".into()))?;
+        if head[..3] != MARK {
+            return Err(fail("it doesn't begin like one".into()));
+        }
+        if head[3] != VERSION {
+            return Err(fail(format!(
+                "it has version {}, this build knows {VERSION}; run the same version on all ranks",
+                head[3]
+            )));
+        }
+        rmp_serde::from_slice(body).map_err(|e| fail(e.to_string()))
+    }
+}

@@ -1,0 +1,136 @@
+//! One peer of an exchange: what goes there, and what comes from there.
+
+use std::{collections::VecDeque, fmt, sync::Arc};
+
+use fabric_engine::{api::CounterRef, Counter, Peer, Region, RemoteRegion};
+
+/// What one rank waits for from another, each on a counter of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// How many rows come for each expert.
+    Routes,
+    /// The rows.
+    Rows,
+    /// Where the rows go that don't fit into the private slot.
+    Grant,
+    /// That its part of the memory may be written again: it has read what came, and sent what lay there.
+    Fence,
+    /// The experts' answers.
+    Answers,
+}
+
+impl Stage {
+    pub const ALL: [Self; 5] = [Self::Routes, Self::Rows, Self::Grant, Self::Fence, Self::Answers];
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Routes => "its routes",
+            Self::Rows => "its rows",
+            Self::Grant => "its grant of room for rows",
+            Self::Fence => "its word that its memory may be written again",
+            Self::Answers => "its experts' answers",
+        })
+    }
+}
+
+/// What a peer may use of ours. It is taken back with the link.
+#[derive(Debug)]
+pub struct Ours {
+    pub memory: Region,
+    pub counters: [Counter; 5],
+}
+
+/// How to reach a peer. Once it is given up and comes again, it is another one (MR-2).
+#[derive(Debug)]
+pub struct Wire {
+    pub rank: u32,
+    pub life: u64,
+    pub peer: Peer,
+    pub memory: RemoteRegion,
+    pub counters: [CounterRef; 5],
+    pub ours: Ours,
+}
+
+/// Rows of a source that have come, or will, and aren't handed out yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// The first, counted among the source's rows, and how many.
+    pub first: u64,
+    pub rows: u64,
+    /// Where they begin, bytes.
+    pub place: u64,
+}
+
+/// A peer that is there.
+#[derive(Debug)]
+pub struct Link {
+    pub wire: Arc<Wire>,
+    /// Exchanges with it so far.
+    pub exchanges: u32,
+    /// It has said that its memory may be written, and nothing was written since.
+    pub open: bool,
+    pub awaits_fence: bool,
+    pub out: Out,
+    pub inward: In,
+}
+
+/// What goes to a peer in one exchange.
+#[derive(Debug, Default)]
+pub struct Out {
+    pub rows: u64,
+    pub first: u64,
+    /// Its rows lie ready to be sent.
+    pub packed: bool,
+    pub routed: bool,
+    /// Rows that were sent.
+    pub sent: u64,
+    /// Where further ones go, and how many.
+    pub grant: Option<(u64, u64)>,
+    /// Its answers have come.
+    pub answered: bool,
+    /// Answers to rows of its lie ready.
+    pub answers: VecDeque<Answer>,
+}
+
+/// Answers on their way to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// In the shared buffer.
+    pub place: u64,
+    /// Counted among the rows that the peer sent.
+    pub first: u64,
+    pub rows: u64,
+}
+
+/// What comes from a peer in one exchange.
+#[derive(Debug, Default)]
+pub struct In {
+    /// Rows for each of our experts, once known.
+    pub counts: Option<Vec<u32>>,
+    pub rows: u64,
+    /// Where answers go among its rows.
+    pub first: u64,
+    /// Rows that have a place.
+    pub granted: u64,
+    /// Chunks whose counts are still to come. One count doesn't say which chunk it is for: they have arrived
+    /// when all have been counted.
+    pub due: u32,
+    pub chunks: VecDeque<Chunk>,
+    /// Rows that were handed out.
+    pub collected: u64,
+}
+
+impl Link {
+    pub fn new(wire: Wire) -> Self {
+        Self {
+            wire: Arc::new(wire),
+            exchanges: 0,
+            open: true,
+            awaits_fence: false,
+            out: Out::default(),
+            inward: In::default(),
+        }
+    }
+}

@@ -1,0 +1,534 @@
+//! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers come in.
+
+mod act;
+mod link;
+mod rows;
+mod state;
+
+use std::{
+    fmt,
+    sync::{
+        atomic::{AtomicU64, Ordering::Relaxed},
+        Arc,
+    },
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{EngineError, Region, Result, TransferEngine};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use self::{
+    act::Ended,
+    link::{Link, Ours, Wire},
+    state::{State, Step, Until},
+};
+pub use self::{link::Stage, state::Lost};
+use crate::{
+    card::{Card, Grant},
+    kernels::{Float, Part, PartMut},
+    memory::Memory,
+    routes::{Order, Placing, Routes},
+    shape::Shape,
+};
+
+/// Until told otherwise.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What a dispatch has brought.
+pub type Dispatched = Arc<Placing>;
+
+/// One rank of an exchange (fabric-lib §6).
+///
+/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one thread at a time;
+/// combine may be left out if all ranks do. What is between them runs while bytes move.
+pub struct AllToAll {
+    inner: Arc<Inner>,
+    /// One call at a time.
+    caller: Mutex<()>,
+}
+
+impl fmt::Debug for AllToAll {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranks = self.inner.shape.ranks;
+        write!(f, "AllToAll(rank {} of {ranks})", self.inner.rank)
+    }
+}
+
+pub(crate) struct Inner {
+    engine: Arc<TransferEngine>,
+    shape: Shape,
+    memory: Memory,
+    rank: u32,
+    region: Region,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Nanoseconds.
+    timeout: AtomicU64,
+}
+
+impl AllToAll {
+    /// Allocates this rank's part of the memory.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for a shape that can't be, or a rank that isn't one.
+    pub fn new(engine: Arc<TransferEngine>, shape: Shape, rank: u32) -> Result<Self> {
+        let memory = Memory::new(shape)?;
+        if rank >= shape.ranks {
+            return Err(EngineError::Invalid(format!("rank {rank} is none of {}", shape.ranks)));
+        }
+        let region = engine.alloc(memory.nbytes())?;
+        let inner = Inner {
+            engine,
+            shape,
+            memory,
+            rank,
+            region,
+            state: Mutex::new(State::new(shape, memory, rank)),
+            changed: Condvar::new(),
+            timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
+        };
+        Ok(Self { inner: Arc::new(inner), caller: Mutex::new(()) })
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.inner.shape
+    }
+
+    pub fn memory(&self) -> &Memory {
+        &self.inner.memory
+    }
+
+    /// How long ranks may be apart: who isn't heard of for this long while it is waited for is given up.
+    pub fn set_timeout(&self, timeout: Duration) {
+        let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
+        self.inner.timeout.store(nanos, Relaxed);
+    }
+
+    /// What others need to know of this rank; for all that aren't here, or for one.
+    ///
+    /// Each rank gets access of its own, so that it can be taken back from it alone (MR-2).
+    ///
+    /// # Errors
+    /// Those of a registration; [`EngineError::Invalid`] for a rank that is here.
+    pub fn card(&self, only: Option<u32>) -> Result<Vec<u8>> {
+        let inner = &self.inner;
+        let mut state = inner.state.lock();
+        let ranks = inner.shape.ranks;
+        if let Some(rank) = only {
+            inner.check_other(rank)?;
+            if state.link(rank).is_some() {
+                let text = format!("rank {rank} is here; mask it before it comes anew");
+                return Err(EngineError::Invalid(text));
+            }
+        }
+        let wanted = |rank: u32| rank != inner.rank && only.is_none_or(|only| only == rank);
+        let (mut grants, mut acts) = (Vec::new(), Vec::new());
+        for rank in 0..ranks {
+            if !wanted(rank) || state.link(rank).is_some() {
+                grants.push(None);
+                continue;
+            }
+            // What was handed out and never used is not handed out to somebody else.
+            if let Some(old) = state.ours[rank as usize].take() {
+                state.revoke(old.memory, &mut acts);
+            }
+            let memory = inner.engine.register_again(&inner.region)?;
+            let mut counters = Vec::with_capacity(Stage::ALL.len());
+            for _ in Stage::ALL {
+                counters.push(inner.engine.counter()?);
+            }
+            let Ok(counters) = <[_; 5]>::try_from(counters) else {
+                return Err(EngineError::Closed);
+            };
+            grants.push(Some(Grant {
+                memory: memory.descriptor(),
+                counters: counters.each_ref().map(fabric_engine::Counter::reference),
+            }));
+            state.ours[rank as usize] = Some(Ours { memory, counters });
+        }
+        drop(state);
+        inner.run(acts);
+        let address = inner.engine.address().clone();
+        Ok(Card { rank: inner.rank, shape: inner.shape, address, grants }.to_bytes())
+    }
+
+    /// Takes a rank in by its card, from the next dispatch on. It must have this rank's card as well.
+    ///
+    /// # Errors
+    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or this
+    /// rank made no card for it.
+    pub fn admit(&self, card: &[u8]) -> Result<u32> {
+        let inner = &self.inner;
+        let card = Card::from_bytes(card)?;
+        let rank = card.rank;
+        inner.check_other(rank)?;
+        inner.check_shape(&card)?;
+        let unlike =
+            |cause: String| EngineError::Handshake { peer: card.address.name.clone(), cause };
+        let grant =
+            card.grants.get(inner.rank as usize).and_then(Option::as_ref).ok_or_else(|| {
+                unlike(format!("its card has nothing for rank {}; have it make one", inner.rank))
+            })?;
+        let owner = card.address.id;
+        if grant.memory.owner != card.address
+            || grant.memory.len != inner.memory.nbytes()
+            || grant.counters.iter().any(|c| c.owner != owner)
+        {
+            return Err(unlike("its memory and counters aren't those of its engine".into()));
+        }
+        let memory = inner.engine.import(&grant.memory)?;
+        let peer = memory.peer().clone();
+        inner.engine.connect(&peer)?;
+        let mut state = inner.state.lock();
+        if state.link(rank).is_some() {
+            return Err(EngineError::Invalid(format!("rank {rank} is here already")));
+        }
+        let Some(ours) = state.ours[rank as usize].take() else {
+            return Err(EngineError::Invalid(format!(
+                "this rank has made no card for rank {rank}; make one, and give it to that rank"
+            )));
+        };
+        let life = state.new_life();
+        let wire = Wire { rank, life, peer, memory, counters: grant.counters, ours };
+        state.lost.retain(|l| l.rank != rank);
+        // Whoever comes in the middle of an exchange takes part from the next one on.
+        state.links[rank as usize] = Some(Link::new(wire));
+        Ok(rank)
+    }
+
+    /// Gives a rank up; its tokens and answers are not waited for, and it can't write here any more.
+    pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
+        self.inner.check_other(rank)?;
+        let mut acts = Vec::new();
+        let mut state = self.inner.state.lock();
+        state.lose(rank, Stage::Routes, cause.to_owned(), &mut acts);
+        self.inner.wake(&state);
+        drop(state);
+        self.inner.run(acts);
+        Ok(())
+    }
+
+    /// Ranks that were given up and haven't come again, in that order.
+    pub fn lost(&self) -> Vec<Lost> {
+        self.inner.state.lock().lost.clone()
+    }
+
+    /// Whether each rank is here, this one included.
+    pub fn present(&self) -> Vec<bool> {
+        let state = self.inner.state.lock();
+        let here = |(rank, link): (usize, &Option<Link>)| {
+            link.is_some() || rank == self.inner.rank as usize
+        };
+        state.links.iter().enumerate().map(here).collect()
+    }
+
+    /// Whether `dispatch_send` would not have to wait.
+    pub fn may_dispatch(&self) -> bool {
+        let state = self.inner.state.lock();
+        state.holds(Until::MayDispatch) && state.holds(Until::Quiet)
+    }
+
+    /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts of each token.
+    ///
+    /// Returns when the tokens have been copied; they move in the background.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or out of turn.
+    pub fn dispatch_send(&self, parts: &[Part<'_>], indices: &[i64]) -> Result<()> {
+        let inner = &self.inner;
+        let _caller = self.enter()?;
+        let routes = Arc::new(Routes::new(&inner.shape, indices)?);
+        let width: usize = parts.iter().map(|p| p.width).sum();
+        if width != inner.shape.row_nbytes as usize {
+            return Err(EngineError::Invalid(format!(
+                "a token has {width} bytes here, and {} in the exchange",
+                inner.shape.row_nbytes
+            )));
+        }
+        for part in parts {
+            part.check("tokens", routes.tokens.into())?;
+        }
+        let mut state = inner.state.lock();
+        if matches!(state.step, Step::Dispatched | Step::Answered) {
+            return Err(out_of_turn("dispatch_send", state.step));
+        }
+        inner.wait_quiet(&mut state)?;
+        inner.wait(&mut state, Until::MayDispatch);
+        let mut acts = Vec::new();
+        state.begin(Arc::clone(&routes), &mut acts);
+        let others: Vec<u32> = state.others().collect();
+        drop(state);
+        inner.run(acts);
+        for rank in others.into_iter().chain([inner.rank]) {
+            inner.pack(parts, &routes, rank)?;
+            let mut acts = Vec::new();
+            inner.state.lock().packed(rank, &mut acts);
+            inner.run(acts);
+        }
+        Ok(())
+    }
+
+    /// How many rows come, and where they will be; `None` until every rank's routes are here.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for.
+    pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
+        let inner = &self.inner;
+        let mut state = inner.state.lock();
+        if state.step != Step::Dispatched {
+            return Err(out_of_turn("dispatch_recv", state.step));
+        }
+        if let Some(placing) = &state.placing {
+            return Ok(Some(Arc::clone(placing)));
+        }
+        if !state.holds(Until::Routes) {
+            return Ok(None);
+        }
+        let mut incoming: Vec<Vec<u32>> = vec![Vec::new(); inner.shape.ranks as usize];
+        let own = state.routes.counts_to(&inner.shape, inner.rank).to_vec();
+        for link in state.here() {
+            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
+        }
+        incoming[inner.rank as usize] = own;
+        let placing = Arc::new(Placing::new(inner.shape.local_experts(), incoming, order)?);
+        state.placing = Some(Arc::clone(&placing));
+        Ok(Some(placing))
+    }
+
+    /// As [`AllToAll::arriving`], waiting for the routes.
+    pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
+        loop {
+            if let Some(placing) = self.arriving(order)? {
+                return Ok(placing);
+            }
+            let mut state = self.inner.state.lock();
+            self.inner.wait(&mut state, Until::Routes);
+        }
+    }
+
+    /// Hands out the rows that have come since; true when those were the last. `out` has the parts of a row, as
+    /// `dispatch_send` was given them. Rows of a rank that was lost on the way are zeros.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    pub fn collect(&self, out: &mut [PartMut<'_>]) -> Result<bool> {
+        let _caller = self.enter()?;
+        self.inner.collect(out)
+    }
+
+    /// As [`AllToAll::collect`], until all rows are handed out.
+    pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
+        let _caller = self.enter()?;
+        loop {
+            if self.inner.collect(out)? {
+                let state = self.inner.state.lock();
+                return state
+                    .placing
+                    .clone()
+                    .ok_or_else(|| out_of_turn("dispatch_recv", state.step));
+            }
+            let mut state = self.inner.state.lock();
+            self.inner.wait(&mut state, Until::Rows);
+        }
+    }
+
+    /// Sends the answers to all rows, which lie where `dispatch_recv` put the rows.
+    ///
+    /// Returns when they have been copied; waits for room where the shared buffer is smaller than all of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
+    pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
+        let _caller = self.enter()?;
+        self.inner.answer(answers)
+    }
+
+    /// Whether every answer has come.
+    pub fn answered(&self) -> bool {
+        let state = self.inner.state.lock();
+        state.step == Step::Answered && state.holds(Until::Answers)
+    }
+
+    /// For each of this rank's tokens the sum of its experts' answers, each times its weight: 32-bit floats, `topk`
+    /// for each token. Answers of lost ranks are left out.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for weights or room that don't fit, or out of turn.
+    pub fn combine_recv(
+        &self,
+        weights: Option<Part<'_>>,
+        out: &mut PartMut<'_>,
+        float: Float,
+    ) -> Result<()> {
+        let _caller = self.enter()?;
+        let inner = &self.inner;
+        let mut state = inner.state.lock();
+        if state.step != Step::Answered {
+            return Err(out_of_turn("combine_recv", state.step));
+        }
+        inner.check_sums(&state.routes, weights, out, float)?;
+        inner.wait(&mut state, Until::Answers);
+        let routes = Arc::clone(&state.routes);
+        let missing = inner.missing(&state);
+        drop(state);
+        inner.sum(&routes, &missing, weights, out, float)?;
+        inner.state.lock().step = Step::Idle;
+        Ok(())
+    }
+
+    fn enter(&self) -> Result<MutexGuard<'_, ()>> {
+        self.caller.try_lock().ok_or_else(|| {
+            EngineError::Invalid(
+                "another thread is in a call of this exchange; make one exchange for each".into(),
+            )
+        })
+    }
+}
+
+fn out_of_turn(call: &str, step: Step) -> EngineError {
+    let next = match step {
+        Step::Idle => "dispatch_send",
+        Step::Dispatched => "dispatch_recv",
+        Step::Collected => "combine_send, or dispatch_send if every rank leaves combine out",
+        Step::Answered => "combine_recv",
+    };
+    EngineError::Invalid(format!("{call} is not next; it is {next}"))
+}
+
+impl Inner {
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_nanos(self.timeout.load(Relaxed))
+    }
+
+    fn check_other(&self, rank: u32) -> Result<()> {
+        match rank {
+            r if r == self.rank => Err(EngineError::Invalid(format!("rank {rank} is this one"))),
+            r if r < self.shape.ranks => Ok(()),
+            _ => Err(EngineError::Invalid(format!("rank {rank} is none of {}", self.shape.ranks))),
+        }
+    }
+
+    fn check_shape(&self, card: &Card) -> Result<()> {
+        if card.shape == self.shape {
+            return Ok(());
+        }
+        Err(EngineError::Handshake {
+            peer: card.address.name.clone(),
+            cause: format!(
+                "rank {} is of another shape: {:?}, and this one's is {:?}; give all ranks the same",
+                card.rank, card.shape, self.shape
+            ),
+        })
+    }
+
+    /// Waits for what comes, or is given up, by its own deadline.
+    fn wait(&self, state: &mut MutexGuard<'_, State>, until: Until) {
+        while !state.holds(until) {
+            state.awaited = Some(until);
+            self.changed.wait(state);
+        }
+        state.awaited = None;
+    }
+
+    /// Waits until nothing of lost ranks can land any more (MR-1).
+    ///
+    /// # Errors
+    /// [`EngineError::NotQuiesced`] if one of them lives and holds on.
+    fn wait_quiet(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        let deadline = Instant::now() + self.timeout();
+        while !state.holds(Until::Quiet) {
+            state.awaited = Some(Until::Quiet);
+            if self.changed.wait_until(state, deadline).timed_out() {
+                return Err(EngineError::NotQuiesced {
+                    what: "memory that a lost rank could write".into(),
+                    after: self.timeout(),
+                    cause: format!("{} of them have not let go", state.revoking),
+                });
+            }
+        }
+        state.awaited = None;
+        Ok(())
+    }
+
+    /// Wakes the caller if what it waits for is there.
+    fn wake(&self, state: &State) {
+        if state.awaited.is_some_and(|until| state.holds(until)) {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Memory was taken back, or never will be.
+    pub(crate) fn revoked(self: &Arc<Self>, end: Result<()>) {
+        if let Err(error) = end {
+            tracing::warn!(%error, "memory can't be taken back from a lost rank");
+            return;
+        }
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        state.revoking -= 1;
+        state.go_on(&mut acts);
+        self.wake(&state);
+        drop(state);
+        self.run(acts);
+    }
+
+    /// Something has ended, well or not.
+    pub(crate) fn ended(self: &Arc<Self>, wire: &Wire, what: Ended, end: Result<()>) {
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        if let Ended::Written(load, _) = what {
+            state.written(load, &mut acts);
+        }
+        if state.is_current(wire) {
+            let stage = match what {
+                Ended::Came(stage) | Ended::Written(_, stage) => stage,
+            };
+            let end = end.map_err(|e| e.to_string()).and_then(|()| match what {
+                Ended::Came(stage) => {
+                    let words = self.words(wire.rank, stage);
+                    state.came(wire.rank, stage, &words, &mut acts)
+                }
+                Ended::Written(..) => Ok(()),
+            });
+            if let Err(cause) = end {
+                state.lose(wire.rank, stage, cause, &mut acts);
+            }
+        }
+        self.wake(&state);
+        drop(state);
+        self.run(acts);
+    }
+
+    /// The block that a peer wrote.
+    fn words(&self, rank: u32, stage: Stage) -> Vec<u32> {
+        let (offset, len) = match stage {
+            Stage::Routes => self.memory.routes(rank),
+            Stage::Grant => self.memory.grant(rank),
+            _ => return Vec::new(),
+        };
+        let words = |bytes: &[u8]| {
+            let (words, _) = bytes.as_chunks::<4>();
+            words.iter().map(|w| u32::from_le_bytes(*w)).collect()
+        };
+        self.region.with_bytes(offset, len, words).unwrap_or_default()
+    }
+}
+
+impl Drop for AllToAll {
+    fn drop(&mut self) {
+        let mut state = self.inner.state.lock();
+        let ours = std::mem::take(&mut state.ours);
+        let links = std::mem::take(&mut state.links);
+        drop(state);
+        for memory in ours
+            .iter()
+            .flatten()
+            .map(|o| &o.memory)
+            .chain(links.iter().flatten().map(|l| &l.wire.ours.memory))
+        {
+            // Nobody waits: the engine keeps the memory until it is quiet.
+            drop(memory.revoke());
+        }
+        drop(self.inner.region.revoke());
+    }
+}

@@ -1,0 +1,323 @@
+//! Where rows and answers are copied: into memory that is sent, and out of memory that came.
+
+use std::sync::Arc;
+
+use fabric_engine::{EngineError, Result};
+
+use super::{
+    link::{Answer, Chunk},
+    out_of_turn,
+    state::{State, Step, Until},
+    Inner,
+};
+use crate::{
+    kernels::{weighted_sum, Answers, Float, Part, PartMut},
+    routes::{Placing, Routes},
+    shape::Shape,
+};
+
+/// Rows of a source, to be copied.
+struct Lot {
+    source: u32,
+    chunks: Vec<Chunk>,
+}
+
+impl Inner {
+    /// Puts the rows for a rank behind one another.
+    pub(super) fn pack(&self, parts: &[Part<'_>], routes: &Routes, rank: u32) -> Result<()> {
+        let first = routes.first_to(rank);
+        for row in first..first + routes.rows_to(rank) {
+            let token = routes.token_of[row as usize] as usize;
+            let mut offset = self.memory.own(row);
+            for part in parts {
+                self.region.put(offset, part.row(token))?;
+                offset += part.width as u64;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn collect(self: &Arc<Self>, out: &mut [PartMut<'_>]) -> Result<bool> {
+        let state = self.state.lock();
+        let placing = state.placing.clone().filter(|_| state.step == Step::Dispatched);
+        let Some(placing) = placing else {
+            return Err(out_of_turn("to collect rows before they are placed", state.step));
+        };
+        self.check_out(&placing, out)?;
+        let mut lots = Vec::new();
+        for link in state.here().filter(|l| l.has_rows()) {
+            let chunks = link.inward.chunks.iter().copied().collect();
+            lots.push(Lot { source: link.wire.rank, chunks });
+        }
+        drop(state);
+        for lot in &lots {
+            for chunk in &lot.chunks {
+                self.hand_out(&placing, lot.source, *chunk, out)?;
+            }
+        }
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        for lot in lots {
+            let rows = lot.chunks.iter().map(|c| c.rows).sum();
+            state.handed_out(lot.source, rows, &mut acts);
+        }
+        let all = state.all_collected();
+        if all {
+            let rows = state.routes.rows_to(self.rank);
+            let place = self.memory.own(state.routes.first_to(self.rank));
+            let gone: Vec<u32> =
+                state.others().filter(|r| state.links[*r as usize].is_none()).collect();
+            drop(state);
+            // This rank's own rows never left.
+            self.hand_out(&placing, self.rank, Chunk { first: 0, rows, place }, out)?;
+            for rank in gone {
+                blank(&placing, rank, out);
+            }
+            state = self.state.lock();
+            state.step = Step::Collected;
+            state.go_on(&mut acts);
+        }
+        drop(state);
+        self.run(acts);
+        Ok(all)
+    }
+
+    fn check_out(&self, placing: &Placing, out: &[PartMut<'_>]) -> Result<()> {
+        let width: usize = out.iter().map(|p| p.width).sum();
+        if width != self.shape.row_nbytes as usize {
+            return Err(EngineError::Invalid(format!(
+                "there is room for rows of {width} bytes, and they have {}",
+                self.shape.row_nbytes
+            )));
+        }
+        out.iter().try_for_each(|part| part.check("room for rows", placing.rows))
+    }
+
+    /// Copies rows of a source to where they belong.
+    fn hand_out(
+        &self,
+        placing: &Placing,
+        source: u32,
+        chunk: Chunk,
+        out: &mut [PartMut<'_>],
+    ) -> Result<()> {
+        let stride = self.shape.row_stride();
+        for run in placing.runs(source, chunk.first, chunk.first + chunk.rows) {
+            let from = chunk.place + (run.from - chunk.first) * stride;
+            self.region.with_bytes(from, run.rows * stride, |bytes| {
+                let mut begin = 0;
+                for part in out.iter_mut() {
+                    copy_rows(
+                        bytes,
+                        begin,
+                        stride as usize,
+                        part,
+                        run.to as usize,
+                        run.rows as usize,
+                    );
+                    begin += part.width;
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Sends answers to whoever asked, a shared buffer's worth at a time.
+    pub(super) fn answer(self: &Arc<Self>, answers: Part<'_>) -> Result<()> {
+        let mut state = self.state.lock();
+        let placing = state.placing.clone().filter(|_| state.step == Step::Collected);
+        let Some(placing) = placing else { return Err(out_of_turn("combine_send", state.step)) };
+        if answers.width as u64 != self.shape.back_nbytes() {
+            return Err(EngineError::Invalid(format!(
+                "an answer has {} bytes here, and {} in the exchange",
+                answers.width,
+                self.shape.back_nbytes()
+            )));
+        }
+        answers.check("answers", placing.rows)?;
+        // What a lost rank still writes must not meet answers in the shared buffer.
+        self.wait_quiet(&mut state)?;
+        let mut acts = Vec::new();
+        for rank in state.others() {
+            let Some(link) = state.link(rank) else { continue };
+            acts.extend(link.await_fence());
+            if link.out.rows > 0 {
+                acts.push(link.expect(super::Stage::Answers, turns(&self.shape, link.out.rows)));
+            }
+        }
+        let others: Vec<u32> = state.others().collect();
+        drop(state);
+        self.run(acts);
+        let mut next = 0;
+        for rank in others {
+            self.answer_rank(&placing, rank, answers, &mut next)?;
+        }
+        // Own rows have to have left before their answers take their place.
+        let mut state = self.state.lock();
+        self.wait(&mut state, Until::RowsLeft);
+        let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
+        drop(state);
+        self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
+        self.state.lock().step = Step::Answered;
+        Ok(())
+    }
+
+    fn answer_rank(
+        self: &Arc<Self>,
+        placing: &Placing,
+        rank: u32,
+        answers: Part<'_>,
+        next: &mut u64,
+    ) -> Result<()> {
+        let room = self.shape.shared_rows();
+        let all = placing.rows_of(rank);
+        let mut first = 0;
+        while first < all {
+            let rows = (all - first).min(room);
+            let mut state = self.state.lock();
+            if *next + rows > room {
+                self.wait(&mut state, Until::AnswersLeft);
+                *next = 0;
+            }
+            if state.link(rank).is_none() {
+                return Ok(());
+            }
+            drop(state);
+            let place = *next;
+            let to = self.memory.shared_back(place);
+            self.put_answers(placing, rank, (first, rows), answers, to)?;
+            let mut acts = Vec::new();
+            self.state.lock().answer(rank, Answer { place, first, rows }, &mut acts);
+            self.run(acts);
+            *next += rows;
+            first += rows;
+        }
+        Ok(())
+    }
+
+    /// Puts the answers to rows of a source behind one another.
+    fn put_answers(
+        &self,
+        placing: &Placing,
+        source: u32,
+        (first, rows): (u64, u64),
+        answers: Part<'_>,
+        to: u64,
+    ) -> Result<()> {
+        let stride = self.shape.back_stride();
+        for run in placing.runs(source, first, first + rows) {
+            for i in 0..run.rows {
+                let offset = to + (run.from - first + i) * stride;
+                self.region.put(offset, answers.row((run.to + i) as usize))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_sums(
+        &self,
+        routes: &Routes,
+        weights: Option<Part<'_>>,
+        out: &PartMut<'_>,
+        float: Float,
+    ) -> Result<()> {
+        let tokens = routes.tokens.into();
+        let wide = u64::from(self.shape.back.elements) * float.nbytes();
+        if out.width as u64 != wide {
+            return Err(EngineError::Invalid(format!(
+                "there is room for sums of {} bytes, and they have {wide}",
+                out.width
+            )));
+        }
+        out.check("room for sums", tokens)?;
+        let Some(weights) = weights else { return Ok(()) };
+        if weights.width != 4 * self.shape.topk as usize {
+            return Err(EngineError::Invalid(format!(
+                "weights of {} bytes for each token; give {} 32-bit floats",
+                weights.width, self.shape.topk
+            )));
+        }
+        weights.check("weights", tokens)
+    }
+
+    /// Ranks whose answers don't come.
+    pub(super) fn missing(&self, state: &State) -> Vec<bool> {
+        let gone = |(rank, link): (usize, &Option<super::Link>)| match link {
+            None => rank != self.rank as usize,
+            // Who came in the middle of an exchange has no part in it.
+            Some(link) => !link.out.answered,
+        };
+        state.links.iter().enumerate().map(gone).collect()
+    }
+
+    pub(super) fn sum(
+        &self,
+        routes: &Routes,
+        missing: &[bool],
+        weights: Option<Part<'_>>,
+        out: &mut PartMut<'_>,
+        float: Float,
+    ) -> Result<()> {
+        let shape = &self.shape;
+        let nbytes = routes.token_of.len() as u64 * shape.back_stride();
+        self.region.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
+            let answers = Came { bytes, routes, missing, shape };
+            let rows = (routes.row_of.as_slice(), shape.topk as usize);
+            let back = (shape.back.float, shape.back.elements as usize);
+            weighted_sum(&answers, back, rows, weights, out, float);
+        })
+    }
+}
+
+/// The answers in this rank's memory.
+struct Came<'a> {
+    bytes: &'a [u8],
+    routes: &'a Routes,
+    missing: &'a [bool],
+    shape: &'a Shape,
+}
+
+impl Answers for Came<'_> {
+    fn row(&self, row: u32) -> Option<&[u8]> {
+        let rank = self.routes.first.partition_point(|first| *first <= row) - 1;
+        let begin = row as usize * self.shape.back_stride() as usize;
+        let here = !self.missing.get(rank).copied().unwrap_or(true);
+        self.bytes.get(begin..begin + self.shape.back_nbytes() as usize).filter(|_| here)
+    }
+}
+
+/// Writes that bring the answers to `rows` rows.
+fn turns(shape: &Shape, rows: u64) -> u32 {
+    rows.div_ceil(shape.shared_rows()) as u32
+}
+
+fn copy_rows(
+    bytes: &[u8],
+    begin: usize,
+    stride: usize,
+    part: &mut PartMut<'_>,
+    to: usize,
+    rows: usize,
+) {
+    if stride == part.width && part.stride == part.width {
+        let at = to * part.stride;
+        if let Some(out) = part.bytes.get_mut(at..at + rows * stride) {
+            out.copy_from_slice(&bytes[..rows * stride]);
+        }
+        return;
+    }
+    for i in 0..rows {
+        let from = i * stride + begin;
+        let out = part.row(to + i);
+        out.copy_from_slice(&bytes[from..from + out.len()]);
+    }
+}
+
+/// Zeros in place of what a lost rank didn't send (RS-1).
+fn blank(placing: &Placing, source: u32, out: &mut [PartMut<'_>]) {
+    for run in placing.runs(source, 0, placing.rows_of(source)) {
+        for row in run.to..run.to + run.rows {
+            out.iter_mut().for_each(|part| part.row(row as usize).fill(0));
+        }
+    }
+}

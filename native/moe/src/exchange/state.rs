@@ -1,0 +1,447 @@
+//! The state of an exchange, and what follows from what has happened.
+//!
+//! A rank's dispatch, to one peer: its routes go when the peer's memory is open; the first rows go to the private slot
+//! there as soon as they are packed; further ones go where the peer's grant says. The peer gives grants in the order
+//! in which routes come, as far as its shared buffer has room, and again when rows were handed out. When a rank has
+//! handed out all rows and its own have left, it opens its memory to everybody: answers may come, and the routes of the
+//! next exchange.
+//!
+//! The owner of memory alone says what goes where, so that ranks needn't agree on who is alive.
+
+use std::sync::Arc;
+
+use fabric_engine::Region;
+
+use super::{
+    act::{Act, Load, Piece},
+    link::{Answer, Chunk, In, Link, Ours, Out, Stage, Wire},
+};
+use crate::{
+    memory::{Memory, ROUTES_HEADER},
+    routes::{Placing, Routes},
+    shape::Shape,
+};
+
+/// A rank that was given up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    pub rank: u32,
+    /// What was under way with it.
+    pub stage: Stage,
+    pub cause: String,
+}
+
+/// What the caller has done last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Nothing, or taken all answers.
+    Idle,
+    /// Sent tokens.
+    Dispatched,
+    /// Taken all tokens.
+    Collected,
+    /// Sent answers.
+    Answered,
+}
+
+/// What a caller may wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// The last exchange has left nothing to do: own rows have left, peers know, and no answer waits for its asker.
+    MayDispatch,
+    /// Nothing of lost ranks can land any more (MR-1).
+    Quiet,
+    Routes,
+    /// There are rows to hand out, or all were.
+    Rows,
+    RowsLeft,
+    AnswersLeft,
+    Answers,
+}
+
+#[derive(Debug)]
+pub struct State {
+    pub shape: Shape,
+    pub memory: Memory,
+    pub rank: u32,
+    /// What the caller waits for.
+    pub awaited: Option<Until>,
+    /// By rank; `None` where nobody is, or is any more.
+    pub links: Vec<Option<Link>>,
+    /// What was made for ranks that haven't come yet.
+    pub ours: Vec<Option<Ours>>,
+    pub lost: Vec<Lost>,
+    /// Regions that are being taken back, and may still be written by whoever had them.
+    pub revoking: u32,
+    pub step: Step,
+    pub routes: Arc<Routes>,
+    pub placing: Option<Arc<Placing>>,
+    /// Writes under way that read this rank's own rows.
+    pub rows_out: u32,
+    /// Writes under way that read the shared buffer, and those that wait for their turn.
+    pub answers_out: u32,
+    /// Peers know that our memory may be written.
+    pub fenced: bool,
+    /// Sources that wait for a grant, in order, and the next free row.
+    waiting: Vec<u32>,
+    next_place: u64,
+    lives: u64,
+}
+
+impl State {
+    pub fn new(shape: Shape, memory: Memory, rank: u32) -> Self {
+        let ranks = shape.ranks as usize;
+        Self {
+            shape,
+            memory,
+            rank,
+            awaited: None,
+            links: (0..ranks).map(|_| None).collect(),
+            ours: (0..ranks).map(|_| None).collect(),
+            lost: Vec::new(),
+            revoking: 0,
+            step: Step::Idle,
+            routes: Arc::default(),
+            placing: None,
+            rows_out: 0,
+            answers_out: 0,
+            fenced: true,
+            waiting: Vec::new(),
+            next_place: 0,
+            lives: 0,
+        }
+    }
+
+    /// A number that no link of this rank has had.
+    pub fn new_life(&mut self) -> u64 {
+        self.lives += 1;
+        self.lives
+    }
+
+    /// Those that take part in this exchange. Whoever came in the middle of it does so from the next one on.
+    pub fn here(&self) -> impl Iterator<Item = &Link> {
+        self.links.iter().flatten().filter(|l| l.exchanges > 0)
+    }
+
+    pub fn link(&mut self, rank: u32) -> Option<&mut Link> {
+        self.links.get_mut(rank as usize).and_then(Option::as_mut)
+    }
+
+    /// Whether the wire is that of who is there now.
+    pub fn is_current(&self, wire: &Wire) -> bool {
+        let link = self.links.get(wire.rank as usize).and_then(Option::as_ref);
+        link.is_some_and(|l| l.wire.life == wire.life)
+    }
+
+    /// The others, from the one behind this rank on, so that not all begin with the same one.
+    pub fn others(&self) -> impl Iterator<Item = u32> {
+        let (rank, ranks) = (self.rank, self.shape.ranks);
+        (1..ranks).map(move |i| (rank + i) % ranks)
+    }
+
+    /// A new exchange begins.
+    pub fn begin(&mut self, routes: Arc<Routes>, acts: &mut Vec<Act>) {
+        self.step = Step::Dispatched;
+        self.routes = routes;
+        self.placing = None;
+        self.fenced = false;
+        self.waiting.clear();
+        self.next_place = 0;
+        let private = self.shape.private_rows();
+        for rank in self.others() {
+            let routes = Arc::clone(&self.routes);
+            let Some(link) = self.link(rank) else { continue };
+            link.exchanges = link.exchanges.wrapping_add(1);
+            let (rows, first) = (routes.rows_to(rank), routes.first_to(rank));
+            link.out = Out { rows, first, ..Out::default() };
+            link.inward = In::default();
+            acts.push(link.expect(Stage::Routes, 1));
+            if rows > private {
+                acts.push(link.expect(Stage::Grant, 1));
+            }
+            acts.extend(link.await_fence());
+            self.flush(rank, acts);
+        }
+    }
+
+    /// The rows for a peer lie ready.
+    pub fn packed(&mut self, rank: u32, acts: &mut Vec<Act>) {
+        if let Some(link) = self.link(rank) {
+            link.out.packed = true;
+            self.flush(rank, acts);
+        }
+    }
+
+    /// The answers to rows of a peer lie ready.
+    pub fn answer(&mut self, rank: u32, answer: Answer, acts: &mut Vec<Act>) {
+        if let Some(link) = self.link(rank) {
+            link.out.answers.push_back(answer);
+            self.answers_out += 1;
+            self.flush(rank, acts);
+        }
+    }
+
+    /// Sends whatever can be sent to a peer.
+    fn flush(&mut self, rank: u32, acts: &mut Vec<Act>) {
+        let (memory, shape, me) = (self.memory, self.shape, self.rank);
+        let routes = Arc::clone(&self.routes);
+        let Some(link) = self.link(rank) else { return };
+        let mut rows_out = 0;
+        if link.open && !link.out.routed && link.exchanges > 0 {
+            let (dst, len) = memory.routes(me);
+            let piece = Piece { src: memory.routes_out(rank), dst, len, counts: Stage::Routes };
+            let mut words = vec![link.exchanges, link.out.first as u32, 0, 0];
+            words.extend(routes.counts_to(&shape, rank));
+            acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
+            (link.open, link.out.routed) = (false, true);
+        }
+        if link.out.routed && link.out.packed {
+            let stride = shape.row_stride();
+            let mut send = |link: &mut Link, dst: u64, rows: u64| {
+                let src = memory.own(link.out.first + link.out.sent);
+                let piece = Piece { src, dst, len: rows * stride, counts: Stage::Rows };
+                acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Rows });
+                link.out.sent += rows;
+                rows_out += 1;
+            };
+            let private = link.out.rows.min(shape.private_rows());
+            if link.out.sent == 0 && private > 0 {
+                send(link, memory.private(me, 0), private);
+            }
+            if let Some((place, rows)) = link.out.grant.take() {
+                send(link, memory.shared(place), rows);
+                if link.out.sent < link.out.rows {
+                    acts.push(link.expect(Stage::Grant, 1));
+                }
+            }
+        }
+        for answer in link.out.answers.drain(..if link.open { link.out.answers.len() } else { 0 }) {
+            let dst = memory.own_back(link.inward.first + answer.first);
+            let (src, len) = (memory.shared_back(answer.place), answer.rows * shape.back_stride());
+            let piece = Piece { src, dst, len, counts: Stage::Answers };
+            acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Answers });
+        }
+        self.rows_out += rows_out;
+    }
+
+    /// What a peer sent has come. `words` are those of its block, for routes and grants.
+    ///
+    /// # Errors
+    /// What is wrong with the block.
+    pub fn came(
+        &mut self,
+        rank: u32,
+        stage: Stage,
+        words: &[u32],
+        acts: &mut Vec<Act>,
+    ) -> Result<(), String> {
+        let (shape, memory) = (self.shape, self.memory);
+        let Some(link) = self.link(rank) else { return Ok(()) };
+        match stage {
+            Stage::Routes => {
+                link.read_routes(&shape, words)?;
+                let private = shape.private_rows().min(link.inward.rows);
+                if private > 0 {
+                    let place = memory.private(rank, 0);
+                    link.inward.chunks.push_back(Chunk { first: 0, rows: private, place });
+                    (link.inward.granted, link.inward.due) = (private, 1);
+                    acts.push(link.expect(Stage::Rows, 1));
+                }
+                if link.inward.rows > private {
+                    self.waiting.push(rank);
+                }
+            }
+            Stage::Rows => link.inward.due -= 1,
+            Stage::Grant => {
+                link.read_grant(&shape, words)?;
+                self.flush(rank, acts);
+            }
+            Stage::Fence => {
+                (link.open, link.awaits_fence) = (true, false);
+                self.flush(rank, acts);
+            }
+            Stage::Answers => link.out.answered = true,
+        }
+        self.go_on(acts);
+        Ok(())
+    }
+
+    /// A write of ours has ended.
+    pub fn written(&mut self, load: Load, acts: &mut Vec<Act>) {
+        match load {
+            Load::Rows => self.rows_out -= 1,
+            Load::Answers => self.answers_out -= 1,
+            Load::Control => {}
+        }
+        self.go_on(acts);
+    }
+
+    /// What follows for all from something that has happened to one.
+    pub fn go_on(&mut self, acts: &mut Vec<Act>) {
+        // The shared buffer has room again when nothing in it is wanted, nor can be written by anybody who was lost.
+        let used = self.here().any(|l| !l.inward.chunks.is_empty()) || self.revoking > 0;
+        if !self.waiting.is_empty() && !used {
+            self.next_place = 0;
+        }
+        self.grant(acts);
+        if self.step != Step::Dispatched && self.rows_left() && !self.fenced {
+            self.fenced = true;
+            for link in self.here() {
+                let piece = Piece { src: 0, dst: 0, len: 0, counts: Stage::Fence };
+                acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Control });
+            }
+        }
+    }
+
+    /// Gives sources a place in the shared buffer, once no answers of ours have to leave it.
+    fn grant(&mut self, acts: &mut Vec<Act>) {
+        if self.answers_out > 0 || self.step != Step::Dispatched {
+            return;
+        }
+        let (room, memory, me) = (self.shape.shared_rows(), self.memory, self.rank);
+        while let Some(rank) = self.waiting.first().copied() {
+            let place = self.next_place;
+            let Some(link) = self.link(rank) else {
+                self.waiting.remove(0);
+                continue;
+            };
+            let rows = (link.inward.rows - link.inward.granted).min(room - place);
+            if rows == 0 {
+                return;
+            }
+            let first = link.inward.granted;
+            link.inward.chunks.push_back(Chunk { first, rows, place: memory.shared(place) });
+            link.inward.granted += rows;
+            link.inward.due += 1;
+            let (dst, len) = memory.grant(me);
+            acts.push(link.expect(Stage::Rows, 1));
+            acts.push(Act::Tell {
+                wire: Arc::clone(&link.wire),
+                words: vec![link.exchanges, place as u32, rows as u32, 0],
+                piece: Piece { src: memory.grant_out(rank), dst, len, counts: Stage::Grant },
+            });
+            if link.inward.granted == link.inward.rows {
+                self.waiting.remove(0);
+            }
+            self.next_place += rows;
+        }
+    }
+
+    /// Rows of a rank were handed out.
+    pub fn handed_out(&mut self, rank: u32, rows: u64, acts: &mut Vec<Act>) {
+        if let Some(link) = self.link(rank) {
+            link.inward.collected += rows;
+            link.inward.chunks.clear();
+        }
+        self.go_on(acts);
+    }
+
+    /// Gives a rank up: nothing of it is waited for any more, and its access ends.
+    pub fn lose(&mut self, rank: u32, stage: Stage, cause: String, acts: &mut Vec<Act>) {
+        let Some(link) = self.links.get_mut(rank as usize).and_then(Option::take) else { return };
+        tracing::warn!(rank, %cause, "a rank was given up");
+        self.answers_out -= link.out.answers.len() as u32;
+        self.revoke(link.wire.ours.memory.clone(), acts);
+        self.lost.push(Lost { rank, stage, cause });
+        self.go_on(acts);
+    }
+
+    /// Takes memory back.
+    pub fn revoke(&mut self, memory: Region, acts: &mut Vec<Act>) {
+        self.revoking += 1;
+        acts.push(Act::Revoke { memory });
+    }
+
+    pub fn holds(&self, until: Until) -> bool {
+        match until {
+            Until::MayDispatch => {
+                let queued = self.here().any(|l| !l.out.answers.is_empty());
+                self.rows_left() && self.fenced && !queued
+            }
+            Until::Quiet => self.revoking == 0,
+            Until::Routes => self.all_routes(),
+            Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
+            Until::RowsLeft => self.rows_left(),
+            Until::AnswersLeft => self.answers_out == 0,
+            Until::Answers => self.all_answers(),
+        }
+    }
+
+    /// Whether all of this rank's rows have left, those that wait for a grant included.
+    fn rows_left(&self) -> bool {
+        self.rows_out == 0 && self.here().all(|l| l.out.sent == l.out.rows)
+    }
+
+    /// Whether the routes of every rank that is here are known.
+    pub fn all_routes(&self) -> bool {
+        self.here().all(|l| l.inward.counts.is_some())
+    }
+
+    /// Whether the answers of every rank that is here have come.
+    fn all_answers(&self) -> bool {
+        self.here().all(|l| l.out.rows == 0 || l.out.answered)
+    }
+
+    /// Whether every rank's rows were handed out.
+    pub fn all_collected(&self) -> bool {
+        self.here().all(|l| l.inward.counts.is_some() && l.inward.collected == l.inward.rows)
+    }
+}
+
+impl Link {
+    /// Rows have come that were not handed out.
+    pub fn has_rows(&self) -> bool {
+        self.inward.due == 0 && !self.inward.chunks.is_empty()
+    }
+
+    pub fn expect(&self, stage: Stage, n: u32) -> Act {
+        Act::Expect { wire: Arc::clone(&self.wire), stage, n }
+    }
+
+    /// Waits for the peer's fence, unless that has come or is waited for already.
+    pub fn await_fence(&mut self) -> Option<Act> {
+        let waits = !self.open && !self.awaits_fence;
+        self.awaits_fence |= waits;
+        waits.then(|| self.expect(Stage::Fence, 1))
+    }
+
+    fn read_routes(&mut self, shape: &Shape, words: &[u32]) -> Result<(), String> {
+        let Some((head, counts)) = words.split_at_checked(ROUTES_HEADER as usize) else {
+            return Err("its routes are cut off".into());
+        };
+        if head[0] != self.exchanges {
+            return Err(format!(
+                "it is in its exchange {} with this rank, and this rank in its {}; have every rank call \
+                 dispatch and combine in the same order",
+                head[0], self.exchanges
+            ));
+        }
+        let rows: u64 = counts.iter().map(|n| u64::from(*n)).sum();
+        let first = u64::from(head[1]);
+        let most = counts.iter().copied().max().unwrap_or(0);
+        if most > shape.max_tokens || rows > shape.pair_rows() || first + rows > shape.out_rows() {
+            let what =
+                format!("its routes can't be: {rows} rows from {first}, {most} to one expert");
+            return Err(what);
+        }
+        (self.inward.rows, self.inward.first) = (rows, first);
+        self.inward.counts = Some(counts.to_vec());
+        Ok(())
+    }
+
+    fn read_grant(&mut self, shape: &Shape, words: &[u32]) -> Result<(), String> {
+        let [number, place, rows, _] = *words else { return Err("its grant is cut off".into()) };
+        let (place, rows, room) = (u64::from(place), u64::from(rows), shape.shared_rows());
+        // The rows of the private slot may still wait to be packed.
+        let private = self.out.rows.min(shape.private_rows());
+        let left = self.out.rows - self.out.sent.max(private);
+        if number != self.exchanges || rows == 0 || rows > left || place + rows > room {
+            return Err(format!(
+                "its grant can't be: in exchange {number} of {}, {rows} rows of {left} from {place} of {room}",
+                self.exchanges
+            ));
+        }
+        self.out.grant = Some((place, rows));
+        Ok(())
+    }
+}

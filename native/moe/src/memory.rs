@@ -1,0 +1,186 @@
+//! What lies where in each rank's part of the symmetric memory.
+//!
+//! | area | rows | written by | when |
+//! |---|---|---|---|
+//! | routes | one block for each source | that source | at dispatch |
+//! | grants | one block for each destination | that destination | when it knows where rows go |
+//! | outbox | a block of routes and one of grants for each peer | this rank | before it writes them there |
+//! | private | some for each source | that source | at dispatch, with the routes |
+//! | shared | for all sources | sources, where a grant said; at combine this rank, with answers | |
+//! | own | one for each (token, expert) of this rank | at dispatch this rank, with tokens; at combine peers, with answers | |
+//!
+//! The last two serve twice (fabric-lib §6.3): who writes there waits for the fence of the owner.
+
+use fabric_engine::{EngineError, Result};
+
+use crate::shape::Shape;
+
+/// Blocks begin at multiples of this, bytes: no two writers share a cache line.
+const BLOCK: u64 = 64;
+/// Words before the counts in a block of routes.
+pub const ROUTES_HEADER: u64 = 4;
+
+/// Bytes of the areas, in order; offsets are equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    shape: Shape,
+    routes: u64,
+    grants: u64,
+    routes_out: u64,
+    grants_out: u64,
+    private: u64,
+    shared: u64,
+    own: u64,
+    end: u64,
+}
+
+impl Memory {
+    /// # Errors
+    /// [`EngineError::Invalid`] for a shape that can't be.
+    pub fn new(shape: Shape) -> Result<Self> {
+        shape.check()?;
+        let ranks = u64::from(shape.ranks);
+        let row = shape.row_stride().max(shape.back_stride());
+        let block = routes_stride(&shape);
+        let mut end = 0u64;
+        let mut area = |nbytes: Option<u64>| {
+            let begin = end;
+            end = nbytes
+                .and_then(|n| begin.checked_add(n))
+                .and_then(|n| n.checked_next_multiple_of(4096))
+                .filter(|end| *end < 1 << 46)
+                .ok_or_else(|| EngineError::Invalid("the buffers would take over 64 TiB".into()))?;
+            Ok::<u64, EngineError>(begin)
+        };
+        let routes = area(ranks.checked_mul(block))?;
+        let grants = area(ranks.checked_mul(BLOCK))?;
+        let routes_out = area(ranks.checked_mul(block))?;
+        let grants_out = area(ranks.checked_mul(BLOCK))?;
+        let private = area((ranks * shape.private_rows()).checked_mul(shape.row_stride()))?;
+        let shared = area(shape.shared_rows().checked_mul(row))?;
+        let own = area(shape.out_rows().checked_mul(row))?;
+        Ok(Self { shape, routes, grants, routes_out, grants_out, private, shared, own, end })
+    }
+
+    /// Bytes of a rank's part.
+    pub fn nbytes(&self) -> u64 {
+        self.end
+    }
+
+    /// Where the routes of a source are, and their bytes.
+    pub fn routes(&self, source: u32) -> (u64, u64) {
+        let nbytes = (ROUTES_HEADER + u64::from(self.shape.local_experts())) * 4;
+        (self.routes + u64::from(source) * routes_stride(&self.shape), nbytes)
+    }
+
+    /// Where this rank writes down the routes for a peer.
+    pub fn routes_out(&self, peer: u32) -> u64 {
+        self.routes_out + u64::from(peer) * routes_stride(&self.shape)
+    }
+
+    /// Where the grant of a destination is, and its bytes.
+    pub fn grant(&self, destination: u32) -> (u64, u64) {
+        (self.grants + u64::from(destination) * BLOCK, 16)
+    }
+
+    /// Where this rank writes down the grant for a peer.
+    pub fn grant_out(&self, peer: u32) -> u64 {
+        self.grants_out + u64::from(peer) * BLOCK
+    }
+
+    /// Where a row of a source's private slot is.
+    pub fn private(&self, source: u32, row: u64) -> u64 {
+        let rows = u64::from(source) * self.shape.private_rows() + row;
+        self.private + rows * self.shape.row_stride()
+    }
+
+    /// Where a row of the shared buffer is, at dispatch.
+    pub fn shared(&self, row: u64) -> u64 {
+        self.shared + row * self.shape.row_stride()
+    }
+
+    /// Where an answer in the shared buffer is, at combine.
+    pub fn shared_back(&self, row: u64) -> u64 {
+        self.shared + row * self.shape.back_stride()
+    }
+
+    /// Where one of this rank's own rows is, at dispatch.
+    pub fn own(&self, row: u64) -> u64 {
+        self.own + row * self.shape.row_stride()
+    }
+
+    /// Where the answer to one of this rank's own rows is, at combine.
+    pub fn own_back(&self, row: u64) -> u64 {
+        self.own + row * self.shape.back_stride()
+    }
+
+    /// What each area is for, and its bytes.
+    pub fn explain(&self) -> Vec<(&'static str, String, u64)> {
+        let s = &self.shape;
+        let shared = match s.shared_rows() < s.in_rows() {
+            true => format!(
+                "{} rows of {} that can come; more come in turns",
+                s.shared_rows(),
+                s.in_rows()
+            ),
+            false => format!(
+                "{} rows: {} ranks x {} tokens x {} of a token's experts on one rank",
+                s.in_rows(),
+                s.ranks,
+                s.max_tokens,
+                s.topk.min(s.local_experts())
+            ),
+        };
+        vec![
+            (
+                "routes and grants",
+                format!("blocks for {} ranks, in and out", s.ranks),
+                self.private,
+            ),
+            (
+                "private",
+                format!("{} rows for each of {} sources", s.private_rows(), s.ranks),
+                self.shared - self.private,
+            ),
+            ("shared", shared, self.own - self.shared),
+            (
+                "own",
+                format!("{} rows: {} tokens x {} experts", s.out_rows(), s.max_tokens, s.topk),
+                self.end - self.own,
+            ),
+        ]
+    }
+}
+
+fn routes_stride(shape: &Shape) -> u64 {
+    ((ROUTES_HEADER + u64::from(shape.local_experts())) * 4).next_multiple_of(BLOCK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{kernels::Float, Back};
+
+    #[test]
+    fn areas_follow_one_another_and_the_explanation_adds_up() {
+        let back = Back { elements: 24, float: Float::F32 };
+        let shape = Shape {
+            ranks: 4,
+            experts: 8,
+            topk: 3,
+            max_tokens: 5,
+            row_nbytes: 50,
+            back,
+            private_rows: 2,
+            shared_rows: Some(7),
+        };
+        let memory = Memory::new(shape).unwrap();
+        let total: u64 = memory.explain().iter().map(|(.., nbytes)| nbytes).sum();
+        assert_eq!(total, memory.nbytes());
+        assert!(memory.routes(3).0 + memory.routes(3).1 <= memory.grant(0).0);
+        assert!(memory.grant(3).0 + memory.grant(3).1 <= memory.routes_out(0));
+        assert!(memory.private(3, 1) + 64 <= memory.shared(0));
+        assert!(memory.shared_back(6) + 96 <= memory.own(0));
+        assert!(memory.own_back(14) + 96 <= memory.nbytes());
+    }
+}

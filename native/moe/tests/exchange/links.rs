@@ -1,0 +1,202 @@
+//! Ranks as threads, over the transports of this machine.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    Result, TransferEngine,
+};
+use fabric_moe::{
+    kernels::{Part, PartMut},
+    AllToAll, Shape,
+};
+
+use crate::model::{rows_of_answers, shape, sums, Batch, Handed, EXTRA, ORDERS, WIDE};
+
+/// Ranks that know one another, over one transport; `FABRIC_MOE_TRANSPORT` names another one.
+pub fn ranks(shape: Shape, transport: TransportKind) -> Vec<AllToAll> {
+    let transport = match std::env::var("FABRIC_MOE_TRANSPORT").as_deref() {
+        Ok("verbs") => TransportKind::Verbs,
+        Ok("libfabric") => TransportKind::Libfabric,
+        _ => transport,
+    };
+    let open = |rank: u32| {
+        let (name, transports) = (format!("rank-{rank}"), vec![transport]);
+        let config = EngineConfig { name, transports, ..EngineConfig::default() };
+        let engine = Arc::new(TransferEngine::open(config).unwrap());
+        AllToAll::new(engine, shape, rank).unwrap()
+    };
+    let ranks: Vec<AllToAll> = (0..shape.ranks).map(open).collect();
+    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.card(None).unwrap()).collect();
+    for (i, rank) in ranks.iter().enumerate() {
+        for (j, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(rank.admit(card).unwrap(), j as u32);
+        }
+    }
+    ranks
+}
+
+/// One exchange of one rank; returns the sums.
+pub fn exchange(all: &AllToAll, rank: u32, batch: &Batch, turn: usize) -> Result<Vec<f32>> {
+    batch.send(all)?;
+    let placing = all.wait_arriving(ORDERS[turn % ORDERS.len()])?;
+    let mut handed = Handed::room(placing.rows);
+    all.dispatch_recv(&mut handed.parts())?;
+    let answers = handed.answers(all.shape(), rank, &placing.counts, &placing.starts);
+    all.combine_send(rows_of_answers(&answers))?;
+    sums(all, batch)
+}
+
+fn all_sums_are_right(shape: Shape, transport: TransportKind, turns: usize, seed: u64) {
+    let ranks = ranks(shape, transport);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                for turn in 0..turns {
+                    let mut rng = fastrand::Rng::with_seed(seed + (turn * 64 + rank) as u64);
+                    let hot = (turn % 3 == 1).then_some(1);
+                    let batch = Batch::random(&mut rng, &shape, hot);
+                    let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                    assert_eq!(sums, batch.sums(&shape, &[]), "rank {rank} in exchange {turn}");
+                }
+                assert_eq!(all.lost(), []);
+            });
+        }
+    });
+}
+
+#[test]
+fn sums_equal_those_without_any_ranks_over_shared_memory() {
+    all_sums_are_right(shape(4, 2, 3, 40), TransportKind::Shm, 30, 1);
+}
+
+#[test]
+fn sums_equal_those_without_any_ranks_over_tcp() {
+    all_sums_are_right(shape(3, 3, 4, 40), TransportKind::Tcp, 20, 2);
+}
+
+#[test]
+fn one_rank_is_enough() {
+    all_sums_are_right(shape(1, 4, 2, 10), TransportKind::Shm, 5, 3);
+}
+
+#[test]
+fn a_shared_buffer_of_a_few_rows_serves_all_in_turns() {
+    for (private_rows, rows) in [(0, 1), (1, 7), (0, 100)] {
+        let shape = Shape { private_rows, shared_rows: Some(rows), ..shape(3, 2, 3, 12) };
+        all_sums_are_right(shape, TransportKind::Shm, 8, u64::from(rows));
+    }
+}
+
+#[test]
+fn combine_may_be_left_out_by_all() {
+    let shape = shape(3, 2, 2, 9);
+    let ranks = ranks(shape, TransportKind::Shm);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                all.set_timeout(Duration::from_secs(10));
+                for turn in 0..12 {
+                    let mut rng = fastrand::Rng::with_seed((turn * 64 + rank) as u64);
+                    let batch = Batch::random(&mut rng, &shape, None);
+                    if turn % 3 == 2 {
+                        let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                        assert_eq!(sums, batch.sums(&shape, &[]));
+                        continue;
+                    }
+                    batch.send(all).unwrap();
+                    let placing = all.wait_arriving(ORDERS[0]).unwrap();
+                    all.dispatch_recv(&mut Handed::room(placing.rows).parts()).unwrap();
+                    assert_eq!(all.lost(), []);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn rs_4_a_rank_that_is_gone_is_named_and_the_others_go_on_without_it() {
+    let shape = shape(3, 2, 3, 20);
+    let mut ranks = ranks(shape, TransportKind::Shm);
+    let dead = ranks.pop().unwrap();
+    drop(dead);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                all.set_timeout(Duration::from_secs(2));
+                for turn in 0..4 {
+                    let mut rng = fastrand::Rng::with_seed((turn * 64 + rank) as u64);
+                    let batch = Batch::random(&mut rng, &shape, None);
+                    let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                    assert_eq!(sums, batch.sums(&shape, &[2]), "{:?}", all.lost());
+                }
+                let lost = all.lost();
+                assert_eq!(lost.iter().map(|l| l.rank).collect::<Vec<_>>(), [2], "{lost:?}");
+                assert_eq!(all.present(), [true, true, false]);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_comes_anew_takes_part_again() {
+    let shape = shape(3, 2, 3, 20);
+    let mut ranks = ranks(shape, TransportKind::Shm);
+    drop(ranks.pop());
+    for all in &ranks {
+        all.mask(2, "its node is gone").unwrap();
+        assert_eq!(all.lost()[0].cause, "its node is gone");
+    }
+    let config = EngineConfig { name: "rank-2 again".into(), ..EngineConfig::default() };
+    let engine = Arc::new(TransferEngine::open(config).unwrap());
+    let again = AllToAll::new(engine, shape, 2).unwrap();
+    let card = again.card(None).unwrap();
+    for all in &ranks {
+        again.admit(&all.card(Some(2)).unwrap()).unwrap();
+        assert_eq!(all.admit(&card).unwrap(), 2);
+        assert_eq!(all.lost(), []);
+    }
+    ranks.push(again);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                for turn in 0..4 {
+                    let mut rng = fastrand::Rng::with_seed((turn * 64 + rank) as u64);
+                    let batch = Batch::random(&mut rng, &shape, None);
+                    let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                    assert_eq!(sums, batch.sums(&shape, &[]));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn what_is_wrong_is_refused_before_anything_is_sent() {
+    let shape = shape(2, 2, 2, 4);
+    let ranks = ranks(shape, TransportKind::Shm);
+    let all = &ranks[0];
+    let narrow = [Part { bytes: &[0; 40], stride: 4, width: 4 }];
+    let said = |e: fabric_engine::EngineError| e.to_string();
+    assert!(said(all.dispatch_send(&narrow, &[0, 1]).unwrap_err()).contains("4 bytes"));
+    let (values, extra) = (vec![0; WIDE * 4], vec![0; EXTRA]);
+    let parts = [
+        Part { bytes: &values, stride: WIDE * 4, width: WIDE * 4 },
+        Part { bytes: &extra, stride: EXTRA, width: EXTRA },
+    ];
+    assert!(said(all.dispatch_send(&parts, &[0, 1, 2, 3]).unwrap_err()).contains("2 rows"));
+    assert!(said(all.dispatch_send(&parts, &[0, 7]).unwrap_err()).contains("expert 7"));
+    let none = Part { bytes: &[], stride: 0, width: 0 };
+    assert!(said(all.combine_send(none).unwrap_err()).contains("dispatch_send"));
+    let mut out = PartMut { bytes: &mut [], stride: 20, width: 20 };
+    let float = fabric_moe::kernels::Float::F32;
+    assert!(said(all.combine_recv(None, &mut out, float).unwrap_err()).contains("dispatch_send"));
+    let other = Shape { topk: 1, ..shape };
+    let config = EngineConfig::default();
+    let engine = Arc::new(TransferEngine::open(config).unwrap());
+    let other = AllToAll::new(engine, other, 1).unwrap();
+    all.mask(1, "to make room").unwrap();
+    assert!(said(all.admit(&other.card(None).unwrap()).unwrap_err()).contains("topk"));
+    assert!(said(all.admit(b"FEP\x02rest").unwrap_err()).contains("version 2"));
+    assert!(said(all.admit(b"what").unwrap_err()).contains("begin"));
+}

@@ -1,0 +1,5 @@
+//! Exchanges over real links and in the simulator, against sums made without any.
+
+mod links;
+mod model;
+mod schedules;
