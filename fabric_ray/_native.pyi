@@ -22,6 +22,7 @@ __all__ = [
     "KvDecoder",
     "KvPrefiller",
     "Message",
+    "MoeExchange",
     "Pages",
     "Peer",
     "PeerGroup",
@@ -1005,6 +1006,45 @@ class KvPrefiller:
     @property
     def decoders(self) -> int: ...
     def close(self) -> None: ...
+
+# moe
+
+_MoePart: TypeAlias = tuple[int, int, int, int]
+
+@final
+class MoeExchange:
+    """The native half of `fabric_ray.moe.AllToAll`."""
+
+    def __new__(
+        cls,
+        engine: Engine,
+        *,
+        rank: int,
+        ranks: int,
+        experts: int,
+        topk: int,
+        max_tokens: int,
+        row_nbytes: int,
+        elements: int,
+        dtype: str,
+        private_rows: int,
+        shared_rows: int | None,
+    ) -> Self: ...
+    @property
+    def areas(self) -> list[tuple[str, str, int]]: ...
+    def card(self, only: int | None = None) -> bytes: ...
+    def admit(self, card: bytes) -> int: ...
+    def set_timeout(self, seconds: float) -> None: ...
+    def mask(self, rank: int, cause: str) -> None: ...
+    @property
+    def lost(self) -> list[tuple[int, str, str]]: ...
+    @property
+    def present(self) -> list[bool]: ...
+    def dispatch_send(self, parts: Sequence[_MoePart], indices: tuple[int, int]) -> None: ...
+    def arriving(self, *, multiple: int, stride: int | None) -> tuple[list[int], list[int], int]: ...
+    def dispatch_recv(self, parts: Sequence[_MoePart]) -> None: ...
+    def combine_send(self, answers: _MoePart) -> None: ...
+    def combine_recv(self, weights: _MoePart | None, out: _MoePart, dtype: str) -> None: ...
 
 # doctor
 

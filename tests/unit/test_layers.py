@@ -35,7 +35,8 @@ MAY_USE = {
 }
 CRATES_MAY_USE = {
     "fabric-kvcache": {"fabric-engine"},
-    "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-plan", "fabric-simulate"},
+    "fabric-moe": {"fabric-engine"},
+    "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-moe", "fabric-plan", "fabric-simulate"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
     "fabric-perf": {"fabric-engine", "fabric-kvcache"},
     "fabric-engine": {"fabric-sys"},

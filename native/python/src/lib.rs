@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod kvcache;
 mod logging;
+mod moe;
 mod plan;
 mod simulate;
 mod survey;
@@ -21,5 +22,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     survey::register(m)?;
     topology::register(m)?;
     kvcache::register(m)?;
+    moe::register(m)?;
     engine::register(m)
 }

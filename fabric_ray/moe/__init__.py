@@ -1,0 +1,5 @@
+"""Expert parallelism: tokens to the ranks of their experts and back."""
+
+from fabric_ray.moe.all_to_all import AllToAll, Dispatched, Lost, RowPart
+
+__all__ = ["AllToAll", "Dispatched", "Lost", "RowPart"]

@@ -1,0 +1,324 @@
+"""One rank of an exchange of tokens between experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fabric_ray._native import MoeExchange
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe import rows
+
+_SUMS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What goes with a token beside its activations: scales, weights, indices."""
+
+    name: str
+    width: int
+    """Elements for each token."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The tokens for this rank's experts, in the order of experts."""
+
+    x: Tensor
+    """``[rows, hidden]``, those that fill up included; what is in those is not defined."""
+    parts: dict[str, Tensor]
+    """By name, ``[rows, width]``."""
+    counts: Tensor
+    """Rows of each local expert, int64 on the host."""
+    starts: Tensor
+    """The first row of each local expert, int64 on the host."""
+
+    def of(self, expert: int) -> slice:
+        """The rows of a local expert."""
+        start = int(self.starts[expert])
+        return slice(start, start + int(self.counts[expert]))
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was given up."""
+
+    rank: int
+    stage: str
+    """What was under way with it."""
+    cause: str
+
+
+class AllToAll:
+    """One rank of an exchange: ``dispatch_send``, ``dispatch_recv``, ``combine_send``,
+    ``combine_recv``, in turns (fabric-lib §6).
+
+    What sends returns when the tensors may be used again; bytes move in the background until what
+    receives is called. Between the two a shared expert may run, or another exchange.
+
+    Each rank tells all others of itself once: ``connect([card of each rank])``, gathered by
+    whatever is at hand (``torch.distributed.all_gather_object``, Ray). A rank that dies or says
+    nothing for ``timeout`` seconds while it is waited for is given up: its tokens and answers are
+    left out, the others go on, and :attr:`lost` names it.
+
+    Args:
+        engine: this rank's; each rank has one of its own.
+        rank, ranks: this one, and how many there are.
+        experts: of all ranks, ``experts / ranks`` on each; rank 0 hosts the first ones.
+        topk: experts of each token.
+        hidden: elements of a token.
+        max_tokens: tokens that a rank dispatches at a time, at most.
+        dtype: of tokens on their way to experts; any, fp8 and int8 with scales as a part.
+        parts: what goes with each token.
+        answer_dtype: of what experts answer: float32, bfloat16 or float16.
+        private_rows: rows that each source sends to each rank at once; further ones wait until
+            that rank has said where they go. If all fit (``max_tokens * topk``), nothing waits.
+        shared_rows: rows of the buffer for all further ones; as many as can ever come if
+            ``None``. With fewer, they come in turns.
+        timeout: seconds; :meth:`set_timeout` changes it.
+
+    Raises:
+        InvalidArgument: sizes that don't go together.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        *,
+        rank: int,
+        ranks: int,
+        experts: int,
+        topk: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        parts: Sequence[RowPart] = (),
+        answer_dtype: torch.dtype = torch.bfloat16,
+        private_rows: int = 32,
+        shared_rows: int | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        if answer_dtype not in _SUMS:
+            raise InvalidArgument(
+                f"answers of {answer_dtype} can't be summed; use one of {[*_SUMS]}"
+            )
+        names = [p.name for p in parts]
+        if len({*names, "x"}) != len(names) + 1:
+            raise InvalidArgument(f"parts {names} need names of their own, other than x")
+        limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
+        for name, value in {**limits, "max_tokens": max_tokens}.items():
+            if not 0 < value < 1 << 31:
+                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        if not 0 <= rank < ranks or private_rows < 0 or (shared_rows or 1) < 1:
+            raise InvalidArgument(
+                f"rank {rank} of {ranks}, {private_rows} private and {shared_rows} shared rows: "
+                "ranks count from 0, and rows are no fewer than none"
+            )
+        self._parts = (RowPart("x", hidden, dtype), *parts)
+        self._topk, self._hidden, self._ranks = topk, hidden, ranks
+        self._local = experts // ranks
+        self._rank = rank
+        self._answers = answer_dtype
+        self._tokens = 0
+        self._rows = 0
+        self._native = MoeExchange(
+            engine,
+            rank=rank,
+            ranks=ranks,
+            experts=experts,
+            topk=topk,
+            max_tokens=max_tokens,
+            row_nbytes=sum(p.width * p.dtype.itemsize for p in self._parts),
+            elements=hidden,
+            dtype=_SUMS[answer_dtype],
+            private_rows=private_rows,
+            shared_rows=shared_rows,
+        )
+        self.set_timeout(timeout)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """All, those that are left out included."""
+        return self._ranks
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank hosts."""
+        return range(self._rank * self._local, (self._rank + 1) * self._local)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's buffers."""
+        return sum(nbytes for _, _, nbytes in self._native.areas)
+
+    def explain(self) -> str:
+        """What the buffers are for, and what makes them as large as they are."""
+        lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
+        return "\n".join([*lines, f"{self.nbytes:>16,}  bytes in all"])
+
+    def card(self, only: int | None = None) -> bytes:
+        """What the other ranks need to know of this one.
+
+        Args:
+            only: a rank that comes anew; those that are here keep what they have.
+        """
+        return self._native.card(only)
+
+    def admit(self, card: bytes) -> int:
+        """Takes a rank in by its card, from the next dispatch on; returns its number.
+
+        A rank that comes anew and all others admit one another between the same two exchanges.
+
+        Raises:
+            HandshakeError: it is of another shape; the text lists what differs.
+            InvalidArgument: it is here already, or was given no card of this rank.
+        """
+        return self._native.admit(card)
+
+    def connect(self, cards: Iterable[bytes | None]) -> None:
+        """Takes all ranks in by their cards; ``None`` for one that is left out, this one's is
+        passed over."""
+        for rank, card in enumerate(cards):
+            if card is not None and rank != self._rank:
+                self.admit(card)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long ranks may be apart: who says nothing for so long while it is waited for is given
+        up."""
+        self._native.set_timeout(seconds)
+
+    def mask(self, rank: int, cause: str = "it was masked") -> None:
+        """Gives a rank up."""
+        self._native.mask(rank, cause)
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """Ranks that were given up and have not come again."""
+        return tuple(Lost(*one) for one in self._native.lost)
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Whether each rank is here."""
+        return tuple(self._native.present)
+
+    def dispatch_send(self, x: Tensor, indices: Tensor, **parts: Tensor) -> None:
+        """Sends tokens to the ranks of their experts.
+
+        Args:
+            x: ``[tokens, hidden]``.
+            indices: ``[tokens, topk]``, the experts of each token; -1 for none.
+            parts: by name, ``[tokens, width]``.
+
+        Raises:
+            InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
+        """
+        tensors = {"x": x, **parts}
+        if {*tensors} != {p.name for p in self._parts}:
+            wanted = [p.name for p in self._parts]
+            raise InvalidArgument(f"a token is made of {wanted}; {[*tensors]} was given")
+        experts = rows.indices(indices, self._topk)
+        tokens = experts.shape[0]
+        given = []
+        for p in self._parts:
+            tensor = tensors[p.name]
+            if tensor.shape[:1] != (tokens,):
+                shape = tuple(tensor.shape)
+                raise InvalidArgument(
+                    f"{p.name} of {shape} for {tokens} tokens; give one row for each"
+                )
+            given.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype))
+        self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()))
+        self._tokens = tokens
+
+    def dispatch_recv(
+        self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
+    ) -> Dispatched:
+        """Waits for the tokens of all ranks; those for one expert are behind one another, in the
+        order of their ranks, and of the tokens there.
+
+        Args:
+            multiple: each expert's rows are filled up to a multiple, for a grouped GEMM.
+            stride: each expert's rows begin at a multiple of this instead, for a batched GEMM.
+            x: where to put the tokens, ``[rows or more, hidden]``.
+
+        Rows of a rank that was lost on the way are zeros.
+
+        Raises:
+            InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
+        """
+        for name, value in (("multiple", multiple), ("stride", stride)):
+            if value is not None and not 0 < value < 1 << 31:
+                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
+        tensors = {}
+        for p in self._parts:
+            given = x if p.name == "x" else None
+            tensors[p.name] = torch.empty(total, p.width, dtype=p.dtype) if given is None else given
+        room = [
+            rows.part(p.name, tensors[p.name], width=p.width, dtype=p.dtype, rows=total)
+            for p in self._parts
+        ]
+        self._native.dispatch_recv(room)
+        self._rows = total
+        return Dispatched(
+            x=tensors.pop("x")[:total],
+            parts=tensors,
+            counts=torch.tensor(counts, dtype=torch.int64),
+            starts=torch.tensor(starts, dtype=torch.int64),
+        )
+
+    def combine_send(self, y: Tensor) -> None:
+        """Sends the experts' answers, ``[rows, hidden]``, each where its token was.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or it isn't combine's turn.
+        """
+        answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
+        self._native.combine_send(answers)
+
+    def combine_recv(
+        self,
+        weights: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Waits for the answers: for each token their sum, ``[tokens, hidden]``.
+
+        The sum is made in float32 and in the order of a token's experts: the same bits for any
+        number of ranks. Answers of lost ranks are left out.
+
+        Args:
+            weights: float32 ``[tokens, topk]``; one for each if ``None``.
+            out: where to put the sums.
+            dtype: of the sums: ``answer_dtype`` if ``None``.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
+        """
+        tokens = self._tokens
+        if out is None:
+            out = torch.empty(tokens, self._hidden, dtype=dtype or self._answers)
+        elif dtype not in (None, out.dtype):
+            raise InvalidArgument(f"sums of {dtype} don't go into {out.dtype}; leave dtype out")
+        if out.dtype not in _SUMS:
+            raise InvalidArgument(f"sums of {out.dtype} can't be made; use one of {[*_SUMS]}")
+        room = rows.part("sums", out, width=self._hidden, dtype=out.dtype, rows=tokens)
+        weight = None
+        if weights is not None:
+            weight = rows.part(
+                "weights", weights, width=self._topk, dtype=torch.float32, rows=tokens
+            )
+        self._native.combine_recv(weight, room, _SUMS[out.dtype])
+        return out[:tokens]

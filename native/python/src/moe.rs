@@ -1,0 +1,218 @@
+//! One rank of an expert-parallel exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine as fe;
+use fabric_moe::{
+    self as moe,
+    kernels::{Float, Part, PartMut},
+    routes::Order,
+};
+use pyo3::{prelude::*, types::PyBytes};
+
+use crate::{
+    engine::Engine,
+    errors::{raise, OrRaise},
+};
+
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<MoeExchange>()
+}
+
+/// Address, bytes from the first row to the end of the last, bytes between rows, bytes of a row.
+type PartArg = (usize, usize, usize, usize);
+
+/// # Safety
+/// The bytes must stay readable, and be written by nobody, for as long as the slice is used.
+unsafe fn slice<'a>(address: usize, nbytes: usize) -> &'a [u8] {
+    if nbytes == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(address as *const u8, nbytes) }
+}
+
+/// # Safety
+/// As for [`slice`].
+unsafe fn part<'a>((address, nbytes, stride, width): PartArg) -> Part<'a> {
+    // SAFETY: the caller's promise.
+    Part { bytes: unsafe { slice(address, nbytes) }, stride, width }
+}
+
+/// # Safety
+/// The bytes must stay writable, and be used by nobody else, for as long as the part is used.
+unsafe fn part_mut<'a>((address, nbytes, stride, width): PartArg) -> PartMut<'a> {
+    let bytes: &mut [u8] = match nbytes {
+        0 => &mut [],
+        // SAFETY: the caller's promise.
+        _ => unsafe { std::slice::from_raw_parts_mut(address as *mut u8, nbytes) },
+    };
+    PartMut { bytes, stride, width }
+}
+
+fn float(py: Python<'_>, name: &str) -> PyResult<Float> {
+    Float::named(name).ok_or_else(|| {
+        let text = format!("answers of {name} can't be summed; use float32, bfloat16 or float16");
+        raise(py, &fe::EngineError::Invalid(text))
+    })
+}
+
+/// Rows of each expert, the first of each, all.
+type PlacingResult = (Vec<u32>, Vec<u32>, u64);
+
+fn placing(placing: &moe::Dispatched) -> PlacingResult {
+    (placing.counts.clone(), placing.starts.clone(), placing.rows)
+}
+
+/// One rank of an exchange; `fabric_ray.moe.AllToAll` is the class to use.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct MoeExchange(moe::AllToAll);
+
+#[pymethods]
+impl MoeExchange {
+    #[new]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (engine, *, rank, ranks, experts, topk, max_tokens, row_nbytes, elements, dtype, private_rows, shared_rows))]
+    fn new(
+        py: Python<'_>,
+        engine: &Engine,
+        rank: u32,
+        ranks: u32,
+        experts: u32,
+        topk: u32,
+        max_tokens: u32,
+        row_nbytes: u32,
+        elements: u32,
+        dtype: &str,
+        private_rows: u32,
+        shared_rows: Option<u32>,
+    ) -> PyResult<Self> {
+        let back = moe::Back { elements, float: float(py, dtype)? };
+        let shape = moe::Shape {
+            ranks,
+            experts,
+            topk,
+            max_tokens,
+            row_nbytes,
+            back,
+            private_rows,
+            shared_rows,
+        };
+        let engine = Arc::clone(&engine.engine);
+        py.detach(|| moe::AllToAll::new(engine, shape, rank)).map(Self).or_raise(py)
+    }
+
+    /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and its bytes.
+    #[getter]
+    fn areas(&self) -> Vec<(&'static str, String, u64)> {
+        self.0.memory().explain()
+    }
+
+    /// What other ranks need to know of this one; only for one that comes anew, if given.
+    #[pyo3(signature = (only=None))]
+    fn card<'py>(&self, py: Python<'py>, only: Option<u32>) -> PyResult<Bound<'py, PyBytes>> {
+        let card = py.detach(|| self.0.card(only)).or_raise(py)?;
+        Ok(PyBytes::new(py, &card))
+    }
+
+    /// Takes a rank in by its card; returns its number.
+    fn admit(&self, py: Python<'_>, card: &[u8]) -> PyResult<u32> {
+        py.detach(|| self.0.admit(card)).or_raise(py)
+    }
+
+    fn set_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+        let timeout = Duration::try_from_secs_f64(seconds).ok().filter(|t| !t.is_zero());
+        let timeout = timeout.ok_or_else(|| {
+            let text =
+                format!("a timeout of {seconds} seconds is not a length of time: give more than 0");
+            raise(py, &fe::EngineError::Invalid(text))
+        })?;
+        self.0.set_timeout(timeout);
+        Ok(())
+    }
+
+    /// Gives a rank up.
+    fn mask(&self, py: Python<'_>, rank: u32, cause: &str) -> PyResult<()> {
+        py.detach(|| self.0.mask(rank, cause)).or_raise(py)
+    }
+
+    /// Ranks that were given up: number, what was under way, cause.
+    #[getter]
+    fn lost(&self) -> Vec<(u32, String, String)> {
+        self.0.lost().into_iter().map(|l| (l.rank, l.stage.to_string(), l.cause)).collect()
+    }
+
+    /// Whether each rank is here.
+    #[getter]
+    fn present(&self) -> Vec<bool> {
+        self.0.present()
+    }
+
+    /// # Errors
+    /// As `AllToAll::dispatch_send`. `indices`: address and number of 64-bit integers.
+    fn dispatch_send(
+        &self,
+        py: Python<'_>,
+        parts: Vec<PartArg>,
+        indices: (usize, usize),
+    ) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call.
+            let parts: Vec<Part<'_>> = parts.into_iter().map(|p| unsafe { part(p) }).collect();
+            // SAFETY: as above; every bit pattern is an integer, and the address is that of an int64 tensor.
+            let indices = match indices {
+                (_, 0) => &[],
+                (address, n) => unsafe { std::slice::from_raw_parts(address as *const i64, n) },
+            };
+            self.0.dispatch_send(&parts, indices)
+        })
+        .or_raise(py)
+    }
+
+    /// Waits for the routes: rows of each expert, the first row of each, rows in all. With `stride`, each expert's
+    /// rows begin at a multiple of it; else they follow one another, filled up to a multiple of `multiple`.
+    #[pyo3(signature = (*, multiple, stride))]
+    fn arriving(
+        &self,
+        py: Python<'_>,
+        multiple: u32,
+        stride: Option<u32>,
+    ) -> PyResult<PlacingResult> {
+        let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
+        py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
+    }
+
+    fn dispatch_recv(&self, py: Python<'_>, parts: Vec<PartArg>) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses them.
+            let mut parts: Vec<PartMut<'_>> =
+                parts.into_iter().map(|p| unsafe { part_mut(p) }).collect();
+            self.0.dispatch_recv(&mut parts).map(drop)
+        })
+        .or_raise(py)
+    }
+
+    fn combine_send(&self, py: Python<'_>, answers: PartArg) -> PyResult<()> {
+        // SAFETY: the Python caller holds the tensor during the call.
+        py.detach(|| self.0.combine_send(unsafe { part(answers) })).or_raise(py)
+    }
+
+    #[pyo3(signature = (weights, out, dtype))]
+    fn combine_recv(
+        &self,
+        py: Python<'_>,
+        weights: Option<PartArg>,
+        out: PartArg,
+        dtype: &str,
+    ) -> PyResult<()> {
+        let float = float(py, dtype)?;
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses `out`.
+            let weights = weights.map(|w| unsafe { part(w) });
+            // SAFETY: as above.
+            let mut out = unsafe { part_mut(out) };
+            self.0.combine_recv(weights, &mut out, float)
+        })
+        .or_raise(py)
+    }
+}

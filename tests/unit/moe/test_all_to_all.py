@@ -1,0 +1,196 @@
+"""Exchanges of tokens between experts, against sums made without any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import AllToAll, RowPart
+
+
+@contextmanager
+def group(ranks: int, **options: Any) -> Iterator[list[AllToAll]]:
+    engines = [TransferEngine(name=f"rank-{r}", transport="shm") for r in range(ranks)]
+    alls = [AllToAll(e, rank=r, ranks=ranks, **options) for r, e in enumerate(engines)]
+    cards = [a.card() for a in alls]
+    for a in alls:
+        a.connect(cards)
+    yield alls
+    for e in engines:
+        e.close()
+
+
+def together(alls: list[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
+    """What ``work`` returns on each rank, each in a thread of its own."""
+    results: list[Any] = [None] * len(alls)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = work(alls[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(alls))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for r in results:
+        if isinstance(r, Exception):
+            raise r
+    return results
+
+
+def expert(number: int, x: torch.Tensor) -> torch.Tensor:
+    return x.float() * (number + 1) + number
+
+
+def layer(a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One exchange, with the experts above behind it."""
+    a.dispatch_send(x, idx)
+    got = a.dispatch_recv(multiple=4)
+    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
+    for local, number in enumerate(a.local_experts):
+        y[got.of(local)] = expert(number, got.x[got.of(local)]).to(torch.bfloat16)
+    a.combine_send(y)
+    return a.combine_recv(w)
+
+
+def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The same, in one place, in the same arithmetic."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(len(x)):
+        for k in range(idx.shape[1]):
+            if idx[t, k] >= 0:
+                y = expert(int(idx[t, k]), x[t]).to(torch.bfloat16)
+                out[t] += w[t, k] * y.float()
+    return out.to(torch.bfloat16)
+
+
+def batch(seed: int, tokens: int, experts: int, topk: int, hidden: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
+    idx = torch.rand(tokens, experts, generator=g).argsort(1)[:, :topk]
+    idx[torch.rand(idx.shape, generator=g) < 0.1] = -1
+    return x, idx, torch.rand(tokens, topk, generator=g)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sums_are_those_of_one_place_bit_by_bit(ranks: int) -> None:
+    with group(ranks, experts=8, topk=3, hidden=64, max_tokens=33) as alls:
+
+        def work(a: AllToAll) -> None:
+            for turn, tokens in enumerate([33, 0, 1, 17]):
+                x, idx, w = batch(turn * 10 + a.rank, tokens, 8, 3, 64)
+                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+
+        together(alls, work)
+
+
+def test_scales_go_with_their_tokens() -> None:
+    parts = [RowPart("scales", 3, torch.float32), RowPart("number", 1, torch.int16)]
+    options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "parts": parts, "private_rows": 2}
+    with group(2, experts=4, topk=2, hidden=48, max_tokens=9, **options) as alls:
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = batch(a.rank, 9, 4, 2, 48)
+            x8 = x.to(torch.float8_e4m3fn)
+            number = torch.arange(9, dtype=torch.int16)[:, None] + 100 * a.rank
+            scales = number.float() * torch.tensor([1.0, 2.0, 3.0])
+            a.dispatch_send(x8, idx, scales=scales, number=number)
+            got = a.dispatch_recv(stride=18)
+            for local in range(2):
+                of = got.of(local)
+                assert of.start == 18 * local
+                numbers = got.parts["number"][of]
+                assert torch.equal(numbers, numbers.sort(0).values)
+                assert torch.equal(
+                    got.parts["scales"][of], numbers.float() * torch.tensor([1.0, 2.0, 3.0])
+                )
+            a.combine_send(torch.ones(len(got.x), 48, dtype=torch.bfloat16))
+            sums = a.combine_recv(w, dtype=torch.float32)
+            weights = torch.where(idx >= 0, w, 0.0)
+            ordered = weights[:, 0] + weights[:, 1]
+            assert torch.equal(sums, ordered[:, None].expand(9, 48))
+
+        together(alls, work)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
+    with group(1, experts=4, topk=2, hidden=8, max_tokens=4) as [a]:
+        x, idx, w = batch(0, 4, 4, 2, 8)
+        for args, words in [
+            ((x.float(), idx), "bfloat16"),
+            ((x[:, :4], idx), r"\[rows, 8\]"),
+            ((x[:2], idx), "one row for each"),
+            ((x, idx.float()), "integers"),
+            ((torch.cat([x, x]), torch.cat([idx, idx])), "room for 4"),
+            ((x, torch.full_like(idx, 9)), "expert 9"),
+        ]:
+            with pytest.raises(errors.InvalidArgument, match=words):
+                a.dispatch_send(*args)
+        with pytest.raises(errors.InvalidArgument, match="made of"):
+            a.dispatch_send(x, idx, scales=w)
+        with pytest.raises(errors.InvalidArgument, match="it is dispatch_send"):
+            a.combine_send(x)
+        a.dispatch_send(x, idx)
+        with pytest.raises(errors.InvalidArgument, match="it is dispatch_recv"):
+            a.dispatch_send(x, idx)
+        got = a.dispatch_recv()
+        with pytest.raises(errors.InvalidArgument, match="are needed"):
+            a.combine_send(got.x[:1])
+        a.combine_send(got.x)
+        with pytest.raises(errors.InvalidArgument, match="weights"):
+            a.combine_recv(w.double())
+        assert torch.equal(a.combine_recv(w), a_sum(x, idx, w))
+    engine = TransferEngine()
+    for options, words in [
+        ({"experts": 3}, "evenly"),
+        ({"rank": 2}, "count from 0"),
+        ({"answer_dtype": torch.int8}, "can't be summed"),
+        ({"parts": [RowPart("x", 1, torch.int8)]}, "names of their own"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"timeout": 0}, "more than 0"),
+    ]:
+        sizes: dict[str, Any] = {"rank": 0, "ranks": 2, "experts": 4, "topk": 2, "hidden": 8}
+        with pytest.raises(errors.InvalidArgument, match=words):
+            AllToAll(engine, **{**sizes, "max_tokens": 4, **options})
+    engine.close()
+
+
+def a_sum(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape)
+    for k in range(idx.shape[1]):
+        out += torch.where(idx[:, k : k + 1] >= 0, w[:, k : k + 1], 0.0) * x.float()
+    return out.to(x.dtype)
+
+
+def test_buffers_are_explained_and_follow_from_the_sizes() -> None:
+    options: dict[str, Any] = {"experts": 8, "topk": 2, "hidden": 64, "max_tokens": 16}
+    with group(2, **options) as full, group(2, **options, shared_rows=4) as small:
+        assert "in turns" in small[0].explain()
+        assert small[0].nbytes < full[0].nbytes
+        assert f"{full[0].nbytes:,}" in full[0].explain()
+        x, idx, w = batch(0, 16, 8, 2, 64)
+        for alls in (full, small):
+            for sums in together(alls, lambda a: layer(a, x, idx, w)):
+                assert torch.equal(sums, unsharded(x, idx, w))
+
+
+def test_rs_4_who_stalls_is_named_and_the_others_go_on() -> None:
+    with group(3, experts=6, topk=3, hidden=32, max_tokens=8, timeout=0.5) as alls:
+        x, idx, w = batch(5, 8, 6, 3, 32)
+        without = torch.where(idx < 4, idx, -1)  # rank 2 hosts the experts from 4 on
+        for _ in range(2):
+            for sums in together(alls[:2], lambda a: layer(a, x, idx, w)):
+                assert torch.equal(sums, unsharded(x, without, w))
+        for a in alls[:2]:
+            assert [one.rank for one in a.lost] == [2]
+            assert "did not come" in a.lost[0].cause or "missing" in a.lost[0].cause
+            assert a.present == (True, True, False)
