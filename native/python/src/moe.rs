@@ -197,6 +197,7 @@ impl MoeExchange {
         py.detach(|| self.0.combine_send(unsafe { part(answers) })).or_raise(py)
     }
 
+    /// Returns the ranks whose answers are left out.
     #[pyo3(signature = (weights, out, dtype))]
     fn combine_recv(
         &self,
@@ -204,7 +205,7 @@ impl MoeExchange {
         weights: Option<PartArg>,
         out: PartArg,
         dtype: &str,
-    ) -> PyResult<()> {
+    ) -> PyResult<Vec<u32>> {
         let float = float(py, dtype)?;
         py.detach(|| {
             // SAFETY: the Python caller holds the tensors during the call, and nobody else uses `out`.

@@ -222,6 +222,11 @@ impl AllToAll {
         state.links.iter().enumerate().map(here).collect()
     }
 
+    /// Whether nothing of lost ranks can land here any more (MR-1). While it can, what would use the same memory waits.
+    pub fn quiet(&self) -> bool {
+        self.inner.state.lock().holds(Until::Quiet)
+    }
+
     /// Whether `dispatch_send` would not have to wait.
     pub fn may_dispatch(&self) -> bool {
         let state = self.inner.state.lock();
@@ -249,7 +254,7 @@ impl AllToAll {
             part.check("tokens", routes.tokens.into())?;
         }
         let mut state = inner.state.lock();
-        if matches!(state.step, Step::Dispatched | Step::Answered) {
+        if matches!(state.step, Step::Dispatched | Step::Answering | Step::Answered) {
             return Err(out_of_turn("dispatch_send", state.step));
         }
         inner.wait_quiet(&mut state)?;
@@ -340,6 +345,16 @@ impl AllToAll {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let _caller = self.enter()?;
+        self.inner.wait_quiet(&mut self.inner.state.lock())?;
+        while !self.inner.answer(answers)? {
+            self.inner.wait(&mut self.inner.state.lock(), Until::AnswersLeft);
+        }
+        Ok(())
+    }
+
+    /// As [`AllToAll::combine_send`], without waiting: true when all answers were sent.
+    pub fn combine_some(&self, answers: Part<'_>) -> Result<bool> {
+        let _caller = self.enter()?;
         self.inner.answer(answers)
     }
 
@@ -350,7 +365,7 @@ impl AllToAll {
     }
 
     /// For each of this rank's tokens the sum of its experts' answers, each times its weight: 32-bit floats, `topk`
-    /// for each token. Answers of lost ranks are left out.
+    /// for each token. Returns the ranks whose answers are left out, since they were lost.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for weights or room that don't fit, or out of turn.
@@ -359,7 +374,7 @@ impl AllToAll {
         weights: Option<Part<'_>>,
         out: &mut PartMut<'_>,
         float: Float,
-    ) -> Result<()> {
+    ) -> Result<Vec<u32>> {
         let _caller = self.enter()?;
         let inner = &self.inner;
         let mut state = inner.state.lock();
@@ -373,7 +388,8 @@ impl AllToAll {
         drop(state);
         inner.sum(&routes, &missing, weights, out, float)?;
         inner.state.lock().step = Step::Idle;
-        Ok(())
+        let left_out = |rank: &u32| missing[*rank as usize] && routes.rows_to(*rank) > 0;
+        Ok((0..inner.shape.ranks).filter(left_out).collect())
     }
 
     fn enter(&self) -> Result<MutexGuard<'_, ()>> {
@@ -389,6 +405,7 @@ fn out_of_turn(call: &str, step: Step) -> EngineError {
     let next = match step {
         Step::Idle => "dispatch_send",
         Step::Dispatched => "dispatch_recv",
+        Step::Answering => "combine_send",
         Step::Collected => "combine_send, or dispatch_send if every rank leaves combine out",
         Step::Answered => "combine_recv",
     };

@@ -7,7 +7,7 @@ use fabric_engine::{EngineError, Result};
 use super::{
     link::{Answer, Chunk},
     out_of_turn,
-    state::{State, Step, Until},
+    state::{Cursor, State, Step, Until},
     Inner,
 };
 use crate::{
@@ -122,11 +122,62 @@ impl Inner {
         Ok(())
     }
 
-    /// Sends answers to whoever asked, a shared buffer's worth at a time.
-    pub(super) fn answer(self: &Arc<Self>, answers: Part<'_>) -> Result<()> {
+    /// Sends as many answers as there is room for now; true when those were the last.
+    pub(super) fn answer(self: &Arc<Self>, answers: Part<'_>) -> Result<bool> {
         let mut state = self.state.lock();
-        let placing = state.placing.clone().filter(|_| state.step == Step::Collected);
-        let Some(placing) = placing else { return Err(out_of_turn("combine_send", state.step)) };
+        let turn = matches!(state.step, Step::Collected | Step::Answering);
+        let Some(placing) = state.placing.clone().filter(|_| turn) else {
+            return Err(out_of_turn("combine_send", state.step));
+        };
+        self.check_answers(&placing, answers)?;
+        if state.step == Step::Collected {
+            // What a lost rank still writes must not meet answers in the shared buffer.
+            if !state.holds(Until::Quiet) {
+                return Ok(false);
+            }
+            let mut acts = Vec::new();
+            state.begin_answers(&mut acts);
+            drop(state);
+            self.run(acts);
+            state = self.state.lock();
+        }
+        while let Some(rank) = state.others().nth(state.cursor.ranks as usize) {
+            let (room, cursor) = (self.shape.shared_rows(), state.cursor);
+            let rows = (placing.rows_of(rank) - cursor.rows).min(room);
+            if rows == 0 || state.link(rank).is_none() {
+                state.cursor = Cursor { ranks: cursor.ranks + 1, rows: 0, ..cursor };
+                continue;
+            }
+            if cursor.place + rows > room {
+                if state.answers_out > 0 {
+                    return Ok(false);
+                }
+                state.cursor.place = 0;
+            }
+            let (place, first) = (state.cursor.place, cursor.rows);
+            drop(state);
+            let to = self.memory.shared_back(place);
+            self.put_answers(&placing, rank, (first, rows), answers, to)?;
+            let mut acts = Vec::new();
+            let mut locked = self.state.lock();
+            (locked.cursor.place, locked.cursor.rows) = (place + rows, first + rows);
+            locked.answer(rank, Answer { place, first, rows }, &mut acts);
+            drop(locked);
+            self.run(acts);
+            state = self.state.lock();
+        }
+        // Own rows have to have left before their answers take their place.
+        if !state.holds(Until::AnswersLeft) {
+            return Ok(false);
+        }
+        let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
+        drop(state);
+        self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
+        self.state.lock().step = Step::Answered;
+        Ok(true)
+    }
+
+    fn check_answers(&self, placing: &Placing, answers: Part<'_>) -> Result<()> {
         if answers.width as u64 != self.shape.back_nbytes() {
             return Err(EngineError::Invalid(format!(
                 "an answer has {} bytes here, and {} in the exchange",
@@ -134,65 +185,7 @@ impl Inner {
                 self.shape.back_nbytes()
             )));
         }
-        answers.check("answers", placing.rows)?;
-        // What a lost rank still writes must not meet answers in the shared buffer.
-        self.wait_quiet(&mut state)?;
-        let mut acts = Vec::new();
-        for rank in state.others() {
-            let Some(link) = state.link(rank) else { continue };
-            acts.extend(link.await_fence());
-            if link.out.rows > 0 {
-                acts.push(link.expect(super::Stage::Answers, turns(&self.shape, link.out.rows)));
-            }
-        }
-        let others: Vec<u32> = state.others().collect();
-        drop(state);
-        self.run(acts);
-        let mut next = 0;
-        for rank in others {
-            self.answer_rank(&placing, rank, answers, &mut next)?;
-        }
-        // Own rows have to have left before their answers take their place.
-        let mut state = self.state.lock();
-        self.wait(&mut state, Until::RowsLeft);
-        let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
-        drop(state);
-        self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
-        self.state.lock().step = Step::Answered;
-        Ok(())
-    }
-
-    fn answer_rank(
-        self: &Arc<Self>,
-        placing: &Placing,
-        rank: u32,
-        answers: Part<'_>,
-        next: &mut u64,
-    ) -> Result<()> {
-        let room = self.shape.shared_rows();
-        let all = placing.rows_of(rank);
-        let mut first = 0;
-        while first < all {
-            let rows = (all - first).min(room);
-            let mut state = self.state.lock();
-            if *next + rows > room {
-                self.wait(&mut state, Until::AnswersLeft);
-                *next = 0;
-            }
-            if state.link(rank).is_none() {
-                return Ok(());
-            }
-            drop(state);
-            let place = *next;
-            let to = self.memory.shared_back(place);
-            self.put_answers(placing, rank, (first, rows), answers, to)?;
-            let mut acts = Vec::new();
-            self.state.lock().answer(rank, Answer { place, first, rows }, &mut acts);
-            self.run(acts);
-            *next += rows;
-            first += rows;
-        }
-        Ok(())
+        answers.check("answers", placing.rows)
     }
 
     /// Puts the answers to rows of a source behind one another.
@@ -284,11 +277,6 @@ impl Answers for Came<'_> {
         let here = !self.missing.get(rank).copied().unwrap_or(true);
         self.bytes.get(begin..begin + self.shape.back_nbytes() as usize).filter(|_| here)
     }
-}
-
-/// Writes that bring the answers to `rows` rows.
-fn turns(shape: &Shape, rows: u64) -> u32 {
-    rows.div_ceil(shape.shared_rows()) as u32
 }
 
 fn copy_rows(

@@ -40,7 +40,9 @@ pub enum Step {
     Dispatched,
     /// Taken all tokens.
     Collected,
-    /// Sent answers.
+    /// Sent some answers.
+    Answering,
+    /// Sent all answers.
     Answered,
 }
 
@@ -54,9 +56,20 @@ pub enum Until {
     Routes,
     /// There are rows to hand out, or all were.
     Rows,
-    RowsLeft,
+    /// More answers can be sent.
     AnswersLeft,
     Answers,
+}
+
+/// How far this rank is with its answers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cursor {
+    /// Ranks that were answered, counted from the one behind this.
+    pub ranks: u32,
+    /// Rows of the next one that were.
+    pub rows: u64,
+    /// The next free row of the shared buffer.
+    pub place: u64,
 }
 
 #[derive(Debug)]
@@ -82,6 +95,7 @@ pub struct State {
     pub answers_out: u32,
     /// Peers know that our memory may be written.
     pub fenced: bool,
+    pub cursor: Cursor,
     /// Sources that wait for a grant, in order, and the next free row.
     waiting: Vec<u32>,
     next_place: u64,
@@ -106,6 +120,7 @@ impl State {
             rows_out: 0,
             answers_out: 0,
             fenced: true,
+            cursor: Cursor::default(),
             waiting: Vec::new(),
             next_place: 0,
             lives: 0,
@@ -172,6 +187,20 @@ impl State {
         }
     }
 
+    /// This rank's answers begin, and those to its own rows are waited for.
+    pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
+        self.step = Step::Answering;
+        self.cursor = Cursor::default();
+        let room = self.shape.shared_rows();
+        for link in self.links.iter_mut().flatten().filter(|l| l.exchanges > 0) {
+            acts.extend(link.await_fence());
+            if link.out.rows > 0 {
+                // As many writes as the buffer that answers leave from makes of them.
+                acts.push(link.expect(Stage::Answers, link.out.rows.div_ceil(room) as u32));
+            }
+        }
+    }
+
     /// The answers to rows of a peer lie ready.
     pub fn answer(&mut self, rank: u32, answer: Answer, acts: &mut Vec<Act>) {
         if let Some(link) = self.link(rank) {
@@ -185,6 +214,7 @@ impl State {
     fn flush(&mut self, rank: u32, acts: &mut Vec<Act>) {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let routes = Arc::clone(&self.routes);
+        let answering = self.step == Step::Answering;
         let Some(link) = self.link(rank) else { return };
         let mut rows_out = 0;
         if link.open && !link.out.routed && link.exchanges > 0 {
@@ -194,6 +224,9 @@ impl State {
             words.extend(routes.counts_to(&shape, rank));
             acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
             (link.open, link.out.routed) = (false, true);
+            if answering {
+                acts.extend(link.await_fence());
+            }
         }
         if link.out.routed && link.out.packed {
             let stride = shape.row_stride();
@@ -361,15 +394,15 @@ impl State {
             Until::Quiet => self.revoking == 0,
             Until::Routes => self.all_routes(),
             Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
-            Until::RowsLeft => self.rows_left(),
+            Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),
             Until::AnswersLeft => self.answers_out == 0,
             Until::Answers => self.all_answers(),
         }
     }
 
-    /// Whether all of this rank's rows have left, those that wait for a grant included.
+    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included.
     fn rows_left(&self) -> bool {
-        self.rows_out == 0 && self.here().all(|l| l.out.sent == l.out.rows)
+        self.rows_out == 0 && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
     }
 
     /// Whether the routes of every rank that is here are known.

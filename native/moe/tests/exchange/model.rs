@@ -149,15 +149,15 @@ pub fn rows_of_answers(bytes: &[u8]) -> Part<'_> {
     Part { bytes, stride: WIDE * 4, width: WIDE * 4 }
 }
 
-/// Takes answers; returns the sums.
-pub fn sums(rank: &AllToAll, batch: &Batch) -> fabric_engine::Result<Vec<f32>> {
+/// Takes answers; returns the sums, and the ranks that are left out of them.
+pub fn sums(rank: &AllToAll, batch: &Batch) -> fabric_engine::Result<(Vec<f32>, Vec<u32>)> {
     let mut out = vec![0xeeu8; batch.tokens() * WIDE * 4];
     let weights = bytes(&batch.weights);
     let width = batch.topk * 4;
     let weights = Part { bytes: &weights, stride: width, width };
     let mut part = PartMut { bytes: &mut out, stride: WIDE * 4, width: WIDE * 4 };
-    rank.combine_recv(Some(weights), &mut part, Float::F32)?;
-    Ok(floats(&out))
+    let left_out = rank.combine_recv(Some(weights), &mut part, Float::F32)?;
+    Ok((floats(&out), left_out))
 }
 
 pub const ORDERS: [Order; 2] = [Order::Packed { multiple: 4 }, Order::Packed { multiple: 1 }];

@@ -1,1 +1,269 @@
+//! Exchanges under random faults, on simulated links and a virtual clock. A schedule is replayed by its seed, which a
+//! failure prints:
+//!
+//! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test exchange schedules`
 
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::{EngineConfig, EngineId},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
+    Time, TransferEngine,
+};
+use fabric_moe::{routes::Order, AllToAll, Dispatched, Shape};
+
+use crate::model::{rows_of_answers, shape, sums, Batch, Handed};
+
+const MS: u64 = 1_000_000;
+/// How long ranks wait for one another.
+const TIMEOUT: Duration = Duration::from_millis(200);
+/// All exchanges end so soon, whoever dies.
+const BOUND: u64 = 60_000 * MS;
+const EXCHANGES: u32 = 3;
+
+/// What a rank does next.
+enum Turn {
+    Dispatch,
+    Collect { placing: Option<Dispatched>, handed: Handed },
+    Combine { answers: Vec<u8> },
+    Sum,
+    Over,
+}
+
+struct Rank {
+    rank: u32,
+    engine: Arc<TransferEngine>,
+    all: AllToAll,
+    turn: Turn,
+    exchange: u32,
+    batch: Batch,
+    dead: bool,
+    left_out: u32,
+}
+
+struct Run {
+    net: SimNet,
+    rng: fastrand::Rng,
+    shape: Shape,
+    /// All ranks leave combine out of these exchanges.
+    without: Vec<bool>,
+    ranks: Vec<Rank>,
+    killed: Vec<u32>,
+    faults: bool,
+}
+
+impl Run {
+    fn new(seed: u64) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let config = SimConfig {
+            seed,
+            delay: 500..[2_000, 50_000, MS][rng.usize(..3)],
+            ordered: rng.bool(),
+            page_counts: rng.bool(),
+            max_bytes: 1 << rng.u32(6..13),
+            window: rng.usize(2..16),
+            ..SimConfig::default()
+        };
+        let mut net = SimNet::new(config);
+        let (ranks, local) = (rng.u32(1..5), rng.u32(1..3));
+        let shape = Shape {
+            private_rows: rng.u32(..4),
+            shared_rows: rng.bool().then(|| rng.u32(1..9)),
+            ..shape(ranks, local, rng.u32(1..=(ranks * local).min(4)), rng.u32(1..7))
+        };
+        let rails = rng.u8(1..=2);
+        let open = |rank: u32| {
+            let config = EngineConfig {
+                name: format!("rank {rank}"),
+                op_timeout: Duration::from_secs(2),
+                ..EngineConfig::default()
+            };
+            let engine = net.engine_with_rails(config, rails).unwrap();
+            let all = AllToAll::new(Arc::clone(&engine), shape, rank).unwrap();
+            all.set_timeout(TIMEOUT);
+            let batch = Batch::random(&mut rng, &shape, None);
+            let turn = Turn::Dispatch;
+            Rank { rank, engine, all, turn, exchange: 0, batch, dead: false, left_out: 0 }
+        };
+        let ranks: Vec<Rank> = (0..ranks).map(open).collect();
+        let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all.card(None).unwrap()).collect();
+        for rank in &ranks {
+            for (_, card) in cards.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize) {
+                rank.all.admit(card).unwrap();
+            }
+        }
+        let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
+        let faults = rng.u32(..4) > 0;
+        Self { net, rng, shape, without, ranks, killed: Vec::new(), faults }
+    }
+
+    fn go(&mut self) -> Result<(u32, u32), String> {
+        let mut steps = 0u32;
+        loop {
+            for i in 0..self.ranks.len() {
+                while self.advance(i)? {}
+            }
+            if self.ranks.iter().all(|r| r.dead || matches!(r.turn, Turn::Over)) {
+                break;
+            }
+            steps += 1;
+            if self.faults && self.rng.u32(..60) == 0 {
+                self.fault();
+            }
+            if !self.net.step() || self.net.now() > Time(BOUND) {
+                return Err(format!("it stands still after {steps} steps: {}", self.standing()));
+            }
+        }
+        let alive = self.ranks.iter().filter(|r| !r.dead);
+        let left_out = alive.clone().map(|r| r.left_out).sum();
+        for rank in alive {
+            let lost = rank.all.lost();
+            if !self.faults && !lost.is_empty() {
+                return Err(format!("rank {} gave up without a fault: {lost:?}", rank.rank));
+            }
+        }
+        Ok((self.ranks.len() as u32, left_out))
+    }
+
+    fn standing(&self) -> String {
+        let one = |r: &Rank| {
+            let turn = match r.turn {
+                Turn::Dispatch => "dispatches",
+                Turn::Collect { .. } => "collects",
+                Turn::Combine { .. } => "answers",
+                Turn::Sum => "sums",
+                Turn::Over => "is over",
+            };
+            let quiet = if r.all.quiet() { "" } else { ", not quiet" };
+            let lost = r.all.lost();
+            format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
+        };
+        self.ranks.iter().filter(|r| !r.dead).map(one).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Lets a rank do what it can; whether it did something.
+    fn advance(&mut self, i: usize) -> Result<bool, String> {
+        let (shape, without) = (self.shape, &self.without);
+        let rank = &mut self.ranks[i];
+        if rank.dead {
+            return Ok(false);
+        }
+        let said = |e: fabric_engine::EngineError| format!("rank {i}: {e}");
+        match &mut rank.turn {
+            Turn::Over => return Ok(false),
+            Turn::Dispatch => {
+                if !rank.all.may_dispatch() {
+                    return Ok(false);
+                }
+                rank.batch.send(&rank.all).map_err(said)?;
+                rank.turn = Turn::Collect { placing: None, handed: Handed::default() };
+            }
+            Turn::Collect { placing, handed } => {
+                let order = Order::Packed { multiple: 1 + rank.exchange };
+                if placing.is_none() {
+                    let Some(known) = rank.all.arriving(order).map_err(said)? else {
+                        return Ok(false);
+                    };
+                    *handed = Handed::room(known.rows);
+                    *placing = Some(known);
+                }
+                let Some(placing) = placing else { return Ok(false) };
+                if !rank.all.collect(&mut handed.parts()).map_err(said)? {
+                    return Ok(false);
+                }
+                if without[rank.exchange as usize] {
+                    self.next(i);
+                    return Ok(true);
+                }
+                let answers = handed.answers(&shape, i as u32, &placing.counts, &placing.starts);
+                rank.turn = Turn::Combine { answers };
+            }
+            Turn::Combine { answers } => {
+                if !rank.all.combine_some(rows_of_answers(answers)).map_err(said)? {
+                    return Ok(false);
+                }
+                rank.turn = Turn::Sum;
+            }
+            Turn::Sum => {
+                if !rank.all.answered() {
+                    return Ok(false);
+                }
+                let (sums, left_out) = sums(&rank.all, &rank.batch).map_err(said)?;
+                if sums != rank.batch.sums(&shape, &left_out) {
+                    let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
+                    return Err(format!("{what}, left out {left_out:?}"));
+                }
+                let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+                if left_out.iter().any(|r| !lost.contains(r)) {
+                    return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
+                }
+                rank.left_out += left_out.len() as u32;
+                self.next(i);
+            }
+        }
+        Ok(true)
+    }
+
+    fn next(&mut self, i: usize) {
+        let rank = &mut self.ranks[i];
+        rank.exchange += 1;
+        rank.turn = match rank.exchange < EXCHANGES {
+            true => Turn::Dispatch,
+            false => Turn::Over,
+        };
+        rank.batch = Batch::random(&mut self.rng, &self.shape, None);
+    }
+
+    fn fault(&mut self) {
+        let node = self.rng.usize(..self.ranks.len());
+        let ms = |rng: &mut fastrand::Rng| rng.u64(..50) * MS;
+        let (rail, nth) = (self.rng.u8(..2), self.rng.u8(..4));
+        let fault = match self.rng.u32(..6) {
+            0 => {
+                let lives: EngineId = self.ranks[node].engine.id();
+                self.net.kill(lives);
+                self.ranks[node].dead = true;
+                self.killed.push(node as u32);
+                return;
+            }
+            1 => Fault::Stall { node: node as u8, rail, nth, lasts: self.rng.u64(..400) * MS },
+            2 => {
+                let (pick, rest) = (self.rng.u32(..), ms(&mut self.rng));
+                Fault::WorkFails { node: node as u8, rail, nth, pick, rest }
+            }
+            3 => Fault::Partition {
+                side: self.rng.u8(..),
+                told: self.rng.bool().then(|| ms(&mut self.rng)),
+                gone: self.rng.bool(),
+                lasts: self.rng.u64(..400) * MS,
+            },
+            _ => {
+                let (here, there) = (ms(&mut self.rng), ms(&mut self.rng));
+                Fault::LinkLost { node: node as u8, rail, nth, here, there }
+            }
+        };
+        self.net.inject(&fault);
+    }
+}
+
+fn env(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().map_or(default, |v| v.parse().unwrap())
+}
+
+#[test]
+fn mr_1_rs_1_rs_4_random_schedules_give_right_sums_or_name_who_is_left_out() {
+    let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 400));
+    let mut sum = (0u64, 0u64);
+    for seed in first..first + runs {
+        let outcome = std::panic::catch_unwind(|| Run::new(seed).go());
+        match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
+            Ok((ranks, left_out)) => {
+                sum.0 += u64::from(ranks);
+                sum.1 += u64::from(left_out);
+            }
+            Err(what) => panic!("seed {seed}: {what}"),
+        }
+    }
+    println!("{runs} schedules: {} ranks, {} times one was left out", sum.0, sum.1);
+}
