@@ -127,6 +127,7 @@ class AllToAll:
         self._answers = answer_dtype
         self._tokens = 0
         self._rows = 0
+        self._left_out: tuple[int, ...] = ()
         self._native = MoeExchange(
             engine,
             rank=rank,
@@ -206,6 +207,11 @@ class AllToAll:
     def lost(self) -> tuple[Lost, ...]:
         """Ranks that were given up and have not come again."""
         return tuple(Lost(*one) for one in self._native.lost)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`."""
+        return self._left_out
 
     @property
     def present(self) -> tuple[bool, ...]:
@@ -320,5 +326,5 @@ class AllToAll:
             weight = rows.part(
                 "weights", weights, width=self._topk, dtype=torch.float32, rows=tokens
             )
-        self._native.combine_recv(weight, room, _SUMS[out.dtype])
+        self._left_out = tuple(self._native.combine_recv(weight, room, _SUMS[out.dtype]))
         return out[:tokens]
