@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 
-from benchmarks.kvcache import sheets, transfers
+from benchmarks import sheets
+from benchmarks.kvcache import transfers
 from benchmarks.kvcache.load import Load
 from benchmarks.kvcache.load import load as measure_load
 from benchmarks.kvcache.ttft import ttft as measure_ttft
@@ -23,38 +20,6 @@ Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are 
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
 Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
-
-
-class Output:
-    """Where a run's tables go."""
-
-    def __init__(self, json: Path | None, *, markdown: bool) -> None:
-        self._json, self._markdown = json, markdown
-        self._console = Console(width=None if Console().is_terminal else 160)
-        self._progress = Console(stderr=True)
-        self._report = sheets.Report(sheets=[], load=os.getloadavg())
-
-    def say(self, text: str) -> None:
-        self._progress.print(text, highlight=False)
-
-    def add(self, make: Callable[[], sheets.Sheet]) -> None:
-        sheet = make()
-        self._report.sheets.append(sheet)
-        if self._markdown:
-            print(sheets.markdown(sheet), end="\n\n")
-        else:
-            sheets.show(sheet, self._console)
-
-    def end(self) -> None:
-        note = sheets.load_note(self._report.load)
-        if self._markdown:
-            print(note)
-        else:
-            self._console.print(note, highlight=False)
-        if self._json is not None:
-            self._json.parent.mkdir(parents=True, exist_ok=True)
-            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(self._report), indent=1))
-            self.say(f"figures: {self._json}")
 
 
 @app.command()
@@ -69,7 +34,7 @@ def ttft(
 ) -> None:
     """Time to the first token, disaggregated and not, and what a layer takes."""
     chosen = lengths or ("64,128" if quick else "128,512,1024,2048,4096")
-    out = Output(json, markdown=markdown)
+    out = sheets.Output(json, markdown=markdown)
     out.add(
         lambda: measure_ttft(
             [int(one) for one in chosen.split(",")],
@@ -87,7 +52,7 @@ def pages(
     turns: Turns = 7, quick: Quick = False, json: Json = None, markdown: Markdown = False
 ) -> None:
     """Pages of 32 and 64 KiB by the KV cache's path, beside the copy floor."""
-    out = Output(json, markdown=markdown)
+    out = sheets.Output(json, markdown=markdown)
     out.add(lambda: transfers.pages(turns, out.say, quick=quick))
     out.end()
 
@@ -101,7 +66,7 @@ def r1(
     markdown: Markdown = False,
 ) -> None:
     """A prompt of 4096 tokens of DeepSeek-R1, beside NIXL and Mooncake."""
-    out = Output(json, markdown=markdown)
+    out = sheets.Output(json, markdown=markdown)
     out.add(lambda: transfers.r1(turns, out.say, quick=quick, peers=peers))
     out.end()
 
@@ -114,7 +79,7 @@ def watcher(
     markdown: Markdown = False,
 ) -> None:
     """From a store to the watched word to the first post, with tails."""
-    out = Output(json, markdown=markdown)
+    out = sheets.Output(json, markdown=markdown)
     out.add(lambda: measure_watcher(turns, samples, out.say))
     out.end()
 
@@ -137,7 +102,7 @@ def load(
         prefillers=prefillers,
         decoders=decoders,
     )
-    out = Output(json, markdown=markdown)
+    out = sheets.Output(json, markdown=markdown)
     out.add(lambda: measure_load(asked, out.say)[0])
     out.end()
 

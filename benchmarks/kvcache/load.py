@@ -15,7 +15,7 @@ from benchmarks.harness.processes import adopt_orphans
 from benchmarks.kvcache.child import Child
 from benchmarks.kvcache.nodes import Setup
 from benchmarks.kvcache.serving import Ended, Order, Outcome
-from benchmarks.kvcache.sheets import Sheet, spread, verdict
+from benchmarks.sheets import Sheet, spread, verdict
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.inference.model import Model

@@ -17,7 +17,7 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.schedule import Plan, Say, run_cases
 from benchmarks.kvcache.ends import KvPages
 from benchmarks.kvcache.shape import page_cases, r1_cases
-from benchmarks.kvcache.sheets import Sheet, verdict
+from benchmarks.sheets import Sheet, verdict
 
 FLOOR_AIM = 0.9
 PEER_AIM = 1.0

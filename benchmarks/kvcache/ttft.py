@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.harness.processes import adopt_orphans
 from benchmarks.kvcache.child import Child
 from benchmarks.kvcache.nodes import Asked, Instance, Setup
-from benchmarks.kvcache.sheets import Sheet, verdict
+from benchmarks.sheets import Sheet, verdict
 from fabric_ray.inference.protocols import DecodeRow
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.inference.spec import CacheSpec

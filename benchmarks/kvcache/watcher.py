@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.contenders import perf
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.kvcache.sheets import Sheet, spread, verdict
+from benchmarks.sheets import Sheet, spread, verdict
 from fabric_ray import TransferEngine
 
 RUST_AIM_US, PYTHON_AIM_US = 5.0, 12.0

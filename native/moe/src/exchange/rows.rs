@@ -131,8 +131,9 @@ impl Inner {
         };
         self.check_answers(&placing, answers)?;
         if state.step == Step::Collected {
-            // What a lost rank still writes must not meet answers in the shared buffer.
-            if !state.holds(Until::Quiet) {
+            // What a lost rank still writes must not meet answers in the shared buffer, nor must those that are
+            // still on their way to one.
+            if !state.holds(Until::Quiet) || state.answers_out > 0 {
                 return Ok(false);
             }
             let mut acts = Vec::new();

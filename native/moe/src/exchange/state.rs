@@ -162,6 +162,7 @@ impl State {
         self.fenced = false;
         self.waiting.clear();
         self.next_place = 0;
+        self.cursor = Cursor::default();
         let private = self.shape.private_rows();
         for rank in self.others() {
             let routes = Arc::clone(&self.routes);
@@ -190,7 +191,6 @@ impl State {
     /// This rank's answers begin, and those to its own rows are waited for.
     pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Answering;
-        self.cursor = Cursor::default();
         let room = self.shape.shared_rows();
         for link in self.links.iter_mut().flatten().filter(|l| l.exchanges > 0) {
             acts.extend(link.await_fence());

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -81,3 +82,35 @@ def verdict(met: bool) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+class Output:
+    """Where a run's tables go."""
+
+    def __init__(self, json: Path | None, *, markdown: bool) -> None:
+        self._json, self._markdown = json, markdown
+        self._console = Console(width=None if Console().is_terminal else 160)
+        self._progress = Console(stderr=True)
+        self._report = Report(sheets=[], load=os.getloadavg())
+
+    def say(self, text: str) -> None:
+        self._progress.print(text, highlight=False)
+
+    def add(self, make: Callable[[], Sheet]) -> None:
+        sheet = make()
+        self._report.sheets.append(sheet)
+        if self._markdown:
+            print(markdown(sheet), end="\n\n")
+        else:
+            show(sheet, self._console)
+
+    def end(self) -> None:
+        note = load_note(self._report.load)
+        if self._markdown:
+            print(note)
+        else:
+            self._console.print(note, highlight=False)
+        if self._json is not None:
+            self._json.parent.mkdir(parents=True, exist_ok=True)
+            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(self._report), indent=1))
+            self.say(f"figures: {self._json}")

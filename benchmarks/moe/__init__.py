@@ -1,0 +1,1 @@
+"""Expert parallelism: dispatch and combine beside what torch has, and beside copies."""

@@ -1,0 +1,140 @@
+"""Measure expert parallelism beside torch's all_to_all and the copy floor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import sheets
+from benchmarks.moe.ranks import Times, measure
+from benchmarks.moe.shape import Shape
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
+Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
+
+CONTENDERS = ["shm", "tcp", "gloo", "floor"]
+MOST_ROWS = 100_000
+"""Rows of all ranks in one exchange: what fits this benchmark's memory, some 80 KiB for each."""
+
+
+@app.callback()
+def main() -> None:
+    """Measure expert parallelism."""
+
+
+@app.command()
+def exchange(
+    ranks: Annotated[str, typer.Option(help="Ranks, commas between")] = "2,4,8",
+    tokens: Annotated[str, typer.Option(help="Tokens of each rank, commas between")] = "",
+    turns: Turns = 11,
+    quick: Quick = False,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """Dispatch and combine of DeepSeek-V3's shapes: fp8 with scales out, bfloat16 back."""
+    out = sheets.Output(json, markdown=markdown)
+    lengths = tokens or ("1,8" if quick else "1,16,128,4096")
+    cases = [
+        Shape(ranks=int(r), tokens=int(t), **({"hidden": 512, "experts": 16} if quick else {}))
+        for r in ranks.split(",")
+        for t in lengths.split(",")
+    ]
+    out.add(lambda: _exchanges(cases, turns, out.say))
+    out.end()
+
+
+@app.command()
+def private(
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank")] = 128,
+    turns: Turns = 31,
+    transport: Annotated[str, typer.Option(help="shm or tcp")] = "shm",
+    quick: Quick = False,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """Dispatch with smaller and smaller private buffers (fabric-lib, Figure 11)."""
+    out = sheets.Output(json, markdown=markdown)
+    small = {"hidden": 512, "experts": 16} if quick else {}
+    full = tokens * 8
+    sizes = [n for n in (full, 256, 128, 64, 32, 16, 8, 4, 0) if n <= full]
+    cases = [Shape(ranks=ranks, tokens=tokens, private_rows=n, **small) for n in sizes]
+    out.add(lambda: _private(cases, transport, turns, out.say))
+    out.end()
+
+
+def _ms(values: list[float]) -> float:
+    return 1e3 * statistics.median(values)
+
+
+def _exchanges(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sheets.Sheet:
+    rows, figures = [], {}
+    for case in cases:
+        if case.rows * case.ranks > MOST_ROWS * 4:
+            say(f"{case.ranks} ranks of {case.tokens} tokens: left out, too large for one machine")
+            continue
+        say(f"{case.ranks} ranks of {case.tokens} tokens")
+        times = measure(case, CONTENDERS, turns if case.tokens < 1024 else max(3, turns // 4))
+        figures[f"ep{case.ranks} tokens {case.tokens}"] = times
+        for half, what in enumerate(("dispatch", "combine")):
+            rows.append(_row(case, what, _medians(times, half)))
+    columns = (
+        "ranks x tokens",
+        "",
+        *(f"{n} ms" for n in CONTENDERS),
+        "shm/gloo",
+        "tcp/gloo",
+        "shm/floor",
+    )
+    notes = (
+        "medians of the slowest rank's times; below 1, ours is ahead of gloo; floor: the same "
+        "bytes copied once",
+    )
+    return sheets.Sheet(
+        title="Dispatch and combine, DeepSeek-V3",
+        columns=columns,
+        rows=tuple(rows),
+        notes=notes,
+        figures=figures,
+    )
+
+
+def _medians(times: Times, half: int) -> dict[str, float]:
+    return {name: _ms([t[half] for t in all_turns]) for name, all_turns in times.items()}
+
+
+def _row(case: Shape, what: str, ms: dict[str, float]) -> tuple[str, ...]:
+    ratios = [ms["shm"] / ms["gloo"], ms["tcp"] / ms["gloo"], ms["shm"] / ms["floor"]]
+    name = f"{case.ranks} x {case.tokens}"
+    return (name, what, *(f"{ms[n]:.2f}" for n in CONTENDERS), *(f"{r:.2f}" for r in ratios))
+
+
+def _private(
+    cases: list[Shape], transport: str, turns: int, say: Callable[[str], None]
+) -> sheets.Sheet:
+    found: dict[int, float] = {}
+    for case in cases:
+        say(f"{case.private_rows} private rows")
+        times = measure(case, [transport], turns)
+        found[case.private_rows] = _ms([t[0] for t in times[transport]])
+    best = found[cases[0].private_rows]
+    rows = [(str(n), f"{ms:.2f}", f"{best / ms:.2f}") for n, ms in found.items()]
+    one = cases[0]
+    return sheets.Sheet(
+        title=f"Private buffers: dispatch of {one.tokens} tokens, {one.ranks} ranks over {transport}",
+        columns=("rows of each source", "ms", "of the speed with room for all"),
+        rows=tuple(rows),
+        figures={"ms by private rows": found},
+    )
+
+
+if __name__ == "__main__":
+    app()

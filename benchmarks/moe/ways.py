@@ -1,0 +1,141 @@
+"""The contenders: one exchange each, in two halves that are timed apart."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.moe.shape import Batch, Shape, answers
+from fabric_ray import TransferEngine
+from fabric_ray.moe import AllToAll, RowPart
+
+
+class Way(Protocol):
+    """A contender on one rank."""
+
+    def dispatch(self, given: Batch) -> Tensor:
+        """Tokens out and in; the rows for this rank's experts, in their order."""
+
+    def combine(self, y: Tensor, given: Batch) -> Tensor:
+        """Answers out and in; the sums."""
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    """fabric_ray.moe.AllToAll."""
+
+    def __init__(self, shape: Shape, rank: int, transport: str) -> None:
+        self._engine = TransferEngine(name=f"rank-{rank}", transport=transport)
+        self._all = AllToAll(
+            self._engine,
+            rank=rank,
+            ranks=shape.ranks,
+            experts=shape.experts,
+            topk=shape.topk,
+            hidden=shape.hidden,
+            max_tokens=shape.tokens,
+            dtype=torch.float8_e4m3fn,
+            parts=[RowPart("scales", shape.scales, torch.float32)],
+            private_rows=shape.private_rows,
+            # Twice what comes on average: what is more comes in turns.
+            shared_rows=2 * shape.rows,
+            timeout=60.0,
+        )
+        cards: list[bytes | None] = [None] * shape.ranks
+        dist.all_gather_object(cards, self._all.card())
+        self._all.connect(cards)
+
+    def dispatch(self, given: Batch) -> Tensor:
+        self._all.dispatch_send(given.x, given.indices, scales=given.scales)
+        return self._all.dispatch_recv().x
+
+    def combine(self, y: Tensor, given: Batch) -> Tensor:
+        self._all.combine_send(y)
+        return self._all.combine_recv(given.weights)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Gloo:
+    """torch.distributed's all_to_all over gloo: counts, then rows, packed and sorted."""
+
+    def __init__(self, shape: Shape, rank: int) -> None:
+        self._shape = shape
+
+    def dispatch(self, given: Batch) -> Tensor:
+        s = self._shape
+        flat = given.indices.flatten()
+        self._order = flat.argsort(stable=True)
+        out_counts = torch.bincount(flat, minlength=s.experts)
+        in_counts = torch.empty_like(out_counts)
+        dist.all_to_all_single(in_counts, out_counts)
+        tokens = torch.cat([given.x.view(torch.uint8), given.scales.view(torch.uint8)], dim=1)
+        packed = tokens[self._order // s.topk]
+        self._out = out_counts.view(s.ranks, -1).sum(1).tolist()
+        by_source = in_counts.view(s.ranks, -1)
+        self._in = by_source.sum(1).tolist()
+        rows = torch.empty(sum(self._in), s.row_nbytes, dtype=torch.uint8)
+        dist.all_to_all_single(rows, packed, self._in, self._out)
+        expert = torch.arange(by_source.shape[1]).repeat(s.ranks)
+        self._sorted = expert.repeat_interleave(by_source.flatten()).argsort(stable=True)
+        return rows[self._sorted]
+
+    def combine(self, y: Tensor, given: Batch) -> Tensor:
+        s = self._shape
+        back = torch.empty_like(y)
+        back[self._sorted] = y
+        got = torch.empty(sum(self._out), s.hidden, dtype=torch.bfloat16)
+        dist.all_to_all_single(got, back, self._out, self._in)
+        rows = torch.empty_like(got)
+        rows[self._order] = got
+        total = torch.zeros(len(given.x), s.hidden)
+        for k in range(s.topk):
+            total += given.weights[:, k : k + 1] * rows[k :: s.topk].float()
+        return total.to(torch.bfloat16)
+
+    def close(self) -> None: ...
+
+
+class Floor:
+    """What has to be moved once, copied once in this process: no exchange is quicker."""
+
+    def __init__(self, shape: Shape, rank: int) -> None:
+        self._tokens = torch.zeros(shape.rows, shape.row_nbytes, dtype=torch.uint8)
+        self._answers = torch.zeros(shape.rows, shape.back_nbytes, dtype=torch.uint8)
+        self._to = torch.ones_like(self._tokens), torch.ones_like(self._answers)
+
+    def dispatch(self, given: Batch) -> Tensor:
+        return self._to[0].copy_(self._tokens)
+
+    def combine(self, y: Tensor, given: Batch) -> Tensor:
+        return self._to[1].copy_(self._answers)
+
+    def close(self) -> None: ...
+
+
+def make(name: str, shape: Shape, rank: int) -> Way:
+    """A contender by name: ``shm``, ``tcp``, ``gloo``, ``floor``."""
+    if name == "gloo":
+        return Gloo(shape, rank)
+    if name == "floor":
+        return Floor(shape, rank)
+    return Ours(shape, rank, name)
+
+
+def check(name: str, shape: Shape, sums: Tensor, given: Batch, want: Tensor) -> None:
+    """Every bit of the sums.
+
+    Raises:
+        AssertionError: they are others.
+    """
+    if name != "floor" and not torch.equal(sums, want):
+        wrong = int((sums != want).any(dim=1).sum())
+        raise AssertionError(f"{name}: {wrong} of {shape.tokens} sums are wrong")
+
+
+__all__ = ["Way", "answers", "check", "make"]
