@@ -114,11 +114,27 @@ impl Inner {
         let options = Submit { timeout: Some(self.timeout()), ..Submit::default() };
         match self.engine.submit(&[op], options) {
             Ok(handle) => {
-                let weak = Arc::downgrade(self);
-                handle.on_done(move |end| tell(&weak, &wire, ended, end));
+                let (weak, again) = (Arc::downgrade(self), handle.clone());
+                handle.on_done(move |end| {
+                    let failed = end.is_err();
+                    tell(&weak, &wire, ended, end);
+                    if failed {
+                        // What failed may be read for a while yet, and must not be read as something else.
+                        again.on_quiet(move |_| settled(&weak));
+                    }
+                });
             }
-            Err(e) => self.ended(&wire, ended, Err(e)),
+            Err(e) => {
+                self.ended(&wire, ended, Err(e));
+                self.settled();
+            }
         }
+    }
+}
+
+fn settled(inner: &Weak<Inner>) {
+    if let Some(inner) = inner.upgrade() {
+        inner.settled();
     }
 }
 

@@ -222,7 +222,8 @@ impl AllToAll {
         state.links.iter().enumerate().map(here).collect()
     }
 
-    /// Whether nothing of lost ranks can land here any more (MR-1). While it can, what would use the same memory waits.
+    /// Whether nothing of lost ranks can land here any more, and nothing on its way to them is read (MR-1). Until then,
+    /// what would use the same memory waits.
     pub fn quiet(&self) -> bool {
         self.inner.state.lock().holds(Until::Quiet)
     }
@@ -457,9 +458,12 @@ impl Inner {
             state.awaited = Some(Until::Quiet);
             if self.changed.wait_until(state, deadline).timed_out() {
                 return Err(EngineError::NotQuiesced {
-                    what: "memory that a lost rank could write".into(),
+                    what: "memory that goes to a lost rank, or comes from it,".into(),
                     after: self.timeout(),
-                    cause: format!("{} of them have not let go", state.revoking),
+                    cause: format!(
+                        "{} regions are not taken back yet, and {} writes that failed are under way",
+                        state.revoking, state.unsettled
+                    ),
                 });
             }
         }
@@ -472,6 +476,17 @@ impl Inner {
         if state.awaited.is_some_and(|until| state.holds(until)) {
             self.changed.notify_all();
         }
+    }
+
+    /// What a write that failed was to send isn't read any more.
+    pub(crate) fn settled(self: &Arc<Self>) {
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        state.unsettled -= 1;
+        state.go_on(&mut acts);
+        self.wake(&state);
+        drop(state);
+        self.run(acts);
     }
 
     /// Memory was taken back, or never will be.
@@ -494,7 +509,7 @@ impl Inner {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
         if let Ended::Written(load, _) = what {
-            state.written(load, &mut acts);
+            state.written(load, end.is_ok(), &mut acts);
         }
         if state.is_current(wire) {
             let stage = match what {

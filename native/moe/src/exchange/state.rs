@@ -51,7 +51,7 @@ pub enum Step {
 pub enum Until {
     /// The last exchange has left nothing to do: own rows have left, peers know, and no answer waits for its asker.
     MayDispatch,
-    /// Nothing of lost ranks can land any more (MR-1).
+    /// Nothing of lost ranks can land any more, and nothing on its way to them is read (MR-1).
     Quiet,
     Routes,
     /// There are rows to hand out, or all were.
@@ -86,6 +86,8 @@ pub struct State {
     pub lost: Vec<Lost>,
     /// Regions that are being taken back, and may still be written by whoever had them.
     pub revoking: u32,
+    /// Writes that failed, and may still read what they were to send.
+    pub unsettled: u32,
     pub step: Step,
     pub routes: Arc<Routes>,
     pub placing: Option<Arc<Placing>>,
@@ -114,6 +116,7 @@ impl State {
             ours: (0..ranks).map(|_| None).collect(),
             lost: Vec::new(),
             revoking: 0,
+            unsettled: 0,
             step: Step::Idle,
             routes: Arc::default(),
             placing: None,
@@ -299,8 +302,9 @@ impl State {
         Ok(())
     }
 
-    /// A write of ours has ended.
-    pub fn written(&mut self, load: Load, acts: &mut Vec<Act>) {
+    /// A write of ours has ended. If it failed, the memory that it reads is not free yet.
+    pub fn written(&mut self, load: Load, well: bool, acts: &mut Vec<Act>) {
+        self.unsettled += u32::from(!well);
         match load {
             Load::Rows => self.rows_out -= 1,
             Load::Answers => self.answers_out -= 1,
@@ -312,7 +316,7 @@ impl State {
     /// What follows for all from something that has happened to one.
     pub fn go_on(&mut self, acts: &mut Vec<Act>) {
         // The shared buffer has room again when nothing in it is wanted, nor can be written by anybody who was lost.
-        let used = self.here().any(|l| !l.inward.chunks.is_empty()) || self.revoking > 0;
+        let used = self.here().any(|l| !l.inward.chunks.is_empty()) || !self.holds(Until::Quiet);
         if !self.waiting.is_empty() && !used {
             self.next_place = 0;
         }
@@ -391,7 +395,7 @@ impl State {
                 let queued = self.here().any(|l| !l.out.answers.is_empty());
                 self.rows_left() && self.fenced && !queued
             }
-            Until::Quiet => self.revoking == 0,
+            Until::Quiet => self.revoking == 0 && self.unsettled == 0,
             Until::Routes => self.all_routes(),
             Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
             Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),
