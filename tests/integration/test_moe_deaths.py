@@ -1,0 +1,160 @@
+"""Ranks of an exchange that die or stop at every step: the others name them, and go on without."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.moe import AllToAll
+
+EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 64, 24
+STEPS = ("before", "dispatched", "collected", "answered")
+
+
+def batch(rank: int, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(100 * turn + rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=g).to(torch.bfloat16)
+    idx = torch.rand(TOKENS, EXPERTS, generator=g).argsort(1)[:, :TOPK]
+    return x, idx, torch.rand(TOKENS, TOPK, generator=g)
+
+
+def sums(rank: int, turn: int, ranks: int, left_out: tuple[int, ...]) -> torch.Tensor:
+    """In one place: expert ``e`` answers ``e + 1`` times the token."""
+    x, idx, w = batch(rank, turn)
+    out = torch.zeros(TOKENS, HIDDEN)
+    for k in range(TOPK):
+        e = idx[:, k : k + 1]
+        there = torch.ones_like(e, dtype=torch.bool)
+        for gone in left_out:
+            there &= e // (EXPERTS // ranks) != gone
+        y = (x.float() * (e + 1)).to(torch.bfloat16).float()
+        out += torch.where(there, w[:, k : k + 1] * y, 0.0)
+    return out.to(torch.bfloat16)
+
+
+def work(
+    rank: int,
+    ranks: int,
+    transport: str,
+    timeout: float,
+    end: tuple[int, str, int],
+    pipe: Connection,
+) -> None:
+    """Exchanges until told to stop; this rank ends itself by a signal at a step of one of them."""
+    torch.set_num_threads(1)
+    engine = TransferEngine(name=f"rank-{rank}", transport=transport)
+    a = AllToAll(
+        engine,
+        rank=rank,
+        ranks=ranks,
+        experts=EXPERTS,
+        topk=TOPK,
+        hidden=HIDDEN,
+        max_tokens=TOKENS,
+        private_rows=4,
+        timeout=timeout,
+    )
+    pipe.send(a.card())
+    a.connect(pipe.recv())
+
+    def step(turn: int, name: str) -> None:
+        if end[:2] == (turn, name):
+            os.kill(os.getpid(), end[2])
+
+    report: dict[str, Any] = {"left out": [], "wrong": 0}
+    for turn in range(pipe.recv()):
+        step(turn, "before")
+        x, idx, w = batch(rank, turn)
+        a.dispatch_send(x, idx)
+        step(turn, "dispatched")
+        got = a.dispatch_recv()
+        y = torch.zeros(len(got.x), HIDDEN, dtype=torch.bfloat16)
+        for local, expert in enumerate(a.local_experts):
+            y[got.of(local)] = (got.x[got.of(local)].float() * (expert + 1)).to(torch.bfloat16)
+        step(turn, "collected")
+        a.combine_send(y)
+        step(turn, "answered")
+        out = a.combine_recv(w)
+        report["wrong"] += not torch.equal(out, sums(rank, turn, ranks, a.left_out))
+        report["left out"].append(a.left_out)
+    report["lost"] = [(one.rank, one.stage, one.cause) for one in a.lost]
+    pipe.send(report)
+    pipe.recv()
+    engine.close()
+
+
+class Group:
+    """Ranks as processes."""
+
+    def __init__(
+        self, ends: list[tuple[int, str, int]], *, transport: str, timeout: float, turns: int
+    ) -> None:
+        # Torch is imported once, and each rank is a copy of a process without engines.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["fabric_ray.moe"])
+        self.pipes, self.processes = [], []
+        for rank, end in enumerate(ends):
+            ours, theirs = context.Pipe()
+            args = (rank, len(ends), transport, timeout, end, theirs)
+            process = context.Process(target=work, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        cards = [pipe.recv() for pipe in self.pipes]
+        for pipe in self.pipes:
+            pipe.send(cards)
+        for pipe in self.pipes:
+            pipe.send(turns)
+
+    def report(self, rank: int) -> dict[str, Any]:
+        assert self.pipes[rank].poll(120), f"rank {rank} says nothing"
+        told: dict[str, Any] = self.pipes[rank].recv()
+        return told
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(transport: str) -> None:
+    never = (-1, "", 0)
+    deaths = [(2 + 2 * i, step, int(signal.SIGKILL)) for i, step in enumerate(STEPS)]
+    group = Group([never, never, *deaths], transport=transport, timeout=20.0, turns=12)
+    try:
+        for rank in (0, 1):
+            told = group.report(rank)
+            assert told["wrong"] == 0
+            assert sorted(r for r, _, _ in told["lost"]) == [2, 3, 4, 5], told["lost"]
+            # Whole before the first death, and without all of them at the end.
+            assert told["left out"][:2] == [(), ()]
+            assert set(told["left out"][-1]) == {2, 3, 4, 5}
+    finally:
+        group.close()
+
+
+def test_mr_1_who_stops_is_left_out_and_harms_nobody_when_it_goes_on() -> None:
+    never = (-1, "", 0)
+    stop = (2, "dispatched", int(signal.SIGSTOP))
+    group = Group([never, never, stop], transport="tcp", timeout=1.0, turns=8)
+    try:
+        for rank in (0, 1):
+            told = group.report(rank)
+            assert told["wrong"] == 0
+            assert [r for r, _, _ in told["lost"]] == [2], told["lost"]
+            assert told["left out"][-1] == (2,)
+        os.kill(group.processes[2].pid, signal.SIGCONT)
+        told = group.report(2)
+        assert told["wrong"] == 0
+        assert sorted(r for r, _, _ in told["lost"]) == [0, 1]
+    finally:
+        group.close()
