@@ -293,6 +293,21 @@ class AllToAll:
         answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
         self._native.combine_send(answers)
 
+    def combine_answers(self) -> Tensor:
+        """Waits for the answers, and gives them one by one, ``[tokens, topk, hidden]``: zeros where an
+        index was -1, and from lost ranks. Before :meth:`combine_recv`; what the gradient of a weight
+        needs.
+
+        Raises:
+            InvalidArgument: it isn't combine_recv's turn.
+        """
+        out = torch.empty(self._tokens, self._topk, self._hidden, dtype=self._answers)
+        flat = out.view(-1, self._hidden)
+        self._native.combine_answers(
+            rows.part("answers", flat, width=self._hidden, dtype=self._answers)
+        )
+        return out
+
     def combine_recv(
         self,
         weights: Tensor | None = None,

@@ -33,11 +33,13 @@ pub struct Grant {
 
 impl Card {
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut out = MARK.to_vec();
-        out.push(VERSION);
         // Plain fields in memory can't fail to be written down.
-        out.extend(rmp_serde::to_vec_named(self).unwrap_or_default());
-        out
+        Self::sealed(&rmp_serde::to_vec_named(self).unwrap_or_default())
+    }
+
+    /// A body behind the mark and this build's version.
+    pub(crate) fn sealed(body: &[u8]) -> Vec<u8> {
+        [&MARK[..], &[VERSION], body].concat()
     }
 
     /// # Errors

@@ -10,6 +10,9 @@
 
 pub mod card;
 mod exchange;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod kernels;
 pub mod memory;
 pub mod routes;

@@ -197,6 +197,11 @@ impl MoeExchange {
         py.detach(|| self.0.combine_send(unsafe { part(answers) })).or_raise(py)
     }
 
+    fn combine_answers(&self, py: Python<'_>, out: PartArg) -> PyResult<()> {
+        // SAFETY: the Python caller holds the tensor during the call, and nobody else uses it.
+        py.detach(|| self.0.combine_answers(&mut unsafe { part_mut(out) })).or_raise(py)
+    }
+
     /// Returns the ranks whose answers are left out.
     #[pyo3(signature = (weights, out, dtype))]
     fn combine_recv(

@@ -122,6 +122,28 @@ def test_scales_go_with_their_tokens() -> None:
         together(alls, work)
 
 
+def test_answers_come_one_by_one_where_they_are_wanted() -> None:
+    with group(2, experts=4, topk=3, hidden=8, max_tokens=6) as alls:
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = batch(a.rank, 6, 4, 3, 8)
+            a.dispatch_send(x, idx)
+            got = a.dispatch_recv()
+            y = torch.zeros(len(got.x), 8, dtype=torch.bfloat16)
+            for local, number in enumerate(a.local_experts):
+                y[got.of(local)] = expert(number, got.x[got.of(local)]).to(torch.bfloat16)
+            a.combine_send(y)
+            answers = a.combine_answers()
+            for t in range(6):
+                for k in range(3):
+                    e = int(idx[t, k])
+                    want = torch.zeros(8) if e < 0 else expert(e, x[t])
+                    assert torch.equal(answers[t, k], want.to(torch.bfloat16))
+            assert torch.equal(a.combine_recv(w), unsharded(x, idx, w))
+
+        together(alls, work)
+
+
 def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
     with group(1, experts=4, topk=2, hidden=8, max_tokens=4) as [a]:
         x, idx, w = batch(0, 4, 4, 2, 8)

@@ -365,6 +365,26 @@ impl AllToAll {
         state.step == Step::Answered && state.holds(Until::Answers)
     }
 
+    /// The answers one by one, `topk` rows for each of this rank's tokens: zeros where its index was -1, and from lost
+    /// ranks. Before [`AllToAll::combine_recv`]; the gradient of a weight needs them.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    pub fn combine_answers(&self, out: &mut PartMut<'_>) -> Result<()> {
+        let _caller = self.enter()?;
+        let inner = &self.inner;
+        let mut state = inner.state.lock();
+        if state.step != Step::Answered {
+            return Err(out_of_turn("combine_answers", state.step));
+        }
+        inner.check_single(&state.routes, out)?;
+        inner.wait(&mut state, Until::Answers);
+        let routes = Arc::clone(&state.routes);
+        let missing = inner.missing(&state);
+        drop(state);
+        inner.single(&routes, &missing, out)
+    }
+
     /// For each of this rank's tokens the sum of its experts' answers, each times its weight: 32-bit floats, `topk`
     /// for each token. Returns the ranks whose answers are left out, since they were lost.
     ///

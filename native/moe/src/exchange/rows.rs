@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     kernels::{weighted_sum, Answers, Float, Part, PartMut},
-    routes::{Placing, Routes},
+    routes::{Placing, Routes, NONE},
     shape::Shape,
 };
 
@@ -232,6 +232,35 @@ impl Inner {
             )));
         }
         weights.check("weights", tokens)
+    }
+
+    pub(super) fn check_single(&self, routes: &Routes, out: &PartMut<'_>) -> Result<()> {
+        if out.width as u64 != self.shape.back_nbytes() {
+            return Err(EngineError::Invalid(format!(
+                "there is room for answers of {} bytes, and they have {}",
+                out.width,
+                self.shape.back_nbytes()
+            )));
+        }
+        out.check("room for answers", routes.row_of.len() as u64)
+    }
+
+    pub(super) fn single(
+        &self,
+        routes: &Routes,
+        missing: &[bool],
+        out: &mut PartMut<'_>,
+    ) -> Result<()> {
+        let nbytes = routes.token_of.len() as u64 * self.shape.back_stride();
+        self.region.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
+            let answers = Came { bytes, routes, missing, shape: &self.shape };
+            for (i, row) in routes.row_of.iter().enumerate() {
+                match answers.row(*row).filter(|_| *row != NONE) {
+                    Some(answer) => out.row(i).copy_from_slice(answer),
+                    None => out.row(i).fill(0),
+                }
+            }
+        })
     }
 
     /// Ranks whose answers don't come.
