@@ -38,7 +38,7 @@ CRATES_MAY_USE = {
     "fabric-moe": {"fabric-engine"},
     "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-moe", "fabric-plan", "fabric-simulate"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
-    "fabric-perf": {"fabric-engine", "fabric-kvcache"},
+    "fabric-perf": {"fabric-engine", "fabric-kvcache", "fabric-moe"},
     "fabric-engine": {"fabric-sys"},
     "fabric-plan": set[str](),
     "fabric-sys": set[str](),

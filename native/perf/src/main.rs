@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod engine;
 mod floor;
+mod moe;
 mod rails;
 mod watch;
 
@@ -27,6 +28,8 @@ enum Command {
     /// The engine over rails that differ and fail, in the simulator
     #[command(subcommand)]
     Rails(rails::Command),
+    /// Tokens between experts, on simulated NICs
+    Moe(moe::Options),
     /// From a store to the word that counts layers to the first post: answers JSON requests from stdin, one a line
     Watch(watch::Options),
 }
@@ -36,6 +39,7 @@ fn main() -> ExitCode {
         Command::Floor(command) => floor::run(command),
         Command::Engine(command) => engine::run(command),
         Command::Rails(command) => rails::run(command),
+        Command::Moe(options) => moe::run(&options),
         Command::Watch(options) => watch::run(&options),
     };
     match outcome {
