@@ -35,12 +35,12 @@ fn layouts(py: Python<'_>, layouts: &[Vec<u8>]) -> PyResult<Vec<CacheLayout>> {
     layouts.iter().map(|bytes| CacheLayout::from_msgpack(bytes).or_raise(py)).collect()
 }
 
-/// Beat, silence, the longest message, bytes of a tail.
-type TermsArg = (f64, f64, usize, u64);
+/// Beat, silence, the longest message, bytes of a tail, of payloads in all.
+type TermsArg = (f64, f64, usize, u64, u64);
 
 fn terms(
     py: Python<'_>,
-    (beat, silence, max_message, tail_nbytes): TermsArg,
+    (beat, silence, max_message, tail_nbytes, max_payloads): TermsArg,
 ) -> PyResult<kv::Terms> {
     let seconds = |what: &str, value: f64| {
         Duration::try_from_secs_f64(value).map_err(|_| {
@@ -49,7 +49,7 @@ fn terms(
         })
     };
     let (beat, silence) = (seconds("a beat", beat)?, seconds("a silence", silence)?);
-    Ok(kv::Terms { beat, silence, max_message, tail_nbytes })
+    Ok(kv::Terms { beat, silence, max_message, tail_nbytes, max_payloads })
 }
 
 /// Calls back, unless the interpreter is gone.
@@ -71,7 +71,8 @@ fn cause(cause: &kv::Cause) -> &'static str {
         kv::Cause::Cancelled => "cancelled",
         kv::Cause::Lost(_) => "lost",
         kv::Cause::TimedOut(_) => "timed out",
-        kv::Cause::Refused(_) => "refused",
+        kv::Cause::Refused { elsewhere: true, .. } => "turned away",
+        kv::Cause::Refused { .. } => "refused",
         kv::Cause::Closed => "closed",
         _ => "failed",
     }
@@ -241,8 +242,15 @@ impl KvPrefiller {
         py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
     }
 
-    fn begin(&self, py: Python<'_>, requests: Vec<(u64, u64)>) {
-        py.detach(|| self.prefiller.begin(&requests));
+    #[pyo3(signature = (requests, counted=None))]
+    fn begin(
+        &self,
+        py: Python<'_>,
+        requests: Vec<(u64, u64)>,
+        counted: Option<u64>,
+    ) -> PyResult<()> {
+        let counted = counted.unwrap_or_else(|| self.word.get().0.load());
+        py.detach(|| self.prefiller.begin(&requests, counted)).or_raise(py)
     }
 
     fn finish(&self, py: Python<'_>, job: u64, slot: u32) -> PyResult<()> {

@@ -151,9 +151,10 @@ impl State {
                     self.ask(number, &early, acts);
                 }
             }
-            Message::Declined { why, .. } | Message::Goodbye { why, .. } => {
-                self.lose(number, &why, true, acts);
+            Message::Declined { why, .. } => {
+                self.lose(number, &format!("it declined this decoder: {why}"), true, acts);
             }
+            Message::Goodbye { why, .. } => self.lose(number, &why, true, acts),
             // Of another life of the prefiller's, it says nothing of this one (MR-2).
             Message::Status { life, .. } if meeting.ends[end].life != Some(life) => {}
             Message::Status { states, .. } => {
@@ -216,6 +217,13 @@ impl State {
             (At::Failed(why), _) => {
                 *place = AtEnd::Over;
                 self.fail(seq, Cause::Failed(why), acts);
+                self.settle(seq, acts);
+            }
+            (At::Refused { why, elsewhere }, _) => {
+                *place = AtEnd::Over;
+                let name = self.meetings.get(&number).map_or("", |m| &m.facts.name);
+                let why = format!("prefiller {name} refused the request: {why}");
+                self.fail(seq, Cause::Refused { why, elsewhere }, acts);
                 self.settle(seq, acts);
             }
         }

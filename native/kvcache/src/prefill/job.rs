@@ -54,6 +54,7 @@ pub(super) struct Job {
     pub cells: Vec<Range<u64>>,
     /// How many entries the tables have.
     pub entries: u64,
+    pub payload_nbytes: u64,
     pub links: Vec<Route>,
     /// Of each of the decoder's grants.
     pub counters: Vec<Imm>,

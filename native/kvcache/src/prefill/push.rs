@@ -193,6 +193,7 @@ impl Inner {
             let mut state = self.state.lock();
             state.jobs.remove(&job.id);
             state.entries -= job.entries;
+            state.payloads -= job.payload_nbytes;
             let meeting = state.meetings.get_mut(&(from, number));
             let meeting = meeting.filter(|m| m.facts.life == job.facts.life);
             meeting.and_then(|meeting| {

@@ -105,3 +105,54 @@ fn a_request_in_vain_ends_at_its_deadline() {
     assert!(matches!(&decode.events(seq)[0], Event::Failed(Cause::TimedOut(_))));
     until("the job's end", || (prefill.prefiller.jobs() == 0).then_some(()));
 }
+
+#[test]
+fn ic_2_layers_of_a_pass_that_was_not_begun_send_nothing_of_the_next() {
+    let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let table = vec![0, 1, 2, 3];
+    let seq = decode.decoder.request(to, ask(16, 0, table.clone(), 0)).unwrap();
+    let job = asked(&prefill, 0);
+    prefill.prefiller.accept(job, vec![table.clone()], 0).unwrap();
+    let word = prefill.prefiller.advancer();
+    // A pass that failed before it was begun has counted two layers, which are seen late: together with the next one's.
+    prefill.prefiller.begin(&[(job, 16)], 2).unwrap();
+    for layer in 0..3 {
+        prefill.caches[0].compute(5, layer, 0..16, &table);
+        let count = layer as u64 + 3;
+        word(if layer == 0 { 0 } else { count - 1 }, count);
+    }
+    prefill.tail(job, 5).unwrap();
+    until("the end", || (decode.events(seq).len() == 2).then_some(()));
+    assert_eq!(decode.events(seq), [Event::Ready, Event::Released]);
+    decode.caches[0].holds(5, 0..16, &table).unwrap();
+}
+
+#[test]
+fn a_pass_that_ends_in_the_middle_takes_its_requests_along() {
+    let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let seqs: Vec<u64> =
+        (0..2).map(|i| decode.decoder.request(to, ask(4, 0, vec![i], 0)).unwrap()).collect();
+    let jobs: Vec<u64> = (0..2).map(|nth| asked(&prefill, nth)).collect();
+    for (job, page) in jobs.iter().zip([3, 4]) {
+        prefill.prefiller.accept(*job, vec![vec![page]], 0).unwrap();
+    }
+    prefill.prefiller.begin(&[(jobs[0], 4)], 0).unwrap();
+    prefill.prefiller.advance(1);
+    prefill.pass(jobs[1], 6, 0..4, &[4]);
+    prefill.tail(jobs[1], 6).unwrap();
+    until("both ends", || seqs.iter().all(|seq| decode.events(*seq).len() == 2).then_some(()));
+    let why = "a pass that computes it was given up in the middle: another began".to_owned();
+    let failed = [Event::Failed(Cause::Failed(why.clone())), Event::Released];
+    assert_eq!(decode.events(seqs[0]), failed);
+    assert_eq!(decode.events(seqs[1]), [Event::Ready, Event::Released]);
+    let stopped = (jobs[0], JobEvent::Stopped(Cause::Failed(why)));
+    assert!(prefill.events.lock().contains(&stopped));
+}

@@ -108,7 +108,8 @@ impl PrefillNode {
 
     /// Computes a chunk of a request in all layers, and sends it as it goes.
     pub fn pass(&self, job: u64, request: u64, tokens: std::ops::Range<u64>, table: &[u32]) {
-        self.prefiller.begin(&[(job, tokens.end)]);
+        let counted = self.prefiller.counted();
+        self.prefiller.begin(&[(job, tokens.end)], counted).unwrap();
         for layer in 0..self.prefiller.layers() {
             for cache in &self.caches {
                 cache.compute(request, layer, tokens.clone(), table);
