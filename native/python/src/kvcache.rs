@@ -15,6 +15,7 @@ use crate::{
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<KvDecoder>()?;
+    m.add_class::<KvTimeline>()?;
     m.add_class::<KvPrefiller>()
 }
 
@@ -164,6 +165,23 @@ impl KvDecoder {
     }
 }
 
+/// A layer's number in the model, and when it was computed, posted and delivered.
+type LayerTimes = (u32, Option<u64>, Option<u64>, Option<u64>);
+
+/// How far the layers of a job are; `fabric_ray.kvcache.Job.timeline` gives types to it.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct KvTimeline(Arc<kv::Timeline>);
+
+#[pymethods]
+impl KvTimeline {
+    /// Nanoseconds of the monotonic clock, by layer.
+    fn layers(&self) -> Vec<LayerTimes> {
+        let ns = |time: Option<fe::Time>| time.map(|t| t.0);
+        let one = |l: &kv::LayerTimes| (l.layer, ns(l.computed), ns(l.posted), ns(l.delivered));
+        self.0.layers().iter().map(one).collect()
+    }
+}
+
 /// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvPrefiller {
@@ -192,7 +210,8 @@ impl KvPrefiller {
         let told = move |job: u64, event: kv::JobEvent| match event {
             kv::JobEvent::Asked(asked) => call(&on_asked, |py| {
                 let payload = PyBytes::new(py, &asked.payload);
-                (job, asked.decoder, asked.tokens, asked.have, payload).into_pyobject(py)
+                let timeline = Py::new(py, KvTimeline(asked.timeline))?;
+                (job, asked.decoder, asked.tokens, asked.have, payload, timeline).into_pyobject(py)
             }),
             kv::JobEvent::Stopped(c) => {
                 call(&on_event, |py| (job, "stopped", cause(&c), c.to_string()).into_pyobject(py));

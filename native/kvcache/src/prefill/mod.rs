@@ -6,6 +6,7 @@ mod push;
 mod talk;
 #[cfg(test)]
 mod tests;
+mod timeline;
 
 use std::{
     collections::BTreeMap,
@@ -15,6 +16,7 @@ use std::{
 use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
 use parking_lot::Mutex;
 
+pub use self::timeline::{LayerTimes, Timeline};
 use self::{
     job::{Facts, Job},
     lane::Lane,
@@ -47,6 +49,8 @@ pub struct Asked {
     /// How many of the first ones needn't be sent; they are needed for computing all the same.
     pub have: u64,
     pub payload: Vec<u8>,
+    /// How far its layers are, then and later.
+    pub timeline: Arc<Timeline>,
 }
 
 /// A prefiller instance's process.

@@ -32,6 +32,7 @@ impl Inner {
                 return;
             }
             progress.sent[step] = end;
+            job.timeline.computed(step, self.control().now());
             for (number, route) in job.links.iter().enumerate() {
                 let granted = &job.facts.grants[route.to];
                 let rank = &self.local[route.from];
@@ -62,11 +63,19 @@ impl Inner {
                     continue;
                 }
                 match rank.engine.submit(&ops, Submit::default()) {
-                    Ok(handle) => handles.push(progress.track(handle)),
+                    Ok(handle) => handles.push(progress.track(handle, Some(step))),
                     Err(error) => {
                         failed = Some(error);
                         break;
                     }
+                }
+            }
+            if failed.is_none() {
+                let now = self.control().now();
+                job.timeline.posted(step, now);
+                // Other processes have all that is needed of it.
+                if progress.open[step] == 0 {
+                    job.timeline.delivered(step, now);
                 }
             }
         }
@@ -103,7 +112,7 @@ impl Inner {
                         imm: Some(job.counters[0]),
                     };
                     match self.local[0].engine.submit(&[op], Submit::default()) {
-                        Ok(handle) => handles.push(progress.track(handle)),
+                        Ok(handle) => handles.push(progress.track(handle, None)),
                         Err(error) => failed = Some(error),
                     }
                 }
@@ -124,8 +133,9 @@ impl Inner {
             // Both keep this end until the write is over: its user is told so even if he has dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
-                if let Err(error) = result {
-                    inner.write_failed(&theirs, &error);
+                match result {
+                    Ok(()) => inner.delivered(&theirs, number),
+                    Err(error) => inner.write_failed(&theirs, &error),
                 }
                 theirs.state.lock().learn(number, |write| write.done = true);
                 inner.settle(&theirs);
@@ -145,6 +155,13 @@ impl Inner {
                 }
                 inner.settle(&theirs);
             });
+        }
+    }
+
+    fn delivered(&self, job: &Job, number: u64) {
+        let mut progress = job.state.lock();
+        if let Some(step) = progress.delivered(number) {
+            job.timeline.delivered(step, self.control().now());
         }
     }
 

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::{
     job::{Facts, Granted, Job, Key, Progress, Route},
-    Asked, Inner, JobEvent, Meeting, State,
+    Asked, Inner, JobEvent, Meeting, State, Timeline,
 };
 use crate::{
     pairing::Pairing,
@@ -245,16 +245,13 @@ impl Inner {
             Ok(facts) => facts,
             Err(why) => return self.refuse(meeting, seq, &why, true),
         };
-        let asked = Asked {
-            decoder: facts.name.clone(),
-            tokens: request.tokens,
-            have: request.have,
-            payload: Vec::new(),
-        };
+        let (decoder, tokens, have) = (facts.name.clone(), request.tokens, request.have);
         let (payload, job) = match self.job_of((meeting.0, meeting.1, seq), facts, request) {
             Ok(made) => made,
             Err(why) => return self.refuse(meeting, seq, &why, false),
         };
+        let timeline = Arc::clone(&job.timeline);
+        let asked = Asked { decoder, tokens, have, payload, timeline };
         {
             let mut state = self.state.lock();
             let id = state.next_job;
@@ -268,7 +265,7 @@ impl Inner {
             state.payloads += job.payload_nbytes;
             state.jobs.insert(id, Arc::new(Job { id, ..job }));
             // Before anybody else finds the job and ends it.
-            self.events.push(id, JobEvent::Asked(Asked { payload, ..asked }));
+            self.events.push(id, JobEvent::Asked(asked));
         }
         self.events.tell();
     }
@@ -336,7 +333,10 @@ impl Inner {
         let cells = cells.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
         let sent = self.steps.iter().map(|(group, _)| cells[*group].start).collect();
         let counters = request.counters.iter().map(fabric_engine::api::CounterRef::imm).collect();
-        let state = Mutex::new(Progress { sent, ..Progress::default() });
+        let open = vec![0; self.steps.len()];
+        let state = Mutex::new(Progress { sent, open, ..Progress::default() });
+        let numbers = self.steps.iter().map(|(group, layer)| self.groups[*group].layers[*layer]);
+        let timeline = Arc::new(Timeline::new(numbers));
         let tail_slot = request.tail_slot;
         let job = Job {
             id: 0,
@@ -350,6 +350,7 @@ impl Inner {
             payload_nbytes: request.payload.len() as u64,
             links,
             counters,
+            timeline,
             state,
         };
         Ok((request.payload, job))

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use fabric_kvcache::{Cause, Event, JobEvent};
+use fabric_kvcache::{Cause, Event, JobEvent, LayerTimes};
 
 use crate::{
     cache::Shape,
@@ -18,6 +18,15 @@ fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
         assert!(Instant::now() < deadline, "{what} didn't happen");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+fn timeline(prefill: &PrefillNode, of: u64) -> Vec<LayerTimes> {
+    let events = prefill.events.lock();
+    let found = events.iter().find_map(|(job, event)| match event {
+        JobEvent::Asked(asked) if *job == of => Some(asked.timeline.layers()),
+        _ => None,
+    });
+    found.unwrap()
 }
 
 fn asked(prefill: &PrefillNode, nth: usize) -> u64 {
@@ -155,4 +164,47 @@ fn a_pass_that_ends_in_the_middle_takes_its_requests_along() {
     assert_eq!(decode.events(seqs[1]), [Event::Ready, Event::Released]);
     let stopped = (jobs[0], JobEvent::Stopped(Cause::Failed(why)));
     assert!(prefill.events.lock().contains(&stopped));
+}
+
+#[test]
+fn a_timeline_says_when_each_layer_was_computed_posted_and_delivered() {
+    let (p, d) = (engines(2, "prefill"), engines(1, "decode"));
+    let cut = Cut { page_tokens: 4, pages: 16 };
+    let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+    let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let table = vec![0, 1, 2, 3];
+    let begin = p[0].now();
+    let whole = decode.decoder.request(to, ask(16, 0, table.clone(), 0)).unwrap();
+    let job = asked(&prefill, 0);
+    assert!(timeline(&prefill, job).iter().all(|l| l.computed.is_none()));
+    prefill.prefiller.accept(job, vec![table.clone()], 0).unwrap();
+    prefill.pass(job, 1, 0..8, &table);
+    prefill.pass(job, 1, 8..16, &table);
+    prefill.tail(job, 1).unwrap();
+    until("the end", || (decode.events(whole).len() == 2).then_some(()));
+    let end = p[0].now();
+    let times = timeline(&prefill, job);
+    assert_eq!(times.iter().map(|l| l.layer).collect::<Vec<_>>(), [0, 1, 2]);
+    let mut before = begin;
+    for layer in &times {
+        let steps = [layer.computed, layer.posted, layer.delivered].map(Option::unwrap);
+        assert!(before <= steps[0] && steps.is_sorted() && steps[2] <= end, "{times:?}");
+        before = steps[0];
+    }
+
+    // Of a request that is cancelled after its first layer, there is nothing of the others.
+    let broken = decode.decoder.request(to, ask(16, 0, table.clone(), 0)).unwrap();
+    let job = asked(&prefill, 1);
+    prefill.prefiller.accept(job, vec![table.clone()], 0).unwrap();
+    prefill.prefiller.begin(&[(job, 16)], prefill.prefiller.counted()).unwrap();
+    prefill.prefiller.advance(1);
+    decode.decoder.cancel(broken);
+    until("release", || (prefill.prefiller.jobs() == 0).then_some(()));
+    prefill.prefiller.advance(2);
+    let times = timeline(&prefill, job);
+    assert!(times[0].computed.is_some() && times[0].posted.is_some());
+    for layer in &times[1..] {
+        assert_eq!((layer.computed, layer.posted, layer.delivered), (None, None, None));
+    }
 }
