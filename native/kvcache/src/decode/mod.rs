@@ -227,11 +227,7 @@ impl Decoder {
             let meeting = state.meetings.get(&prefiller);
             let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
             else {
-                return Err(EngineError::Stale {
-                    what: format!("prefiller {prefiller}"),
-                    cause: "it has been given up".into(),
-                    remedy: "meet it again, or ask another",
-                });
+                return Err(given_up(prefiller));
             };
             Arc::clone(&meeting.facts)
         };
@@ -289,8 +285,9 @@ impl Decoder {
                 )));
             }
             state.next_seq += 1;
+            // It may have been given up since we looked, and forgotten.
             let Some(meeting) = state.meetings.get_mut(&prefiller) else {
-                return Err(EngineError::Closed);
+                return Err(given_up(prefiller));
             };
             let mut ends = vec![AtEnd::Unasked; meeting.ends.len()];
             let open = meeting.phase == MeetingPhase::Open;
@@ -316,7 +313,7 @@ impl Decoder {
                 lingers: 0,
             };
             state.tickets.insert(seq, ticket);
-            // The prefiller may have been given up since we looked.
+            // Given up, and not forgotten yet.
             let lost = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_));
             if state.meetings.get(&prefiller).is_some_and(lost) {
                 let cause = state.cause_of_loss(prefiller);
@@ -462,6 +459,14 @@ impl Inner {
         let mut acts = Vec::new();
         self.state.lock().lose(prefiller, why, true, &mut acts);
         self.run(acts);
+    }
+}
+
+fn given_up(prefiller: u64) -> EngineError {
+    EngineError::Stale {
+        what: format!("prefiller {prefiller}"),
+        cause: "it has been given up".into(),
+        remedy: "meet it again, or ask another",
     }
 }
 

@@ -115,7 +115,7 @@ impl Inner {
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
             // Without beats nobody would find out that the prefiller is gone.
             let mut acts = Vec::new();
-            self.state.lock().lose(meeting, &format!("no more beats: {error}"), true, &mut acts);
+            self.state.lock().mute(meeting, &error, &mut acts);
             self.run(acts);
         }
     }
@@ -164,6 +164,16 @@ impl State {
             }
             other => tracing::warn!(%from, ?other, "a prefiller sent what only decoders send"),
         }
+    }
+
+    /// Parts with a prefiller because of this end's engine.
+    fn mute(&mut self, number: u64, error: &EngineError, acts: &mut Vec<Act>) {
+        if Cause::of(error) == Cause::Closed {
+            for seq in self.of(number) {
+                self.fail(seq, Cause::Closed, acts);
+            }
+        }
+        self.lose(number, &format!("no more beats: {error}"), true, acts);
     }
 
     /// Sends what waited for the prefiller's welcome.

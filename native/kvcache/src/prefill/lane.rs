@@ -34,7 +34,7 @@ type Requests = Arc<[(Arc<Job>, u64)]>;
 
 impl Lane {
     /// A pass of so many layers begins when the word has the value `after`. If the one before it would have gone on, it has
-    /// ended there; its requests are returned, for the rest of their layers is not counted by anybody.
+    /// ended there; its requests are returned, for nobody counts the rest of their layers (RS-1).
     fn begin(
         &mut self,
         after: u64,

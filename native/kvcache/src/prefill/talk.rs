@@ -232,7 +232,7 @@ impl Inner {
         let known = {
             let state = self.state.lock();
             let Some(m) = state.meetings.get(&meeting) else { return };
-            // It is of another life, it was cancelled before it came, or it came before.
+            // It is of another life (MR-2), it was cancelled before it came, or it came before.
             if m.facts.life != life || m.knows(seq) {
                 return;
             }
@@ -420,7 +420,7 @@ impl Inner {
             (Arc::clone(&m.facts), Arc::clone(&m.answers), states, below)
         };
         // What is over for a decoder that has never been told so is none of its requests: a number was changed on
-        // its way.
+        // its way, and nobody else would end it (MR-1).
         for job in below {
             self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
         }

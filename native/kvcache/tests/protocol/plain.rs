@@ -141,7 +141,7 @@ fn ic_2_layers_of_a_pass_that_was_not_begun_send_nothing_of_the_next() {
 }
 
 #[test]
-fn a_pass_that_ends_in_the_middle_takes_its_requests_along() {
+fn rs_1_a_pass_that_ends_in_the_middle_takes_its_requests_along() {
     let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
@@ -206,5 +206,26 @@ fn a_timeline_says_when_each_layer_was_computed_posted_and_delivered() {
     assert!(times[0].computed.is_some() && times[0].posted.is_some());
     for layer in &times[1..] {
         assert_eq!((layer.computed, layer.posted, layer.delivered), (None, None, None));
+    }
+}
+
+#[test]
+fn mr_1_pages_are_released_when_an_engine_of_either_end_is_closed() {
+    for closed in ["decode", "prefill"] {
+        let (p, d) = (engines(1, "prefill"), engines(1, "decode"));
+        let cut = Cut { page_tokens: 4, pages: 16 };
+        let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
+        let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
+        let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+        let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
+        let job = asked(&prefill, 0);
+        prefill.prefiller.accept(job, vec![vec![0, 1, 2, 3]], 8).unwrap();
+        let closing = if closed == "decode" { &d } else { &p };
+        closing[0].close();
+        until("release", || (decode.events(seq).len() == 2).then_some(()));
+        let [Event::Failed(cause), Event::Released] = &decode.events(seq)[..] else { panic!() };
+        assert_eq!(*cause == Cause::Closed, closed == "decode", "{cause}");
+        until("the job's end", || (prefill.prefiller.jobs() == 0).then_some(()));
+        assert_eq!((decode.decoder.open(), decode.decoder.prefillers()), (0, 0));
     }
 }
