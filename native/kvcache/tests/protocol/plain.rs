@@ -133,6 +133,8 @@ fn ic_2_layers_of_a_pass_that_was_not_begun_send_nothing_of_the_next() {
         prefill.caches[0].compute(5, layer, 0..16, &table);
         let count = layer as u64 + 3;
         word(if layer == 0 { 0 } else { count - 1 }, count);
+        let posted = timeline(&prefill, job).iter().filter(|at| at.posted.is_some()).count();
+        assert_eq!(posted, layer + 1, "layers are sent when they are computed, and not before");
     }
     prefill.tail(job, 5).unwrap();
     until("the end", || (decode.events(seq).len() == 2).then_some(()));

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use fabric_engine::{
-    api::{EngineConfig, TransportKind},
+    api::{EngineConfig, NicConfig, TransportKind},
     Region, Result, TransferEngine,
 };
 use fabric_kvcache::{Ask, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
@@ -124,7 +124,8 @@ impl PrefillNode {
     }
 }
 
-/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`.
+/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`; those of prefillers
+/// over the NICs of `FABRIC_TEST_NICS_A`, of decoders over those of `FABRIC_TEST_NICS_B`, if these are given.
 pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     let named = std::env::var("FABRIC_KV_TRANSPORTS");
     let kind = |name: &str| match name {
@@ -136,9 +137,14 @@ pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     };
     let transports: Vec<TransportKind> =
         named.as_deref().unwrap_or("shm,tcp").split(',').map(kind).collect();
+    let side = if name == "prefill" { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
+    let nics = std::env::var(side).unwrap_or_default();
+    let names: Vec<String> =
+        nics.split(',').filter(|nic| !nic.is_empty()).map(str::to_owned).collect();
     let open = |i: u32| {
         let (name, transports) = (format!("{name}-{i}"), transports.clone());
-        let config = EngineConfig { name, transports, ..EngineConfig::default() };
+        let nics = NicConfig { names: names.clone(), ..NicConfig::default() };
+        let config = EngineConfig { name, transports, nics, ..EngineConfig::default() };
         Arc::new(TransferEngine::open(config).unwrap())
     };
     (0..count).map(open).collect()
