@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine
-from fabric_ray.integrations.vllm_kv_layout import Shards, worker_cache
+from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.kvcache import Decoder, Prefiller, Pull, RankCache, Terms, errors
@@ -20,16 +21,14 @@ TERMS = Terms(beat=0.05, silence=2.0)
 PROMPT = list(range(2 * TOKENS))
 
 
-def end(
-    stack: ExitStack, name: str
-) -> tuple[dict[str, torch.Tensor], RankCache, Callable[..., object]]:
+def end(stack: ExitStack, name: str) -> tuple[dict[str, torch.Tensor], RankCache, WorkerCache]:
     raw = torch.zeros(LAYERS, BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
     tensors = {f"model.layers.{i}.attn": raw[i] for i in range(LAYERS)}
     shards = Shards(ranks=1, rank=0, shards=1)
     cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m")
     engine = stack.enter_context(TransferEngine(name=name))
     regions = [engine.register(buffer) for buffer in cache.buffers]
-    return tensors, RankCache(engine, cache.layouts[0], regions), lambda: cache
+    return tensors, RankCache(engine, cache.layouts[0], regions), cache
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     tensors, rank, cache = end(stack, "p")
     theirs, their_rank, _ = end(stack, "d")
     prefiller = Prefiller([rank], terms=TERMS)
-    sender = Sender(prefiller, cache(), then=lambda call: call(), lease=30.0)  # type: ignore[arg-type]
+    sender = Sender(prefiller, cache, then=lambda call: call() and None, lease=30.0)
     stack.callback(sender.close)
     decoder = stack.enter_context(Decoder([their_rank], terms=TERMS))
     to = decoder.meet(sender.offer())
@@ -52,6 +51,10 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     def pull(name: str, table: list[int]) -> Pull:
         claim = Claim(name, digest(PROMPT), f"{name} of d", 1)
         return decoder.pull(to, tokens=len(PROMPT), tables=[table], payload=claim.encoded())
+
+    def waiting() -> int:
+        with sender._lock:
+            return sum(len(transfer.waiting) for transfer in sender._transfers.values())
 
     def run(ready: Ready, fill: int) -> None:
         sender.begin([ready])
@@ -63,8 +66,8 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
 
     first, second = pull("one", [0, 1]), pull("two", [2, 3])
     ready = Ready("r1", "one", digest(PROMPT), len(PROMPT), 0, (4, 5))
-    while prefiller.open < 2 or sum(len(t.waiting) for t in sender._transfers.values()) < 2:
-        pass
+    while waiting() < 2:
+        time.sleep(0.01)
     damaged = replace(ready, table=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         sender.begin([damaged])

@@ -18,8 +18,10 @@ use crate::{
 #[derive(Default)]
 pub(super) struct Lane {
     passes: VecDeque<Pass>,
-    /// The count that was seen last.
+    /// The last count whose layer was sent.
     seen: u64,
+    /// The last count that was told of.
+    told: u64,
 }
 
 struct Pass {
@@ -92,7 +94,17 @@ impl Lane {
 
 impl Inner {
     pub(super) fn counted(&self) -> u64 {
-        self.lane.lock().seen
+        self.lane.lock().told
+    }
+
+    /// So many more layers are counted.
+    pub(super) fn advance(self: &Arc<Self>, layers: u64) {
+        let count = {
+            let mut lane = self.lane.lock();
+            lane.told = lane.told.saturating_add(layers);
+            lane.told
+        };
+        self.advance_to(count);
     }
 
     pub(super) fn begin(
@@ -111,7 +123,11 @@ impl Inner {
     /// The word has this value.
     pub(super) fn advance_to(self: &Arc<Self>, count: u64) {
         loop {
-            let next = self.lane.lock().step(count);
+            let next = {
+                let mut lane = self.lane.lock();
+                lane.told = lane.told.max(count);
+                lane.step(count)
+            };
             let Some((layer, requests)) = next else { return };
             for (job, done) in requests.iter() {
                 self.push(job, layer, *done);

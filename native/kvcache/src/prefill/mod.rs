@@ -240,7 +240,7 @@ impl Prefiller {
     /// Says that so many more layers are in the cache: they are sent. To be called by whoever computes, unless a word
     /// counts.
     pub fn advance(&self, layers: u64) {
-        self.inner.advance_to(self.counted().saturating_add(layers));
+        self.inner.advance(layers);
     }
 
     /// A function that takes the values of a word that counts layers, and that doesn't keep the prefiller: for
