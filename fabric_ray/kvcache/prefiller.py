@@ -204,7 +204,7 @@ class Prefiller:
     def layer_done(self, layer: int | None = None) -> None:
         """Says that one more layer of the pass is in the cache, of all ranks: its pages leave, on
         another thread. ``layer`` is for callers that number them; they come in order."""
-        self._word.add()
+        self._native.layer_done()
 
     @property
     def open(self) -> int:

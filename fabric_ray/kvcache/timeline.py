@@ -15,7 +15,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     layer: int
     """Its number in the model."""
     computed: int | None
-    """The prefiller was told that it is in the cache."""
+    """It was said to be in the cache; where a kernel counts, it was seen to be."""
     posted: int | None
     """The last of its pages was given to the engines."""
     delivered: int | None

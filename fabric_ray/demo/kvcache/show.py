@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fabric_ray.demo.kvcache.options import Answer, Layer, Outcome
 
-_WIDTH = 48
+_WIDTH = 32
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -62,10 +62,8 @@ def _timeline(layers: Sequence[Layer]) -> Table:
     """A row for each layer: the time in which it was computed, then that of its transfer."""
     title = "Its layers, milliseconds from the begin of the prompt's last pass"
     table = Table(title=title, title_justify="left")
-    table.add_column("layer", justify="right")
-    table.add_column("computed", justify="right")
-    table.add_column("posted", justify="right")
-    table.add_column("delivered", justify="right")
+    for name in ("layer", "computed", "posted", "delivered"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("[blue]compute[/] [red]transfer[/]", no_wrap=True)
     end = max((layer.delivered for layer in layers), default=0.0)
     before = 0.0

@@ -245,6 +245,13 @@ impl KvPrefiller {
         self.word.clone_ref(py)
     }
 
+    /// One more layer is in the cache.
+    fn layer_done(&self) {
+        let word = &self.word.get().0;
+        self.prefiller.mark(word.load().wrapping_add(1));
+        word.add(1);
+    }
+
     /// Layers of a pass.
     #[getter]
     fn layers(&self) -> usize {

@@ -28,7 +28,8 @@ from fabric_ray.kvcache import (
 )
 
 PAGE = Path(__file__).parents[3] / "docs/kvcache.md"
-TERMS = Terms(beat=0.05, silence=2.0)
+# No pause of a busy machine is taken for silence.
+TERMS = Terms(beat=0.05, silence=30.0)
 
 
 @dataclass
@@ -107,7 +108,7 @@ def declined(stack: ExitStack) -> Pull:
     first.cancel()
     assert closed.wait(20)
     d = end(stack, "rare")
-    decoder = stack.enter_context(Decoder([d], terms=Terms(beat=3.0, silence=20.0)))
+    decoder = stack.enter_context(Decoder([d], terms=Terms(beat=20.0, silence=60.0)))
     met = decoder.meet(it.prefiller.offer())
     pull = decoder.pull(met, tokens=8, tables=[[0, 1]])
     gate.set()
@@ -143,7 +144,7 @@ def left_in_the_middle(stack: ExitStack) -> Pull:
 
 
 def too_much(stack: ExitStack) -> Pull:
-    it = pair(stack, theirs=Terms(max_message=4096, max_payloads=4096, silence=2.0))
+    it = pair(stack, theirs=TERMS.model_copy(update={"max_message": 4096, "max_payloads": 4096}))
     it.pull(bytes(3000))
     it.job()
     return it.pull(bytes(3000))
@@ -151,8 +152,8 @@ def too_much(stack: ExitStack) -> Pull:
 
 def wrong(stack: ExitStack) -> Pull:
     # More than any engine sends in one message.
-    it = pair(stack, theirs=Terms(max_message=1 << 28, silence=2.0))
-    return it.pull(bytes(100 << 20))
+    it = pair(stack, theirs=TERMS.model_copy(update={"max_message": 1 << 24}))
+    return it.pull(bytes(10 << 20))
 
 
 def closed_here(stack: ExitStack) -> Pull:

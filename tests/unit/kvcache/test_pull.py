@@ -64,6 +64,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 TERMS = Terms(beat=0.05, silence=2.0, tail_nbytes=TAIL)
+PATIENT = TERMS.model_copy(update={"silence": 30.0})
 
 
 def compute(node: Node, layer: int, tokens: range, table: list[int], page_tokens: int) -> None:
@@ -207,8 +208,8 @@ def test_a_timeline_says_when_each_layer_was_computed_posted_and_delivered(
     stack: ExitStack,
 ) -> None:
     prefill, decode = Node(stack, "p", 2, 4, 8), Node(stack, "d", 1, 8, 6)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
     to = decoder.meet(prefiller.offer())
 
     async def next_job() -> Job:
@@ -252,8 +253,8 @@ def test_a_timeline_says_when_each_layer_was_computed_posted_and_delivered(
 
 def test_layers_counted_without_a_begin_are_no_other_passes(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
     pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[6, 7]])
 
     async def serve() -> None:

@@ -6,7 +6,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use fabric_engine::{EngineError, Result};
+use fabric_engine::{EngineError, Result, Time};
 
 use super::{job::Job, Inner};
 use crate::{
@@ -22,6 +22,8 @@ pub(super) struct Lane {
     seen: u64,
     /// The last count that was told of.
     told: u64,
+    /// When the last count was made, of those whose layer was sent.
+    made: Time,
 }
 
 struct Pass {
@@ -97,6 +99,11 @@ impl Inner {
         self.lane.lock().told
     }
 
+    /// A word that is watched is about to count up to this.
+    pub(super) fn mark(&self, count: u64) {
+        self.counts.made(count, self.control().now());
+    }
+
     /// So many more layers are counted.
     pub(super) fn advance(self: &Arc<Self>, layers: u64) {
         let count = {
@@ -126,11 +133,13 @@ impl Inner {
             let next = {
                 let mut lane = self.lane.lock();
                 lane.told = lane.told.max(count);
-                lane.step(count)
+                let Some(next) = lane.step(count) else { return };
+                lane.made = self.counts.take(lane.seen, lane.made, self.control().now());
+                (next, lane.made)
             };
-            let Some((layer, requests)) = next else { return };
+            let ((layer, requests), made) = next;
             for (job, done) in requests.iter() {
-                self.push(job, layer, *done);
+                self.push(job, layer, *done, made);
             }
         }
     }

@@ -20,6 +20,7 @@ pub use self::timeline::{LayerTimes, Timeline};
 use self::{
     job::{Facts, Job},
     lane::Lane,
+    timeline::Counted,
 };
 use crate::{
     events::Events,
@@ -75,6 +76,7 @@ struct Inner {
     groups: Vec<CacheGroup>,
     state: Mutex<State>,
     lane: Mutex<Lane>,
+    counts: Counted,
     events: Events<JobEvent>,
 }
 
@@ -148,6 +150,7 @@ impl Prefiller {
             steps: steps.into_iter().map(|(_, step)| step).collect(),
             state: Mutex::default(),
             lane: Mutex::default(),
+            counts: Counted::default(),
             events: Events::new(on_event),
         });
         let weak = Arc::downgrade(&inner);
@@ -209,7 +212,7 @@ impl Prefiller {
             progress.here = Some(Arc::new(tables));
         }
         for step in 0..inner.steps.len() {
-            inner.push(&job, step, computed);
+            inner.push(&job, step, computed, inner.control().now());
         }
         Ok(())
     }
@@ -241,6 +244,12 @@ impl Prefiller {
     /// counts.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
+    }
+
+    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says when layers were computed, and
+    /// not only when that was seen.
+    pub fn mark(&self, count: u64) {
+        self.inner.mark(count);
     }
 
     /// A function that takes the values of a word that counts layers, and that doesn't keep the prefiller: for

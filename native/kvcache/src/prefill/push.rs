@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit};
+use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit, Time};
 
 use super::{
     job::{Job, Tail},
@@ -15,8 +15,14 @@ use crate::{
 };
 
 impl Inner {
-    /// Sends what is there of one layer, when so many tokens are computed.
-    pub(super) fn push(self: &Arc<Self>, job: &Arc<Job>, step: usize, tokens_done: u64) {
+    /// Sends what is there of one layer, when so many tokens are computed, as they were at `computed`.
+    pub(super) fn push(
+        self: &Arc<Self>,
+        job: &Arc<Job>,
+        step: usize,
+        tokens_done: u64,
+        computed: Time,
+    ) {
         let (group, layer) = self.steps[step];
         let mut handles = Vec::new();
         let mut failed = None;
@@ -32,7 +38,7 @@ impl Inner {
                 return;
             }
             progress.sent[step] = end;
-            job.timeline.computed(step, self.control().now());
+            job.timeline.computed(step, computed);
             for (number, route) in job.links.iter().enumerate() {
                 let granted = &job.facts.grants[route.to];
                 let rank = &self.local[route.from];

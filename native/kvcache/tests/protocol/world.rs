@@ -73,7 +73,7 @@ fn ranks(
 
 pub fn terms() -> Terms {
     let (beat, silence) =
-        (std::time::Duration::from_millis(100), std::time::Duration::from_millis(2000));
+        (std::time::Duration::from_millis(100), std::time::Duration::from_secs(20));
     Terms { beat, silence, tail_nbytes: TAIL, ..Terms::default() }
 }
 
