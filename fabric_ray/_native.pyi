@@ -21,6 +21,7 @@ __all__ = [
     "Flag",
     "KvDecoder",
     "KvPrefiller",
+    "KvTimeline",
     "Message",
     "MoeExchange",
     "Pages",
@@ -942,7 +943,7 @@ def simulate(
 # kvcache
 
 _KvRank: TypeAlias = tuple[int, Engine, Sequence[Region], Region | None]
-_KvTerms: TypeAlias = tuple[float, float, int, int]
+_KvTerms: TypeAlias = tuple[float, float, int, int, int]
 
 @final
 class KvDecoder:
@@ -978,6 +979,12 @@ class KvDecoder:
     def close(self) -> None: ...
 
 @final
+class KvTimeline:
+    """The native half of `fabric_ray.kvcache.Job.timeline`."""
+
+    def layers(self) -> list[tuple[int, int | None, int | None, int | None]]: ...
+
+@final
 class KvPrefiller:
     """The native half of `fabric_ray.kvcache.Prefiller`."""
 
@@ -989,16 +996,17 @@ class KvPrefiller:
         ranks: Sequence[_KvRank],
         terms: _KvTerms,
         on_event: Callable[[int, str, str, str], object],
-        on_asked: Callable[[int, str, int, int, bytes], object],
+        on_asked: Callable[[int, str, int, int, bytes, KvTimeline], object],
         device: int | None = None,
     ) -> Self: ...
     def offer(self) -> bytes: ...
     @property
     def word(self) -> Watcher: ...
+    def layer_done(self) -> None: ...
     @property
     def layers(self) -> int: ...
     def accept(self, job: int, tables: Sequence[Sequence[int]], computed: int) -> None: ...
-    def begin(self, requests: Sequence[tuple[int, int]]) -> None: ...
+    def begin(self, requests: Sequence[tuple[int, int]], counted: int | None = None) -> None: ...
     def finish(self, job: int, slot: int) -> None: ...
     def fail(self, job: int, why: str) -> None: ...
     @property

@@ -1,8 +1,8 @@
 """Breaks the product on purpose, line by line, and demands that the checks notice.
 
-``mutations.toml`` names the lines. Those of the engine are all broken in one copy of the crate,
-each behind a switch that the environment sets: one build serves for all, and the engine itself
-knows nothing of it. Those of the Python package, which needs no build, are broken one by one.
+``mutations.toml`` names the lines. Those in Rust are all broken in one copy of the workspace, each
+behind a switch that the environment sets: one build serves for all, and the crates themselves
+know nothing of it. Those of the Python package, which needs no build, are broken one by one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ NATIVE = ROOT / "native"
 TABLE = Path(__file__).with_suffix(".toml")
 COUNTS = {"IC": 6, "MR": 3, "RS": 4}
 PROMISES = [f"{kind}-{i + 1}" for kind, count in COUNTS.items() for i in range(count)]
+CRATES = ("engine", "kvcache")
+"""Those whose lines can be broken."""
 SWITCH = "FABRIC_MUTANT"
 # A run that takes longer has not been noticed by a check, but by impatience.
 LIMIT_S = 600
@@ -46,14 +48,20 @@ pub(crate) fn mutant(which: u32) -> bool {{
 @dataclass(frozen=True)
 class Edit:
     file: str
-    """Below ``native/engine/src``; Python files below the root."""
+    """Below the ``src`` of its crate; Python files below the root."""
     old: str
     new: str
     after: str = ""
+    crate: str = "engine"
 
     @property
     def is_python(self) -> bool:
         return self.file.endswith(".py")
+
+    @property
+    def path(self) -> str:
+        """Below the root."""
+        return self.file if self.is_python else f"native/{self.crate}/src/{self.file}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class Mutation:
 @dataclass(frozen=True)
 class Check:
     binary: str
-    """A test program of the engine, ``lib`` for the tests beside its code, or ``pytest``."""
+    """A test program of the engine, ``lib`` for the tests beside its code, or ``pytest``. Of
+    another crate with its name before: ``kvcache/lib``."""
     filter: str
     """Its arguments."""
     environment: dict[str, str]
@@ -78,6 +87,12 @@ class Check:
     @property
     def is_python(self) -> bool:
         return self.binary == "pytest"
+
+    @property
+    def program(self) -> tuple[str, str]:
+        """Its crate, and its name there."""
+        crate, _, name = self.binary.rpartition("/")
+        return crate or "engine", name
 
 
 @dataclass(frozen=True)
@@ -111,14 +126,13 @@ def place(edit: Edit, text: str) -> int:
     return text.index(edit.after + edit.old) + len(edit.after)
 
 
-def wrong(table: Table, rust: Path = NATIVE / "engine/src", python: Path = ROOT) -> list[str]:
+def wrong(table: Table, root: Path = ROOT) -> list[str]:
     """What is wrong with the table: lines that are gone, promises without a mutation."""
     said = []
     for mutation in table.mutations:
         for edit in mutation.edits:
             try:
-                source = python if edit.is_python else rust
-                place(edit, (source / edit.file).read_text())
+                place(edit, (root / edit.path).read_text())
             except (ValueError, FileNotFoundError) as e:
                 said.append(f"{mutation.name!r}: {e}")
         unknown = {c.partition(":")[0] for c in mutation.checks} - set(table.checks)
@@ -182,7 +196,8 @@ def write_crates(table: Table, to: Path) -> None:
     for number, mutation in enumerate(table.mutations):
         for edit in mutation.edits:
             if not edit.is_python:
-                edits.setdefault(edit.file, []).append((number, edit))
+                edits.setdefault(edit.path, []).append((number, edit))
+    roots = {f"native/{crate}/src/lib.rs" for crate in CRATES}
     kept = set()
     skip = shutil.ignore_patterns("target", "corpus", "artifacts")
     for folder, folders, files in os.walk(NATIVE):
@@ -191,12 +206,11 @@ def write_crates(table: Table, to: Path) -> None:
             path = Path(folder) / name
             inside = path.relative_to(NATIVE)
             content = path.read_bytes()
-            if inside.parts[:2] == ("engine", "src"):
-                file = inside.relative_to("engine/src").as_posix()
-                if file in edits:
-                    content = broken(content.decode(), edits[file]).encode()
-                if file == "lib.rs":
-                    content = b"#![allow(warnings)]\n" + content + SWITCHED.encode()
+            file = path.relative_to(ROOT).as_posix()
+            if file in edits:
+                content = broken(content.decode(), edits[file]).encode()
+            if file in roots:
+                content = b"#![allow(warnings)]\n" + content + SWITCHED.encode()
             put(to / inside, content)
             kept.add(to / inside)
     for folder, folders, files in os.walk(to):
@@ -206,12 +220,20 @@ def write_crates(table: Table, to: Path) -> None:
                 path.unlink()
 
 
-def build(copy: Path, binaries: set[str]) -> dict[str, Path]:
-    """The test programs of the copy, by name."""
-    tests = [word for name in sorted(binaries - {"lib"}) for word in ("--test", name)]
-    if "lib" in binaries:
+def build(copy: Path, programs: set[tuple[str, str]]) -> dict[tuple[str, str], Path]:
+    """The test programs of the copy, by crate and name."""
+    made = {}
+    for crate in sorted({crate for crate, _ in programs}):
+        names = {name for of, name in programs if of == crate}
+        made |= {(crate, name): path for name, path in _build(copy, crate, names).items()}
+    return made
+
+
+def _build(copy: Path, crate: str, names: set[str]) -> dict[str, Path]:
+    tests = [word for name in sorted(names - {"lib"}) for word in ("--test", name)]
+    if "lib" in names:
         tests.append("--lib")
-    command = ["cargo", "test", "-p", "fabric-engine", "--no-run", *tests]
+    command = ["cargo", "test", "-p", f"fabric-{crate}", "--no-run", *tests]
     # Not the target of the engine itself: cargo would take one for the other.
     environment = {
         "CARGO_PROFILE_TEST_DEBUG": "0",
@@ -240,7 +262,7 @@ class Runner:
     """Runs checks over copies in which lines are broken."""
 
     package: Path
-    programs: dict[str, Path]
+    programs: dict[tuple[str, str], Path]
 
     def run(self, check: Check, broken: tuple[int, Mutation] | None) -> tuple[bool, str]:
         """Whether a check passes, and what it says."""
@@ -252,8 +274,8 @@ class Runner:
             command = [sys.executable, "-m", "pytest", *options, *arguments]
             where = self.package
         else:
-            command = [str(self.programs[check.binary]), *arguments]
-            where = NATIVE / "engine"
+            command = [str(self.programs[check.program]), *arguments]
+            where = NATIVE / check.program[0]
             if broken:
                 environment[SWITCH] = str(broken[0])
         try:
@@ -273,10 +295,10 @@ def notices(mutation: Mutation, said: str) -> str | None:
 def prepare(table: Table, checks: dict[str, Check]) -> Runner:
     """Makes the copies, and builds what the checks need."""
     copy = NATIVE / "target/mutations"
-    programs: dict[str, Path] = {}
-    if binaries := {c.binary for c in checks.values() if not c.is_python}:
+    programs: dict[tuple[str, str], Path] = {}
+    if wanted := {c.program for c in checks.values() if not c.is_python}:
         write_crates(table, copy)
-        programs = build(copy, binaries)
+        programs = build(copy, wanted)
     return Runner(NATIVE / "target/mutations-python", programs)
 
 

@@ -205,14 +205,22 @@ class Sender:
 
     def _begin(self, ready: Sequence[Ready]) -> None:
         passing = []
-        for each in ready:
-            with self._lock:
-                key = self._key(each.request, each.transfer)
-                self._over.pop(key, None)
-                transfer = self._transfers.setdefault(key, _Transfer())
-                transfer.ready = each
-            passing += [(job, each.tokens) for job in self._take(transfer)]
-        self._prefiller.begin(passing)
+        try:
+            for each in ready:
+                with self._lock:
+                    key = self._key(each.request, each.transfer)
+                    self._over.pop(key, None)
+                    transfer = self._transfers.setdefault(key, _Transfer())
+                    transfer.ready = each
+                passing += [(job, each.tokens) for job in self._take(transfer)]
+            self._prefiller.begin(passing)
+        except Exception as error:
+            # Its layers are counted all the same, and sent to nobody: no job waits for them.
+            for each in ready:
+                with self._lock:
+                    key = self._key(each.request, each.transfer)
+                self._fail(key, f"the prefiller could not begin to send: {error}")
+            raise
 
     def _computed(self, done: Sequence[Ready]) -> None:
         for each in done:

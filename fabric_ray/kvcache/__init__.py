@@ -5,6 +5,7 @@ from fabric_ray.kvcache.decoder import Decoder, Pull
 from fabric_ray.kvcache.layout import CacheGroup, CacheLayout, CacheTensor, Place
 from fabric_ray.kvcache.prefiller import Job, Prefiller
 from fabric_ray.kvcache.terms import RankCache, Terms
+from fabric_ray.kvcache.timeline import LayerTimes
 
 __all__ = [
     "CacheGroup",
@@ -12,6 +13,7 @@ __all__ = [
     "CacheTensor",
     "Decoder",
     "Job",
+    "LayerTimes",
     "Place",
     "Prefiller",
     "Pull",

@@ -21,7 +21,8 @@ class PullCancelled(KvError):
 
 
 class PrefillerLost(KvError):
-    """The prefiller died, was silent for too long, or parted with this decoder."""
+    """The prefiller died, was silent for too long, declined this decoder, or one of the two parted
+    with the other."""
 
     retryable = True
 
@@ -33,7 +34,11 @@ class PullTimeout(KvError):
 
 
 class PullRefused(KvError):
-    """What was asked can't be done, there or here."""
+    """What was asked was not begun, there or here.
+
+    ``retryable`` says whether because the prefiller takes nothing more, or because of what was
+    asked: then another one would refuse it as well.
+    """
 
 
 class PrefillFailed(KvError):
@@ -43,14 +48,18 @@ class PrefillFailed(KvError):
 
 
 class DecoderClosed(KvError):
-    """This decoder was closed."""
+    """This decoder was closed, or an engine of it."""
 
+
+_TURNED_AWAY = "turned away"
+"""The native core's name of a refusal that isn't because of what was asked."""
 
 _BY_CAUSE: dict[str, type[KvError]] = {
     "cancelled": PullCancelled,
     "lost": PrefillerLost,
     "timed out": PullTimeout,
     "refused": PullRefused,
+    _TURNED_AWAY: PullRefused,
     "failed": PrefillFailed,
     "closed": DecoderClosed,
 }
@@ -58,4 +67,7 @@ _BY_CAUSE: dict[str, type[KvError]] = {
 
 def of_cause(cause: str, text: str) -> KvError:
     """The exception for a cause, as the native core names it."""
-    return _BY_CAUSE.get(cause, KvError)(text)
+    error = _BY_CAUSE.get(cause, KvError)(text)
+    if cause == _TURNED_AWAY:
+        error.retryable = True
+    return error

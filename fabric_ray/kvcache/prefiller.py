@@ -12,19 +12,24 @@ from types import TracebackType
 from typing_extensions import Self
 
 from fabric_ray import _native
-from fabric_ray._native import Watcher
+from fabric_ray._native import KvTimeline, Watcher
 from fabric_ray.kvcache.errors import KvError, of_cause
 from fabric_ray.kvcache.layout import CacheLayout
 from fabric_ray.kvcache.terms import RankCache, Terms, encoded, weakly
+from fabric_ray.kvcache.timeline import LayerTimes
 
 
 class Job:
     """A request that has come, until its memory is free again."""
 
     def __init__(
-        self, prefiller: Prefiller, number: int, asked: tuple[str, int, int, bytes]
+        self,
+        prefiller: Prefiller,
+        number: int,
+        asked: tuple[str, int, int, bytes],
+        timeline: KvTimeline,
     ) -> None:
-        self._prefiller = prefiller
+        self._prefiller, self._timeline = prefiller, timeline
         self.id = number
         self.decoder, self.tokens, self.have, self.payload = asked
         self._stopped: Future[KvError] = Future()
@@ -62,6 +67,11 @@ class Job:
     def fail(self, why: str) -> None:
         """Gives the request up; the decoder is told why."""
         self._prefiller._native.fail(self.id, why)
+
+    def timeline(self) -> tuple[LayerTimes, ...]:
+        """When its layers were computed, posted and delivered, in the order in which they are
+        computed; also when it is over."""
+        return tuple(LayerTimes(*times) for times in self._timeline.layers())
 
     @property
     def stopped(self) -> bool:
@@ -173,15 +183,28 @@ class Prefiller:
             self._waiting.clear()
         return jobs
 
-    def begin(self, requests: Sequence[tuple[Job, int]]) -> None:
+    def begin(self, requests: Sequence[tuple[Job, int]], *, counted: int | None = None) -> None:
         """Says that a pass through all layers begins, which computes each of these requests up to
-        so many of its tokens. Passes follow one another."""
-        self._native.begin([(job.id, done) for job, done in requests])
+        so many of its tokens.
+
+        It has the counts that follow, one for each layer. Passes follow one another: what of the
+        last one isn't counted by now never will be, and its requests fail, for nobody knows what
+        is in their pages.
+
+        Args:
+            requests: and their tokens that are computed after it.
+            counted: what :attr:`word` will be when the pass begins, if a device still counts the
+                one before; by default what it is.
+
+        Raises:
+            InvalidArgument: an earlier pass begins after more layers than this one.
+        """
+        self._native.begin([(job.id, done) for job, done in requests], counted)
 
     def layer_done(self, layer: int | None = None) -> None:
         """Says that one more layer of the pass is in the cache, of all ranks: its pages leave, on
         another thread. ``layer`` is for callers that number them; they come in order."""
-        self._word.add()
+        self._native.layer_done()
 
     @property
     def open(self) -> int:
@@ -215,8 +238,16 @@ class Prefiller:
         if wake is not None and not wake[0].is_closed():
             wake[0].call_soon_threadsafe(wake[1].set)
 
-    def _on_asked(self, number: int, decoder: str, tokens: int, have: int, payload: bytes) -> None:
-        job = Job(self, number, (decoder, tokens, have, payload))
+    def _on_asked(
+        self,
+        number: int,
+        decoder: str,
+        tokens: int,
+        have: int,
+        payload: bytes,
+        timeline: KvTimeline,
+    ) -> None:
+        job = Job(self, number, (decoder, tokens, have, payload), timeline)
         with self._lock:
             self._jobs[number] = job
             self._waiting.append(job)

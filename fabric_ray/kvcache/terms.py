@@ -16,7 +16,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kvcache.layout import CacheLayout
 
 _Rank = tuple[int, TransferEngine, list[Region], Region | None]
-_Terms = tuple[float, float, int, int]
+_Terms = tuple[float, float, int, int, int]
 
 
 class Terms(BaseModel):
@@ -33,9 +33,18 @@ class Terms(BaseModel):
     """The longest request that is taken, bytes: 4 bytes for each token of a prompt, and some."""
     tail_nbytes: int = Field(default=0, ge=0)
     """Bytes that come with the last page, as :attr:`InferenceEngine.tail` lays them out."""
+    max_payloads: int = Field(default=1 << 28, ge=4096)
+    """Bytes of the payloads of all requests that a prefiller has, one longest message at least;
+    what would go beyond is refused."""
 
     def _native(self) -> _Terms:
-        return (self.beat, self.silence, self.max_message, self.tail_nbytes)
+        return (
+            self.beat,
+            self.silence,
+            self.max_message,
+            self.tail_nbytes,
+            self.max_payloads,
+        )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class _Work:
         self.slot: int | None = None
         self.came = time.monotonic()
         self.began = 0.0
+        self.pass_began = 0.0
 
 
 class PrefillLoop:
@@ -64,6 +65,7 @@ class PrefillLoop:
         self._closed = False
         self._counts = {"computed_prompts": 0, "computed_tokens": 0, "skipped_tokens": 0}
         self._counts |= {"busy": 0, "failed": 0}
+        self._last_sent: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
         self._thread.start()
 
@@ -119,6 +121,7 @@ class PrefillLoop:
             "sending": len(self._accepted) - len(self._turns),
             "free_slots": len(self._slots),
             "slots": self._instance.slots,
+            "last_sent": self._last_sent,
         }
 
     def close(self) -> None:
@@ -193,6 +196,7 @@ class PrefillLoop:
 
     def _pass(self, work: _Work) -> None:
         """One chunk of one prompt, whose pages are pushed layer by layer."""
+        work.pass_began = time.monotonic()
         self._turns.rotate(-1)
         if work.job.stopped:
             self._turns.remove(work)
@@ -254,6 +258,8 @@ class PrefillLoop:
         if work in self._turns:
             self._turns.remove(work)
         self._accepted.discard(work)
+        if work.done == len(work.tokens) and not work.job.stopped:
+            self._last_sent = _layers(work)
         if work.tables is not None:
             work.tables.close()
             work.tables = None
@@ -262,3 +268,23 @@ class PrefillLoop:
             work.slot = None
         with contextlib.suppress(ValueError):
             self._waiting.remove(work)
+
+
+def _layers(work: _Work) -> dict[str, Any]:
+    """A prompt's layers, as its last pass computed them: seconds from the pass's begin."""
+
+    def since(ns: int | None) -> float | None:
+        return None if ns is None else ns / 1e9 - work.pass_began
+
+    return {
+        "tokens": len(work.tokens),
+        "layers": [
+            {
+                "layer": at.layer,
+                "computed": since(at.computed),
+                "posted": since(at.posted),
+                "delivered": since(at.delivered),
+            }
+            for at in work.job.timeline()
+        ],
+    }

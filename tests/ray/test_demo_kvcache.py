@@ -29,6 +29,13 @@ def test_the_command_scales_and_kills_and_prints_one_json_object(cluster: list[s
     assert result["verified"] is True
     assert all(result["checks"].values())
     assert result["streamed"]["tokens"] == 24
+    layers = result["streamed"]["layers"]
+    assert [at["layer"] for at in layers] == list(range(len(layers)))
+    assert len(layers) > 1
+    for at in layers:
+        assert 0 <= at["computed"] <= at["posted"] <= at["delivered"]
+    computed = [at["computed"] for at in layers]
+    assert computed == sorted(computed)
     assert result["requests"] > 3
     assert result["wrong"] == 0
     assert any("kill -9" in event["what"] for event in result["events"])

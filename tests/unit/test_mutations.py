@@ -15,7 +15,9 @@ def test_every_promise_has_a_mutation_that_applies_once(mutations: ModuleType) -
 def test_a_line_that_is_gone_or_not_alone_is_an_error(
     mutations: ModuleType, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.rs").write_text("one two two")
+    source = tmp_path / "native/engine/src"
+    source.mkdir(parents=True)
+    (source / "a.rs").write_text("one two two")
     edit = mutations.Edit
     mutation = mutations.Mutation("m", "IC-1", ["sim"], [], [edit("a.rs", "two", "")])
     said = mutations.wrong(mutations.Table({}, [mutation]), tmp_path)

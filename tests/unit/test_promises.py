@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/design/promises.md"
-BASES = ("", "native/engine/src", "native/engine/tests")
+CRATES = ("native/engine", "native/kvcache")
+BASES = ("", *(f"{crate}/{part}" for crate in CRATES for part in ("src", "tests")))
 TRANSPORTS = {"verbs", "libfabric", "tcp", "shm", "cuda_ipc", "file", "sim"}
 IN_TESTS = re.compile(r"\n#\[cfg\(.*test.*\)\]\nmod \w+ \{")
 
@@ -27,9 +28,11 @@ class Tree(NamedTuple):
 
     @classmethod
     def read(cls, root: Path) -> Tree:
-        rust = {p: p.read_text() for p in (root / "native/engine/src").rglob("*.rs")}
+        sources = [p for crate in CRATES for p in (root / crate / "src").rglob("*.rs")]
+        rust = {p: p.read_text() for p in sources}
         package = {p: p.read_text() for p in (root / "fabric_ray").rglob("*.py")}
-        shown = [*(root / "native/engine/tests").rglob("*.rs"), *(root / "tests").rglob("*.py")]
+        shown = [p for crate in CRATES for p in (root / crate / "tests").rglob("*.rs")]
+        shown += (root / "tests").rglob("*.py")
         tests = rust | {p: p.read_text() for p in shown}
         code = {p: IN_TESTS.split(text)[0] for p, text in rust.items()} | package
         name = {p: p.relative_to(root).as_posix() for p in (*code, *tests)}
@@ -60,9 +63,8 @@ def lacks(tree: Tree, table: Any, promises: list[str]) -> Iterator[str]:
             yield f"no mutation breaks {promise}"
     for m in table.mutations:
         for edit in m.edits:
-            file = edit.file if edit.is_python else f"native/engine/src/{edit.file}"
-            if not cites(tree.kept.get(file, ""), m.promise):
-                yield f"{file} doesn't cite {m.promise}, which it breaks when {m.name}"
+            if not cites(tree.kept.get(edit.path, ""), m.promise):
+                yield f"{edit.path} doesn't cite {m.promise}, which it breaks when {m.name}"
 
 
 class Row(NamedTuple):

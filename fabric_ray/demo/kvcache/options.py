@@ -25,6 +25,18 @@ class Options(msgspec.Struct, frozen=True):
     """Of a running Ray cluster; none to start Ray here."""
 
 
+class Layer(msgspec.Struct, frozen=True):
+    """A layer of a prompt; seconds from the begin of the prompt's last pass."""
+
+    layer: int
+    computed: float
+    """It was in the prefiller's cache."""
+    posted: float
+    """The last of its pages was given to the engines."""
+    delivered: float
+    """The last of its pages was known to be in the decoder's memory."""
+
+
 class Streamed(msgspec.Struct, frozen=True):
     """The completion that was streamed."""
 
@@ -38,6 +50,8 @@ class Streamed(msgspec.Struct, frozen=True):
     """As the decoder measured them, seconds: queue, prefill, transfer, first token; and counts."""
     equal: bool
     """Whether one engine that does both halves says the same."""
+    layers: tuple[Layer, ...] = ()
+    """As the prefiller saw them leave."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from ray import serve
 
 from fabric_ray.demo.cluster import cluster, named_failures
 from fabric_ray.demo.kvcache.clients import Load, stream
-from fabric_ray.demo.kvcache.options import Event, Options, Outcome
+from fabric_ray.demo.kvcache.options import Event, Layer, Options, Outcome
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -89,6 +90,7 @@ def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
 
     tell("stage", "streaming a completion")
     streamed = stream(app, PROMPT, options.max_tokens, text, lambda piece: tell("piece", piece))
+    streamed = msgspec.structs.replace(streamed, layers=_layers(app))
 
     events: list[Event] = []
     load = Load(app, prompts, expected[1:], options.max_tokens)
@@ -122,6 +124,7 @@ def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
         replicas=tuple(app.stats()),
         checks={
             "the stream says what one engine says": streamed.equal,
+            "every layer was delivered": bool(streamed.layers),
             "every request ended": ended,
             "no token is wrong": not any(a.wrong for a in load.answers),
             "no request failed": not any(a.error for a in load.answers),
@@ -129,6 +132,20 @@ def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
             "all pages are free": idle,
         },
     )
+
+
+def _layers(app: LocalApp) -> tuple[Layer, ...]:
+    """Of the one prompt that was sent so far."""
+    sent: list[dict[str, Any]] = []
+
+    def released() -> bool:
+        sent.extend(r["last_sent"] for r in app.stats() if r.get("last_sent"))
+        return bool(sent)
+
+    # The prefiller lets go a moment after the decoder has all.
+    if not _wait(released, 30):
+        return ()
+    return tuple(msgspec.convert(layer, Layer) for layer in sent[0]["layers"])
 
 
 def _count(app: LocalApp, role: str) -> int:

@@ -11,7 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ray.demo.kvcache.options import Answer, Outcome
+from fabric_ray.demo.kvcache.options import Answer, Layer, Outcome
+
+_WIDTH = 32
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -43,6 +45,7 @@ def show(outcome: Outcome, console: Console) -> None:
         table.add_row(name.replace("_", " "), shown)
     table.add_row("tokens", str(said.tokens))
     console.print(table)
+    console.print(_timeline(said.layers))
     table = Table(title="Under load", title_justify="left", show_header=False)
     table.add_row("requests", str(found["requests"]))
     table.add_row("goodput", f"{found['goodput_tokens_per_s']:.0f} tokens/s")
@@ -53,6 +56,27 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(table)
     for check, holds in outcome.checks.items():
         console.print(f"{'[green]yes[/]' if holds else '[red]no [/]'}  {check}")
+
+
+def _timeline(layers: Sequence[Layer]) -> Table:
+    """A row for each layer: the time in which it was computed, then that of its transfer."""
+    title = "Its layers, milliseconds from the begin of the prompt's last pass"
+    table = Table(title=title, title_justify="left")
+    for name in ("layer", "computed", "posted", "delivered"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("[blue]compute[/] [red]transfer[/]", no_wrap=True)
+    end = max((layer.delivered for layer in layers), default=0.0)
+    before = 0.0
+    for layer in layers:
+        times = (layer.computed, layer.posted, layer.delivered)
+        at = [round(t / end * _WIDTH) for t in (before, layer.computed, layer.delivered)]
+        # What is too short for a cell has one all the same.
+        computing = max(1, at[1] - at[0])
+        sending = max(1, at[2] - max(at[1], at[0] + 1))
+        bar = f"{' ' * at[0]}[blue]{'█' * computing}[/][red]{'▒' * sending}[/]"
+        table.add_row(str(layer.layer), *(f"{t * 1e3:.2f}" for t in times), bar)
+        before = layer.computed
+    return table
 
 
 def _quantile(answers: Sequence[Answer], percent: int) -> float:

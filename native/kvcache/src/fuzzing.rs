@@ -91,7 +91,9 @@ pub(crate) mod tests {
             tail_slot: 0,
             payload: b"a prompt".to_vec(),
         };
-        let states = vec![(1, State::Open), (2, State::Failed("why".into())), (3, State::Unknown)];
+        let refused = State::Refused { why: "full".into(), elsewhere: true };
+        let failed = State::Failed("why".into());
+        let states = vec![(1, State::Open), (2, failed), (3, State::Unknown), (4, refused)];
         let offer = Offer {
             name: "prefiller".into(),
             layouts: vec![layout()],
@@ -155,8 +157,10 @@ pub(crate) mod tests {
     fn states_and_reasons_fit_the_smallest_message() {
         let why = crate::wire::reason(&"ä".repeat(4000));
         assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
-        let states: Vec<_> =
-            (0..1000).map(|i| (u64::MAX - i, State::Failed(why.clone()))).collect();
+        let refused = || State::Refused { why: why.clone(), elsewhere: false };
+        let states: Vec<_> = (0..1000)
+            .map(|i| (u64::MAX - i, if i < 500 { State::Failed(why.clone()) } else { refused() }))
+            .collect();
         let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
         let mut all = Vec::new();
         for part in parts {

@@ -19,5 +19,5 @@ mod timer;
 pub mod wire;
 
 pub use decode::{Ask, Decoder, Event};
-pub use prefill::{Asked, JobEvent, Prefiller};
+pub use prefill::{Asked, JobEvent, LayerTimes, Prefiller, Timeline};
 pub use terms::{Cause, LocalRank, Terms};

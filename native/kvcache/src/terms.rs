@@ -29,12 +29,14 @@ pub struct Terms {
     pub max_message: usize,
     /// Bytes that come with the last page; 0 for none.
     pub tail_nbytes: u64,
+    /// Bytes of the payloads of all requests that a prefiller has; what would go beyond is refused.
+    pub max_payloads: u64,
 }
 
 impl Default for Terms {
     fn default() -> Self {
         let (beat, silence) = (Duration::from_millis(500), Duration::from_secs(5));
-        Self { beat, silence, max_message: 1 << 20, tail_nbytes: 0 }
+        Self { beat, silence, max_message: 1 << 20, tail_nbytes: 0, max_payloads: 1 << 28 }
     }
 }
 
@@ -59,6 +61,13 @@ impl Terms {
                 self.max_message
             )));
         }
+        if self.max_payloads < self.max_message as u64 {
+            return Err(EngineError::Invalid(format!(
+                "payloads of at most {} bytes in all, and messages of {}: one request must fit; raise max_payloads, or \
+                 lower max_message",
+                self.max_payloads, self.max_message
+            )));
+        }
         Ok(())
     }
 
@@ -79,9 +88,9 @@ pub enum Cause {
     Lost(String),
     #[error("{0}")]
     TimedOut(String),
-    /// What was asked can't be done there.
-    #[error("the prefiller refused the request: {0}")]
-    Refused(String),
+    /// It was not begun, there or here. `elsewhere`: nothing is wrong with what was asked, and another prefiller may do it.
+    #[error("{why}")]
+    Refused { why: String, elsewhere: bool },
     #[error("the prefiller gave up: {0}")]
     Failed(String),
     #[error("this end is closed")]
@@ -94,7 +103,7 @@ impl Cause {
             EngineError::Timeout { .. } => Self::TimedOut(error.to_string()),
             EngineError::Closed | EngineError::Draining => Self::Closed,
             EngineError::Invalid(_) | EngineError::OutOfBounds { .. } => {
-                Self::Refused(error.to_string())
+                Self::Refused { why: error.to_string(), elsewhere: false }
             }
             _ => Self::Lost(error.to_string()),
         }

@@ -5,8 +5,6 @@
 //! new ones have defaults. Messages come from peers: decoding is bounded by the message, and what they say is
 //! checked where it is used.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
 use fabric_engine::{
     api::{CounterRef, EngineAddress, RegionDescriptor},
     EngineError,
@@ -17,20 +15,13 @@ use crate::layout::CacheLayout;
 
 const MARK: [u8; 3] = *b"FKV";
 /// Bumped when a message's meaning changes.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Requests that one beat names: it fits the smallest `max_message`.
 pub(crate) const BEAT_REQUESTS: usize = 256;
 /// Bytes of states that one status has: it fits the smallest `max_message`.
 const STATUS_BYTES: usize = 3072;
 /// Bytes of a reason; what is longer is cut.
 const REASON_BYTES: usize = 512;
-
-/// A number that nobody else in this process has, nor had: for meetings, whose messages may come late (MR-2). All of them
-/// are encoded in as many bytes, so that what a seed of the simulator does is repeated.
-pub(crate) fn unique() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1 << 32);
-    NEXT.fetch_add(1, Relaxed)
-}
 
 /// What is told of why something ended.
 pub(crate) fn reason(why: &str) -> String {
@@ -121,6 +112,17 @@ pub(crate) enum State {
     Cancelled,
     /// It was given up by the prefiller, and nothing of it is under way any more.
     Failed(String),
+    /// It was never taken up. `elsewhere`: another prefiller may take it, for nothing is wrong with it.
+    Refused { why: String, elsewhere: bool },
+}
+
+impl State {
+    fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Failed(why) | Self::Refused { why, .. } => Some(why),
+            Self::Unknown | Self::Open | Self::Done | Self::Cancelled => None,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -289,7 +291,7 @@ impl Message {
         let mut bytes = 0;
         for (seq, state) in states {
             // A number, a name and what is around them.
-            let cost = 32 + if let State::Failed(why) = &state { why.len() } else { 0 };
+            let cost = 32 + state.reason().map_or(0, |why| 24 + why.len());
             bytes += cost;
             if bytes > STATUS_BYTES {
                 bytes = cost;

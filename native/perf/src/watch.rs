@@ -211,7 +211,8 @@ impl World {
             None => self.accept()?,
         };
         if left % LAYERS == 0 {
-            self.prefiller.begin(&[(job, TOKENS - left / LAYERS + 1)]);
+            let pass = [(job, TOKENS - left / LAYERS + 1)];
+            self.prefiller.begin(&pass, self.word.load()).map_err(text)?;
         }
         self.job = Some((job, left - 1));
         Ok(())

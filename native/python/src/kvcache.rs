@@ -15,6 +15,7 @@ use crate::{
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<KvDecoder>()?;
+    m.add_class::<KvTimeline>()?;
     m.add_class::<KvPrefiller>()
 }
 
@@ -35,12 +36,12 @@ fn layouts(py: Python<'_>, layouts: &[Vec<u8>]) -> PyResult<Vec<CacheLayout>> {
     layouts.iter().map(|bytes| CacheLayout::from_msgpack(bytes).or_raise(py)).collect()
 }
 
-/// Beat, silence, the longest message, bytes of a tail.
-type TermsArg = (f64, f64, usize, u64);
+/// Beat, silence, the longest message, bytes of a tail, of payloads in all.
+type TermsArg = (f64, f64, usize, u64, u64);
 
 fn terms(
     py: Python<'_>,
-    (beat, silence, max_message, tail_nbytes): TermsArg,
+    (beat, silence, max_message, tail_nbytes, max_payloads): TermsArg,
 ) -> PyResult<kv::Terms> {
     let seconds = |what: &str, value: f64| {
         Duration::try_from_secs_f64(value).map_err(|_| {
@@ -49,7 +50,7 @@ fn terms(
         })
     };
     let (beat, silence) = (seconds("a beat", beat)?, seconds("a silence", silence)?);
-    Ok(kv::Terms { beat, silence, max_message, tail_nbytes })
+    Ok(kv::Terms { beat, silence, max_message, tail_nbytes, max_payloads })
 }
 
 /// Calls back, unless the interpreter is gone.
@@ -71,7 +72,8 @@ fn cause(cause: &kv::Cause) -> &'static str {
         kv::Cause::Cancelled => "cancelled",
         kv::Cause::Lost(_) => "lost",
         kv::Cause::TimedOut(_) => "timed out",
-        kv::Cause::Refused(_) => "refused",
+        kv::Cause::Refused { elsewhere: true, .. } => "turned away",
+        kv::Cause::Refused { .. } => "refused",
         kv::Cause::Closed => "closed",
         _ => "failed",
     }
@@ -163,6 +165,23 @@ impl KvDecoder {
     }
 }
 
+/// A layer's number in the model, and when it was computed, posted and delivered.
+type LayerTimes = (u32, Option<u64>, Option<u64>, Option<u64>);
+
+/// How far the layers of a job are; `fabric_ray.kvcache.Job.timeline` gives types to it.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct KvTimeline(Arc<kv::Timeline>);
+
+#[pymethods]
+impl KvTimeline {
+    /// Nanoseconds of the monotonic clock, by layer.
+    fn layers(&self) -> Vec<LayerTimes> {
+        let ns = |time: Option<fe::Time>| time.map(|t| t.0);
+        let one = |l: &kv::LayerTimes| (l.layer, ns(l.computed), ns(l.posted), ns(l.delivered));
+        self.0.layers().iter().map(one).collect()
+    }
+}
+
 /// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvPrefiller {
@@ -191,7 +210,8 @@ impl KvPrefiller {
         let told = move |job: u64, event: kv::JobEvent| match event {
             kv::JobEvent::Asked(asked) => call(&on_asked, |py| {
                 let payload = PyBytes::new(py, &asked.payload);
-                (job, asked.decoder, asked.tokens, asked.have, payload).into_pyobject(py)
+                let timeline = Py::new(py, KvTimeline(asked.timeline))?;
+                (job, asked.decoder, asked.tokens, asked.have, payload, timeline).into_pyobject(py)
             }),
             kv::JobEvent::Stopped(c) => {
                 call(&on_event, |py| (job, "stopped", cause(&c), c.to_string()).into_pyobject(py));
@@ -225,6 +245,13 @@ impl KvPrefiller {
         self.word.clone_ref(py)
     }
 
+    /// One more layer is in the cache.
+    fn layer_done(&self) {
+        let word = &self.word.get().0;
+        self.prefiller.mark(word.load().wrapping_add(1));
+        word.add(1);
+    }
+
     /// Layers of a pass.
     #[getter]
     fn layers(&self) -> usize {
@@ -241,8 +268,15 @@ impl KvPrefiller {
         py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
     }
 
-    fn begin(&self, py: Python<'_>, requests: Vec<(u64, u64)>) {
-        py.detach(|| self.prefiller.begin(&requests));
+    #[pyo3(signature = (requests, counted=None))]
+    fn begin(
+        &self,
+        py: Python<'_>,
+        requests: Vec<(u64, u64)>,
+        counted: Option<u64>,
+    ) -> PyResult<()> {
+        let counted = counted.unwrap_or_else(|| self.word.get().0.load());
+        py.detach(|| self.prefiller.begin(&requests, counted)).or_raise(py)
     }
 
     fn finish(&self, py: Python<'_>, job: u64, slot: u32) -> PyResult<()> {

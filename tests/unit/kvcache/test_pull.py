@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from fabric_ray.kvcache import (
     CacheLayout,
     CacheTensor,
     Decoder,
+    Job,
     Place,
     Prefiller,
     RankCache,
@@ -62,6 +64,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 TERMS = Terms(beat=0.05, silence=2.0, tail_nbytes=TAIL)
+PATIENT = TERMS.model_copy(update={"silence": 30.0})
 
 
 def compute(node: Node, layer: int, tokens: range, table: list[int], page_tokens: int) -> None:
@@ -199,3 +202,78 @@ def test_ends_that_nobody_has_any_more_are_gone_and_say_so(stack: ExitStack) -> 
     del decoder, pull
     gc.collect()
     assert gone() is None
+
+
+def test_a_timeline_says_when_each_layer_was_computed_posted_and_delivered(
+    stack: ExitStack,
+) -> None:
+    prefill, decode = Node(stack, "p", 2, 4, 8), Node(stack, "d", 1, 8, 6)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
+    to = decoder.meet(prefiller.offer())
+
+    async def next_job() -> Job:
+        async for job in prefiller.jobs():
+            return job
+        raise AssertionError("the prefiller is closed")
+
+    pull = decoder.pull(to, tokens=11, tables=[[3, 1]], timeout=20)
+    job = asyncio.run(asyncio.wait_for(next_job(), 10))
+    begin = time.monotonic_ns()
+    job.accept([[5, 0, 2]])
+    for stop in (6, 11):
+        prefiller.begin([(job, stop)])
+        for layer in range(LAYERS):
+            prefiller.layer_done(layer)
+    job.finish()
+    job.wait_released(10)
+    pull.wait_ready(10)
+    end = time.monotonic_ns()
+    times = job.timeline()
+    assert [layer.layer for layer in times] == list(range(LAYERS))
+    before = begin
+    for at in times:
+        assert at.computed is not None
+        assert at.posted is not None
+        assert at.delivered is not None
+        assert before <= at.computed <= at.posted <= at.delivered <= end
+        before = at.computed
+
+    pull = decoder.pull(to, tokens=8, tables=[[0]], timeout=20)
+    job = asyncio.run(asyncio.wait_for(next_job(), 10))
+    job.accept([[0, 1]])
+    prefiller.begin([(job, 8)])
+    pull.cancel()
+    job.wait_released(10)
+    for _ in range(LAYERS):
+        prefiller.layer_done()
+    absent = {(at.computed, at.posted, at.delivered) for at in job.timeline()}
+    assert absent == {(None, None, None)}
+
+
+def test_layers_counted_without_a_begin_are_no_other_passes(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
+    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[6, 7]])
+
+    async def serve() -> None:
+        async for job in prefiller.jobs():
+            job.accept([[2, 3]])
+            for _ in range(LAYERS):
+                prefiller.layer_done()  # of a pass whose begin failed
+            prefiller.begin([(job, 8)])
+            for layer in range(LAYERS):
+                compute(prefill, layer, range(8), [2, 3], 4)
+                prefiller.layer_done()
+            job.finish()
+            return
+
+    asyncio.run(asyncio.wait_for(serve(), 10))
+    pull.wait_ready(10)
+    for layer in range(LAYERS):
+        for token in range(8):
+            got = decode.caches[0][layer, 6 + token // 4, 0, token % 4]
+            assert (got == value(layer, 0, token)).all()
+    with pytest.raises(InvalidArgument, match="counts only grow"):
+        prefiller.begin([], counted=1)

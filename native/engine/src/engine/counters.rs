@@ -4,7 +4,7 @@
 //! expectation has taken, so that what came first is kept (IC-5) and rounds don't mix.
 
 use std::{
-    collections::{HashSet, VecDeque},
+    collections::{BTreeSet, VecDeque},
     sync::{Arc, OnceLock},
 };
 
@@ -123,8 +123,9 @@ type Page = [Cell; PAGE];
 pub(crate) struct Counters {
     pages: Box<[OnceLock<Box<Page>>]>,
     free: Mutex<Free>,
-    /// Slots that may hold expectations with a deadline or with named writers.
-    watched: Mutex<HashSet<u32>>,
+    /// Slots that may hold expectations with a deadline or with named writers. In order: what ends in one moment ends in
+    /// the same order each time that a simulation is run.
+    watched: Mutex<BTreeSet<u32>>,
     /// No deadline is earlier than this, so that looking costs one load. Every expectation has one (IC-4).
     next_expiry: AtomicU64,
     ghosts: AtomicU64,

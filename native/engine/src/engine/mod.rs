@@ -200,6 +200,18 @@ impl TransferEngine {
         self.shared.stats()
     }
 
+    /// The time by this engine's clock: the machine's monotonic one, or a simulation's.
+    #[inline]
+    pub fn now(&self) -> Time {
+        self.shared.now()
+    }
+
+    /// A number that this engine has not given before, for names in messages that may come late (MR-2): 2^32 and on, so
+    /// that all of them are encoded in as many bytes.
+    pub fn number(&self) -> u64 {
+        self.shared.take_number()
+    }
+
     /// Makes a peer known. Connects with the first use.
     pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
         self.shared.check_process()?;

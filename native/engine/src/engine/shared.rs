@@ -60,6 +60,7 @@ pub(crate) struct Shared {
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
     next_region: AtomicU32,
+    next_number: AtomicU64,
     retiring: Mutex<Vec<Retiring>>,
     closed: AtomicBool,
     /// No further expectations.
@@ -100,6 +101,7 @@ impl Shared {
             counted: AtomicU64::new(0),
             regions: Mutex::default(),
             next_region: AtomicU32::new(0),
+            next_number: AtomicU64::new(1 << 32),
             retiring: Mutex::default(),
             closed: AtomicBool::new(false),
             draining: AtomicBool::new(false),
@@ -119,6 +121,10 @@ impl Shared {
             Clock::Machine => Time::now(),
             Clock::Manual(t) => Time(t.load(SeqCst)),
         }
+    }
+
+    pub fn take_number(&self) -> u64 {
+        self.next_number.fetch_add(1, SeqCst)
     }
 
     pub fn is_foreign_process(&self) -> bool {

@@ -201,7 +201,7 @@ impl Draw<'_> {
             }
             80..=83 => vec![(at, Fault::Slow { node, rail, rate: 1 + self.rng.u32(..1000) })],
             84..=91 => {
-                let side = self.rng.u8(1..(1 << self.shape.rails.len()) - 1);
+                let side = u64::from(self.rng.u8(1..(1 << self.shape.rails.len()) - 1));
                 let told = self.some(2, |d| d.time(8 * MS));
                 let gone = self.rng.bool();
                 vec![(at, Fault::Partition { side, told, gone, lasts })]

@@ -124,6 +124,34 @@ fn a_partition_is_silent_then_told_and_heals() {
 }
 
 #[test]
+fn a_partition_divides_more_nodes_than_it_has_bits_for() {
+    let mut net = SimNet::new(SimConfig { delay: 1000..1001, ..SimConfig::default() });
+    let open = |_| net.engine(EngineConfig::default()).unwrap();
+    let engines: Vec<_> = (0..70).map(open).collect();
+    let src = engines[0].alloc(64).unwrap();
+    let write = |to: usize| {
+        let there = engines[to].alloc(64).unwrap();
+        let region = engines[0].import(&there.descriptor()).unwrap();
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &region, offset: 0 });
+        let op = Op::Write { src, dst, len: 64, imm: None };
+        engines[0].submit(&[op], Submit::default()).unwrap()
+    };
+    let reached = |net: &mut SimNet, within: u64, to: usize| {
+        let handle = write(to);
+        let until = net.now().0 + within;
+        net.run_until(Time(until));
+        handle.is_done()
+    };
+    let nodes = [8, 9, 41, 63, 64, 69];
+    assert!(nodes.iter().all(|to| reached(&mut net, MS, *to)));
+    let side = 1 << 9 | 1 << 41 | 1 << 63;
+    net.inject(&Fault::Partition { side, told: None, gone: false, lasts: 100 * MS });
+    let there: Vec<usize> =
+        nodes.iter().filter(|to| reached(&mut net, MS, **to)).copied().collect();
+    assert_eq!(there, [8, 64, 69]);
+}
+
+#[test]
 fn a_nic_that_is_out_carries_nothing_until_it_is_back() {
     let mut p = pair(SimConfig::default(), 1);
     p.net.inject(&Fault::NicDown { node: 1, rail: 0, here: 10 * MS, there: 100_000 * MS });

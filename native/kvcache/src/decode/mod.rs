@@ -3,6 +3,8 @@
 
 mod state;
 mod talk;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +23,7 @@ use crate::{
     layout::{CacheGroup, CacheLayout},
     pairing::Pairing,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
-    wire::{unique, Grant, Hello, Message, Offer, PageTable, Request},
+    wire::{Grant, Hello, Message, Offer, PageTable, Request},
 };
 
 /// What becomes of a request. `Ready` or `Failed` comes once, then `Released` once.
@@ -170,7 +172,7 @@ impl Decoder {
             if state.closed {
                 return Err(EngineError::Closed);
             }
-            let number = unique();
+            let number = inner.control().number();
             let hello = Message::Hello(Box::new(Hello {
                 meeting: number,
                 name: inner.name.clone(),
@@ -225,11 +227,7 @@ impl Decoder {
             let meeting = state.meetings.get(&prefiller);
             let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
             else {
-                return Err(EngineError::Stale {
-                    what: format!("prefiller {prefiller}"),
-                    cause: "it has been given up".into(),
-                    remedy: "meet it again, or ask another",
-                });
+                return Err(given_up(prefiller));
             };
             Arc::clone(&meeting.facts)
         };
@@ -287,8 +285,9 @@ impl Decoder {
                 )));
             }
             state.next_seq += 1;
+            // It may have been given up since we looked, and forgotten.
             let Some(meeting) = state.meetings.get_mut(&prefiller) else {
-                return Err(EngineError::Closed);
+                return Err(given_up(prefiller));
             };
             let mut ends = vec![AtEnd::Unasked; meeting.ends.len()];
             let open = meeting.phase == MeetingPhase::Open;
@@ -314,11 +313,11 @@ impl Decoder {
                 lingers: 0,
             };
             state.tickets.insert(seq, ticket);
-            // The prefiller may have been given up since we looked.
-            if let Some(MeetingPhase::Lost(why)) =
-                state.meetings.get(&prefiller).map(|m| m.phase.clone())
-            {
-                state.fail(seq, Cause::Lost(why), &mut acts);
+            // Given up, and not forgotten yet.
+            let lost = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_));
+            if state.meetings.get(&prefiller).is_some_and(lost) {
+                let cause = state.cause_of_loss(prefiller);
+                state.fail(seq, cause, &mut acts);
             }
             seq
         };
@@ -369,14 +368,16 @@ impl Decoder {
 
     /// Parts with all prefillers, as dropping it does. Events still come until all requests are released.
     pub fn close(&self) {
-        let meetings: Vec<u64> = {
+        let mut acts = Vec::new();
+        {
             let mut state = self.inner.state.lock();
             state.closed = true;
-            state.meetings.keys().copied().collect()
-        };
-        for meeting in meetings {
-            self.inner.leave(meeting, "this decoder is closed");
+            let meetings: Vec<u64> = state.meetings.keys().copied().collect();
+            for meeting in meetings {
+                state.lose(meeting, "this decoder is closed", true, &mut acts);
+            }
         }
+        self.inner.run(acts);
     }
 }
 
@@ -458,6 +459,14 @@ impl Inner {
         let mut acts = Vec::new();
         self.state.lock().lose(prefiller, why, true, &mut acts);
         self.run(acts);
+    }
+}
+
+fn given_up(prefiller: u64) -> EngineError {
+    EngineError::Stale {
+        what: format!("prefiller {prefiller}"),
+        cause: "it has been given up".into(),
+        remedy: "meet it again, or ask another",
     }
 }
 

@@ -164,9 +164,20 @@ impl State {
         }
         meeting.phase = MeetingPhase::Lost(why.to_owned());
         acts.push(Act::Revoke { meeting: number, regions: std::mem::take(&mut meeting.grants) });
-        let cause = Cause::Lost(format!("prefiller {}: {why}", meeting.facts.name));
+        let cause = self.cause_of_loss(number);
         for seq in self.of(number) {
             self.fail(seq, cause.clone(), acts);
+        }
+    }
+
+    /// Why requests end that were asked of a prefiller that is given up.
+    pub fn cause_of_loss(&self, number: u64) -> Cause {
+        match self.meetings.get(&number) {
+            _ if self.closed => Cause::Closed,
+            Some(Meeting { phase: MeetingPhase::Lost(why), facts, .. }) => {
+                Cause::Lost(format!("prefiller {}: {why}", facts.name))
+            }
+            _ => Cause::Lost("the prefiller has been given up".into()),
         }
     }
 

@@ -115,7 +115,7 @@ impl Inner {
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
             // Without beats nobody would find out that the prefiller is gone.
             let mut acts = Vec::new();
-            self.state.lock().lose(meeting, &format!("no more beats: {error}"), true, &mut acts);
+            self.state.lock().mute(meeting, &error, &mut acts);
             self.run(acts);
         }
     }
@@ -151,9 +151,10 @@ impl State {
                     self.ask(number, &early, acts);
                 }
             }
-            Message::Declined { why, .. } | Message::Goodbye { why, .. } => {
-                self.lose(number, &why, true, acts);
+            Message::Declined { why, .. } => {
+                self.lose(number, &format!("it declined this decoder: {why}"), true, acts);
             }
+            Message::Goodbye { why, .. } => self.lose(number, &why, true, acts),
             // Of another life of the prefiller's, it says nothing of this one (MR-2).
             Message::Status { life, .. } if meeting.ends[end].life != Some(life) => {}
             Message::Status { states, .. } => {
@@ -163,6 +164,16 @@ impl State {
             }
             other => tracing::warn!(%from, ?other, "a prefiller sent what only decoders send"),
         }
+    }
+
+    /// Parts with a prefiller because of this end's engine.
+    fn mute(&mut self, number: u64, error: &EngineError, acts: &mut Vec<Act>) {
+        if Cause::of(error) == Cause::Closed {
+            for seq in self.of(number) {
+                self.fail(seq, Cause::Closed, acts);
+            }
+        }
+        self.lose(number, &format!("no more beats: {error}"), true, acts);
     }
 
     /// Sends what waited for the prefiller's welcome.
@@ -216,6 +227,13 @@ impl State {
             (At::Failed(why), _) => {
                 *place = AtEnd::Over;
                 self.fail(seq, Cause::Failed(why), acts);
+                self.settle(seq, acts);
+            }
+            (At::Refused { why, elsewhere }, _) => {
+                *place = AtEnd::Over;
+                let name = self.meetings.get(&number).map_or("", |m| &m.facts.name);
+                let why = format!("prefiller {name} refused the request: {why}");
+                self.fail(seq, Cause::Refused { why, elsewhere }, acts);
                 self.settle(seq, acts);
             }
         }

@@ -12,6 +12,7 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
+use super::timeline::Timeline;
 use crate::{
     pairing::{Link, Pairing, RequestError, Selection},
     wire::State as At,
@@ -54,9 +55,11 @@ pub(super) struct Job {
     pub cells: Vec<Range<u64>>,
     /// How many entries the tables have.
     pub entries: u64,
+    pub payload_nbytes: u64,
     pub links: Vec<Route>,
     /// Of each of the decoder's grants.
     pub counters: Vec<Imm>,
+    pub timeline: Arc<Timeline>,
     pub state: Mutex<Progress>,
 }
 
@@ -78,6 +81,8 @@ pub(super) struct Progress {
     /// What the last cells that were sent meant in pages, by route and group: layers of a pass send the same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
     pub tail: Tail,
+    /// For each step of a pass, writes that aren't delivered.
+    pub open: Vec<u32>,
     /// Writes that aren't over, by a number.
     pub under_way: BTreeMap<u64, Write>,
     pub next: u64,
@@ -92,6 +97,8 @@ pub(super) struct Progress {
 /// first.
 pub(super) struct Write {
     pub handle: Handle,
+    /// Of which step of a pass; `None` for the tail.
+    pub step: Option<usize>,
     pub done: bool,
     pub quiet: bool,
 }
@@ -122,12 +129,22 @@ impl Job {
 
 impl Progress {
     /// Counts a write as under way; its number comes with it.
-    pub fn track(&mut self, handle: Handle) -> (u64, Handle) {
+    pub fn track(&mut self, handle: Handle, step: Option<usize>) -> (u64, Handle) {
         let number = self.next;
         self.next += 1;
-        let write = Write { handle: handle.clone(), done: false, quiet: false };
+        if let Some(step) = step {
+            self.open[step] += 1;
+        }
+        let write = Write { handle: handle.clone(), step, done: false, quiet: false };
         self.under_way.insert(number, write);
         (number, handle)
+    }
+
+    /// A write has ended well; the step of which nothing is on its way any more, if it is the last of one.
+    pub fn delivered(&mut self, number: u64) -> Option<usize> {
+        let step = self.under_way.get(&number)?.step?;
+        self.open[step] -= 1;
+        (self.open[step] == 0).then_some(step)
     }
 
     /// Notes what has come of a write.

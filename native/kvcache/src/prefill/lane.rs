@@ -1,48 +1,185 @@
 //! Passes of the model, one after another, and how far the first of them is.
+//!
+//! Layers are counted by a word that only grows, over all passes. A pass has the counts that follow the word's value at its
+//! begin, as many as there are layers: a count that is made for a pass that nobody began, or seen late, is never taken for
+//! another's (IC-2).
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{job::Job, Inner};
+use fabric_engine::{EngineError, Result, Time};
 
-/// Passes that have begun and aren't through all layers.
+use super::{job::Job, Inner};
+use crate::{
+    terms::Cause,
+    wire::{reason, State as At},
+};
+
+/// Passes whose counts haven't all been seen.
 #[derive(Default)]
 pub(super) struct Lane {
     passes: VecDeque<Pass>,
-    /// Layers of the first pass that are done.
-    layer: usize,
+    /// The last count whose layer was sent.
+    seen: u64,
+    /// The last count that was told of.
+    told: u64,
+    /// When the last count was made, of those whose layer was sent.
+    made: Time,
+}
+
+struct Pass {
+    /// Its layers have the counts `after + 1` to `end`.
+    after: u64,
+    end: u64,
+    requests: Requests,
 }
 
 /// What one pass computes: requests, and how many of their tokens are there after it.
-type Pass = Arc<[(Arc<Job>, u64)]>;
+type Requests = Arc<[(Arc<Job>, u64)]>;
 
 impl Lane {
-    pub fn begin(&mut self, requests: Vec<(Arc<Job>, u64)>) {
-        self.passes.push_back(requests.into());
+    /// A pass of so many layers begins when the word has the value `after`. If the one before it would have gone on, it has
+    /// ended there; its requests are returned, for nobody counts the rest of their layers (RS-1).
+    fn begin(
+        &mut self,
+        after: u64,
+        layers: u64,
+        requests: Vec<(Arc<Job>, u64)>,
+    ) -> Result<Option<Requests>> {
+        let last = self.passes.back_mut();
+        let least = last.as_ref().map_or(self.seen, |last| last.after.max(self.seen));
+        let end = after.checked_add(layers).filter(|_| after >= least);
+        let end = end.ok_or_else(|| {
+            EngineError::Invalid(format!(
+                "a pass begins when {after} layers are counted, and {least} are by now: counts only grow"
+            ))
+        })?;
+        let cut = last.filter(|last| last.end > after).map(|last| {
+            last.end = after;
+            Arc::clone(&last.requests)
+        });
+        self.passes.push_back(Pass { after, end, requests: requests.into() });
+        Ok(cut)
     }
 
-    /// One layer is done; which, and of what.
-    fn step(&mut self, layers: usize) -> Option<(usize, Pass)> {
-        let pass = Arc::clone(self.passes.front()?);
-        let layer = self.layer;
-        self.layer += 1;
-        if self.layer == layers {
-            self.layer = 0;
-            self.passes.pop_front();
+    /// The next layer among the counts up to `to`, and of what; `None` if there is none left.
+    fn step(&mut self, to: u64) -> Option<(usize, Requests)> {
+        while self.seen < to {
+            let Some(pass) = self.passes.front() else {
+                self.stray(to);
+                continue;
+            };
+            if pass.end <= self.seen {
+                self.passes.pop_front();
+            } else if pass.after > self.seen {
+                let next = pass.after.min(to);
+                self.stray(next);
+            } else {
+                let found = ((self.seen - pass.after) as usize, Arc::clone(&pass.requests));
+                self.seen += 1;
+                return Some(found);
+            }
         }
-        Some((layer, pass))
+        self.passes.retain(|pass| pass.end > self.seen);
+        None
+    }
+
+    fn stray(&mut self, to: u64) {
+        let (from, count) = (self.seen, to - self.seen);
+        tracing::error!(
+            from,
+            count,
+            "layers are done of a pass that nobody began: nothing is sent"
+        );
+        self.seen = to;
     }
 }
 
 impl Inner {
+    pub(super) fn counted(&self) -> u64 {
+        self.lane.lock().told
+    }
+
+    /// A word that is watched is about to count up to this.
+    pub(super) fn mark(&self, count: u64) {
+        self.counts.made(count, self.control().now());
+    }
+
+    /// So many more layers are counted.
     pub(super) fn advance(self: &Arc<Self>, layers: u64) {
-        for _ in 0..layers {
-            let Some((layer, pass)) = self.lane.lock().step(self.steps.len()) else {
-                tracing::error!("a layer is done of a pass that nobody began: nothing is sent");
-                return;
+        let count = {
+            let mut lane = self.lane.lock();
+            lane.told = lane.told.saturating_add(layers);
+            lane.told
+        };
+        self.advance_to(count);
+    }
+
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        after: u64,
+        requests: Vec<(Arc<Job>, u64)>,
+    ) -> Result<()> {
+        let cut = self.lane.lock().begin(after, self.steps.len() as u64, requests)?;
+        for (job, _) in cut.iter().flat_map(|requests| requests.iter()) {
+            let why = "a pass that computes it was given up in the middle: another began";
+            self.stop(job, At::Failed(reason(why)), Some(Cause::Failed(why.into())));
+        }
+        Ok(())
+    }
+
+    /// The word has this value.
+    pub(super) fn advance_to(self: &Arc<Self>, count: u64) {
+        loop {
+            let next = {
+                let mut lane = self.lane.lock();
+                lane.told = lane.told.max(count);
+                let Some(next) = lane.step(count) else { return };
+                lane.made = self.counts.take(lane.seen, lane.made, self.control().now());
+                (next, lane.made)
             };
-            for (job, done) in pass.iter() {
-                self.push(job, layer, *done);
+            let ((layer, requests), made) = next;
+            for (job, done) in requests.iter() {
+                self.push(job, layer, *done, made);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The layers that counts up to `to` are found to be of.
+    fn layers(lane: &mut Lane, to: u64) -> Vec<usize> {
+        std::iter::from_fn(|| lane.step(to).map(|(layer, _)| layer)).collect()
+    }
+
+    #[test]
+    fn counts_of_a_pass_that_nobody_began_are_no_other_passes() {
+        let mut lane = Lane::default();
+        // Three layers were counted without a begin, and are seen after the next pass has begun.
+        assert!(lane.begin(3, 3, Vec::new()).unwrap().is_none());
+        assert_eq!(layers(&mut lane, 4), [0]);
+        assert_eq!(layers(&mut lane, 6), [1, 2]);
+        assert!(lane.passes.is_empty());
+        // The same, seen before; and a word that was set to anything.
+        assert_eq!(layers(&mut lane, 9), []);
+        assert_eq!(layers(&mut lane, u64::MAX - 10), []);
+        assert!(lane.begin(u64::MAX - 2, 3, Vec::new()).is_err());
+        assert!(lane.begin(u64::MAX - 10, 3, Vec::new()).unwrap().is_none());
+        assert_eq!(layers(&mut lane, u64::MAX - 9), [0]);
+    }
+
+    #[test]
+    fn a_pass_that_another_follows_in_the_middle_has_no_further_layers() {
+        let mut lane = Lane::default();
+        lane.begin(0, 3, Vec::new()).unwrap();
+        assert!(lane.begin(2, 3, Vec::new()).unwrap().is_some());
+        assert_eq!(layers(&mut lane, 5), [0, 1, 0, 1, 2]);
+        // Announced ahead, it takes nothing from the one before.
+        lane.begin(5, 3, Vec::new()).unwrap();
+        assert!(lane.begin(8, 3, Vec::new()).unwrap().is_none());
+        assert!(lane.begin(7, 3, Vec::new()).is_err(), "counts only grow");
+        assert_eq!(layers(&mut lane, 11), [0, 1, 2, 0, 1, 2]);
     }
 }

@@ -6,6 +6,7 @@ mod push;
 mod talk;
 #[cfg(test)]
 mod tests;
+mod timeline;
 
 use std::{
     collections::BTreeMap,
@@ -15,9 +16,11 @@ use std::{
 use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
 use parking_lot::Mutex;
 
+pub use self::timeline::{LayerTimes, Timeline};
 use self::{
     job::{Facts, Job},
     lane::Lane,
+    timeline::Counted,
 };
 use crate::{
     events::Events,
@@ -47,6 +50,8 @@ pub struct Asked {
     /// How many of the first ones needn't be sent; they are needed for computing all the same.
     pub have: u64,
     pub payload: Vec<u8>,
+    /// How far its layers are, then and later.
+    pub timeline: Arc<Timeline>,
 }
 
 /// A prefiller instance's process.
@@ -71,6 +76,7 @@ struct Inner {
     groups: Vec<CacheGroup>,
     state: Mutex<State>,
     lane: Mutex<Lane>,
+    counts: Counted,
     events: Events<JobEvent>,
 }
 
@@ -81,6 +87,8 @@ struct State {
     next_job: u64,
     /// Entries of the tables of all jobs.
     entries: u64,
+    /// Bytes of their payloads.
+    payloads: u64,
     closed: bool,
 }
 
@@ -100,6 +108,11 @@ struct Meeting {
 }
 
 impl Meeting {
+    /// Requests of which something is kept until the decoder's floor has passed them: each job leaves its end.
+    fn remembers(&self) -> usize {
+        self.jobs.len() + self.ended.len()
+    }
+
     /// Whether a request has come, is over before it came, or is of before.
     fn knows(&self, seq: u64) -> bool {
         seq < self.floor || self.jobs.contains_key(&seq) || self.ended.contains_key(&seq)
@@ -137,6 +150,7 @@ impl Prefiller {
             steps: steps.into_iter().map(|(_, step)| step).collect(),
             state: Mutex::default(),
             lane: Mutex::default(),
+            counts: Counted::default(),
             events: Events::new(on_event),
         });
         let weak = Arc::downgrade(&inner);
@@ -198,14 +212,19 @@ impl Prefiller {
             progress.here = Some(Arc::new(tables));
         }
         for step in 0..inner.steps.len() {
-            inner.push(&job, step, computed);
+            inner.push(&job, step, computed, inner.control().now());
         }
         Ok(())
     }
 
-    /// Says that a pass through all layers begins, which computes each of these requests up to so many of its tokens. Passes follow
-    /// one another; each takes as many [`Prefiller::advance`]s as there are layers.
-    pub fn begin(&self, requests: &[(u64, u64)]) {
+    /// Says that a pass through all layers begins, which computes each of these requests up to so many of its tokens, when so
+    /// many layers have been counted: [`Prefiller::counted`], or the value of the word that is watched. It has the counts
+    /// that follow, one for each layer. Passes follow one another: what of the last one isn't counted by then never
+    /// will be, and its requests fail, for nobody knows what is in their pages.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if an earlier pass begins after more layers than this one.
+    pub fn begin(&self, requests: &[(u64, u64)], counted: u64) -> Result<()> {
         let state = self.inner.state.lock();
         let jobs = requests.iter().filter_map(|(id, done)| {
             // What has been stopped is still computed with the others, and sent to nobody.
@@ -213,21 +232,33 @@ impl Prefiller {
         });
         let jobs = jobs.collect();
         drop(state);
-        self.inner.lane.lock().begin(jobs);
+        self.inner.begin(counted, jobs)
     }
 
-    /// Says that so many more layers are in the cache: they are sent. To be called from a watcher's callback, or by
-    /// whoever computes.
+    /// Layers that have been counted so far, over all passes.
+    pub fn counted(&self) -> u64 {
+        self.inner.counted()
+    }
+
+    /// Says that so many more layers are in the cache: they are sent. To be called by whoever computes, unless a word
+    /// counts.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
     }
 
-    /// A function that advances, and that doesn't keep the prefiller: for [`TransferEngine::watch`].
+    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says when layers were computed, and
+    /// not only when that was seen.
+    pub fn mark(&self, count: u64) {
+        self.inner.mark(count);
+    }
+
+    /// A function that takes the values of a word that counts layers, and that doesn't keep the prefiller: for
+    /// [`TransferEngine::watch`].
     pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
         let weak = Arc::downgrade(&self.inner);
-        move |old, new| {
+        move |_, count| {
             if let Some(inner) = weak.upgrade() {
-                inner.advance(new.saturating_sub(old));
+                inner.advance_to(count);
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit};
+use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit, Time};
 
 use super::{
     job::{Job, Tail},
@@ -15,8 +15,14 @@ use crate::{
 };
 
 impl Inner {
-    /// Sends what is there of one layer, when so many tokens are computed.
-    pub(super) fn push(self: &Arc<Self>, job: &Arc<Job>, step: usize, tokens_done: u64) {
+    /// Sends what is there of one layer, when so many tokens are computed, as they were at `computed`.
+    pub(super) fn push(
+        self: &Arc<Self>,
+        job: &Arc<Job>,
+        step: usize,
+        tokens_done: u64,
+        computed: Time,
+    ) {
         let (group, layer) = self.steps[step];
         let mut handles = Vec::new();
         let mut failed = None;
@@ -32,6 +38,7 @@ impl Inner {
                 return;
             }
             progress.sent[step] = end;
+            job.timeline.computed(step, computed);
             for (number, route) in job.links.iter().enumerate() {
                 let granted = &job.facts.grants[route.to];
                 let rank = &self.local[route.from];
@@ -62,11 +69,19 @@ impl Inner {
                     continue;
                 }
                 match rank.engine.submit(&ops, Submit::default()) {
-                    Ok(handle) => handles.push(progress.track(handle)),
+                    Ok(handle) => handles.push(progress.track(handle, Some(step))),
                     Err(error) => {
                         failed = Some(error);
                         break;
                     }
+                }
+            }
+            if failed.is_none() {
+                let now = self.control().now();
+                job.timeline.posted(step, now);
+                // Other processes have all that is needed of it.
+                if progress.open[step] == 0 {
+                    job.timeline.delivered(step, now);
                 }
             }
         }
@@ -103,7 +118,7 @@ impl Inner {
                         imm: Some(job.counters[0]),
                     };
                     match self.local[0].engine.submit(&[op], Submit::default()) {
-                        Ok(handle) => handles.push(progress.track(handle)),
+                        Ok(handle) => handles.push(progress.track(handle, None)),
                         Err(error) => failed = Some(error),
                     }
                 }
@@ -124,8 +139,9 @@ impl Inner {
             // Both keep this end until the write is over: its user is told so even if he has dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
-                if let Err(error) = result {
-                    inner.write_failed(&theirs, &error);
+                match result {
+                    Ok(()) => inner.delivered(&theirs, number),
+                    Err(error) => inner.write_failed(&theirs, &error),
                 }
                 theirs.state.lock().learn(number, |write| write.done = true);
                 inner.settle(&theirs);
@@ -145,6 +161,13 @@ impl Inner {
                 }
                 inner.settle(&theirs);
             });
+        }
+    }
+
+    fn delivered(&self, job: &Job, number: u64) {
+        let mut progress = job.state.lock();
+        if let Some(step) = progress.delivered(number) {
+            job.timeline.delivered(step, self.control().now());
         }
     }
 
@@ -193,6 +216,7 @@ impl Inner {
             let mut state = self.state.lock();
             state.jobs.remove(&job.id);
             state.entries -= job.entries;
+            state.payloads -= job.payload_nbytes;
             let meeting = state.meetings.get_mut(&(from, number));
             let meeting = meeting.filter(|m| m.facts.life == job.facts.life);
             meeting.and_then(|meeting| {

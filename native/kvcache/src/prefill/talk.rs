@@ -11,13 +11,13 @@ use parking_lot::Mutex;
 
 use super::{
     job::{Facts, Granted, Job, Key, Progress, Route},
-    Asked, Inner, JobEvent, Meeting,
+    Asked, Inner, JobEvent, Meeting, State, Timeline,
 };
 use crate::{
     pairing::Pairing,
     terms::{common_groups, Cause},
     timer::after,
-    wire::{reason, unique, Hello, Message, Request, State as At},
+    wire::{reason, Hello, Message, Request, State as At},
 };
 
 const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
@@ -30,10 +30,41 @@ const MAX_MEETINGS_EACH: usize = 64;
 const MAX_JOBS: usize = 1 << 14;
 /// How one decoder's requests ended, which it hasn't said that it knows; who leaves more to be kept is parted with.
 pub(super) const MAX_ENDED: usize = 1 << 16;
+/// Of these, how many that were taken: requests beyond these are refused, which is kept as well.
+pub(super) const MAX_TAKEN: usize = MAX_ENDED / 2;
 /// Entries of the page tables of all jobs; requests beyond these are refused.
 const MAX_ENTRIES: u64 = 1 << 26;
 /// Answers that a decoder may leave untaken before its beats are no longer answered.
 const MAX_ANSWERS: u32 = 1024;
+
+impl State {
+    /// Why nothing more is taken of a decoder now, if so. Others may have room.
+    fn full(&self, of: &Meeting, payload_nbytes: u64, max_payloads: u64) -> Option<String> {
+        if self.closed {
+            return Some("the prefiller is closed".into());
+        }
+        if of.jobs.len() >= MAX_JOBS {
+            let what = "requests of this decoder; ask for less at a time";
+            return Some(format!("the prefiller has {MAX_JOBS} {what}"));
+        }
+        if of.remembers() >= MAX_TAKEN {
+            return Some(format!(
+                "{MAX_TAKEN} requests of this decoder are not over for it, or came after one that is not; ask another"
+            ));
+        }
+        if self.entries >= MAX_ENTRIES {
+            let what = "pages; ask another";
+            return Some(format!("the requests that the prefiller has name {MAX_ENTRIES} {what}"));
+        }
+        if self.payloads.saturating_add(payload_nbytes) > max_payloads {
+            return Some(format!(
+                "the payloads of requests that the prefiller has would pass {max_payloads} bytes; ask another, or raise \
+                 max_payloads there"
+            ));
+        }
+        None
+    }
+}
 
 impl Inner {
     pub(super) fn say(self: &Arc<Self>, peer: &Peer, message: &Message) {
@@ -192,48 +223,35 @@ impl Inner {
         }
         let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
         let name = reason(&hello.name);
-        Ok(Facts { name, peer, life: unique(), pairing, groups, grants })
+        Ok(Facts { name, peer, life: self.control().number(), pairing, groups, grants })
     }
 
     fn take(self: &Arc<Self>, meeting: (EngineId, u64), life: u64, request: Request) {
         let seq = request.seq;
+        let payload_nbytes = request.payload.len() as u64;
         let known = {
-            let mut state = self.state.lock();
-            let closed = state.closed;
-            let entries = state.entries;
-            let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            // It is of another life, it was cancelled before it came, or it came before.
+            let state = self.state.lock();
+            let Some(m) = state.meetings.get(&meeting) else { return };
+            // It is of another life (MR-2), it was cancelled before it came, or it came before.
             if m.facts.life != life || m.knows(seq) {
                 return;
             }
-            if closed {
-                Err("the prefiller is closed".to_owned())
-            } else if m.jobs.len() >= MAX_JOBS {
-                Err(format!(
-                    "the prefiller has {MAX_JOBS} requests of this decoder; ask for less at a time"
-                ))
-            } else if entries >= MAX_ENTRIES {
-                Err(format!(
-                    "the requests that the prefiller has name {MAX_ENTRIES} pages; ask another"
-                ))
-            } else {
-                Ok(Arc::clone(&m.facts))
+            match state.full(m, payload_nbytes, self.terms.max_payloads) {
+                Some(why) => Err(why),
+                None => Ok(Arc::clone(&m.facts)),
             }
         };
         let facts = match known {
             Ok(facts) => facts,
-            Err(why) => return self.refuse(meeting, seq, why),
+            Err(why) => return self.refuse(meeting, seq, &why, true),
         };
-        let asked = Asked {
-            decoder: facts.name.clone(),
-            tokens: request.tokens,
-            have: request.have,
-            payload: Vec::new(),
-        };
+        let (decoder, tokens, have) = (facts.name.clone(), request.tokens, request.have);
         let (payload, job) = match self.job_of((meeting.0, meeting.1, seq), facts, request) {
             Ok(made) => made,
-            Err(why) => return self.refuse(meeting, seq, why),
+            Err(why) => return self.refuse(meeting, seq, &why, false),
         };
+        let timeline = Arc::clone(&job.timeline);
+        let asked = Asked { decoder, tokens, have, payload, timeline };
         {
             let mut state = self.state.lock();
             let id = state.next_job;
@@ -244,9 +262,10 @@ impl Inner {
             }
             m.jobs.insert(seq, id);
             state.entries += job.entries;
+            state.payloads += job.payload_nbytes;
             state.jobs.insert(id, Arc::new(Job { id, ..job }));
             // Before anybody else finds the job and ends it.
-            self.events.push(id, JobEvent::Asked(Asked { payload, ..asked }));
+            self.events.push(id, JobEvent::Asked(asked));
         }
         self.events.tell();
     }
@@ -314,7 +333,10 @@ impl Inner {
         let cells = cells.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
         let sent = self.steps.iter().map(|(group, _)| cells[*group].start).collect();
         let counters = request.counters.iter().map(fabric_engine::api::CounterRef::imm).collect();
-        let state = Mutex::new(Progress { sent, ..Progress::default() });
+        let open = vec![0; self.steps.len()];
+        let state = Mutex::new(Progress { sent, open, ..Progress::default() });
+        let numbers = self.steps.iter().map(|(group, layer)| self.groups[*group].layers[*layer]);
+        let timeline = Arc::new(Timeline::new(numbers));
         let tail_slot = request.tail_slot;
         let job = Job {
             id: 0,
@@ -325,19 +347,22 @@ impl Inner {
             tail_slot,
             cells,
             entries,
+            payload_nbytes: request.payload.len() as u64,
             links,
             counters,
+            timeline,
             state,
         };
         Ok((request.payload, job))
     }
 
-    fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: String) {
-        let at = At::Failed(reason(&why));
+    /// Says that a request isn't taken. That is kept like the end of any other: it may come once more.
+    fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
+        let at = At::Refused { why: reason(why), elsewhere };
         let facts = {
             let mut state = self.state.lock();
             let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            if m.ended.len() < MAX_ENDED {
+            if m.remembers() < MAX_ENDED {
                 m.ended.insert(seq, at.clone());
                 Some(Arc::clone(&m.facts))
             } else {
@@ -359,7 +384,7 @@ impl Inner {
                 Some(id) => Err(state.jobs.get(&id).cloned()),
                 // The request may still come: it is over already.
                 None if seq < m.floor => Ok(Some((Arc::clone(&m.facts), At::Cancelled))),
-                None if m.ended.len() >= MAX_ENDED && !m.ended.contains_key(&seq) => Ok(None),
+                None if m.remembers() >= MAX_ENDED && !m.ended.contains_key(&seq) => Ok(None),
                 None => {
                     let at = m.ended.entry(seq).or_insert(At::Cancelled).clone();
                     Ok(Some((Arc::clone(&m.facts), at)))
@@ -395,7 +420,7 @@ impl Inner {
             (Arc::clone(&m.facts), Arc::clone(&m.answers), states, below)
         };
         // What is over for a decoder that has never been told so is none of its requests: a number was changed on
-        // its way.
+        // its way, and nobody else would end it (MR-1).
         for job in below {
             self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
         }

@@ -31,6 +31,10 @@ struct Talk {
 
 impl Talk {
     fn new() -> Self {
+        Self::with(Terms { tail_nbytes: TAIL, ..Terms::default() })
+    }
+
+    fn with(terms: Terms) -> Self {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
         let liar = net.engine(EngineConfig::default()).unwrap();
@@ -38,7 +42,6 @@ impl Talk {
         let tail = Some(engine.alloc(TAIL).unwrap());
         let events: Arc<Mutex<Vec<(u64, JobEvent)>>> = Arc::default();
         let theirs = Arc::clone(&events);
-        let terms = Terms { tail_nbytes: TAIL, ..Terms::default() };
         let local = vec![LocalRank { rank: 0, engine, buffers, tail }];
         let prefiller = Prefiller::new("p", vec![layout()], local, terms, move |job, event| {
             theirs.lock().push((job, event));
@@ -91,6 +94,16 @@ impl Talk {
         }
     }
 
+    /// Asks with so many bytes beside; how the request is then, if that is said at once.
+    fn asks(&mut self, life: u64, seq: u64, payload: usize) -> Option<State> {
+        let request = Box::new(Request { payload: vec![0; payload], ..self.request(seq) });
+        match self.say(&Message::Request { meeting: MEETING, life, request }).as_slice() {
+            [] => None,
+            [Message::Status { states, .. }] => Some(states[0].1.clone()),
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn request(&self, seq: u64) -> Request {
         Request {
             seq,
@@ -132,7 +145,9 @@ fn requests_that_lie_are_refused_in_words() {
         let request = Box::new(request);
         let answer = talk.say(&Message::Request { meeting: MEETING, life, request });
         let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
-        let [(of, State::Failed(said))] = states.as_slice() else { panic!("{states:?}") };
+        let [(of, State::Refused { why: said, elsewhere: false })] = states.as_slice() else {
+            panic!("{states:?}")
+        };
         assert!(*of == seq && said.contains(why), "{said}, not: {why}");
     }
     assert!(talk.events.lock().is_empty() && talk.prefiller.jobs() == 0);
@@ -191,4 +206,78 @@ fn what_a_decoder_doesnt_acknowledge_is_bounded() {
     assert_eq!(talk.prefiller.decoders(), 1);
     talk.prefiller.hear(from, &Message::Cancel { meeting: MEETING, seq: 1 << 40 }.to_bytes());
     assert_eq!(talk.prefiller.decoders(), 0);
+}
+
+#[test]
+fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
+    use super::talk::{MAX_ENDED, MAX_TAKEN};
+    let mut talk = Talk::new();
+    let life = talk.welcome();
+    let from = talk.liar.id();
+    let request = |seq| {
+        let request = Box::new(talk.request(seq));
+        Message::Request { meeting: MEETING, life, request }.to_bytes()
+    };
+    let cancel = |seq| Message::Cancel { meeting: MEETING, seq }.to_bytes();
+    for seq in 0..MAX_TAKEN as u64 {
+        talk.prefiller.hear(from, &request(seq));
+        assert_eq!(talk.prefiller.jobs(), 1, "request {seq} is taken");
+        talk.prefiller.hear(from, &cancel(seq));
+        assert_eq!(talk.prefiller.jobs(), 0);
+    }
+    // From here on nothing is taken: it is refused by name, and that is remembered up to the bound.
+    for seq in MAX_TAKEN as u64..MAX_ENDED as u64 {
+        talk.prefiller.hear(from, &request(seq));
+        assert_eq!((talk.prefiller.jobs(), talk.prefiller.decoders()), (0, 1));
+    }
+    let kept = |talk: &Talk| {
+        let state = talk.prefiller.inner.state.lock();
+        state.meetings.values().map(|m| m.ended.len()).sum::<usize>()
+    };
+    assert_eq!(kept(&talk), MAX_ENDED);
+    talk.prefiller.hear(from, &request(MAX_ENDED as u64));
+    assert_eq!((kept(&talk), talk.prefiller.decoders()), (0, 0));
+}
+
+#[test]
+fn a_decoder_that_acknowledges_is_never_too_much() {
+    use super::talk::MAX_TAKEN;
+    let mut talk = Talk::new();
+    let life = talk.welcome();
+    // As so many requests that were cancelled leave it; their answers would take the simulator a while.
+    for meeting in talk.prefiller.inner.state.lock().meetings.values_mut() {
+        meeting.ended.extend((0..MAX_TAKEN as u64).map(|seq| (seq, State::Cancelled)));
+    }
+    let next = MAX_TAKEN as u64;
+    let said = talk.asks(life, next, 0);
+    let full = |why: &str| why.contains("are not over for it");
+    assert!(
+        matches!(&said, Some(State::Refused { why, elsewhere: true }) if full(why)),
+        "{said:?}"
+    );
+    talk.say(&Message::Beat { meeting: MEETING, floor: next + 1, open: Vec::new() });
+    assert_eq!(talk.asks(life, next + 1, 0), None);
+    assert_eq!(talk.prefiller.jobs(), 1);
+}
+
+#[test]
+fn payloads_of_requests_that_wait_are_bounded_together() {
+    let (max_message, max_payloads) = (4096, 5000);
+    let terms = Terms { tail_nbytes: TAIL, max_message, max_payloads, ..Terms::default() };
+    let mut talk = Talk::with(terms);
+    let life = talk.welcome();
+    assert_eq!(talk.asks(life, 0, 3000), None);
+    let said = talk.asks(life, 1, 3000);
+    let full = |why: &str| why.contains("would pass 5000 bytes");
+    assert!(
+        matches!(&said, Some(State::Refused { why, elsewhere: true }) if full(why)),
+        "{said:?}"
+    );
+    assert_eq!(talk.asks(life, 2, 2000), None);
+    // What is over makes room.
+    talk.say(&Message::Cancel { meeting: MEETING, seq: 0 });
+    assert_eq!(talk.asks(life, 3, 3000), None);
+    assert_eq!(talk.prefiller.jobs(), 2);
+    let terms = Terms { max_payloads: 4095, max_message, ..Terms::default() };
+    assert!(terms.check().unwrap_err().to_string().contains("one request must fit"));
 }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use fabric_engine::{
-    api::{EngineConfig, TransportKind},
+    api::{EngineConfig, NicConfig, TransportKind},
     Region, Result, TransferEngine,
 };
 use fabric_kvcache::{Ask, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
@@ -73,7 +73,7 @@ fn ranks(
 
 pub fn terms() -> Terms {
     let (beat, silence) =
-        (std::time::Duration::from_millis(100), std::time::Duration::from_millis(2000));
+        (std::time::Duration::from_millis(100), std::time::Duration::from_secs(20));
     Terms { beat, silence, tail_nbytes: TAIL, ..Terms::default() }
 }
 
@@ -108,7 +108,8 @@ impl PrefillNode {
 
     /// Computes a chunk of a request in all layers, and sends it as it goes.
     pub fn pass(&self, job: u64, request: u64, tokens: std::ops::Range<u64>, table: &[u32]) {
-        self.prefiller.begin(&[(job, tokens.end)]);
+        let counted = self.prefiller.counted();
+        self.prefiller.begin(&[(job, tokens.end)], counted).unwrap();
         for layer in 0..self.prefiller.layers() {
             for cache in &self.caches {
                 cache.compute(request, layer, tokens.clone(), table);
@@ -123,7 +124,8 @@ impl PrefillNode {
     }
 }
 
-/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`.
+/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`; those of prefillers
+/// over the NICs of `FABRIC_TEST_NICS_A`, of decoders over those of `FABRIC_TEST_NICS_B`, if these are given.
 pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     let named = std::env::var("FABRIC_KV_TRANSPORTS");
     let kind = |name: &str| match name {
@@ -135,9 +137,14 @@ pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     };
     let transports: Vec<TransportKind> =
         named.as_deref().unwrap_or("shm,tcp").split(',').map(kind).collect();
+    let side = if name == "prefill" { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
+    let nics = std::env::var(side).unwrap_or_default();
+    let names: Vec<String> =
+        nics.split(',').filter(|nic| !nic.is_empty()).map(str::to_owned).collect();
     let open = |i: u32| {
         let (name, transports) = (format!("{name}-{i}"), transports.clone());
-        let config = EngineConfig { name, transports, ..EngineConfig::default() };
+        let nics = NicConfig { names: names.clone(), ..NicConfig::default() };
+        let config = EngineConfig { name, transports, nics, ..EngineConfig::default() };
         Arc::new(TransferEngine::open(config).unwrap())
     };
     (0..count).map(open).collect()

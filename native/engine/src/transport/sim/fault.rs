@@ -51,10 +51,11 @@ pub enum Fault {
         rail: u8,
         rate: u32,
     },
-    /// Nodes whose bit is set and the others don't reach each other. Links between them are lost at both ends
-    /// after `told`, for good if `gone`: as after a silence for as long as a peer may be silent.
+    /// Nodes whose bit is set and the others don't reach each other; from the 65th on, nodes are with the others.
+    /// Links between them are lost at both ends after `told`, for good if `gone`: as after a silence for as long as a
+    /// peer may be silent.
     Partition {
-        side: u8,
+        side: u64,
         told: Option<u64>,
         gone: bool,
         lasts: u64,
@@ -163,11 +164,11 @@ impl World {
         }
     }
 
-    fn part(&mut self, side: u8, how: (Option<u64>, bool, u64), lives: &[EngineId]) {
+    fn part(&mut self, side: u64, how: (Option<u64>, bool, u64), lives: &[EngineId]) {
         let (told, gone, lasts) = how;
         let mut one_side = Vec::new();
         for (i, engine) in lives.iter().enumerate() {
-            if side >> i & 1 == 1 {
+            if side.checked_shr(i as u32).is_some_and(|bits| bits & 1 == 1) {
                 one_side.push(*engine);
             }
         }

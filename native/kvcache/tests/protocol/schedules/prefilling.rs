@@ -246,7 +246,9 @@ impl Prefilling {
         if !jobs.is_empty() {
             desk.pass = Some(Pass { jobs: jobs.clone(), layer: 0 });
             drop(desk);
-            prefiller.begin(&jobs);
+            if let Err(error) = prefiller.begin(&jobs, prefiller.counted()) {
+                self.judge.wrong("begin", error);
+            }
         }
     }
 

@@ -1,0 +1,145 @@
+//! Why a request has ended is told as it was: row by row of the table in `docs/kvcache.md`.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{
+    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Op, Submit, TransferEngine,
+};
+use parking_lot::Mutex;
+
+use super::{Ask, Decoder, Event};
+use crate::{
+    fuzzing::tests::layout,
+    terms::{Cause, LocalRank, Terms},
+    wire::{Message, Offer, OfferEnd, State},
+};
+
+const LIFE: u64 = 9;
+
+/// A decoder, and an engine that answers whatever a prefiller might.
+struct Talk {
+    net: SimNet,
+    decoder: Decoder,
+    engine: Arc<TransferEngine>,
+    prefiller: Arc<TransferEngine>,
+    met: u64,
+    events: Arc<Mutex<Vec<Event>>>,
+}
+
+impl Talk {
+    fn new() -> Self {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let prefiller = net.engine(EngineConfig::default()).unwrap();
+        prefiller.receive(1 << 20, 64, |_| ()).unwrap();
+        let buffers = vec![engine.alloc(256).unwrap()];
+        let local = vec![LocalRank { rank: 0, engine: Arc::clone(&engine), buffers, tail: None }];
+        let events: Arc<Mutex<Vec<Event>>> = Arc::default();
+        let theirs = Arc::clone(&events);
+        let told = move |_, event| theirs.lock().push(event);
+        let decoder = Decoder::new("d", vec![layout()], local, Terms::default(), told).unwrap();
+        let address = prefiller.address().clone();
+        let offer = Offer {
+            name: "p".into(),
+            layouts: vec![layout()],
+            ends: vec![OfferEnd { address: address.clone(), ranks: vec![(0, address)] }],
+            tail_nbytes: 0,
+            max_message: 1 << 20,
+        };
+        let met = decoder.meet(&offer).unwrap();
+        let mut talk = Self { net, decoder, engine, prefiller, met, events };
+        talk.passes(1);
+        talk
+    }
+
+    fn passes(&mut self, ms: u64) {
+        let until = self.net.now().after(Duration::from_millis(ms));
+        self.net.run_until(until);
+    }
+
+    fn say(&mut self, message: &Message) {
+        let peer = self.prefiller.peer(self.engine.address()).unwrap();
+        let bytes = message.to_bytes();
+        let op = Op::Send { peer: &peer, message: &bytes };
+        self.prefiller.submit(&[op], Submit::default()).unwrap();
+        self.passes(1);
+    }
+
+    fn ask(&self, timeout: Duration) -> u64 {
+        let tables = vec![vec![3, 4, 5, 1]];
+        let ask = Ask { tokens: 13, have: 4, tables, timeout, ..Ask::default() };
+        self.decoder.request(self.met, ask).unwrap()
+    }
+}
+
+/// What a request ends with when the prefiller has taken it, or would, and then `happens`.
+fn ends_with(welcome: bool, happens: impl FnOnce(&mut Talk, u64)) -> Vec<Event> {
+    let mut talk = Talk::new();
+    if welcome {
+        talk.say(&Message::Welcome { meeting: talk.met, life: LIFE });
+    }
+    let seq = talk.ask(Duration::from_secs(1));
+    talk.passes(1);
+    happens(&mut talk, seq);
+    talk.passes(1);
+    let events = talk.events.lock().clone();
+    events
+}
+
+fn told(state: State) -> Vec<Event> {
+    ends_with(true, |talk, seq| {
+        let (meeting, states) = (talk.met, vec![(seq, state)]);
+        talk.say(&Message::Status { meeting, life: LIFE, states });
+    })
+}
+
+#[test]
+fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
+    for elsewhere in [false, true] {
+        let events = told(State::Refused { why: "too many".into(), elsewhere });
+        let why = "prefiller p refused the request: too many".into();
+        let cause = Cause::Refused { why, elsewhere };
+        assert_eq!(events, [Event::Failed(cause), Event::Released]);
+    }
+}
+
+#[test]
+fn what_a_prefillers_engine_gives_up_has_failed_there() {
+    let events = told(State::Failed("out of pages".into()));
+    assert_eq!(events, [Event::Failed(Cause::Failed("out of pages".into())), Event::Released]);
+}
+
+#[test]
+fn a_prefiller_that_declines_or_parts_is_lost_by_name() {
+    let why = || "it has 64 decoders".to_owned();
+    let declined = ends_with(false, |talk, _| {
+        let meeting = talk.met;
+        talk.say(&Message::Declined { meeting, why: why() });
+    });
+    let lost = |said: &str| Event::Failed(Cause::Lost(said.into()));
+    let text = "prefiller p: it declined this decoder: it has 64 decoders";
+    assert_eq!(declined, [lost(text), Event::Released]);
+    let parted = ends_with(true, |talk, _| {
+        let meeting = talk.met;
+        talk.say(&Message::Goodbye { meeting, why: why() });
+    });
+    assert_eq!(parted, [lost("prefiller p: it has 64 decoders"), Event::Released]);
+    let left = ends_with(true, |talk, _| talk.decoder.leave(talk.met));
+    assert_eq!(left, [lost("prefiller p: this decoder has left it"), Event::Released]);
+}
+
+#[test]
+fn a_decoder_that_is_closed_says_so() {
+    for welcome in [false, true] {
+        let closed = ends_with(welcome, |talk, _| talk.decoder.close());
+        assert_eq!(closed, [Event::Failed(Cause::Closed), Event::Released]);
+    }
+}
+
+#[test]
+fn what_its_user_ends_says_so() {
+    let cancelled = ends_with(false, |talk, seq| talk.decoder.cancel(seq));
+    assert_eq!(cancelled, [Event::Failed(Cause::Cancelled), Event::Released]);
+    let late = ends_with(false, |talk, _| talk.passes(1_500));
+    assert!(matches!(late.as_slice(), [Event::Failed(Cause::TimedOut(_)), Event::Released]));
+}

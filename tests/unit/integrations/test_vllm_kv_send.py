@@ -1,0 +1,87 @@
+"""A prefill worker's transfers, between real ends and without vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
+from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
+from fabric_ray.integrations.vllm_kv_send import Sender
+from fabric_ray.kvcache import Decoder, Prefiller, Pull, RankCache, Terms, errors
+
+LAYERS, BLOCKS, TOKENS, WIDTH = 3, 6, 4, 8
+TERMS = Terms(beat=0.05, silence=30.0)
+PROMPT = list(range(2 * TOKENS))
+
+
+def end(stack: ExitStack, name: str) -> tuple[dict[str, torch.Tensor], RankCache, WorkerCache]:
+    raw = torch.zeros(LAYERS, BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
+    tensors = {f"model.layers.{i}.attn": raw[i] for i in range(LAYERS)}
+    shards = Shards(ranks=1, rank=0, shards=1)
+    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m")
+    engine = stack.enter_context(TransferEngine(name=name))
+    regions = [engine.register(buffer) for buffer in cache.buffers]
+    return tensors, RankCache(engine, cache.layouts[0], regions), cache
+
+
+def at_once(call: Callable[[], object]) -> None:
+    """As on the host, where nothing runs behind."""
+    call()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_the_next(
+    stack: ExitStack,
+) -> None:
+    tensors, rank, cache = end(stack, "p")
+    theirs, their_rank, _ = end(stack, "d")
+    prefiller = Prefiller([rank], terms=TERMS)
+    sender = Sender(prefiller, cache, then=at_once, lease=30.0)
+    stack.callback(sender.close)
+    decoder = stack.enter_context(Decoder([their_rank], terms=TERMS))
+    to = decoder.meet(sender.offer())
+
+    def pull(name: str, table: list[int]) -> Pull:
+        claim = Claim(name, digest(PROMPT), f"{name} of d", 1)
+        return decoder.pull(to, tokens=len(PROMPT), tables=[table], payload=claim.encoded())
+
+    def waiting() -> int:
+        with sender._lock:
+            return sum(len(transfer.waiting) for transfer in sender._transfers.values())
+
+    def run(ready: Ready, fill: int) -> None:
+        sender.begin([ready])
+        for name, tensor in tensors.items():
+            for block in ready.table:
+                tensor[block] = fill
+            sender.layer(name)
+        sender.end()
+
+    first, second = pull("one", [0, 1]), pull("two", [2, 3])
+    ready = Ready("r1", "one", digest(PROMPT), len(PROMPT), 0, (4, 5))
+    while waiting() < 2:
+        time.sleep(0.01)
+    damaged = replace(ready, table=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        sender.begin([damaged])
+    for name in tensors:  # the model runs all the same
+        sender.layer(name)
+    sender.end()
+    with pytest.raises(errors.PrefillFailed, match="could not begin to send"):
+        first.wait_ready(10)
+    run(replace(ready, request="r2", transfer="two"), 7)
+    second.wait_ready(10)
+    assert all((tensor[[2, 3]] == 7).all() for tensor in theirs.values())
+    assert all((tensor[[0, 1]] == 0).all() for tensor in theirs.values())
