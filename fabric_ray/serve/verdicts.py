@@ -52,6 +52,7 @@ class Reluctance(IntEnum):
 
 
 _BY_REASON = {Reason.BUSY: Verdict.BUSY, Reason.TOO_LONG: Verdict.TOO_LONG}
+_NOT_ITS_WORDS = (PrefillerLost, PullTimeout, PullCancelled, DecoderClosed)
 _BY_CLASS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Verdict], ...] = (
     (Stale, Verdict.STALE),
     (PullTimeout, Verdict.SLOW),
@@ -68,7 +69,7 @@ _BY_CLASS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Verdict], 
 def verdict(error: Exception) -> Verdict:
     """Of an attempt's error. Those that aren't about the request mean that the prefiller can't be
     reached, or met."""
-    if isinstance(error, (PrefillFailed, PullRefused)):
+    if isinstance(error, KvError) and not isinstance(error, _NOT_ITS_WORDS):
         reason = Reason.of(error)
         if reason is not None:
             return _BY_REASON[reason]

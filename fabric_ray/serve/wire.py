@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from fabric_ray.kvcache.errors import PrefillFailed, PullRefused
+from fabric_ray.kvcache.errors import KvError
 from fabric_ray.serve.errors import KINDS, ServeError
 
 
@@ -110,7 +110,7 @@ class Reason(Enum):
         return f"{self.value}: {why}"
 
     @classmethod
-    def of(cls, error: PrefillFailed | PullRefused) -> Reason | None:
+    def of(cls, error: KvError) -> Reason | None:
         """The reason that a decoder's end of the transfer reports, if it is one of these."""
         said = str(error)
         for lead in _LEADS:

@@ -116,6 +116,7 @@ def test_prefillers_are_wanted_by_what_they_did() -> None:
     [
         (kv.PrefillFailed("the prefiller gave up: busy: 4 prompts wait"), Verdict.BUSY),
         (kv.PullRefused("the prefiller refused the request: busy: 4 wait"), Verdict.BUSY),
+        (kv.PullRefused("busy: 4 wait"), Verdict.BUSY),
         (kv.PrefillFailed("the prefiller gave up: too long: by 4"), Verdict.TOO_LONG),
         (kv.PrefillFailed("the prefiller gave up: RuntimeError: busy: no"), Verdict.FAILED),
         (kv.PullRefused("page 7 of 4"), Verdict.FAILED),
