@@ -29,8 +29,11 @@ _PAUSE = 0.1
 _QUIET = 1.0
 """Seconds in which a failed attempt should have shown that it writes no more."""
 
-_BESIDE_TOKENS = 4096
-"""Bytes of a request beside its prompt and its page tables: references, lengths, names."""
+_BESIDE = 512
+"""Bytes of a request beside its prompt, its page tables and its counters, with room to spare."""
+
+_RANK = 64
+"""The most bytes that one rank's counter takes in a request."""
 
 _ENTRY = 5
 """The most bytes that one page takes in a request."""
@@ -169,7 +172,8 @@ class Asking:
             for group, table in zip(self._instance.pools.groups, seat.tables.tables, strict=True)
         ]
         payload = msgspec.msgpack.encode(Prompt(request.id, request.tokens))
-        nbytes = len(payload) + _ENTRY * sum(map(len, tables)) + _BESIDE_TOKENS
+        nbytes = len(payload) + _ENTRY * sum(map(len, tables))
+        nbytes += _RANK * len(self._instance.ranks) + _BESIDE
         most = self._instance.terms.max_message
         if nbytes > most:
             raise BadRequest(

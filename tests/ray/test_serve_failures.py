@@ -148,12 +148,23 @@ async def test_a_prompt_that_no_prefiller_has_room_for_is_the_clients_to_change(
         text = failed(await w.ask(request(0, tuple(range(60)))), "BadRequest")
         assert "has 60 tokens and prefillers have room for 32" in text
         await w.idle()
-    async with world(terms={"max_message": 8192}, prefill={"chunk_tokens": 512}) as w:
-        text = failed(await w.ask(request(0, (200,) * 4000)), "BadRequest")
-        assert "terms.max_message is 8192; shorten the prompt" in text
-        # What is let through is what prefillers take.
-        end = await w.ask(request(1, (200,) * 1400, 1))
-        assert isinstance(end, Finished), end
+
+
+async def test_a_prompt_that_is_too_long_for_a_message_is_refused_here_and_no_shorter_one() -> None:
+    """What is let through is what prefillers take."""
+    prefill = {"tp": 2, "cache": {"pages": 300, "page_tokens": 8}, "chunk_tokens": 512}
+    async with world(terms={"max_message": 4096}, prefill=prefill, decode={"tp": 2}) as w:
+        fits, too_long = 1, 2000
+        while too_long - fits > 1:
+            count = (fits + too_long) // 2
+            end = await w.ask(request(count, (200,) * count, 1))
+            if isinstance(end, Finished):
+                fits = count
+                continue
+            text = failed(end, "BadRequest")
+            assert "terms.max_message is 4096; shorten the prompt" in text
+            too_long = count
+        assert 1000 < fits < 1999
         await w.idle()
 
 
