@@ -321,7 +321,7 @@ async def test_being_cancelled_while_pages_come_too_late_is_being_cancelled() ->
 
 @pytest.mark.parametrize("said", [True, False])
 async def test_a_body_is_read_up_to_its_limit(said: bool) -> None:
-    def body(parts: list[bytes]) -> Request:
+    def body(parts: list[bytes]) -> tuple[Request, list[dict[str, Any]]]:
         left = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
         left.append({"type": "http.request", "body": b"", "more_body": False})
 
@@ -330,9 +330,13 @@ async def test_a_body_is_read_up_to_its_limit(said: bool) -> None:
 
         length = str(sum(map(len, parts))).encode()
         headers = [(b"content-length", length)] if said else []
-        return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+        return Request({"type": "http", "method": "POST", "headers": headers}, receive), left
 
-    assert await read_body(body([b"x" * 60, b"y" * 40]), 100) == b"x" * 60 + b"y" * 40
+    asked, left = body([b"x" * 60, b"y" * 40])
+    assert await read_body(asked, 100) == b"x" * 60 + b"y" * 40
+    assert left == []
+    asked, left = body([b"x" * 60, b"y" * 41, b"z" * 1000])
     with pytest.raises(TooLarge, match="more than 100 bytes") as caught:
-        await read_body(body([b"x" * 60, b"y" * 41, b"z" * 1000]), 100)
+        await read_body(asked, 100)
     assert caught.value.status == 413
+    assert len(left) == (4 if said else 2)
