@@ -233,8 +233,8 @@ class PrefillLoop:
             layers += 1
             self._prefiller.layer_done()
 
-        self._pass_began = time.monotonic()
         self._prefiller.begin([(work.job, chunk.start + len(chunk.tokens))])
+        self._pass_began = time.monotonic()
         try:
             tail = self._instance.engine.prefill(chunk, on_layer)
             if tail is not None:

@@ -58,7 +58,6 @@ _BY_CLASS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Verdict], 
     (PullTimeout, Verdict.SLOW),
     (PrefillerLost, Verdict.LOST),
     (PrefillFailed, Verdict.FAILED),
-    (PullRefused, Verdict.FAILED),
     (PullCancelled, Verdict.HERE),
     (DecoderClosed, Verdict.HERE),
     (KvError, Verdict.FAILED),
@@ -73,6 +72,9 @@ def verdict(error: Exception) -> Verdict:
         reason = Reason.of(error)
         if reason is not None:
             return _BY_REASON[reason]
+    if isinstance(error, PullRefused):
+        # Retryable where it isn't about what was asked; else all prefillers would refuse it.
+        return Verdict.FAILED if error.retryable else Verdict.HERE
     for cls, found in _BY_CLASS:
         if isinstance(error, cls):
             return found

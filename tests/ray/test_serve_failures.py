@@ -111,6 +111,13 @@ def test_prefillers_are_wanted_by_what_they_did() -> None:
     assert least_loaded(loads, avoid=avoid) == ["fresh", "slow", "tried", "missed", "gone"]
 
 
+def turned_away(why: str) -> kv.PullRefused:
+    """A refusal that isn't because of what was asked."""
+    error = kv.PullRefused(why)
+    error.retryable = True
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [
@@ -119,7 +126,8 @@ def test_prefillers_are_wanted_by_what_they_did() -> None:
         (kv.PullRefused("busy: 4 wait"), Verdict.BUSY),
         (kv.PrefillFailed("the prefiller gave up: too long: by 4"), Verdict.TOO_LONG),
         (kv.PrefillFailed("the prefiller gave up: RuntimeError: busy: no"), Verdict.FAILED),
-        (kv.PullRefused("page 7 of 4"), Verdict.FAILED),
+        (kv.PullRefused("page 7 of 4"), Verdict.HERE),
+        (turned_away("it takes nothing more"), Verdict.FAILED),
         (kv.PullTimeout("too late"), Verdict.SLOW),
         (kv.PrefillerLost("busy: it died"), Verdict.LOST),
         (kv.PullCancelled("here"), Verdict.HERE),
