@@ -58,7 +58,7 @@ test-adapters: $(DONE)/native $(DONE)/adapters
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
 # Processes that are killed and frozen, sockets that are reset, disks that are full; `make test` runs a
-# short version. ARGS="--seed 7" draws the same again.
+# short version. ARGS="--seed 7" draws the same again, ARGS=--kv plays decoders and prefillers.
 ROUNDS ?= 1000
 
 chaos: $(DONE)/native
@@ -124,6 +124,7 @@ soak: $(DONE)/native
 	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture random_schedules
 	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture --ignored larger_scope
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.chaos --kv --rounds $(ROUNDS) --seed $(SEED)
 
 setup: $(DONE)/native
 

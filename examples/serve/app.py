@@ -1,9 +1,10 @@
 """Disaggregated inference on this machine: run this, then examples/serve/ask.sh.
 
-With ``--once`` it asks itself and ends.
+It goes on until Ctrl-C; with ``--once`` it asks itself and ends.
 """
 
 import argparse
+import contextlib
 import sys
 import time
 
@@ -29,8 +30,9 @@ def main() -> int:
         )
         for replica in app.stats():
             print(f"{replica['role']:8} {replica['replica']}: pid {replica['pid']}")
-        while not options.once:
-            time.sleep(1)
+        with contextlib.suppress(KeyboardInterrupt):
+            while not options.once:
+                time.sleep(1)
     return 0
 
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument
+from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument, NotQuiesced
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready
 from fabric_ray.kvcache import Job, Prefiller
@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 # Names of transfers that are over are remembered, so that who comes late is told at once.
 _REMEMBERED = 10_000
+
+# Seconds that pages of preempted requests have to leave: the whole batch waits meanwhile.
+_LEAVING = 0.5
 
 
 @dataclass
@@ -109,21 +112,34 @@ class Sender:
         self._then(lambda: self._computed(done))
 
     def preempted(self, requests: Sequence[str]) -> None:
-        """Returns when nothing reads the blocks of requests that lose them (MR-1)."""
+        """Returns when nothing reads the blocks of requests that lose them (MR-1). Pages that are
+        on their way have a moment; then their decoders are told that they don't come.
+
+        Raises:
+            NotQuiesced: that could not be shown within a lease; the blocks must not be used.
+        """
+        end = time.monotonic() + self._lease
         through = threading.Event()
         self._then(through.set)
-        through.wait()
+        if not through.wait(self._lease):
+            raise NotQuiesced(
+                f"the device did not get to preempted requests {', '.join(requests)} within "
+                f"{self._lease} s; end this worker"
+            )
         with self._lock:
             lost = [t for t in self._transfers.values() if t.ready and t.ready.request in requests]
             for transfer in lost:
                 transfer.ready, transfer.computed = None, False
             taken = [job for transfer in lost for job in transfer.taken]
-        for job in taken:
-            try:
-                job.wait_released(self._lease)
-            except TimeoutError:
-                job.fail("the prefiller needs the pages for another request")
-                job.wait_released()
+        leaving = time.monotonic() + min(_LEAVING, self._lease)
+        late = [job for job in taken if not _free_by(leaving, job)]
+        for job in late:
+            job.fail("the prefiller needs the pages for another request")
+        if stuck := sum(not _free_by(end, job) for job in late):
+            raise NotQuiesced(
+                f"{stuck} transfers of preempted requests {', '.join(requests)} may still read "
+                f"their blocks after {self._lease} s; end this worker"
+            )
 
     def hold(self, request: str, transfer: str) -> None:
         """A request is over and its blocks stay, for decoders that ask within the lease."""
@@ -285,3 +301,12 @@ class Sender:
         self._over[key] = why
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
+
+
+def _free_by(deadline: float, job: Job) -> bool:
+    """Whether nothing reads a job's pages, by a moment of the monotonic clock."""
+    try:
+        job.wait_released(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from fabric_ray.serve.errors import (
     NoPrefill,
     NotFound,
     ServeError,
+    TooLarge,
     Unavailable,
 )
 from fabric_ray.serve.local import LocalApp, run_local
@@ -34,6 +35,7 @@ __all__ = [
     "ServeArgs",
     "ServeError",
     "TermsArgs",
+    "TooLarge",
     "Unavailable",
     "build_app",
     "run_local",

@@ -9,66 +9,23 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
-
-from fabric_ray.errors import FabricError, InvalidArgument, Stale
 from fabric_ray.inference.protocols import Tail
 from fabric_ray.inference.sampling import Sampling
 from fabric_ray.inference.tokenizer import Tokenizer
-from fabric_ray.kvcache import Decoder, Pull
-from fabric_ray.kvcache.errors import KvError, PrefillerLost
+from fabric_ray.kvcache import Decoder
+from fabric_ray.serve.asking import Asking
+from fabric_ray.serve.clock import Clock
 from fabric_ray.serve.config import DecodeArgs
-from fabric_ray.serve.errors import BadRequest, Busy, NoPrefill, ServeError
+from fabric_ray.serve.errors import BadRequest, Busy, ServeError
 from fabric_ray.serve.instance import Instance
 from fabric_ray.serve.metrics import Metrics
-from fabric_ray.serve.prefillers import Discovery, Offered, Prefillers
+from fabric_ray.serve.prefillers import Discovery, Prefillers
 from fabric_ray.serve.seats import Seat, Seats
 from fabric_ray.serve.steps import DecodeLoop, Row
 from fabric_ray.serve.text import Text
-from fabric_ray.serve.wire import (
-    BUSY,
-    Emitted,
-    Event,
-    Failed,
-    Finished,
-    Generate,
-    Prompt,
-    Timings,
-)
+from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
 
 logger = logging.getLogger(__name__)
-
-_BUSY_PAUSE = 0.1
-"""Seconds before busy prefillers are asked once more."""
-
-_QUIET = 1.0
-"""Seconds in which a failed attempt should have shown that it writes no more."""
-
-
-class _Clock:
-    """What happened to a request, and when."""
-
-    def __init__(self) -> None:
-        self.came = time.monotonic()
-        self.seated = self.ready = self.first = self.last = self.came
-        self.prefill_queue = self.prefill = 0.0
-        self.asked = self.came
-        self.attempts = self.cached = 0
-
-    def timings(self, tokens: int) -> Timings:
-        between = (self.last - self.first) / (tokens - 1) if tokens > 1 else 0.0
-        waited = self.ready - self.asked
-        return Timings(
-            queue=self.seated - self.came,
-            prefill_queue=self.prefill_queue,
-            prefill=self.prefill,
-            transfer=max(0.0, waited - self.prefill_queue - self.prefill),
-            first_token=self.first - self.came,
-            per_token=between,
-            total=time.monotonic() - self.came,
-            cached_tokens=self.cached,
-            prefill_attempts=self.attempts,
-        )
 
 
 class Completions:
@@ -87,11 +44,12 @@ class Completions:
         self._instance, self._args, self._tokenizer = instance, args, tokenizer
         self._decoder = Decoder(instance.ranks, name=instance.name, terms=instance.terms)
         self._prefillers = Prefillers(self._decoder, discovery, avoid_lost=args.avoid_lost)
+        self._asking = Asking(instance, self._decoder, self._prefillers, args)
         self._seats = Seats(instance.pools, slots=instance.slots, max_queue=args.max_queue)
         self._loop = DecodeLoop(
             instance.engine, loop=asyncio.get_running_loop(), stuck_after=args.stuck_after
         )
-        self._counts = {"finished": 0, "failed": 0, "busy": 0, "cancelled": 0, "retries": 0}
+        self._counts = {"finished": 0, "failed": 0, "busy": 0, "cancelled": 0}
         self._metrics = Metrics()
         self._open = 0
 
@@ -112,7 +70,8 @@ class Completions:
         except ServeError as error:
             outcome = "busy" if isinstance(error, Busy) else "failed"
             yield Failed.of(error)
-        except (FabricError, OSError) as error:
+        except Exception as error:
+            # Whoever asked learns the cause, whatever it is.
             outcome = "failed"
             logger.exception("request %s failed", request.id)
             yield Failed.of(ServeError(f"{type(error).__name__}: {error}"))
@@ -129,7 +88,7 @@ class Completions:
                 "with the model's tokenizer",
                 param="prompt",
             )
-        clock = _Clock()
+        clock = Clock()
         seat = await self._seats.take(
             request.tokens,
             len(request.tokens) + request.max_tokens,
@@ -138,7 +97,7 @@ class Completions:
         clock.seated = time.monotonic()
         row: Row | None = None
         try:
-            tail = await self._prefilled(request, seat, clock)
+            tail = await self._asking.tail(request, seat, clock)
             said: asyncio.Queue[tuple[int, str | None] | ServeError] = asyncio.Queue()
             row = self._row(request, seat, tail, said)
             self._loop.add(row)
@@ -183,7 +142,7 @@ class Completions:
     async def _spoken(
         self,
         request: Generate,
-        clock: _Clock,
+        clock: Clock,
         row: Row,
         said: asyncio.Queue[tuple[int, str | None] | ServeError],
     ) -> AsyncGenerator[Event, None]:
@@ -211,90 +170,6 @@ class Completions:
             if request.stream:
                 yield Emitted((token,), fresh)
 
-    async def _prefilled(self, request: Generate, seat: Seat, clock: _Clock) -> Tail:
-        """The prompt's tail, once its pages are there (IC-2): from the first prefiller that can do
-        it. Nothing of a failed attempt is read, and none begins before the last one's writes are
-        over."""
-        causes: list[str] = []
-        tried: set[str] = set()
-        busy = 0
-        for _ in range(self._args.prefill_attempts):
-            try:
-                offered = await self._prefillers.choose(
-                    tried=tried, timeout=self._args.prefill_timeout
-                )
-            except TimeoutError as error:
-                causes.append(str(error))
-                break
-            clock.attempts += 1
-            self._counts["retries"] += bool(causes)
-            if busy and offered.replica in tried:
-                await asyncio.sleep(_BUSY_PAUSE * busy)
-            tried.add(offered.replica)
-            self._prefillers.begin(offered)
-            try:
-                return await self._pulled(request, seat, clock, offered)
-            except InvalidArgument as error:
-                raise BadRequest(f"the prompt can't be asked for: {error}") from error
-            except Stale as error:
-                causes.append(f"{offered.replica}: {error}")  # it is met anew if it lives
-            except (FabricError, OSError) as error:
-                causes.append(f"{offered.replica}: {error}")
-                busy += BUSY in str(error)
-                if isinstance(error, KvError) and not isinstance(error, PrefillerLost):
-                    if not error.retryable:
-                        break
-                else:
-                    self._prefillers.lost(offered)
-            finally:
-                self._prefillers.end(offered)
-            if not await self._quiet(seat):
-                # It hangs, and may go on to write one day: others get other pages.
-                await seat.renew(timeout=self._args.queue_timeout)
-        told = "; ".join(causes)
-        if causes and busy == len(causes):
-            raise Busy(f"all prefillers that were asked are busy ({told}); try again later")
-        raise NoPrefill(f"no prefiller computed the prompt: {told}")
-
-    async def _pulled(self, request: Generate, seat: Seat, clock: _Clock, offered: Offered) -> Tail:
-        tokens = len(request.tokens)
-        number = await self._prefillers.meet(offered)
-        clock.asked = time.monotonic()
-        pull = self._ask(request, seat, number)
-        seat.expect(pull)
-        await pull.ready()
-        clock.ready = time.monotonic()
-        clock.cached = seat.prefix
-        clock.prefill_queue, clock.prefill = self._instance.read_times(seat.slot)
-        tail = self._instance.engine.read_tail(self._instance.tail(seat.slot))
-        seat.arrived()
-        logger.debug("%s: %d tokens came from %s", request.id, tokens, offered.replica)
-        return tail
-
-    def _ask(self, request: Generate, seat: Seat, prefiller: int) -> Pull:
-        tokens = len(request.tokens)
-        tables = [
-            table[: -(-tokens // group.page_tokens)]
-            for group, table in zip(self._instance.pools.groups, seat.tables.tables, strict=True)
-        ]
-        return self._decoder.pull(
-            prefiller,
-            tokens=tokens,
-            have=seat.prefix,
-            tables=tables,
-            tail_slot=seat.slot,
-            payload=msgspec.msgpack.encode(Prompt(request.id, request.tokens)),
-            timeout=self._args.prefill_timeout,
-            salt=hash(request.id) & 0xFFFF_FFFF,
-        )
-
-    async def _quiet(self, seat: Seat) -> bool:
-        """Whether the seat's memory may be given to another prefiller: what was asked before writes
-        no more (MR-1)."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(seat.quiet(), _QUIET)
-        return seat.is_quiet
-
     def check(self) -> None:
         """Raises:
         Unavailable: the engine's thread has died, or hangs.
@@ -310,6 +185,7 @@ class Completions:
         return {
             **self._instance.stats(),
             **self._counts,
+            "retries": self._asking.retries,
             "open": self._open,
             "waiting": self._seats.waiting,
             "running": self._loop.running,

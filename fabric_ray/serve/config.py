@@ -127,6 +127,10 @@ class RouterArgs(_Args):
     max_requests: int = Field(default=256, ge=1, le=1 << 20)
     """Requests that a replica handles at the same time; more get status 429."""
 
+    max_body: int = Field(default=16 << 20, ge=1024, le=1 << 30)
+    """Bytes that a request may have; longer ones get status 413. A prompt of tokens takes up to
+    seven for each."""
+
     retry_after: int = Field(default=1, ge=0, le=3600)
     """Seconds that clients are told to wait when all are busy."""
 

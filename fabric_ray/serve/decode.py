@@ -4,14 +4,17 @@ import base64
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from fabric_ray.serve.completions import Completions
 from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.errors import NoPrefill
 from fabric_ray.serve.instance import Instance, tokenizer
 from fabric_ray.serve.prefillers import Offered
 from fabric_ray.serve.wire import Event, Generate
@@ -29,14 +32,32 @@ class ServeDiscovery:
     def __init__(self, prefill: "DeploymentHandle[Any]") -> None:
         self._prefill = prefill
 
-    async def choose(self, *, avoid: Collection[str], load: Mapping[str, int]) -> Offered:
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
         """See :class:`fabric_ray.serve.prefillers.Discovery`."""
-        said = {"avoid": frozenset(avoid), "load": dict(load)}
+        said = {"avoid": dict(avoid), "load": dict(load)}
         # Nothing is reserved at the replica: where it hangs, that would take the whole deadline,
         # and asking it for pages finds out sooner.
-        async with self._prefill.offer.choose_replica(**said, _reserve=False) as chosen:
-            offer = base64.b64decode(chosen.replica_metadata["offer"])
-            return Offered(str(chosen.replica_metadata["name"]).removeprefix("prefill-"), offer)
+        try:
+            async with self._prefill.offer.choose_replica(**said, _reserve=False) as chosen:
+                return offered(chosen.replica_metadata)
+        except (RayError, RayServeException) as error:
+            raise NoPrefill(f"Serve names no prefiller: {type(error).__name__}: {error}") from error
+
+
+def offered(metadata: Mapping[str, Any]) -> Offered:
+    """A prefiller by what it says of itself to Serve.
+
+    Raises:
+        NoPrefill: it doesn't say how it is met.
+    """
+    try:
+        offer = base64.b64decode(metadata["offer"], validate=True)
+        return Offered(str(metadata["name"]).removeprefix("prefill-"), offer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise NoPrefill(
+            f"a prefiller's replica_metadata can't be used ({type(error).__name__}: {error}); use "
+            "the same release everywhere"
+        ) from error
 
 
 class Decode:

@@ -33,6 +33,13 @@ class NotFound(BadRequest):
     code = "not_found"
 
 
+class TooLarge(BadRequest):
+    """Its body is longer than the router reads."""
+
+    status = 413
+    code = "too_large"
+
+
 class Busy(ServeError):
     """All that could do it have their hands full; nothing was done."""
 
@@ -68,6 +75,15 @@ class Unavailable(ServeError):
 
 KINDS: dict[str, type[ServeError]] = {
     cls.__name__: cls
-    for cls in (ServeError, BadRequest, NotFound, Busy, NoPrefill, DecoderLost, Unavailable)
+    for cls in (
+        ServeError,
+        BadRequest,
+        NotFound,
+        TooLarge,
+        Busy,
+        NoPrefill,
+        DecoderLost,
+        Unavailable,
+    )
 }
 """By the name that goes over the wire."""

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +18,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fabric_ray.serve import openai
 from fabric_ray.serve.config import ServeArgs
-from fabric_ray.serve.errors import BadRequest, Busy, DecoderLost, NoPrefill, NotFound, ServeError
+from fabric_ray.serve.errors import (
+    BadRequest,
+    Busy,
+    DecoderLost,
+    NoPrefill,
+    NotFound,
+    ServeError,
+    TooLarge,
+)
+from fabric_ray.serve.everyone import all_say
 from fabric_ray.serve.instance import tokenizer
 from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
 
@@ -73,7 +82,9 @@ class Router:
         if self._open >= self._args.router.max_requests:
             self._counts["turned_away"] += 1
             raise Busy(f"{self._open} requests are open here; try again later")
-        body = openai.parse(await request.body())
+        with self._counted():
+            raw = await read_body(request, self._args.router.max_body)
+        body = openai.parse(raw)
         asked = openai.asked(body, self._args, self._tokenizer, id=f"cmpl-{uuid.uuid4().hex}")
         answer = openai.Answer(body, asked, model=self._args.model_id)
         events = self._events(asked)
@@ -89,6 +100,15 @@ class Router:
             raise
         spoken = self._spoken(answer, first, events)
         return StreamingResponse(spoken, media_type="text/event-stream")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A request is open."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
     async def _spoken(
         self, answer: openai.Answer, first: Event, events: AsyncGenerator[Event, None]
@@ -108,8 +128,7 @@ class Router:
 
     async def _events(self, request: Generate) -> AsyncGenerator[Event, None]:
         """What comes of a request, from as many decoders as it takes to get a first token."""
-        self._open += 1
-        try:
+        with self._counted():
             for left in reversed(range(self._args.router.attempts)):
                 said = False
                 async with contextlib.aclosing(self._asked(request)) as events:
@@ -130,8 +149,6 @@ class Router:
                         yield event
                         if not isinstance(event, Emitted):
                             return
-        finally:
-            self._open -= 1
 
     async def _asked(self, request: Generate) -> AsyncGenerator[Event, None]:
         """What one decoder says; the last event is :class:`Finished` or :class:`Failed`."""
@@ -175,7 +192,12 @@ class Router:
     async def stats(self) -> dict[str, Any]:
         """Of all replicas that answer, this one's included."""
         mine = {"role": "router", "replica": self._name, "pid": os.getpid(), "open": self._open}
-        theirs = await asyncio.gather(_all_stats(self._prefill), _all_stats(self._decode))
+        theirs = await asyncio.gather(
+            *(
+                all_say(handle, "stats", timeout=_ASK_ALL)
+                for handle in (self._prefill, self._decode)
+            )
+        )
         return {"replicas": [{**mine, **self._counts}, *theirs[0], *theirs[1]]}
 
     def _refusal(self, error: ServeError) -> Response:
@@ -184,14 +206,25 @@ class Router:
         return JSONResponse(openai.error_body(error), status_code=error.status, headers=headers)
 
 
-async def _all_stats(handle: "DeploymentHandle[Any]") -> list[dict[str, Any]]:
-    """Of all replicas that answer in time."""
-    try:
-        asked = handle.broadcast("stats")
-        found = await asked.results_async(timeout_s=_ASK_ALL, return_exceptions=True)
-    except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
-        return []
-    return [said for said in found if isinstance(said, dict)]
+async def read_body(request: Request, most: int) -> bytes:
+    """A request's body, as far as it has to be read.
+
+    Raises:
+        TooLarge: it has more than ``most`` bytes.
+    """
+    said = request.headers.get("content-length", "")
+    body, length = bytearray(), int(said) if said.isdecimal() else 0
+    if length <= most:
+        async for part in request.stream():
+            body += part
+            length = max(length, len(body))
+            if length > most:
+                break
+    if length > most:
+        raise TooLarge(
+            f"the body has more than {most} bytes; shorten the prompt, or raise router.max_body"
+        )
+    return bytes(body)
 
 
 def _elsewhere(event: Failed, request: Generate) -> bool:

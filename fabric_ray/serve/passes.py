@@ -21,8 +21,9 @@ from fabric_ray.inference.tables import Tables
 from fabric_ray.kvcache import Job, Prefiller
 from fabric_ray.serve.config import PrefillArgs
 from fabric_ray.serve.errors import Unavailable
+from fabric_ray.serve.health import EngineHealth, in_words
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.wire import BUSY, Prompt
+from fabric_ray.serve.wire import Prompt, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 class _Work:
     """A prompt on its way."""
 
-    def __init__(self, job: Job, tokens: tuple[int, ...]) -> None:
-        self.job, self.tokens = job, tokens
+    def __init__(self, job: Job, prompt: Prompt) -> None:
+        self.job, self.id, self.tokens = job, prompt.id, prompt.tokens
         self.done = 0
         """Tokens whose keys and values are in the pages."""
         self.tables: Tables | None = None
@@ -61,6 +62,7 @@ class PrefillLoop:
         """Those that have pages: their turn comes, or their pages are being sent."""
         self._slots = list(range(instance.slots))
         self._pass_began: float | None = None
+        self._health = EngineHealth()
         self._broken: str | None = None
         self._closed = False
         self._counts = {"computed_prompts": 0, "computed_tokens": 0, "skipped_tokens": 0}
@@ -91,7 +93,7 @@ class PrefillLoop:
         if len(prompt.tokens) != job.tokens:
             job.fail(f"a prompt of {len(prompt.tokens)} tokens came for pages of {job.tokens}")
             return
-        work = _Work(job, prompt.tokens)
+        work = _Work(job, prompt)
         job.on_stop(lambda *_: self._commands.put(self._drop_stopped))
         self._commands.put(lambda: self._queue(work))
         await job.released()
@@ -154,13 +156,16 @@ class PrefillLoop:
 
     def _queue(self, work: _Work) -> None:
         if not self._instance.pools.fits(len(work.tokens)):
-            work.job.fail(
-                f"a prompt of {len(work.tokens)} tokens needs more pages than the prefiller has; "
+            most = min(pool.total * pool.page_tokens for pool in self._instance.pools.pools)
+            why = (
+                f"the prompt has {len(work.tokens)} tokens and prefillers have room for {most}; "
                 "shorten it, or raise prefill.cache.pages"
             )
+            work.job.fail(Reason.TOO_LONG.text(why))
         elif len(self._waiting) >= self._args.max_queue and not self._room():
             self._counts["busy"] += 1
-            work.job.fail(f"{BUSY}{len(self._waiting)} prompts wait at {self._instance.name}")
+            wait = f"{len(self._waiting)} prompts wait at {self._instance.name}"
+            work.job.fail(Reason.BUSY.text(wait))
         else:
             self._waiting.append(work)
 
@@ -206,6 +211,25 @@ class PrefillLoop:
         end = min(work.done + self._args.chunk_tokens, len(work.tokens))
         last = end == len(work.tokens)
         chunk = PrefillChunk(work.tokens[work.done : end], work.done, work.tables.tables, last=last)
+        try:
+            self._compute(work, chunk, work.slot)
+        except Exception as error:
+            # Memory that is short, or a kernel that failed: others may go on.
+            if not isinstance(error, InferenceError):
+                logger.exception("a pass of %d tokens failed", len(chunk.tokens))
+            self._give_up(work, error)
+            self._health.failed(work.id, error)
+            if self._health.lost is not None:
+                raise Unavailable(self._health.lost) from error
+            return
+        self._health.worked()
+        self._counts["computed_tokens"] += end - work.done
+        work.done = end
+        if last:
+            self._finish(work, work.tables, work.slot)
+
+    def _compute(self, work: _Work, chunk: PrefillChunk, slot: int) -> None:
+        """One pass; the tail of a prompt's last one is in its slot then."""
         layers = 0
 
         def on_layer(layer: int) -> None:
@@ -213,32 +237,31 @@ class PrefillLoop:
             layers += 1
             self._prefiller.layer_done()
 
+        self._prefiller.begin([(work.job, chunk.start + len(chunk.tokens))])
         self._pass_began = time.monotonic()
-        self._prefiller.begin([(work.job, end)])
         try:
             tail = self._instance.engine.prefill(chunk, on_layer)
-        except InferenceError as error:
-            self._give_up(work, error)
+            if tail is not None:
+                self._instance.engine.write_tail(tail, self._instance.tail(slot))
+        except Exception as error:
+            # The job ends first: nothing of the layers that are missing is sent.
+            work.job.fail(in_words(error))
             # A pass has as many layers as the model, whatever became of it: the next one counts on.
             for _ in range(layers, self._layers):
                 self._prefiller.layer_done()
-            return
+            raise
         finally:
             self._pass_began = None
-        self._counts["computed_tokens"] += end - work.done
-        work.done = end
-        if tail is None:
-            return
+
+    def _finish(self, work: _Work, tables: Tables, slot: int) -> None:
+        """The prompt is computed; what is left is to send it."""
         self._turns.remove(work)
-        work.tables.insert(work.tokens)
-        self._instance.engine.write_tail(tail, self._instance.tail(work.slot))
+        tables.insert(work.tokens)
         now = time.monotonic()
-        self._instance.write_times(
-            work.slot, waited=work.began - work.came, computed=now - work.began
-        )
+        self._instance.write_times(slot, waited=work.began - work.came, computed=now - work.began)
         self._counts["computed_prompts"] += 1
         try:
-            work.job.finish(work.slot)
+            work.job.finish(slot)
         except FabricError as error:
             self._give_up(work, error)
 
@@ -246,12 +269,12 @@ class PrefillLoop:
     def _layers(self) -> int:
         return sum(len(group.layers) for group in self._instance.pools.groups)
 
-    def _give_up(self, work: _Work, error: FabricError) -> None:
+    def _give_up(self, work: _Work, error: Exception) -> None:
         if work in self._turns:
             self._turns.remove(work)
         if not work.job.stopped:
             self._counts["failed"] += 1
-            work.job.fail(str(error))
+            work.job.fail(in_words(error))
 
     def _release(self, work: _Work) -> None:
         """Nothing reads the pages any more (MR-1)."""

@@ -131,8 +131,9 @@ def _blocks(request: PendingRequest | None) -> tuple[bytes, ...]:
 class PrefillRouter(RequestRouter):
     """Names prefillers to decoders: those that have least to do first, those to avoid last.
 
-    A decoder says what it knows itself, as keyword arguments: ``avoid``, replicas, and ``load``,
-    what it waits for at each.
+    A decoder says what it knows itself, as keyword arguments: ``avoid``, how little it wants some
+    replicas, and ``load``, what it waits for at each. Those that haven't told yet how they are met
+    aren't named.
     """
 
     def initialize_state(self, **_: Any) -> None: ...
@@ -149,6 +150,7 @@ class PrefillRouter(RequestRouter):
         loads = {
             name: mine.get(name, 0) + float((replica.routing_stats or {}).get("load", 0))
             for name, replica in by_name.items()
+            if "offer" in replica.replica_metadata
         }
-        order = least_loaded(loads, avoid=said.get("avoid", ()))
+        order = least_loaded(loads, avoid=said.get("avoid"))
         return [[by_name[name]] for name in order]

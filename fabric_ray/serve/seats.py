@@ -165,7 +165,9 @@ class Seats:
         try:
             return await waiting.seat
         except asyncio.CancelledError:
-            if waiting.seat.done() and not waiting.seat.cancelled():
+            # What came in the same moment: a seat goes back, and being too late changes nothing.
+            came = waiting.seat.done() and not waiting.seat.cancelled()
+            if came and waiting.seat.exception() is None:
                 waiting.seat.result().leave()
             raise
         finally:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fabric_ray.errors import FabricError
 from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.protocols import DecodeEngine, DecodeRow, PageTable, Tail
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.serve.errors import ServeError, Unavailable
+from fabric_ray.serve.health import EngineHealth, in_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +84,8 @@ class DecodeLoop:
         self._closed = False
         self._step_began: float | None = None
         self._broken: str | None = None
+        self._health = EngineHealth()
+        self._failures = 0
         self.steps = 0
         self.tokens = 0
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -167,33 +169,50 @@ class DecodeLoop:
         asked = [DecodeRow(row.tokens[-1], row.position, row.tables) for row in rows]
         try:
             logits = self._engine.decode(asked)
-        except InferenceError as error:
-            # Which of them it is can't be told: all end with the cause.
-            self._rows = []
-            why = ServeError(f"a step of {len(rows)} requests was refused: {error}")
-            self._tell([partial(row.on_out, why) for row in rows])
+        except Exception as error:
+            self._end_all(rows, error)
             return
         for row in rows:
             row.position += 1
         self.steps += 1
-        self._choose_all(list(zip(rows, logits, strict=True)))
+        if self._choose_all(list(zip(rows, logits, strict=True))):
+            self._health.worked()
 
-    def _choose_all(self, ahead: Sequence[tuple[Row, Tensor]]) -> None:
+    def _end_all(self, rows: Sequence[Row], error: Exception) -> None:
+        """Which of them a step failed for can't be told: all end with the cause."""
+        self._rows = []
+        if not isinstance(error, InferenceError):
+            logger.exception("a step of %d requests failed", len(rows))
+        why = ServeError(f"a step of {len(rows)} requests failed: {in_words(error)}")
+        self._tell([partial(row.on_out, why) for row in rows])
+        self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        self._failures += 1
+        self._health.failed(f"step {self._failures}", error)
+        if self._health.lost is not None:
+            raise Unavailable(self._health.lost) from error
+
+    def _choose_all(self, ahead: Sequence[tuple[Row, Tensor]]) -> bool:
+        """Whether every row got its token."""
         said: list[Callable[[], None]] = []
-        try:
-            for row, logits in ahead:
+        wrong: Exception | None = None
+        for row, logits in ahead:
+            try:
                 self._choose(row, logits, said)
-        finally:
-            self._tell(said)
+            except Exception as error:
+                # Its logits are its own: others may have theirs.
+                wrong = error
+                self._rows.remove(row)
+                why = ServeError(f"no token could be chosen: {in_words(error)}")
+                said.append(partial(row.on_out, why))
+        self._tell(said)
+        if wrong is not None:
+            self._note(wrong)
+        return wrong is None
 
     def _choose(self, row: Row, logits: Tensor, said: list[Callable[[], None]]) -> None:
-        try:
-            token = sample(logits, row.sampling, len(row.tokens))
-        except FabricError as error:
-            self._rows.remove(row)
-            why = ServeError(f"no token could be chosen: {error}")
-            said.append(partial(row.on_out, why))
-            return
+        token = sample(logits, row.sampling, len(row.tokens))
         finish = row.take(token)
         self.tokens += 1
         said.append(partial(row.on_token, token, finish))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
+from fabric_ray.kvcache.errors import KvError
 from fabric_ray.serve.errors import KINDS, ServeError
 
 
@@ -94,5 +97,26 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
-BUSY = "busy: "
-"""A prefiller's reason begins so if it did nothing because it has too much to do."""
+class Reason(Enum):
+    """Why a prefiller turned a prompt away, where a decoder must be able to tell."""
+
+    BUSY = "busy"
+    """It did nothing because it has too much to do."""
+    TOO_LONG = "too long"
+    """It has too few pages for the prompt, whatever else it does."""
+
+    def text(self, why: str) -> str:
+        """What the prefiller's end of the transfer is told."""
+        return f"{self.value}: {why}"
+
+    @classmethod
+    def of(cls, error: KvError) -> Reason | None:
+        """The reason that a decoder's end of the transfer reports, if it is one of these."""
+        said = str(error)
+        for lead in _LEADS:
+            said = said.removeprefix(lead)
+        return next((reason for reason in cls if said.startswith(f"{reason.value}: ")), None)
+
+
+_LEADS = ("the prefiller gave up: ", "the prefiller refused the request: ")
+"""What the transfer says before a prefiller's own words."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tests.chaos.kv.world import KvWorld
 from tests.chaos.world import MIB, Summary, World
 
 console = Console(stderr=True)
@@ -23,18 +24,20 @@ def main(
     seed: Annotated[int | None, typer.Option(help="draws everything; chosen if not given")] = None,
     transport: Annotated[str, typer.Option(help="shm, tcp, or both with a comma")] = "tcp,shm",
     first: Annotated[int, typer.Option(help="the first round, to look at one again")] = 0,
+    kv: Annotated[bool, typer.Option("--kv", help="KV pages, decoders and prefillers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the summary as JSON")] = False,
 ) -> None:
-    """Transfers and weight pushes while processes die, sockets break and disks are full."""
+    """Transfers and weight pushes, or requests for pages, while processes die and sockets break."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     names = transport.split(",")
+    world = KvWorld if kv else World
     console.print(f"seed {seed}")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
 
         def play(name: str, count: int) -> Summary:
             task = progress.add_task(name, total=count)
-            return World(seed, name).play(first, count, lambda: progress.advance(task))
+            return world(seed, name).play(first, count, lambda: progress.advance(task))
 
         counts = [len(range(i, rounds, len(names))) for i in range(len(names))]
         with ThreadPoolExecutor(len(names)) as pool:
@@ -63,7 +66,7 @@ def _show(summary: Summary) -> None:
     console.print(table)
     if summary.in_use:
         first, last = (b / MIB for b in (summary.in_use[0], summary.in_use[-1]))
-        console.print(f"memory of the eldest process: {first:.1f} MiB, at last {last:.1f} MiB")
+        console.print(f"memory of the eldest: {first:.1f} MiB, at last {last:.1f} MiB")
     for note in sorted(summary.notes):
         console.print(f"[yellow]note: {note}")
     for what in summary.broken:

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ class Stuck(Exception):
 class Mate:
     """One process, and the pipe to it."""
 
-    def __init__(self, rank: int, transport: str, stacks: Path) -> None:
+    def __init__(self, make: Callable[[int, str], Any], rank: int, transport: str, stacks: Path):
         self.rank, self.stacks = rank, stacks
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(
-            target=worker.main, args=(theirs, rank, transport, str(stacks)), daemon=True
+            target=worker.main, args=(theirs, make, rank, transport, str(stacks)), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -82,15 +82,26 @@ class Mate:
 
 
 class Crew:
-    """All processes of one transport."""
+    """All processes of one transport.
 
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
+    Args:
+        transport: of their engines.
+        make: what each has, by its rank and transport.
+        ranks: who there is.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        make: Callable[[int, str], Any] = worker.Worker,
+        ranks: Sequence[int] = range(WORKERS),
+    ) -> None:
+        self.transport, self._make = transport, make
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-        self.mates = {rank: self._start(rank) for rank in range(WORKERS)}
+        self.mates = {rank: self._start(rank) for rank in ranks}
 
     def _start(self, rank: int) -> Mate:
-        return Mate(rank, self.transport, Path(self._folder.name) / f"stacks-{rank}")
+        return Mate(self._make, rank, self.transport, Path(self._folder.name) / f"stacks-{rank}")
 
     def renew(self) -> list[int]:
         """Starts those again that have died; who they are."""

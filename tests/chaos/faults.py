@@ -11,9 +11,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from tests.chaos.crew import Crew
-from tests.chaos.draw import Fault, Round
+from tests.chaos.draw import Fault
 
 _PIDFD_GETFD = 438
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,10 +71,17 @@ def _break(link: socket.socket, transport: str) -> bool:
     return True
 
 
+class Stage(Protocol):
+    """What the faults of a round follow from."""
+
+    @property
+    def faults(self) -> tuple[Fault, ...]: ...
+
+
 class Faults:
     """The faults of one round, from ``start`` on. All are over when the block ends."""
 
-    def __init__(self, crew: Crew, stage: Round, start: float) -> None:
+    def __init__(self, crew: Crew, stage: Stage, start: float) -> None:
         self._crew, self._stage = crew, stage
         self.notes: list[str] = []
         self.resets = 0

@@ -2,5 +2,6 @@
 
 import torch.distributed.tensor  # noqa: F401
 
+import tests.chaos.kv.worker
 import tests.chaos.weights
 import tests.chaos.worker  # noqa: F401

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -206,8 +207,14 @@ class Worker:
         return wrong
 
 
-def main(connection: Connection, rank: int, transport: str, stacks: str) -> None:
-    """Calls what comes over the pipe with the worker, one after another, as an actor does."""
+def main(
+    connection: Connection,
+    make: Callable[[int, str], Any],
+    rank: int,
+    transport: str,
+    stacks: str,
+) -> None:
+    """Calls what comes over the pipe with what it makes, one after another, as an actor does."""
     if folder := os.environ.get("FABRIC_CHAOS_LOGS"):
         logging.basicConfig(
             filename=f"{folder}/{transport}-w{rank}-{os.getpid()}.log",
@@ -219,7 +226,7 @@ def main(connection: Connection, rank: int, transport: str, stacks: str) -> None
         # What was loaded stays: looking through it takes longer than a round.
         gc.collect()
         gc.freeze()
-        worker = Worker(rank, transport)
+        worker = make(rank, transport)
         while True:
             try:
                 number, function, args = connection.recv()

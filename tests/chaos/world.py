@@ -37,7 +37,7 @@ class Summary:
     faults: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
     in_use: list[int] = field(default_factory=list)
-    """Bytes of the process that lives longest, each time its engine was closed."""
+    """Bytes of what lives longest, each time its engines were closed."""
 
     def leak(self) -> str | None:
         """Whether memory grows: the last third beside the one before. The first warms up."""
@@ -47,7 +47,7 @@ class Summary:
         middle = sorted(self.in_use[-2 * third : -third])[third // 2]
         last = sorted(self.in_use[-third:])[third // 2]
         if last - middle > max(MIB, middle // 100):
-            return f"leak: w{ELDER} grew from {middle // MIB} to {last // MIB} MiB"
+            return f"leak: the eldest grew from {middle // MIB} to {last // MIB} MiB"
         return None
 
 

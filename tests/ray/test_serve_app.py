@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -21,13 +22,14 @@ from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
 from fabric_ray.serve.instance import load_model, tokenizer
+from tests.processes import within
 
 ARGS = ServeArgs.model_validate(
     {
         "torch_threads": 1,
         "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 1}},
         "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
-        "router": {"max_requests": 24},
+        "router": {"max_requests": 24, "max_body": 1 << 16},
         "terms": {"beat": 0.2, "silence": 5.0},
     }
 )
@@ -150,6 +152,30 @@ def test_what_is_wrong_is_said_as_openai_says_it(app: LocalApp) -> None:
     assert json.load(caught.value)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_beyond_the_limit_is_not_read(app: LocalApp) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        app.complete("x" * (1 << 16))
+    assert caught.value.code == 413
+    assert "router.max_body" in json.load(caught.value)["error"]["message"]
+
+
+def test_a_request_counts_from_the_moment_that_it_comes(app: LocalApp) -> None:
+    """Who sends headers and never a body takes a place, as everybody else does."""
+    address = app.url.removeprefix("http://")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Length: 9\r\n\r\n"
+    before = sum(replica["open"] for replica in of_role(app, "router"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            idle = stack.enter_context(socket.create_connection(address.split(":"), 30))
+            idle.sendall(head.encode())
+        within(30, "counting", lambda: router_open(app) == before + 3)
+    within(30, "forgetting", lambda: router_open(app) == before)
+
+
+def router_open(app: LocalApp) -> int:
+    return sum(replica["open"] for replica in of_role(app, "router"))
+
+
 def test_prefillers_are_added_while_everybody_else_goes_on(app: LocalApp) -> None:
     before = {replica["pid"] for replica in app.stats()}
     app.scale("Prefill", 2)
@@ -174,6 +200,29 @@ def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -
         got = [answer.result() for answer in answers]
     assert got == expected(asked, 8)
     assert victim not in {replica["pid"] for replica in wait_idle(app)}
+
+
+def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) -> None:
+    """RS-4, RS-1: one that stands still, and may write what it has begun when it goes on."""
+    within(60, "two prefillers", lambda: len(of_role(app, "prefill")) == 2)
+    asked = prompts(28, seed=6)
+    victim, other = (replica["pid"] for replica in of_role(app, "prefill"))
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(complete, app, prompt, 8) for prompt in asked]
+        while sum(answer.done() for answer in answers) < 8:
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            # Long before Serve gives it up: nobody else is missing because one doesn't answer.
+            there = ({replica["pid"] for replica in of_role(app, "prefill")} for _ in range(3))
+            assert any(pids == {other} for pids in there)
+            got = [answer.result() for answer in answers]
+            app.wait_healthy()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # Serve may have ended it
+                os.kill(victim, signal.SIGCONT)
+    assert got == expected(asked, 8)
+    wait_idle(app, 60)
 
 
 def test_a_decoder_that_is_killed_is_replaced_and_prefillers_free_its_pages(

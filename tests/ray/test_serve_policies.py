@@ -29,7 +29,8 @@ def test_the_longest_prefix_wins_while_its_holder_is_not_much_busier() -> None:
 
 
 def test_replicas_to_avoid_come_last() -> None:
-    assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c"}) == ["b", "a", "c"]
+    assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c": 1}) == ["b", "a", "c"]
+    assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c": 1, "b": 2}) == ["a", "c", "b"]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 40))

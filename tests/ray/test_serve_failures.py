@@ -1,0 +1,350 @@
+"""What becomes of requests when prefillers hang, engines fail, or nobody can be found."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument, PeerLost, Stale
+from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
+from fabric_ray.kvcache import errors as kv
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.decode import offered
+from fabric_ray.serve.errors import BadRequest, NoPrefill, TooLarge, Unavailable
+from fabric_ray.serve.health import EngineHealth, is_sticky
+from fabric_ray.serve.ingress import read_body
+from fabric_ray.serve.instance import Instance
+from fabric_ray.serve.passes import PrefillLoop
+from fabric_ray.serve.prefillers import Offered, least_loaded
+from fabric_ray.serve.verdicts import Reluctance, Verdict, verdict
+from fabric_ray.serve.wire import Failed, Finished
+from tests.processes import Other
+from tests.ray.serve_world import FABRIC, Around, World, expected, prompts, request, world
+
+
+def prefiller(connection: Connection, fields: dict[str, Any]) -> None:
+    """A prefiller in a process of its own."""
+
+    async def main() -> None:
+        args = ServeArgs.model_validate(fields)
+        side = args.prefill
+        made = Instance(args, tp=side.tp, cache=side.cache, slots=side.max_running, name="frozen")
+        loop = PrefillLoop(made, side)
+        connection.send(loop.offer)
+        await loop.serve()
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def frozen_one(**fields: Any) -> AsyncIterator[tuple[World, Other]]:
+    """A decoder, and one prefiller whose process is stopped; they have met before."""
+    fields = {"terms": {"beat": 5.0, "silence": 60.0}, **fields}
+    async with world((), **fields) as w:
+        with Other(prefiller, {"torch_threads": 1, "fabric": FABRIC, **fields}) as frozen:
+            w.listed.offers["frozen"] = await asyncio.to_thread(frozen.hear, 120)
+            for number in range(100, 110):
+                end = await w.ask(request(number, (99,)))
+                if isinstance(end, Finished):
+                    break
+            await w.idle()
+            frozen.signal(signal.SIGSTOP)
+            yield w, frozen
+
+
+def failed(end: object, kind: str) -> str:
+    assert isinstance(end, Failed), end
+    assert end.kind == kind, end
+    return end.message
+
+
+async def test_after_the_last_attempt_the_causes_are_told_and_no_pages_waited_for() -> None:
+    """MR-1: whoever hangs keeps its pages, and the decoder has no others here."""
+    decode = {"cache": {"pages": 6}, "prefill_timeout": 0.3, "queue_timeout": 0.3}
+    for attempts in (1, 3):
+        many = {**decode, "prefill_attempts": attempts}
+        async with frozen_one(decode=many) as (w, frozen):
+            end = await w.ask(request(0, tuple(range(60))))
+            text = failed(end, "NoPrefill")
+            assert text.count("frozen: ") == 1
+            assert ("no pages for another attempt" in text) == (attempts == 3)
+            assert w.decode.stats()["held_pages"] > 0
+            frozen.signal(signal.SIGCONT)
+            await w.idle()
+
+
+async def test_who_missed_a_deadline_is_asked_again_only_if_there_is_no_other() -> None:
+    decode = {"prefill_timeout": 5.0, "prefill_attempts": 3, "avoid_lost": 600}
+    async with frozen_one(decode=decode) as (w, frozen):
+        (first, *rest) = [request(i, p) for i, p in enumerate(prompts(7, seed=20))]
+        asking = asyncio.create_task(w.ask(first))
+        while not w.decode._prefillers._asked:
+            await asyncio.sleep(0.01)
+        w.add_prefiller("other")
+        end = await asking
+        assert isinstance(end, Finished), end
+        assert end.timings.prefill_attempts == 2
+        # Others, which it did nothing to, ask who is left.
+        ends = [await w.ask(r) for r in rest]
+        assert [e.tokens for e in [end, *ends]] == expected(w.args, [first, *rest])  # type: ignore[union-attr]
+        assert {e.timings.prefill_attempts for e in ends} == {1}  # type: ignore[union-attr]
+        frozen.signal(signal.SIGCONT)
+        await w.idle()
+
+
+def test_prefillers_are_wanted_by_what_they_did() -> None:
+    loads = {"gone": 0.0, "missed": 0.0, "tried": 1.0, "slow": 2.0, "fresh": 9.0}
+    avoid = {
+        "gone": Reluctance.LOST,
+        "missed": Reluctance.MISSED,
+        "tried": Reluctance.TRIED,
+        "slow": Reluctance.SLOW,
+    }
+    assert least_loaded(loads, avoid=avoid) == ["fresh", "slow", "tried", "missed", "gone"]
+
+
+def turned_away(why: str) -> kv.PullRefused:
+    """A refusal that isn't because of what was asked."""
+    error = kv.PullRefused(why)
+    error.retryable = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (kv.PrefillFailed("the prefiller gave up: busy: 4 prompts wait"), Verdict.BUSY),
+        (kv.PullRefused("the prefiller refused the request: busy: 4 wait"), Verdict.BUSY),
+        (kv.PullRefused("busy: 4 wait"), Verdict.BUSY),
+        (kv.PrefillFailed("the prefiller gave up: too long: by 4"), Verdict.TOO_LONG),
+        (kv.PrefillFailed("the prefiller gave up: RuntimeError: busy: no"), Verdict.FAILED),
+        (kv.PullRefused("page 7 of 4"), Verdict.HERE),
+        (turned_away("it takes nothing more"), Verdict.FAILED),
+        (kv.PullTimeout("too late"), Verdict.SLOW),
+        (kv.PrefillerLost("busy: it died"), Verdict.LOST),
+        (kv.PullCancelled("here"), Verdict.HERE),
+        (kv.DecoderClosed("here"), Verdict.HERE),
+        (InvalidArgument("tables"), Verdict.HERE),
+        (Stale("met before"), Verdict.STALE),
+        (PeerLost("died"), Verdict.LOST),
+        (OSError("no descriptors"), Verdict.LOST),
+    ],
+)
+def test_an_error_says_whether_another_is_asked(error: Exception, found: Verdict) -> None:
+    assert verdict(error) is found
+
+
+async def test_prefillers_of_another_model_are_named_as_the_cause() -> None:
+    async with world((), decode={"prefill_attempts": 2, "avoid_lost": 0.1}) as w:
+        w.add_prefiller("p0", args=w.args.model_copy(update={"seed": 1}))
+        text = failed(await w.ask(request(0, (1, 2, 3))), "NoPrefill")
+        assert "p0: it can't be met: " in text
+        assert "model" in text
+        await w.idle()
+
+
+async def test_a_prompt_that_no_prefiller_has_room_for_is_the_clients_to_change() -> None:
+    async with world(prefill={"cache": {"pages": 2}}) as w:
+        text = failed(await w.ask(request(0, tuple(range(60)))), "BadRequest")
+        assert "has 60 tokens and prefillers have room for 32" in text
+        await w.idle()
+
+
+async def test_a_prompt_that_is_too_long_for_a_message_is_refused_here_and_no_shorter_one() -> None:
+    """What is let through is what prefillers take."""
+    prefill = {"tp": 2, "cache": {"pages": 300, "page_tokens": 8}, "chunk_tokens": 512}
+    async with world(terms={"max_message": 4096}, prefill=prefill, decode={"tp": 2}) as w:
+        fits, too_long = 1, 2000
+        while too_long - fits > 1:
+            count = (fits + too_long) // 2
+            end = await w.ask(request(count, (200,) * count, 1))
+            if isinstance(end, Finished):
+                fits = count
+                continue
+            text = failed(end, "BadRequest")
+            assert "terms.max_message is 4096; shorten the prompt" in text
+            too_long = count
+        assert 1000 < fits < 1999
+        await w.idle()
+
+
+class Lost:
+    """Finds nobody."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(NoPrefill("Serve names no prefiller"), "NoPrefill"), (RuntimeError("nobody"), "ServeError")],
+)
+async def test_a_request_that_finds_nobody_has_failed_and_says_why(
+    error: Exception, kind: str
+) -> None:
+    async with world() as w:
+        w.decode._prefillers._discovery = Lost(error)
+        text = failed(await w.ask(request(0, (1, 2, 3))), kind)
+        assert str(error) in text
+        stats = w.decode.stats()
+        assert (stats["failed"], stats["cancelled"], stats["busy"]) == (1, 0, 0)
+        await w.idle()
+
+
+@pytest.mark.parametrize("metadata", [{}, {"name": "p"}, {"name": "p", "offer": "?"}, {"offer": 3}])
+def test_a_replica_that_does_not_say_how_it_is_met_is_told_apart(metadata: dict[str, Any]) -> None:
+    with pytest.raises(NoPrefill, match="replica_metadata"):
+        offered(metadata)
+
+
+class Failing(Around):
+    """An engine that raises for prompts, or steps, that begin with 13."""
+
+    error: Exception = RuntimeError("DefaultCPUAllocator: not enough memory\nat line 7")
+
+    def prefill(self, chunk: PrefillChunk, on_layer: OnLayer) -> Tail | None:
+        def some_layers(layer: int) -> None:
+            if chunk.tokens[0] == 13 and layer == 1:
+                raise self.error
+            on_layer(layer)
+
+        return self._engine.prefill(chunk, some_layers)  # type: ignore[no-any-return]
+
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        if any(row.position == 13 for row in rows):
+            raise self.error
+        return self._engine.decode(rows)  # type: ignore[no-any-return]
+
+
+def failing(error: Exception) -> Callable[[Instance], None]:
+    def change(instance: Instance) -> None:
+        instance.engine = engine = Failing(instance.engine)  # type: ignore[assignment]
+        engine.error = error
+
+    return change
+
+
+SHORT = [Failing.error, MemoryError("no more")]
+
+
+@pytest.mark.parametrize("error", SHORT, ids=["torch", "python"])
+async def test_a_pass_that_raises_ends_its_request_and_the_prefiller_goes_on(
+    error: Exception,
+) -> None:
+    async with world((), decode={"prefill_attempts": 5}) as w:
+        p = w.add_prefiller("p0", failing(error))
+        text = failed(await w.ask(request(99, (13,) * 30)), "NoPrefill")
+        assert f"{type(error).__name__}: {str(error).splitlines()[0]}" in text
+        assert "line 7" not in text
+        asked = [request(i, p) for i, p in enumerate(prompts(6, seed=21))]
+        got = await asyncio.gather(*(w.ask(r) for r in asked))
+        assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
+        p.check()
+        await w.idle()
+
+
+@pytest.mark.parametrize("error", SHORT, ids=["torch", "python"])
+async def test_a_step_that_raises_ends_its_requests_and_the_decoder_goes_on(
+    error: Exception,
+) -> None:
+    async with world() as w:
+        failing(error)(w.decode._instance)
+        w.decode._loop._engine = w.decode._instance.engine
+        text = failed(await w.ask(request(99, (1,) * 10)), "ServeError")
+        assert f"{type(error).__name__}: {str(error).splitlines()[0]}" in text
+        (prompt,) = ((7,) * 20,)
+        end = await w.ask(request(1, prompt))
+        assert [end.tokens] == expected(w.args, [request(1, prompt)])  # type: ignore[union-attr]
+        w.decode.check()
+        await w.idle()
+
+
+async def test_a_prefiller_whose_passes_keep_failing_is_unhealthy_and_others_are_asked() -> None:
+    async with world((), decode={"prefill_attempts": 2}) as w:
+        p = w.add_prefiller("p0", failing(Failing.error))
+        for number in range(3):
+            p.check()
+            failed(await w.ask(request(number, (13,) * 30)), "NoPrefill")
+        with pytest.raises(Unavailable, match="3 failures in a row, the last: RuntimeError"):
+            p.check()
+        w.add_prefiller("p1")
+        end = await w.ask(request(9, (13,) * 30))
+        assert [end.tokens] == expected(w.args, [request(9, (13,) * 30)])  # type: ignore[union-attr]
+
+
+async def test_a_decoder_whose_device_is_lost_is_unhealthy_at_once() -> None:
+    async with world() as w:
+        failing(RuntimeError("CUDA error: an illegal memory access"))(w.decode._instance)
+        w.decode._loop._engine = w.decode._instance.engine
+        failed(await w.ask(request(0, (1,) * 10)), "ServeError")
+        for _ in range(200):
+            if not w.decode._loop._thread.is_alive():
+                break
+            await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable, match="an illegal memory access"):
+            w.decode.check()
+        failed(await w.ask(request(1, (1,) * 10)), "Unavailable")
+
+
+def test_failures_count_by_request_and_until_something_goes_right() -> None:
+    health, error = EngineHealth(), RuntimeError("CUDA out of memory")
+    for what in ("a", "a", "a", "a", "b"):
+        health.failed(what, error)
+    assert health.lost is None
+    health.worked()
+    health.failed("a", error)
+    health.failed("b", BadRequest("the input"))
+    assert health.lost is None
+    health.failed("c", error)
+    assert health.lost == "3 failures in a row, the last: RuntimeError: CUDA out of memory"
+    assert not is_sticky(RuntimeError("CUDA error: out of memory"))
+    assert is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+async def test_being_cancelled_while_pages_come_too_late_is_being_cancelled() -> None:
+    async with world(decode={"max_running": 1}) as w:
+        seats = w.decode._seats
+        seat = await seats.take((1, 2), 8, timeout=5)
+        task = asyncio.create_task(seats.take((1, 2), 8, timeout=500))
+        await asyncio.sleep(0)
+        seats._expire(seats._queue[0], 500)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seats.waiting == 0
+        seat.leave()
+        assert seats.taken == 0
+
+
+@pytest.mark.parametrize("said", [True, False])
+async def test_a_body_is_read_up_to_its_limit(said: bool) -> None:
+    def body(parts: list[bytes]) -> tuple[Request, list[dict[str, Any]]]:
+        left = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        left.append({"type": "http.request", "body": b"", "more_body": False})
+
+        async def receive() -> dict[str, Any]:
+            return left.pop(0)
+
+        length = str(sum(map(len, parts))).encode()
+        headers = [(b"content-length", length)] if said else []
+        return Request({"type": "http", "method": "POST", "headers": headers}, receive), left
+
+    asked, left = body([b"x" * 60, b"y" * 40])
+    assert await read_body(asked, 100) == b"x" * 60 + b"y" * 40
+    assert left == []
+    asked, left = body([b"x" * 60, b"y" * 41, b"z" * 1000])
+    with pytest.raises(TooLarge, match="more than 100 bytes") as caught:
+        await read_body(asked, 100)
+    assert caught.value.status == 413
+    assert len(left) == (4 if said else 2)
