@@ -2,20 +2,34 @@
 //! through a [`TransferEngine`](fabric_engine::TransferEngine) and keeps the order that the device relies on, whatever
 //! the NIC promises (uccl-ep §3).
 //!
-//! From the device down: [`command`] in a [`fifo`]; [`symmetric`] memory, where an address is a rank and an offset;
-//! [`tag`]s, which say what arrived; [`order`], which says at the receiver what may be applied.
+//! From the device down: a [`command`] in a [`fifo`]; a [`Proxy`], whose threads each drive an [`Executor`]; [`symmetric`]
+//! memory, where an address is a rank and an offset; [`order`], which says at the receiver what may be applied.
 #![deny(unsafe_code)]
 
+mod alive;
 pub mod command;
+mod config;
+mod descriptor;
 mod error;
+mod executor;
 pub mod fifo;
+mod inbox;
 pub mod order;
+mod peer;
+mod proxy;
 pub mod raw;
+mod rounds;
+mod sending;
 pub mod symmetric;
 mod sync;
 mod tag;
 mod wake;
 
+pub use alive::Alive;
+pub use config::Config;
+pub use descriptor::{RankDescriptor, ThreadDescriptor};
 pub use error::{ProxyError, Result};
+pub use executor::{Common, Event, Executor, OnEvent, Remote};
+pub use proxy::{Engines, Proxy};
 pub use tag::EPOCHS;
 pub use wake::Bed;

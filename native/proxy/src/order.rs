@@ -56,6 +56,8 @@ pub enum OrderError {
     Twice(u8),
     #[error("it counted {counted} writes of epoch {epoch}, which had {writes}")]
     TooMany { epoch: u8, counted: u32, writes: u32 },
+    #[error("it gave back more epochs than it was sent")]
+    Credits,
     #[error("it sent an atomic that can't be read")]
     Garbled,
     #[error("it sent an atomic on slot {slot}, and there are {slots}")]
