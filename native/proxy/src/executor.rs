@@ -168,7 +168,7 @@ impl Executor {
     /// anything was done.
     pub fn step(&mut self, now: Time) -> bool {
         self.engine.poll();
-        let mut moved = self.take_arrivals();
+        let mut moved = self.take_arrivals(now);
         moved |= self.collect();
         self.follow_masks();
         for fifo in 0..self.sources.len() {

@@ -46,6 +46,8 @@ pub(crate) struct Peer {
     pub outstanding: u32,
     /// Commands that are about to be.
     pub planned: u32,
+    /// When something of it last arrived.
+    pub heard: Time,
     /// Since when a command has waited for epochs.
     pub waits_since: Option<Time>,
     sending: Box<[Option<Box<Sending>>]>,
@@ -66,6 +68,7 @@ impl Default for Peer {
             over: 0,
             outstanding: 0,
             planned: 0,
+            heard: Time(0),
             waits_since: None,
             sending: Box::default(),
             receiving: Box::default(),

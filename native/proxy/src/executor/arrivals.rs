@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::AcqRel;
 
-use fabric_engine::{Local, Op, Remote};
+use fabric_engine::{Local, Op, Remote, Time};
 
 use super::{place, Executor};
 use crate::{
@@ -15,11 +15,14 @@ use crate::{
 };
 
 impl Executor {
-    pub(super) fn take_arrivals(&mut self) -> bool {
+    pub(super) fn take_arrivals(&mut self, now: Time) -> bool {
         let mut tags = std::mem::take(&mut self.tags);
         let news = self.inbox.take(&mut tags);
         let any = !tags.is_empty() || !news.is_empty();
         for (value, n) in tags.drain(..) {
+            if let Some(peer) = self.peers.get_mut(usize::from(Tag::of(value).source)) {
+                peer.heard = now;
+            }
             self.sort(value, n);
         }
         self.tags = tags;

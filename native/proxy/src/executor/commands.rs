@@ -235,19 +235,23 @@ impl Executor {
                 (round, now)
             }
         };
-        while let Some(rank) = self.missing(scope, channel, round) {
-            let after = self.config.deadline;
-            if now.since(since) < after {
+        // Who is late may himself be waiting for the deadline of another.
+        let after = 2 * self.config.deadline;
+        let silent_since = Time(now.0.saturating_sub(after.as_nanos() as u64));
+        while self.missing(scope, channel, round, now).is_some() {
+            let silent = self.missing(scope, channel, round, silent_since);
+            let Some(rank) = silent.filter(|_| since <= silent_since) else {
                 return Verdict::Wait;
-            }
+            };
             self.lose(rank, ProxyError::Silent { rank, what: "enter a barrier", after });
         }
         self.sources[fifo].barrier = None;
         Verdict::Over
     }
 
-    /// Who hasn't entered a barrier yet.
-    fn missing(&self, scope: Scope, channel: u8, round: u64) -> Option<usize> {
-        self.rounds[&(scope, channel)].missing(round, self.participants(scope))
+    /// Who hasn't entered a barrier yet, of those who were last heard of before a time.
+    fn missing(&self, scope: Scope, channel: u8, round: u64, heard: Time) -> Option<usize> {
+        let silent = self.participants(scope).filter(|r| self.peers[*r].heard <= heard);
+        self.rounds[&(scope, channel)].missing(round, silent)
     }
 }

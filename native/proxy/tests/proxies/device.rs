@@ -42,6 +42,11 @@ impl Plan {
         self.ranks * usize::from(self.channels) * self.rounds as usize
     }
 
+    /// The words that a rank's ordered atomics are added to.
+    pub fn of(&self, src: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.channels).map(move |c| self.lane(src, c))
+    }
+
     fn at(&self, lane: usize, round: u32, token: u64) -> u64 {
         ((lane as u64 * u64::from(self.rounds) + u64::from(round)) * MOST + token) * TOKEN
     }
