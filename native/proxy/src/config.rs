@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use crate::{
     command::{RANKS, SLOTS},
+    fifo::{FifoError, MAX_CAPACITY},
     symmetric::check_rank,
     ProxyError, Result,
 };
@@ -56,7 +57,7 @@ impl Default for Config {
 
 impl Config {
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::Invalid`].
+    /// [`ProxyError::Rank`], [`ProxyError::Fifo`], [`ProxyError::Invalid`].
     pub fn check(&self) -> Result<()> {
         check_rank(self.rank, self.ranks)?;
         let within = [
@@ -77,6 +78,9 @@ impl Config {
                 "{} ranks are no whole number of nodes of {}",
                 self.ranks, self.per_node
             )));
+        }
+        if !self.capacity.is_power_of_two() || self.capacity > MAX_CAPACITY {
+            return Err(FifoError::Capacity(self.capacity).into());
         }
         if self.incarnation == 0 || self.deadline.is_zero() || self.nap.is_zero() {
             return Err(ProxyError::Invalid(

@@ -13,6 +13,9 @@ mod descriptor;
 mod error;
 mod executor;
 pub mod fifo;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod inbox;
 pub mod order;
 mod peer;
@@ -30,6 +33,6 @@ pub use config::Config;
 pub use descriptor::{RankDescriptor, ThreadDescriptor};
 pub use error::{ProxyError, Result};
 pub use executor::{Common, Event, Executor, OnEvent, Remote};
-pub use proxy::{Engines, Proxy};
+pub use proxy::{DeviceMemory, Engines, Proxy};
 pub use tag::EPOCHS;
 pub use wake::Bed;

@@ -17,8 +17,8 @@ use crate::{
     config::Config,
     descriptor::RankDescriptor,
     executor::{Common, Executor, OnEvent, Remote},
-    fifo::{fifo, Popper, Pusher},
-    raw::AtomicWords,
+    fifo::{fifo_in, Popper, Pusher},
+    raw::{Area, AtomicWords},
     symmetric::check_rank,
     Bed, ProxyError, Result,
 };
@@ -74,32 +74,62 @@ impl Engines {
     }
 }
 
-impl Proxy {
-    /// Starts the threads. Each has its own engine, which nobody else should use. `on_event` is called on them: it
-    /// must be quick.
+/// The memory that a device and its proxy share.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    /// By thread and FIFO.
+    pub fifos: Vec<Vec<Area>>,
+    pub words: AtomicWords,
+}
+
+impl DeviceMemory {
+    /// For a device that is made of processors: memory of this process.
     ///
     /// # Errors
-    /// [`Config::check`]; [`ProxyError::Invalid`] for another number of engines than of threads; what an engine or the
-    /// system says.
-    pub fn open(config: &Config, engines: Engines, on_event: OnEvent) -> Result<Self> {
+    /// [`Config::check`].
+    pub fn host(config: &Config) -> Result<Self> {
         config.check()?;
-        if engines.0.len() != config.threads {
+        let of_one = || (0..config.fifos).map(|_| Area::allocate(config.capacity)).collect();
+        let fifos = (0..config.threads).map(|_| of_one()).collect();
+        Ok(Self { fifos, words: AtomicWords::allocate(config.words) })
+    }
+}
+
+impl Proxy {
+    /// Starts the threads. Each has its own engine, which nobody else should use. `on_event` is called on them: it
+    /// must be quick. Of `device`, capacity and number of words are what counts, not what the configuration says.
+    ///
+    /// # Errors
+    /// [`Config::check`]; [`ProxyError::Invalid`] for another number of engines or FIFOs than the configuration has;
+    /// what an engine or the system says.
+    pub fn open(
+        config: &Config,
+        engines: Engines,
+        device: DeviceMemory,
+        on_event: OnEvent,
+    ) -> Result<Self> {
+        config.check()?;
+        let DeviceMemory { fifos, words } = device;
+        let (threads, each) = (config.threads, config.fifos);
+        if engines.0.len() != threads
+            || fifos.len() != threads
+            || fifos.iter().any(|of| of.len() != each)
+        {
+            let (engines, fifos) = (engines.0.len(), fifos.iter().map(Vec::len).sum::<usize>());
             return Err(ProxyError::Invalid(format!(
-                "{} engines for {} threads: give one for each",
-                engines.0.len(),
-                config.threads
+                "{engines} engines and {fifos} FIFOs for {threads} threads: give each one engine and {each} FIFOs"
             )));
         }
-        let common = Common::new(config);
+        let common = Common { words, ..Common::new(config) };
         let stop = Arc::new(AtomicBool::new(false));
         let memory = engines.0[0].1.clone();
         let (mut threads, mut pushers, mut executors, mut descriptors) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for (engine, part) in engines.0 {
+        for ((engine, part), areas) in engines.0.into_iter().zip(fifos) {
             let bed = Arc::new(Bed::default());
-            let fifos = (0..config.fifos).map(|_| fifo(config.capacity, Arc::clone(&bed)));
+            let ends = areas.into_iter().map(|area| fifo_in(area, Arc::clone(&bed)));
             let (ours, theirs): (Vec<Pusher>, Vec<Popper>) =
-                fifos.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+                ends.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
             let executor = Executor::new(
                 Arc::clone(&engine),
                 part,

@@ -61,7 +61,8 @@ struct Owned {
 }
 
 impl Area {
-    pub(crate) fn allocate(capacity: u32) -> Self {
+    /// Memory of this process.
+    pub fn allocate(capacity: u32) -> Self {
         let slot = |_| Slot([AtomicU64::new(0), AtomicU64::new(0)]);
         let owned = Arc::new(Owned {
             slots: (0..capacity).map(slot).collect(),

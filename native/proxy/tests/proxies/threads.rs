@@ -11,7 +11,7 @@ use std::{
 use fabric_engine::api::{EngineConfig, TransportKind};
 use fabric_proxy::{
     command::{Add, Command, Scope},
-    Config, Engines, Event, OnEvent, Proxy, ProxyError, RankDescriptor,
+    Config, DeviceMemory, Engines, Event, OnEvent, Proxy, ProxyError, RankDescriptor,
 };
 
 use crate::device::{Device, Plan};
@@ -25,7 +25,7 @@ pub fn open(transport: TransportKind, config: &Config, memory: u64, on_event: On
         ..EngineConfig::default()
     };
     let engines = Engines::open(&engine, config.threads, memory).unwrap();
-    Proxy::open(config, engines, on_event).unwrap()
+    Proxy::open(config, engines, DeviceMemory::host(config).unwrap(), on_event).unwrap()
 }
 
 /// All ranks in this process, and what each has to say.
@@ -135,6 +135,51 @@ fn a_rank_that_leaves_is_told_once_and_does_not_stop_the_others_over_shm() {
 #[test]
 fn a_rank_that_leaves_is_told_once_and_does_not_stop_the_others_over_tcp() {
     a_rank_leaves(TransportKind::Tcp);
+}
+
+#[test]
+fn a_rank_that_comes_back_takes_part_again() {
+    let plan = Plan { ranks: 3, channels: 2, rounds: 60, ordered: true, seed: 8 };
+    let mut all = group(TransportKind::Shm, &config(&plan), plan.memory());
+    for life in 2..=20 {
+        let (lost, events) = all.remove(0);
+        assert!(events.try_recv().is_err());
+        let rank = usize::from(lost.descriptor().rank);
+        lost.close();
+        for (proxy, events) in &all {
+            match events.recv_timeout(PATIENCE).unwrap() {
+                Event::Lost { rank: gone, .. } => assert_eq!(gone, rank),
+                other => panic!("{other:?}"),
+            }
+            until("the loss", || !proxy.alive().is_alive(rank));
+        }
+        let (told, events) = channel();
+        let config = Config { rank, incarnation: life, ..config(&plan) };
+        let on_event: OnEvent = Arc::new(move |e| drop(told.send(e)));
+        let newcomer = open(TransportKind::Shm, &config, plan.memory(), on_event);
+        // It sends before anybody knows it: what comes early is kept.
+        for (proxy, _) in &all {
+            newcomer.join(proxy.descriptor()).unwrap();
+        }
+        let add = Add { slot: 5, value: i64::from(life), ordered: true };
+        let before: Vec<_> = all.iter().map(|(p, _)| p.words()[5].load(Acquire)).collect();
+        let pusher = newcomer.pusher(1, 0).unwrap();
+        for (proxy, _) in &all {
+            let to = proxy.descriptor().rank;
+            pusher.push(&Command::Atomic { rank: to, channel: 1, add }).unwrap();
+        }
+        for (proxy, _) in &all {
+            proxy.join(&through_bytes(newcomer.descriptor())).unwrap();
+        }
+        for ((proxy, _), before) in all.iter().zip(before) {
+            until("an early atomic", || proxy.words()[5].load(Acquire) == before + u64::from(life));
+        }
+        all.push((newcomer, events));
+        let barrier = Command::Barrier { scope: Scope::All, channel: 1 };
+        let pushers: Vec<_> = all.iter().map(|(p, _)| p.pusher(1, 0).unwrap()).collect();
+        let entered: Vec<_> = pushers.iter().map(|p| p.push(&barrier).unwrap()).collect();
+        until("the barrier", || pushers.iter().zip(&entered).all(|(p, i)| p.is_complete(*i)));
+    }
 }
 
 /// It naps for an hour, so that only a push can have woken it.
