@@ -35,6 +35,7 @@ MAY_USE = {
 }
 CRATES_MAY_USE = {
     "fabric-kvcache": {"fabric-engine"},
+    "fabric-proxy": {"fabric-engine"},
     "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-plan", "fabric-simulate"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
     "fabric-perf": {"fabric-engine", "fabric-kvcache"},

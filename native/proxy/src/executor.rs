@@ -283,6 +283,12 @@ impl Executor {
     }
 }
 
+impl Drop for Executor {
+    fn drop(&mut self) {
+        self.inbox.close();
+    }
+}
+
 /// Where the atomic of a rank's channel and epoch lies in a ring, bytes.
 fn place(rank: usize, channel: u8, epoch: u8) -> u64 {
     ((rank as u64 * CHANNELS as u64 + u64::from(channel)) * EPOCHS + u64::from(epoch)) * ENTRY

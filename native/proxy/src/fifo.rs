@@ -37,6 +37,8 @@ pub enum FifoError {
     Command(#[from] CommandError),
     #[error("the FIFO is full: {0} commands are not completed; wait for one, or give the proxy more capacity")]
     Full(u64),
+    #[error("the proxy is closed, and what isn't completed never will be; open another one")]
+    Closed,
 }
 
 /// The device's end. Any number of threads may use it.
@@ -94,7 +96,7 @@ impl Pusher {
     /// Pushes a command if there is room; its index, for [`Pusher::is_complete`].
     ///
     /// # Errors
-    /// [`FifoError::Full`], [`FifoError::Command`].
+    /// [`FifoError::Full`], [`FifoError::Command`], [`FifoError::Closed`].
     #[inline]
     pub fn try_push(&self, command: &Command) -> Result<u64, FifoError> {
         self.try_push_words(command.encode()?)
@@ -103,12 +105,13 @@ impl Pusher {
     /// Pushes a command, waiting for room: this is how the proxy paces its device.
     ///
     /// # Errors
-    /// [`FifoError::Command`].
+    /// [`FifoError::Command`], [`FifoError::Closed`].
     pub fn push(&self, command: &Command) -> Result<u64, FifoError> {
         let words = command.encode()?;
         loop {
             match self.try_push_words(words) {
-                Err(FifoError::Full(_)) => pause(),
+                Err(FifoError::Full(_)) if !self.bed.is_closed() => pause(),
+                Err(FifoError::Full(_)) => return Err(FifoError::Closed),
                 other => return other,
             }
         }
@@ -122,8 +125,10 @@ impl Pusher {
         let slot = self.area.slot(index);
         slot[0].store(words[0] & !LAP | lap, Release);
         slot[1].store(words[1] & !LAP | lap, Release);
-        self.bed.wake();
-        Ok(index)
+        match self.bed.wake() {
+            true => Ok(index),
+            false => Err(FifoError::Closed),
+        }
     }
 
     #[inline]
@@ -155,8 +160,19 @@ impl Pusher {
     }
 
     /// Waits until [`Pusher::is_complete`].
-    pub fn wait(&self, index: u64) {
-        while !self.is_complete(index) {
+    ///
+    /// # Errors
+    /// [`FifoError::Closed`].
+    pub fn wait(&self, index: u64) -> Result<(), FifoError> {
+        loop {
+            // Before the look, so that what was completed last is seen.
+            let closed = self.bed.is_closed();
+            if self.is_complete(index) {
+                return Ok(());
+            }
+            if closed {
+                return Err(FifoError::Closed);
+            }
             pause();
         }
     }

@@ -35,6 +35,8 @@ pub(crate) enum News {
 #[derive(Debug)]
 pub(crate) struct Inbox {
     any: AtomicBool,
+    /// Some of it is no tag.
+    any_news: AtomicBool,
     /// Values of tagged immediates, and how many writes carried each.
     tags: Mutex<Vec<(u32, u32)>>,
     news: Mutex<Vec<News>>,
@@ -43,7 +45,13 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     pub fn new(bed: Arc<Bed>) -> Self {
-        Self { any: AtomicBool::new(false), tags: Mutex::default(), news: Mutex::default(), bed }
+        Self {
+            any: AtomicBool::new(false),
+            any_news: AtomicBool::new(false),
+            tags: Mutex::default(),
+            news: Mutex::default(),
+            bed,
+        }
     }
 
     /// Called under the engine's lock.
@@ -53,7 +61,11 @@ impl Inbox {
     }
 
     pub fn news(&self, news: News) {
-        self.news.lock().push(news);
+        let mut all = self.news.lock();
+        all.push(news);
+        // Under the lock, as it is cleared: it says what the list holds.
+        self.any_news.store(true, Release);
+        drop(all);
         self.tell();
     }
 
@@ -62,8 +74,19 @@ impl Inbox {
         self.bed.wake();
     }
 
+    /// Nobody takes anything any more, here or from the FIFOs.
+    pub fn close(&self) {
+        self.bed.close();
+    }
+
     pub fn is_empty(&self) -> bool {
         !self.any.load(Acquire)
+    }
+
+    /// Whether ranks have come or gone since the last [`Inbox::take`].
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        self.any_news.load(Acquire)
     }
 
     /// What has come since the last time; `tags` must be empty.
@@ -75,7 +98,9 @@ impl Inbox {
         // Before the look, so that what comes after it is announced anew.
         self.any.store(false, std::sync::atomic::Ordering::SeqCst);
         std::mem::swap(tags, &mut self.tags.lock());
-        std::mem::take(&mut self.news.lock())
+        let mut news = self.news.lock();
+        self.any_news.store(false, Release);
+        std::mem::take(&mut news)
     }
 }
 

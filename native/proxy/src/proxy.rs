@@ -250,7 +250,7 @@ impl Proxy {
         Ok(())
     }
 
-    /// Stops the threads and closes their engines. Commands that aren't completed never are.
+    /// Stops the threads and closes their engines. Commands that aren't completed never are: who waits for them is told.
     pub fn close(&self) {
         let mut ended = self.ended.lock();
         if std::mem::replace(&mut *ended, true) {

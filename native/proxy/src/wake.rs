@@ -5,13 +5,15 @@ use std::time::Duration;
 use crate::sync::{
     atomic::{
         AtomicU32,
-        Ordering::{Relaxed, SeqCst},
+        Ordering::{Acquire, Relaxed, SeqCst},
     },
     heavy, light, prepare,
 };
 
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 1;
+/// For good: nobody will take what is pushed.
+const CLOSED: u32 = 2;
 
 /// On a line of its own: pushers read it with every command.
 #[derive(Debug)]
@@ -27,18 +29,32 @@ impl Default for Bed {
 
 impl Bed {
     /// To be called after the news is there for [`Bed::sleep`]'s `news` to see. A load and a branch while the
-    /// sleeper is awake.
+    /// sleeper is awake. False if nobody will look any more.
     #[inline]
-    pub fn wake(&self) {
+    pub fn wake(&self) -> bool {
         light();
-        if self.0.load(Relaxed) == ASLEEP {
-            self.rouse();
+        match self.0.load(Relaxed) {
+            AWAKE => true,
+            ASLEEP => {
+                self.rouse();
+                true
+            }
+            _ => false,
         }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.0.load(Acquire) == CLOSED
+    }
+
+    /// The sleeper goes away.
+    pub(crate) fn close(&self) {
+        self.0.store(CLOSED, SeqCst);
     }
 
     #[cold]
     fn rouse(&self) {
-        if self.0.swap(AWAKE, SeqCst) == ASLEEP {
+        if self.0.compare_exchange(ASLEEP, AWAKE, SeqCst, SeqCst).is_ok() {
             self.ring();
         }
     }

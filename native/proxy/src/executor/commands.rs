@@ -111,7 +111,7 @@ impl Executor {
     ) -> Result<Verdict> {
         let rank = usize::from(rank);
         let state = self.peers.get(rank).map(|p| p.state);
-        if state != Some(State::Alive) && !self.inbox.is_empty() {
+        if state != Some(State::Alive) && self.inbox.has_news() {
             // It may have joined before this was pushed.
             return Ok(Verdict::Wait);
         }
@@ -225,6 +225,8 @@ impl Executor {
         let ranks = self.peers.len();
         let (round, since) = match self.sources[fifo].barrier {
             Some(entered) => entered,
+            // Whoever joined before this was pushed takes part.
+            None if self.inbox.has_news() => return Verdict::Wait,
             None => {
                 let key = (scope, channel);
                 let round = self.rounds.entry(key).or_insert_with(|| Rounds::new(ranks)).enter();

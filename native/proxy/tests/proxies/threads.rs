@@ -11,6 +11,7 @@ use std::{
 use fabric_engine::api::{EngineConfig, TransportKind};
 use fabric_proxy::{
     command::{Add, Command, Scope},
+    fifo::FifoError,
     Config, DeviceMemory, Engines, Event, OnEvent, Proxy, ProxyError, RankDescriptor,
 };
 
@@ -32,7 +33,8 @@ pub fn open(transport: TransportKind, config: &Config, memory: u64, on_event: On
 fn group(transport: TransportKind, config: &Config, memory: u64) -> Vec<(Proxy, Receiver<Event>)> {
     let open_one = |rank| {
         let (told, events) = channel();
-        let config = Config { rank, ..config.clone() };
+        // Beyond the patience of these tests: nothing that hangs is helped by it.
+        let config = Config { rank, deadline: 4 * PATIENCE, ..config.clone() };
         let proxy = open(transport, &config, memory, Arc::new(move |e| drop(told.send(e))));
         (proxy, events)
     };
@@ -266,6 +268,30 @@ fn commands_that_cannot_be_are_refused_in_words_and_others_go_on() {
     for bytes in [&[][..], &[0xff; 64], &proxy.descriptor().to_bytes()[1..]] {
         assert!(RankDescriptor::from_bytes(bytes).is_err());
     }
+}
+
+#[test]
+fn who_waits_for_a_closed_proxy_is_told() {
+    let base = Config { ranks: 2, capacity: 2, ..Config::default() };
+    let mut all = group(TransportKind::Shm, &base, 4096);
+    let (proxy, _) = all.remove(0);
+    let pusher = proxy.pusher(0, 0).unwrap();
+    // The other rank never enters.
+    let barrier = Command::Barrier { scope: Scope::All, channel: 0 };
+    let entered = pusher.push(&barrier).unwrap();
+    let waiting = {
+        let pusher = pusher.clone();
+        thread::spawn(move || pusher.wait(entered))
+    };
+    let pushing = {
+        let pusher = pusher.clone();
+        thread::spawn(move || (0..3).find_map(|_| pusher.push(&barrier).err()))
+    };
+    until("a full FIFO", || pusher.try_push(&barrier) == Err(FifoError::Full(2)));
+    drop(proxy);
+    assert_eq!(waiting.join().unwrap(), Err(FifoError::Closed));
+    assert_eq!(pushing.join().unwrap(), Some(FifoError::Closed));
+    assert!(!pusher.is_complete(entered));
 }
 
 /// Several threads push into each FIFO at once, more than it holds, and all of it arrives.
