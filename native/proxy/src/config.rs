@@ -73,7 +73,7 @@ impl Config {
                 return Err(ProxyError::Invalid(format!("{n} {what}: take 1 to {most}")));
             }
         }
-        if self.ranks % self.per_node != 0 {
+        if !self.ranks.is_multiple_of(self.per_node) {
             return Err(ProxyError::Invalid(format!(
                 "{} ranks are no whole number of nodes of {}",
                 self.ranks, self.per_node

@@ -309,7 +309,7 @@ mod loom_tests {
 
     use super::*;
 
-    /// Every command once, whole, in its pusher's order, none beyond the capacity.
+    /// Every command once, whole, in its pusher's order, none beyond the capacity, and after what was written before it.
     #[test]
     fn two_pushers_and_a_popper_over_two_laps() {
         let mut model = loom::model::Builder::new();
@@ -317,13 +317,15 @@ mod loom_tests {
         model.max_branches = 20_000;
         model.check(|| {
             let (pusher, mut popper) = fifo(2, Arc::new(Bed::default())).unwrap();
+            let tokens: Arc<[_; 2]> = Arc::new([0, 0].map(loom::sync::atomic::AtomicU64::new));
             let threads: Vec<_> = (0..2u64)
                 .map(|t| {
-                    let pusher = pusher.clone();
+                    let (pusher, tokens) = (pusher.clone(), Arc::clone(&tokens));
                     thread::spawn(move || {
                         for i in 0..2 - t {
                             // Both words say who and which.
                             let id = t * 2 + i + 1;
+                            tokens[t as usize].store(id, Relaxed);
                             while pusher.try_push_words([id, id]).is_err() {
                                 thread::yield_now();
                             }
@@ -342,6 +344,7 @@ mod loom_tests {
                 assert_eq!(words[0], words[1], "half of another command");
                 let t = (words[0] as usize - 1) / 2;
                 assert_eq!(words[0], next[t]);
+                assert!(tokens[t].load(Relaxed) >= words[0], "before its token");
                 next[t] += 1;
                 popper.pop(1);
             }

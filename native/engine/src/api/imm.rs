@@ -53,10 +53,9 @@ impl Imm {
     /// The value of a tagged immediate.
     #[inline]
     pub(crate) fn tag(self) -> Option<u32> {
-        let slot = self.slot();
-        (FIRST_TAGGED_SLOT..FIRST_ALLOCATED_SLOT)
-            .contains(&slot)
-            .then(|| (self.0 >> (32 - SLOT_BITS - GENERATION_BITS)) & ((1 << TAG_BITS) - 1))
+        let tagged = (FIRST_TAGGED_SLOT..FIRST_ALLOCATED_SLOT).contains(&self.slot());
+        let value = self.0 >> (32 - SLOT_BITS - GENERATION_BITS) & ((1 << TAG_BITS) - 1);
+        tagged.then_some(value)
     }
 
     pub(crate) fn allocated(slot: u32, generation: u8) -> Self {

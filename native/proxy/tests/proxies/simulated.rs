@@ -170,15 +170,14 @@ fn a_killed_rank_is_told_once_and_the_others_go_on() {
 
         // Another life of it joins, and is sent to as if nothing had been.
         let again = Plan { seed: seed + 100, ..plan(seed, false) };
-        let old: Vec<_> = ranks.drain(..).collect();
         let newcomer = Rank::new(engine(&mut net), again, (2, 2), &[0, 1, 2], false);
-        let mut all = old;
+        let mut all = ranks;
         for r in &all {
             r.meet(2, 2, &newcomer.descriptor);
             newcomer.meet(r.device.rank, 1, &r.descriptor);
         }
         newcomer.meet(2, 2, &newcomer.descriptor);
-        let words: Vec<u64> = all.iter().map(|r| sum(r)).collect();
+        let words: Vec<u64> = all.iter().map(sum).collect();
         for r in &mut all {
             let command = Command::Atomic {
                 rank: 2,
