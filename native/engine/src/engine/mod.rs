@@ -255,7 +255,7 @@ impl TransferEngine {
 
     /// Has `take` told the value of every tagged immediate ([`Imm::tagged`]) that arrives, and how many writes carried
     /// it, when their bytes are readable (IC-2) and once for each write (IC-3). Before anybody is told this engine's
-    /// address, for what came earlier is lost.
+    /// address, for what came earlier is lost. Plain counters from 2^18 on are tags to this engine from then on.
     ///
     /// It is called under the engine's lock by whatever thread moves the engine on: it must be quick and must not call
     /// the engine.
