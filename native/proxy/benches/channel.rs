@@ -152,7 +152,7 @@ fn nowhere() -> Nowhere {
     let (engine, part, mut executor, pusher) = executor(0);
     let (_, _, peer, _) = self::executor(1);
     let theirs = peer.descriptor();
-    executor.remote().join(1, 1, theirs.clone());
+    executor.membership().join(1, 1, theirs.clone());
     let there = engine.import(&theirs.memory).expect("a descriptor");
     // Connects.
     let first = pusher.push(&write(None)).expect("a command");

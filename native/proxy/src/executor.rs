@@ -10,8 +10,9 @@ mod losses;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use fabric_engine::{api::Priority, Handle};
-use fabric_engine::{Op, Region, Result as EngineResult, Submit, Time, TransferEngine};
+use fabric_engine::{
+    api::Priority, Handle, Op, Quiet, Region, Result as EngineResult, Submit, Time, TransferEngine,
+};
 
 use crate::{
     alive::Alive,
@@ -96,11 +97,11 @@ impl std::fmt::Debug for Executor {
     }
 }
 
-/// Tells an executor from other threads.
+/// Tells an executor which ranks are there, from other threads.
 #[derive(Clone, Debug)]
-pub struct Remote(Arc<Inbox>);
+pub struct Membership(Arc<Inbox>);
 
-impl Remote {
+impl Membership {
     /// A rank is there, or there again: in a later life.
     pub fn join(&self, rank: usize, incarnation: u32, descriptor: ThreadDescriptor) {
         self.0.news(News::Join { rank, incarnation, descriptor: Box::new(descriptor) });
@@ -160,8 +161,8 @@ impl Executor {
         ThreadDescriptor { memory: self.part.descriptor(), control }
     }
 
-    pub fn remote(&self) -> Remote {
-        Remote(Arc::clone(&self.inbox))
+    pub fn membership(&self) -> Membership {
+        Membership(Arc::clone(&self.inbox))
     }
 
     /// One round: takes in what has arrived, carries out what can be, gives up what takes too long. True if
@@ -231,7 +232,6 @@ impl Executor {
 
     /// Lets go of requests that are over.
     fn collect(&mut self) -> bool {
-        use fabric_engine::Quiet;
         let mut moved = false;
         let mut i = 0;
         while i < self.active.len() {

@@ -32,7 +32,7 @@ pub use alive::Alive;
 pub use config::Config;
 pub use descriptor::{RankDescriptor, ThreadDescriptor};
 pub use error::{ProxyError, Result};
-pub use executor::{Common, Event, Executor, OnEvent, Remote};
+pub use executor::{Common, Event, Executor, Membership, OnEvent};
 pub use proxy::{DeviceMemory, Engines, Proxy};
 pub use tag::EPOCHS;
 pub use wake::Bed;

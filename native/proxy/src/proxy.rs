@@ -16,7 +16,7 @@ use crate::{
     alive::Alive,
     config::Config,
     descriptor::RankDescriptor,
-    executor::{Common, Executor, OnEvent, Remote},
+    executor::{Common, Executor, Membership, OnEvent},
     fifo::{fifo_in, Popper, Pusher},
     raw::{Area, AtomicWords},
     symmetric::check_rank,
@@ -37,7 +37,7 @@ pub struct Proxy {
 }
 
 struct Thread {
-    remote: Remote,
+    membership: Membership,
     bed: Arc<Bed>,
     engine: Arc<TransferEngine>,
     handle: Mutex<Option<JoinHandle<()>>>,
@@ -140,8 +140,8 @@ impl Proxy {
             )?;
             pushers.push(ours);
             descriptors.push(executor.descriptor());
-            let remote = executor.remote();
-            threads.push(Thread { remote, bed, engine, handle: Mutex::new(None) });
+            let membership = executor.membership();
+            threads.push(Thread { membership, bed, engine, handle: Mutex::new(None) });
             executors.push(executor);
         }
         let (rank, incarnation) = (config.rank as u16, config.incarnation);
@@ -232,7 +232,7 @@ impl Proxy {
         }
         self.common.alive.begin(rank, given);
         for (thread, theirs) in self.threads.iter().zip(&descriptor.threads) {
-            thread.remote.join(rank, given, theirs.clone());
+            thread.membership.join(rank, given, theirs.clone());
         }
         Ok(())
     }
@@ -246,7 +246,7 @@ impl Proxy {
         if rank == usize::from(self.descriptor.rank) {
             return Err(ProxyError::Invalid("a rank can't mask itself; close its proxy".into()));
         }
-        self.threads.iter().for_each(|t| t.remote.mask(rank));
+        self.threads.iter().for_each(|t| t.membership.mask(rank));
         Ok(())
     }
 

@@ -239,21 +239,25 @@ impl Executor {
         };
         // Who is late may himself be waiting for the deadline of another.
         let after = 2 * self.config.deadline;
-        let silent_since = Time(now.0.saturating_sub(after.as_nanos() as u64));
-        while self.missing(scope, channel, round, now).is_some() {
-            let silent = self.missing(scope, channel, round, silent_since);
-            let Some(rank) = silent.filter(|_| since <= silent_since) else {
-                return Verdict::Wait;
-            };
+        let is_long_ago = |t: Time| now.since(t) >= after;
+        while self.missing(scope, channel, round, |_| true).is_some() {
+            let silent = self.missing(scope, channel, round, is_long_ago);
+            let Some(rank) = silent.filter(|_| is_long_ago(since)) else { return Verdict::Wait };
             self.lose(rank, ProxyError::Silent { rank, what: "enter a barrier", after });
         }
         self.sources[fifo].barrier = None;
         Verdict::Over
     }
 
-    /// Who hasn't entered a barrier yet, of those who were last heard of before a time.
-    fn missing(&self, scope: Scope, channel: u8, round: u64, heard: Time) -> Option<usize> {
-        let silent = self.participants(scope).filter(|r| self.peers[*r].heard <= heard);
-        self.rounds[&(scope, channel)].missing(round, silent)
+    /// Who hasn't entered a barrier yet, of those whom `heard` picks by when they were last heard of.
+    fn missing(
+        &self,
+        scope: Scope,
+        channel: u8,
+        round: u64,
+        heard: impl Fn(Time) -> bool,
+    ) -> Option<usize> {
+        let picked = self.participants(scope).filter(|r| heard(self.peers[*r].heard));
+        self.rounds[&(scope, channel)].missing(round, picked)
     }
 }

@@ -104,7 +104,10 @@ impl Device {
         let mut dice = fastrand::Rng::with_seed(plan.seed ^ rank as u64);
         for channel in 0..plan.channels {
             let queue = &mut queues[usize::from(channel)];
-            let mut todo: Vec<_> = peers.iter().map(|dst| (*dst, 0)).collect();
+            let mut todo: Vec<_> = match plan.rounds {
+                0 => Vec::new(),
+                _ => peers.iter().map(|dst| (*dst, 0)).collect(),
+            };
             while !todo.is_empty() {
                 let i = dice.usize(..todo.len());
                 let (dst, round) = todo[i];

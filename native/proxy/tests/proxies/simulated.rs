@@ -41,12 +41,12 @@ impl Rank {
             incarnation,
             fifos: plan.channels.into(),
             capacity: 16,
-            words: plan.words(),
+            words: plan.words().max(1),
             max_outstanding: MAX_OUTSTANDING as u32,
             deadline: DEADLINE,
             ..Config::default()
         };
-        let part = engine.alloc(plan.memory()).unwrap();
+        let part = engine.alloc(plan.memory().max(16)).unwrap();
         let common = Common::new(&config);
         let bed = Arc::new(Bed::default());
         let fifos = (0..config.fifos).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
@@ -69,7 +69,7 @@ impl Rank {
     }
 
     fn meet(&self, rank: usize, incarnation: u32, descriptor: &ThreadDescriptor) {
-        self.executor.remote().join(rank, incarnation, descriptor.clone());
+        self.executor.membership().join(rank, incarnation, descriptor.clone());
     }
 
     fn lost(&self) -> Vec<usize> {
@@ -224,6 +224,15 @@ fn a_rank_that_is_killed_at_any_step_does_not_stop_the_others() {
         let took = net.now().since(since);
         assert!(took < Duration::from_secs(4), "RS-4: {took:?} at step {at}");
     }
+}
+
+/// Time begins at 0, and nobody has been heard of yet.
+#[test]
+fn a_barrier_at_once_loses_nobody() {
+    let mut net = network(3);
+    let mut ranks = everybody(&mut net, Plan { rounds: 0, ..plan(3, true) }, true);
+    until(&mut net, &mut ranks, "meeting", |ranks| ranks.iter().all(|r| r.device.has_sent_all()));
+    assert!(ranks.iter().all(|r| r.lost().is_empty()));
 }
 
 /// Its engine lives and takes bytes, but its proxy does nothing any more.
