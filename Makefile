@@ -88,7 +88,7 @@ wheel: $(DONE)/venv
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools
-	cd native && RUSTFLAGS="--cfg loom" cargo test -p fabric-engine --release --target-dir target/loom --lib loom
+	cd native && RUSTFLAGS="--cfg loom" cargo test -p fabric-engine -p fabric-proxy --release --target-dir target/loom --lib loom
 
 # Whatever reads bytes of others: every fuzzer for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60

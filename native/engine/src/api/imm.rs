@@ -15,6 +15,11 @@ const WEIGHTS: u32 = (1 << (32 - SLOT_BITS - GENERATION_BITS)) - 1;
 /// by the receiver with a generation (IC-6).
 pub const FIRST_ALLOCATED_SLOT: u32 = SLOTS / 2;
 
+/// The slots of tagged immediates: the upper half of the plain ones. The generation's bits are part of the tag.
+const FIRST_TAGGED_SLOT: u32 = FIRST_ALLOCATED_SLOT / 2;
+/// Bits of a tag; see [`Imm::tagged`].
+pub const TAG_BITS: u32 = FIRST_TAGGED_SLOT.trailing_zeros() + GENERATION_BITS;
+
 /// An immediate value: which counter of the receiver a write counts on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Imm(u32);
@@ -30,6 +35,27 @@ impl Imm {
             )));
         }
         Ok(Self(value << (32 - SLOT_BITS)))
+    }
+
+    /// A value below 2^[`TAG_BITS`] that the receiver is told as it is: for engines that take tags, by
+    /// [`TransferEngine::take_tags`](crate::TransferEngine::take_tags). Elsewhere it means nothing.
+    pub fn tagged(value: u32) -> Result<Self> {
+        if value >> TAG_BITS != 0 {
+            return Err(EngineError::Invalid(format!(
+                "tag {value} is too large: it has {TAG_BITS} bits"
+            )));
+        }
+        Ok(Self(
+            (FIRST_TAGGED_SLOT << (32 - SLOT_BITS)) + (value << (32 - SLOT_BITS - GENERATION_BITS)),
+        ))
+    }
+
+    /// The value of a tagged immediate.
+    #[inline]
+    pub(crate) fn tag(self) -> Option<u32> {
+        let tagged = (FIRST_TAGGED_SLOT..FIRST_ALLOCATED_SLOT).contains(&self.slot());
+        let value = self.0 >> (32 - SLOT_BITS - GENERATION_BITS) & ((1 << TAG_BITS) - 1);
+        tagged.then_some(value)
     }
 
     pub(crate) fn allocated(slot: u32, generation: u8) -> Self {
@@ -82,6 +108,16 @@ mod tests {
             assert!(imms.len() <= 15 + n as usize / (1 << 15));
         }
         assert_eq!(Imm::weighted(raw, 1).collect::<Vec<_>>(), [raw]);
+    }
+
+    #[test]
+    fn tags_have_a_range_of_their_own() {
+        for value in [0, 1, 255, 256, (1 << TAG_BITS) - 1] {
+            assert_eq!(Imm::tagged(value).unwrap().tag(), Some(value));
+        }
+        assert!(Imm::tagged(1 << TAG_BITS).is_err());
+        assert_eq!(Imm::plain(FIRST_TAGGED_SLOT - 1).unwrap().tag(), None);
+        assert_eq!(Imm::allocated(FIRST_ALLOCATED_SLOT, 255).tag(), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub use config::{EngineConfig, NicConfig, Requirement, Spin, Spray, MAX_RAILS};
 pub(crate) use descriptor::check_range;
 pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey};
 pub(crate) use imm::SLOTS;
-pub use imm::{Imm, FIRST_ALLOCATED_SLOT};
+pub use imm::{Imm, FIRST_ALLOCATED_SLOT, TAG_BITS};
 pub use pages::{IndexList, PageIndices, Pages};
 pub use priority::Priority;
 pub(crate) use segment::{check_parts, cut, Cut};

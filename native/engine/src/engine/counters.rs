@@ -119,6 +119,9 @@ impl Cell {
 
 type Page = [Cell; PAGE];
 
+/// Told the value of a tagged immediate, and how many writes carried it.
+pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
+
 /// All counters of an engine.
 pub(crate) struct Counters {
     pages: Box<[OnceLock<Box<Page>>]>,
@@ -129,6 +132,7 @@ pub(crate) struct Counters {
     /// No deadline is earlier than this, so that looking costs one load. Every expectation has one (IC-4).
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
+    tags: OnceLock<TakeTag>,
 }
 
 struct Free {
@@ -148,11 +152,17 @@ impl Default for Counters {
             watched: Mutex::default(),
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),
+            tags: OnceLock::new(),
         }
     }
 }
 
 impl Counters {
+    /// Has `take` told of tagged immediates from now on; false if somebody is already.
+    pub fn take_tags(&self, take: TakeTag) -> bool {
+        self.tags.set(take).is_ok()
+    }
+
     fn cell(&self, slot: u32) -> &Cell {
         let page = self.pages[slot as usize / PAGE].get_or_init(|| {
             let cells: Box<[Cell]> = (0..PAGE).map(|_| Cell::new()).collect();
@@ -198,6 +208,9 @@ impl Counters {
     #[inline]
     pub fn arrive(&self, count: Count) {
         let imm = Imm::from_wire(count.imm);
+        if let (Some(take), Some(tag)) = (self.tags.get(), imm.tag()) {
+            return take(tag, count.n);
+        }
         let cell = self.cell(imm.slot());
         if cell.generation.load(Acquire) as u8 != imm.generation() {
             self.ghosts.fetch_add(u64::from(count.n), Relaxed);

@@ -265,6 +265,31 @@ impl TransferEngine {
         self.make_counter(imm, false)
     }
 
+    /// Has `take` told the value of every tagged immediate ([`Imm::tagged`]) that arrives, and how many writes carried
+    /// it, when their bytes are readable (IC-2) and once for each write (IC-3). Before anybody is told this engine's
+    /// address, for what came earlier is lost. Plain counters from 2^18 on are tags to this engine from then on.
+    ///
+    /// It is called under the engine's lock by whatever thread moves the engine on: it must be quick and must not call
+    /// the engine.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if the tags of this engine are taken already.
+    pub fn take_tags(&self, take: impl Fn(u32, u32) + Send + Sync + 'static) -> Result<()> {
+        self.shared.check_open()?;
+        match self.shared.counters.take_tags(Box::new(take)) {
+            true => Ok(()),
+            false => Err(EngineError::Invalid(
+                "somebody takes the tags of this engine already; open another engine".into(),
+            )),
+        }
+    }
+
+    /// Moves the engine on for a moment on this thread, unless another one is at it: for threads that spin.
+    #[inline]
+    pub fn poll(&self) -> bool {
+        self.shared.cell.poll_once(&self.shared)
+    }
+
     /// Opens the rotating pool for messages, in place of the one before: up to `count` at a time are in users' hands, each of at
     /// most `max_len` bytes. Further ones wait at their senders.
     pub fn receive(

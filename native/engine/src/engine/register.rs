@@ -80,7 +80,8 @@ impl TransferEngine {
     }
 
     /// Registers the memory of a region once more, under another key: what one peer was given can then be
-    /// taken back from it alone, by [`Region::revoke`]. The memory lives as long as either registration.
+    /// taken back from it alone, by [`Region::revoke`]. The region may be another engine's of this process: then both
+    /// reach one memory. It lives as long as either registration.
     ///
     /// # Errors
     /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one of a file.
@@ -90,9 +91,17 @@ impl TransferEngine {
             let what = "a file's region can't be registered again; register the file again";
             return Err(EngineError::Invalid(what.into()));
         }
-        let keep: Keep = Some(Box::new(Arc::clone(&region.inner.memory)));
-        // SAFETY: the bytes belong to a registered region, whose memory is kept.
-        unsafe { self.register(region.addr(), region.len(), keep) }
+        self.shared.check_process()?;
+        let memory = &region.inner.memory;
+        let keep: Keep = Some(Box::new(Arc::clone(memory)));
+        let backing = match &memory.backing {
+            Backing::Owned { allocation, offset } => {
+                let offset = offset + (region.addr() - memory.base) as u64;
+                Backing::Owned { allocation: Arc::clone(allocation), offset }
+            }
+            Backing::Foreign => Backing::Foreign,
+        };
+        self.register_memory(region.addr(), region.len(), backing, keep)
     }
 
     /// As [`TransferEngine::register`], with the whole segment that the memory lies in: it is

@@ -8,6 +8,7 @@ mod nics;
 mod opening;
 mod rails;
 mod suite;
+mod tags;
 mod worlds;
 
 macro_rules! on_every_transport {
@@ -90,5 +91,7 @@ on_every_transport! {
     foreign_memory_is_reached,
     files_are_reached_or_refused_in_words,
     many_small_writes_all_count,
+    memory_of_another_engine_of_the_process_is_reached_through_either,
+    tags_are_told_once_each_with_their_bytes,
     closing_in_any_order_is_safe,
 }

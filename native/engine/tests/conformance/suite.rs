@@ -12,6 +12,10 @@ use fabric_engine::{
     ScatterDst, Submit, TransferEngine,
 };
 
+pub use crate::tags::{
+    memory_of_another_engine_of_the_process_is_reached_through_either,
+    tags_are_told_once_each_with_their_bytes,
+};
 use crate::worlds::World;
 
 /// Generous: some NICs under test have an emulated processor behind them.

@@ -1,0 +1,387 @@
+//! The channel from a device to its proxy: a bounded lock-free FIFO of commands, with many pushers and one popper
+//! (uccl-ep §3.1, Figure 6).
+//!
+//! **How a slot is published.** Either 64-bit word of a slot carries one lap bit: 1 in the first lap around the FIFO,
+//! 0 in the second, and so on. The popper takes a slot when *both* words show the lap that it is in. So the two words
+//! may become visible in any order and at any time: two 8-byte stores of a processor, which has no atomic 16-byte
+//! store, do as well as one 16-byte store of a GPU, even where the bus tears that. One bit is enough, for a slot
+//! is written again only after its command was completed: until then it shows this lap or the one before. No shared
+//! "published" index is needed, so that a slow pusher doesn't make others wait for it.
+//!
+//! **Order.** A release store of each word comes after whatever its pusher wrote before (the token itself), and the
+//! popper's acquire load of both before whatever it reads. On a GPU: a system-scope release, or a fence and plain stores.
+//!
+//! **Flow control.** A pusher takes an index when fewer than `capacity` (`kMaxInflight`) commands are not completed.
+//! It reads the popper's index only when the copy that all pushers share says that the FIFO is full.
+//!
+//! Where things lie is in [`raw`](crate::raw): a word that one side polls is near that side.
+
+use std::sync::Arc;
+
+use crate::{
+    command::{Command, CommandError, Words, LAP},
+    raw::Area,
+    sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release},
+    wake::Bed,
+};
+
+/// The most commands that a FIFO holds.
+pub const MAX_CAPACITY: u32 = 1 << 20;
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FifoError {
+    #[error("a FIFO of {0} commands: take a power of two, 1048576 at most")]
+    Capacity(u32),
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    #[error("the FIFO is full: {0} commands are not completed; wait for one, or give the proxy more capacity")]
+    Full(u64),
+    #[error("the proxy is closed, and what isn't completed never will be; open another one")]
+    Closed,
+}
+
+/// The device's end. Any number of threads may use it.
+#[derive(Clone, Debug)]
+pub struct Pusher {
+    area: Arc<Area>,
+    /// Where the popper sleeps.
+    bed: Arc<Bed>,
+}
+
+/// The proxy's end.
+#[derive(Debug)]
+pub struct Popper {
+    area: Arc<Area>,
+    /// Commands completed, which nobody else writes.
+    completed: u64,
+}
+
+/// A FIFO in memory of this process.
+///
+/// # Errors
+/// [`FifoError::Capacity`].
+pub fn fifo(capacity: u32, bed: Arc<Bed>) -> Result<(Pusher, Popper), FifoError> {
+    check(capacity)?;
+    fifo_in(Area::allocate(capacity), bed)
+}
+
+/// A FIFO in memory that is handed in, such as pinned host memory that a GPU pushes to.
+///
+/// # Errors
+/// [`FifoError::Capacity`].
+pub fn fifo_in(area: Area, bed: Arc<Bed>) -> Result<(Pusher, Popper), FifoError> {
+    check(area.parts().capacity)?;
+    let area = Arc::new(area);
+    Ok((Pusher { area: Arc::clone(&area), bed }, Popper { area, completed: 0 }))
+}
+
+fn check(capacity: u32) -> Result<(), FifoError> {
+    match capacity.is_power_of_two() && capacity <= MAX_CAPACITY {
+        true => Ok(()),
+        false => Err(FifoError::Capacity(capacity)),
+    }
+}
+
+/// The lap bit of the command with this index.
+#[inline]
+fn lap(index: u64, capacity: u64) -> u64 {
+    match index & capacity {
+        0 => LAP,
+        _ => 0,
+    }
+}
+
+impl Pusher {
+    /// Pushes a command if there is room; its index, for [`Pusher::is_complete`].
+    ///
+    /// # Errors
+    /// [`FifoError::Full`], [`FifoError::Command`], [`FifoError::Closed`].
+    #[inline]
+    pub fn try_push(&self, command: &Command) -> Result<u64, FifoError> {
+        self.try_push_words(command.encode()?)
+    }
+
+    /// Pushes a command, waiting for room: this is how the proxy paces its device.
+    ///
+    /// # Errors
+    /// [`FifoError::Command`], [`FifoError::Closed`].
+    pub fn push(&self, command: &Command) -> Result<u64, FifoError> {
+        let words = command.encode()?;
+        loop {
+            match self.try_push_words(words) {
+                Err(FifoError::Full(_)) if !self.bed.is_closed() => pause(),
+                Err(FifoError::Full(_)) => return Err(FifoError::Closed),
+                other => return other,
+            }
+        }
+    }
+
+    /// As [`Pusher::try_push`], with the command as a device would write it. The highest bit of either word is lost.
+    #[inline]
+    pub fn try_push_words(&self, words: Words) -> Result<u64, FifoError> {
+        let index = self.claim()?;
+        let lap = lap(index, self.area.capacity());
+        let slot = self.area.slot(index);
+        slot[0].store(words[0] & !LAP | lap, Release);
+        slot[1].store(words[1] & !LAP | lap, Release);
+        match self.bed.wake() {
+            true => Ok(index),
+            false => Err(FifoError::Closed),
+        }
+    }
+
+    #[inline]
+    fn claim(&self) -> Result<u64, FifoError> {
+        let side = self.area.pushers();
+        let mut index = side.claimed.load(Relaxed);
+        loop {
+            if index.wrapping_sub(side.completed_seen.load(Acquire)) as i64
+                >= self.area.capacity() as i64
+            {
+                let completed = self.area.completed().load(Acquire);
+                side.completed_seen.fetch_max(completed, AcqRel);
+                if index.wrapping_sub(completed) as i64 >= self.area.capacity() as i64 {
+                    return Err(FifoError::Full(self.area.capacity()));
+                }
+            }
+            match side.claimed.compare_exchange_weak(index, index + 1, Relaxed, Relaxed) {
+                Ok(_) => return Ok(index),
+                Err(now) => index = now,
+            }
+        }
+    }
+
+    /// Whether the command with this index is completed: a write or an atomic when it was posted, a drain or a barrier
+    /// when it is over.
+    #[inline]
+    pub fn is_complete(&self, index: u64) -> bool {
+        self.area.completed().load(Acquire) > index
+    }
+
+    /// Waits until [`Pusher::is_complete`].
+    ///
+    /// # Errors
+    /// [`FifoError::Closed`].
+    pub fn wait(&self, index: u64) -> Result<(), FifoError> {
+        loop {
+            // Before the look, so that what was completed last is seen.
+            let closed = self.bed.is_closed();
+            if self.is_complete(index) {
+                return Ok(());
+            }
+            if closed {
+                return Err(FifoError::Closed);
+            }
+            pause();
+        }
+    }
+}
+
+impl Popper {
+    /// The command `ahead` places behind the oldest that isn't completed, if it was pushed: looks without taking.
+    #[inline]
+    pub fn poll(&self, ahead: u64) -> Option<Words> {
+        // Slots from there on are of the lap before.
+        if ahead >= self.area.capacity() {
+            return None;
+        }
+        let index = self.completed + ahead;
+        let lap = lap(index, self.area.capacity());
+        let slot = self.area.slot(index);
+        let words = [slot[0].load(Acquire), slot[1].load(Acquire)];
+        (words[0] & LAP == lap && words[1] & LAP == lap).then(|| [words[0] & !LAP, words[1] & !LAP])
+    }
+
+    /// Completes the `n` oldest commands, which [`Popper::poll`] has returned: their slots may be used again.
+    #[inline]
+    pub fn pop(&mut self, n: u64) {
+        self.completed += n;
+        self.area.completed().store(self.completed, Release);
+    }
+
+    /// The index of the oldest command that isn't completed.
+    pub fn index(&self) -> u64 {
+        self.completed
+    }
+}
+
+#[cfg(not(loom))]
+fn pause() {
+    std::thread::yield_now();
+}
+
+#[cfg(loom)]
+fn pause() {
+    loom::thread::yield_now();
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    fn drain(n: u32) -> Command {
+        Command::Drain { up_to: Some(n) }
+    }
+
+    #[test]
+    fn a_full_fifo_takes_nothing_until_a_command_is_completed() {
+        let (pusher, mut popper) = fifo(4, Arc::default()).unwrap();
+        let mut first = 0;
+        for round in 0..10 {
+            let held = u64::from(round != 0);
+            for i in held..4 {
+                assert_eq!(pusher.try_push(&drain(i as u32)), Ok(first + i));
+            }
+            assert_eq!(pusher.try_push(&drain(9)), Err(FifoError::Full(4)));
+            for i in held..4 {
+                let words = popper.poll(i).unwrap();
+                assert_eq!(Command::decode(words), Ok(drain(i as u32)));
+            }
+            assert_eq!(popper.poll(4), None);
+            assert!(!pusher.is_complete(first), "polled isn't completed");
+            popper.pop(3);
+            first += 3;
+            assert!(pusher.is_complete(first - 1) && !pusher.is_complete(first));
+        }
+        for bad in [0, 3, MAX_CAPACITY * 2] {
+            assert_eq!(fifo(bad, Arc::default()).unwrap_err(), FifoError::Capacity(bad));
+        }
+    }
+
+    /// A word that shows the next lap is not taken while the other doesn't: what a torn store looks like.
+    #[test]
+    fn a_half_written_command_is_not_taken() {
+        for first in [0, 1] {
+            let (pusher, mut popper) = fifo(2, Arc::default()).unwrap();
+            for index in 0..6u64 {
+                let words = drain(index as u32).encode().unwrap();
+                let lap = lap(index, 2);
+                pusher.area.pushers().claimed.fetch_add(1, Relaxed);
+                let slot = pusher.area.slot(index);
+                slot[first].store(words[first] | lap, Release);
+                assert_eq!(popper.poll(0), None);
+                slot[1 - first].store(words[1 - first] | lap, Release);
+                assert_eq!(popper.poll(0), Some(words));
+                popper.pop(1);
+            }
+        }
+    }
+
+    #[test]
+    fn commands_of_many_pushers_come_once_and_in_each_ones_order() {
+        const EACH: u32 = 20_000;
+        let (pusher, mut popper) = fifo(64, Arc::default()).unwrap();
+        let threads: Vec<_> = (0..4u32)
+            .map(|t| {
+                let pusher = pusher.clone();
+                thread::spawn(move || {
+                    (0..EACH).for_each(|i| assert!(pusher.push(&drain(t * EACH + i)).is_ok()))
+                })
+            })
+            .collect();
+        let mut next = [0; 4];
+        for _ in 0..4 * EACH {
+            let words = loop {
+                match popper.poll(0) {
+                    Some(words) => break words,
+                    None => thread::yield_now(),
+                }
+            };
+            let Ok(Command::Drain { up_to: Some(n) }) = Command::decode(words) else {
+                panic!("{words:?} was never pushed")
+            };
+            let t = (n / EACH) as usize;
+            assert_eq!(n % EACH, next[t]);
+            next[t] += 1;
+            popper.pop(1);
+        }
+        assert_eq!((next, popper.poll(0)), ([EACH; 4], None));
+        threads.into_iter().for_each(|t| t.join().unwrap());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::thread;
+
+    use super::*;
+
+    /// Every command once, whole, in its pusher's order, none beyond the capacity, and after what was written before it.
+    #[test]
+    fn two_pushers_and_a_popper_over_two_laps() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.max_branches = 20_000;
+        model.check(|| {
+            let (pusher, mut popper) = fifo(2, Arc::new(Bed::default())).unwrap();
+            let tokens: Arc<[_; 2]> = Arc::new([0, 0].map(loom::sync::atomic::AtomicU64::new));
+            let threads: Vec<_> = (0..2u64)
+                .map(|t| {
+                    let (pusher, tokens) = (pusher.clone(), Arc::clone(&tokens));
+                    thread::spawn(move || {
+                        for i in 0..2 - t {
+                            // Both words say who and which.
+                            let id = t * 2 + i + 1;
+                            tokens[t as usize].store(id, Relaxed);
+                            while pusher.try_push_words([id, id]).is_err() {
+                                thread::yield_now();
+                            }
+                        }
+                    })
+                })
+                .collect();
+            let mut next = [1, 3];
+            for _ in 0..3 {
+                let words = loop {
+                    match popper.poll(0) {
+                        Some(words) => break words,
+                        None => thread::yield_now(),
+                    }
+                };
+                assert_eq!(words[0], words[1], "half of another command");
+                let t = (words[0] as usize - 1) / 2;
+                assert_eq!(words[0], next[t]);
+                assert!(tokens[t].load(Relaxed) >= words[0], "before its token");
+                next[t] += 1;
+                popper.pop(1);
+            }
+            threads.into_iter().for_each(|t| t.join().unwrap());
+            assert_eq!((next, popper.poll(0)), ([3, 4], None));
+        });
+    }
+
+    #[test]
+    fn completion_is_never_early_and_carries_what_was_done() {
+        loom::model(|| {
+            let (pusher, mut popper) = fifo(1, Arc::new(Bed::default())).unwrap();
+            let done = Arc::new(loom::sync::atomic::AtomicU32::new(0));
+            let index = pusher.try_push_words([1, 1]).unwrap();
+            let theirs = Arc::clone(&done);
+            let proxy = thread::spawn(move || {
+                assert_eq!(popper.poll(0), Some([1, 1]));
+                theirs.store(1, Relaxed);
+                popper.pop(1);
+            });
+            if pusher.is_complete(index) {
+                assert_eq!(done.load(Relaxed), 1);
+            }
+            proxy.join().unwrap();
+            assert!(pusher.is_complete(index));
+        });
+    }
+
+    #[test]
+    fn a_sleeping_proxy_is_woken_by_a_push() {
+        loom::model(|| {
+            let bed = Arc::new(Bed::default());
+            let (pusher, popper) = fifo(1, Arc::clone(&bed)).unwrap();
+            let device = thread::spawn(move || pusher.try_push_words([1, 1]).unwrap());
+            bed.sleep(std::time::Duration::MAX, || popper.poll(0).is_some());
+            assert_eq!(popper.poll(0), Some([1, 1]), "woken by nothing");
+            device.join().unwrap();
+        });
+    }
+}

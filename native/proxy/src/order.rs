@@ -1,0 +1,159 @@
+//! What a receiver may apply, and when: order rebuilt from what arrives in any order (uccl-ep §3.3). Pure.
+//!
+//! Writes and atomics of one sender on one channel are numbered by *epochs*. An epoch is the writes since the last
+//! atomic, and the atomic that ends it; a write's tag names its epoch, the atomic says how many writes that had. So
+//! a count belongs to one epoch only, and a later write never stands in for a missing one.
+//!
+//! - **OR-1 fence.** An atomic is applied when all writes of its epoch have been counted, in whatever order they came.
+//! - **OR-2 order.** An ordered atomic is applied when all earlier atomics of its channel are, too; its fence then
+//!   covers all writes before it. Others don't wait for one another.
+//! - **OR-3 once.** Every atomic is applied once.
+//! - **OR-4 bounded.** At most [`EPOCHS`] epochs of a channel are under way: a sender begins one only when its number
+//!   is free again, which the receiver says by credits. So numbers may wrap around.
+//!
+//! What breaks these rules is an error of the sender, and names it.
+
+use crate::tag::EPOCHS;
+
+/// Epochs that one credit gives back.
+pub const CREDIT: u64 = EPOCHS / 4;
+/// Bytes of an atomic in the control ring.
+pub(crate) const ENTRY: u64 = 16;
+
+/// An atomic as it is sent: 16 bytes, little-endian. Bits 0-11 slot, 12 whether in order, 32-63 writes of its epoch;
+/// then the value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    pub slot: u16,
+    pub value: i64,
+    pub ordered: bool,
+    /// Writes of its epoch.
+    pub writes: u32,
+}
+
+impl Entry {
+    pub(crate) fn to_bytes(self) -> [u8; ENTRY as usize] {
+        let head =
+            u64::from(self.slot) | u64::from(self.ordered) << 12 | u64::from(self.writes) << 32;
+        (u128::from(head) | u128::from(self.value as u64) << 64).to_le_bytes()
+    }
+
+    pub(crate) fn from_bytes(bytes: [u8; ENTRY as usize]) -> Result<Self, OrderError> {
+        let all = u128::from_le_bytes(bytes);
+        let (head, value) = (all as u64, (all >> 64) as i64);
+        if head >> 13 & 0x7ffff != 0 {
+            return Err(OrderError::Garbled);
+        }
+        let (slot, ordered) = (head as u16 & 0xfff, head >> 12 & 1 == 1);
+        Ok(Self { slot, value, ordered, writes: (head >> 32) as u32 })
+    }
+}
+
+/// How a sender broke the protocol.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OrderError {
+    #[error("it sent two atomics of epoch {0} at a time")]
+    Twice(u8),
+    #[error("it counted {counted} writes of epoch {epoch}, which had {writes}")]
+    TooMany { epoch: u8, counted: u32, writes: u32 },
+    #[error("it gave back more epochs than it was sent")]
+    Credits,
+    #[error("it sent an atomic that can't be read")]
+    Garbled,
+    #[error("it sent an atomic on slot {slot}, and there are {slots}")]
+    Slot { slot: u16, slots: usize },
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Epoch {
+    counted: u32,
+    entry: Option<Entry>,
+    /// Before its turn; only atomics without order are.
+    applied: bool,
+}
+
+impl Epoch {
+    fn is_full(&self) -> bool {
+        self.entry.is_some_and(|e| e.writes == self.counted)
+    }
+}
+
+/// One sender's channel at the receiver.
+#[derive(Clone, Debug)]
+pub struct Channel {
+    epochs: [Epoch; EPOCHS as usize],
+    /// The oldest epoch that isn't over.
+    oldest: u64,
+    /// Epochs that are over and haven't been given back.
+    freed: u64,
+}
+
+impl Default for Channel {
+    fn default() -> Self {
+        Self { epochs: [Epoch::default(); EPOCHS as usize], oldest: 0, freed: 0 }
+    }
+}
+
+impl Channel {
+    /// `n` writes of an epoch have arrived. Atomics that may be applied now go to `apply`.
+    ///
+    /// # Errors
+    /// [`OrderError::TooMany`].
+    pub fn wrote(&mut self, epoch: u8, n: u32, apply: impl FnMut(Entry)) -> Result<(), OrderError> {
+        let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
+        e.counted = e.counted.saturating_add(n);
+        self.settle(epoch, apply)
+    }
+
+    /// An epoch's atomic has arrived.
+    ///
+    /// # Errors
+    /// [`OrderError::Twice`], [`OrderError::TooMany`].
+    pub fn ended(
+        &mut self,
+        epoch: u8,
+        entry: Entry,
+        apply: impl FnMut(Entry),
+    ) -> Result<(), OrderError> {
+        let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
+        if e.entry.replace(entry).is_some() {
+            return Err(OrderError::Twice(epoch));
+        }
+        self.settle(epoch, apply)
+    }
+
+    /// Credits to be sent to the sender now.
+    pub fn credits(&mut self) -> u64 {
+        let credits = self.freed / CREDIT;
+        self.freed %= CREDIT;
+        credits
+    }
+
+    fn settle(&mut self, epoch: u8, mut apply: impl FnMut(Entry)) -> Result<(), OrderError> {
+        let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
+        let Some(entry) = e.entry else { return Ok(()) };
+        if e.counted > entry.writes {
+            let (counted, writes) = (e.counted, entry.writes);
+            return Err(OrderError::TooMany { epoch, counted, writes });
+        }
+        if e.is_full() && !entry.ordered && !e.applied {
+            e.applied = true;
+            apply(entry);
+        }
+        loop {
+            let e = &mut self.epochs[(self.oldest % EPOCHS) as usize];
+            if !e.is_full() {
+                return Ok(());
+            }
+            let Epoch { entry, applied, .. } = std::mem::take(e);
+            self.oldest += 1;
+            self.freed += 1;
+            if let Some(entry) = entry.filter(|_| !applied) {
+                apply(entry);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,91 @@
+//! What the 26 bits of a tagged immediate say here: which write arrived.
+//!
+//! | bits  | field       |                                                            |
+//! |-------|-------------|------------------------------------------------------------|
+//! | 16-25 | source      | the rank that wrote                                        |
+//! | 12-15 | incarnation | of that rank, so that an earlier life's counts for nobody (IC-6) |
+//! | 10-11 | kind        | data, atomic, credit, barrier                              |
+//! | 5-9   | channel     |                                                            |
+//! | 0-4   | epoch       | of data and atomics; the scope of a barrier                |
+
+use fabric_engine::api::{Imm, TAG_BITS};
+
+use crate::command::{Scope, CHANNELS, RANKS};
+
+/// Epochs of a channel that may be under way at a time; see [`order`](crate::order).
+pub const EPOCHS: u64 = 32;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A write of an epoch.
+    Data,
+    /// The atomic that ends an epoch lies in its place of the control ring.
+    Atomic,
+    /// [`order::CREDIT`](crate::order::CREDIT) epochs of what this rank sent there are over.
+    Credit,
+    /// The source has entered a barrier.
+    Barrier,
+}
+
+/// Lives of a rank that can be told apart.
+pub(crate) const LIVES: u32 = 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tag {
+    pub source: u16,
+    /// Below [`LIVES`].
+    pub life: u8,
+    pub kind: Kind,
+    pub channel: u8,
+    /// Below [`EPOCHS`].
+    pub epoch: u8,
+}
+
+const _: () = assert!(RANKS * LIVES as usize * 4 * CHANNELS * EPOCHS as usize == 1 << TAG_BITS);
+
+impl Tag {
+    #[inline]
+    pub fn imm(self) -> Imm {
+        let value = u32::from(self.source) << 16
+            | u32::from(self.life) << 12
+            | (self.kind as u32) << 10
+            | u32::from(self.channel) << 5
+            | u32::from(self.epoch);
+        Imm::tagged(value).expect("its fields are within their bits")
+    }
+
+    #[inline]
+    pub fn of(value: u32) -> Self {
+        Self {
+            source: (value >> 16) as u16 & (RANKS as u16 - 1),
+            life: (value >> 12) as u8 & (LIVES as u8 - 1),
+            kind: match value >> 10 & 3 {
+                0 => Kind::Data,
+                1 => Kind::Atomic,
+                2 => Kind::Credit,
+                _ => Kind::Barrier,
+            },
+            channel: (value >> 5) as u8 & (CHANNELS as u8 - 1),
+            epoch: value as u8 & (EPOCHS as u8 - 1),
+        }
+    }
+
+    pub fn scope(self) -> Scope {
+        match self.epoch {
+            0 => Scope::All,
+            _ => Scope::Rail,
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tag_survives_its_26_bits() {
+        for value in (0..1 << TAG_BITS).step_by(997).chain([(1 << TAG_BITS) - 1]) {
+            assert_eq!(Tag::of(value).imm(), Imm::tagged(value).unwrap());
+        }
+    }
+}

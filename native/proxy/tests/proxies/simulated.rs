@@ -1,0 +1,265 @@
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Time, TransferEngine,
+};
+use fabric_proxy::{
+    command::{Command, Scope},
+    fifo::{fifo, Pusher},
+    Bed, Common, Config, Event, Executor, ThreadDescriptor,
+};
+
+use crate::device::{Device, Plan};
+
+const MAX_OUTSTANDING: usize = 12;
+const DEADLINE: Duration = Duration::from_millis(200);
+
+struct Rank {
+    executor: Executor,
+    engine: Arc<TransferEngine>,
+    device: Device,
+    common: Common,
+    descriptor: ThreadDescriptor,
+    events: Arc<Mutex<Vec<Event>>>,
+    pushers: Vec<Pusher>,
+}
+
+impl Rank {
+    fn new(
+        engine: Arc<TransferEngine>,
+        plan: Plan,
+        (rank, incarnation): (usize, u32),
+        peers: &[usize],
+        barrier: bool,
+    ) -> Self {
+        let config = Config {
+            rank,
+            ranks: plan.ranks,
+            incarnation,
+            fifos: plan.channels.into(),
+            capacity: 16,
+            words: plan.words().max(1),
+            max_outstanding: MAX_OUTSTANDING as u32,
+            deadline: DEADLINE,
+            ..Config::default()
+        };
+        let part = engine.alloc(plan.memory().max(16)).unwrap();
+        let common = Common::new(&config);
+        let bed = Arc::new(Bed::default());
+        let fifos = (0..config.fifos).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
+        let (pushers, poppers): (Vec<_>, Vec<_>) = fifos.unzip();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let theirs = Arc::clone(&events);
+        let executor = Executor::new(
+            Arc::clone(&engine),
+            part.clone(),
+            &config,
+            common.clone(),
+            (bed, poppers),
+            Arc::new(move |e| theirs.lock().unwrap().push(e)),
+        )
+        .unwrap();
+        let descriptor = executor.descriptor();
+        let own = (part, common.words.clone(), pushers.clone());
+        let device = Device::new(rank, plan, own, peers, barrier);
+        Self { executor, engine, device, common, descriptor, events, pushers }
+    }
+
+    fn meet(&self, rank: usize, incarnation: u32, descriptor: &ThreadDescriptor) {
+        self.executor.membership().join(rank, incarnation, descriptor.clone());
+    }
+
+    fn lost(&self) -> Vec<usize> {
+        let events = self.events.lock().unwrap();
+        let ranks = events.iter().map(|e| match e {
+            Event::Lost { rank, .. } => *rank,
+            other => panic!("{other:?}"),
+        });
+        ranks.collect()
+    }
+}
+
+fn engine(net: &mut SimNet) -> Arc<TransferEngine> {
+    net.engine(EngineConfig { op_timeout: Duration::from_secs(60), ..Default::default() }).unwrap()
+}
+
+fn network(seed: u64) -> SimNet {
+    let max_bytes = [16, 1000][seed as usize % 2];
+    let ordered = seed % 5 == 4;
+    SimNet::new(SimConfig { seed, max_bytes, ordered, ..SimConfig::default() })
+}
+
+fn everybody(net: &mut SimNet, plan: Plan, barrier: bool) -> Vec<Rank> {
+    let all: Vec<_> = (0..plan.ranks).collect();
+    let ranks: Vec<_> =
+        all.iter().map(|r| Rank::new(engine(net), plan, (*r, 1), &all, barrier)).collect();
+    for a in &ranks {
+        for b in &ranks {
+            a.meet(b.device.rank, 1, &b.descriptor);
+        }
+    }
+    ranks
+}
+
+/// Lets the next thing happen, in which every rank takes its part.
+fn step(net: &mut SimNet, ranks: &mut [Rank]) {
+    while ranks.iter_mut().fold(false, |moved, r| {
+        r.device.step();
+        moved | r.executor.step(net.now())
+    }) {}
+    assert!(ranks.iter().all(|r| r.executor.outstanding() <= 3 * MAX_OUTSTANDING));
+    if !net.step() {
+        // Only who waits for a deadline is left.
+        net.advance(Time(net.now().0 + 1_000_000));
+    }
+    ranks.iter_mut().for_each(|r| r.device.look());
+}
+
+fn until(net: &mut SimNet, ranks: &mut [Rank], what: &str, done: impl Fn(&[Rank]) -> bool) {
+    for _ in 0..2_000_000 {
+        if done(ranks) {
+            return;
+        }
+        step(net, ranks);
+    }
+    panic!("{what} does not end; lost: {:?}", ranks.iter().map(Rank::lost).collect::<Vec<_>>());
+}
+
+fn plan(seed: u64, ordered: bool) -> Plan {
+    // More rounds than epochs have numbers.
+    Plan { ranks: 3, channels: 2, rounds: 70, ordered, seed }
+}
+
+#[test]
+fn or_tokens_are_there_when_an_atomic_says_so_whatever_order_they_come_in() {
+    for seed in 0..10 {
+        for ordered in [false, true] {
+            let mut net = network(seed);
+            let mut ranks = everybody(&mut net, plan(seed, ordered), true);
+            until(&mut net, &mut ranks, "sending", |ranks| {
+                ranks.iter().all(|r| r.device.has_sent_all() && r.device.has_all_of(&[0, 1, 2]))
+            });
+            assert!(ranks.iter().all(|r| r.lost().is_empty()));
+            assert!(ranks.iter().all(|r| r.executor.outstanding() == 0));
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_is_told_once_and_the_others_go_on() {
+    for seed in 0..16 {
+        let mut net = network(seed);
+        let mut ranks = everybody(&mut net, plan(seed, seed % 2 == 0), true);
+        for _ in 0..seed * seed * 16 {
+            step(&mut net, &mut ranks);
+        }
+        let killed = ranks.pop().unwrap();
+        net.kill(killed.engine.id());
+        let at = net.now();
+        until(&mut net, &mut ranks, "sending past a dead rank", |ranks| {
+            ranks
+                .iter()
+                .all(|r| r.device.has_sent_all() && r.device.has_all_of(&[0, 1]) && r.lost() == [2])
+        });
+        let took = net.now().since(at);
+        assert!(took < Duration::from_secs(4), "RS-4: {took:?} under seed {seed}");
+        assert!(ranks.iter().all(|r| !r.common.alive.is_alive(2) && r.common.alive.is_alive(1)));
+
+        // Another life of it joins, and is sent to as if nothing had been.
+        let again = Plan { seed: seed + 100, ..plan(seed, false) };
+        let newcomer = Rank::new(engine(&mut net), again, (2, 2), &[0, 1, 2], false);
+        let mut all = ranks;
+        for r in &all {
+            r.meet(2, 2, &newcomer.descriptor);
+            newcomer.meet(r.device.rank, 1, &r.descriptor);
+        }
+        newcomer.meet(2, 2, &newcomer.descriptor);
+        let words: Vec<u64> = all.iter().map(sum).collect();
+        for r in &mut all {
+            let command = Command::Atomic {
+                rank: 2,
+                channel: 0,
+                add: fabric_proxy::command::Add { slot: 0, value: 0, ordered: true },
+            };
+            r.pushers[0].try_push(&command).unwrap();
+            r.pushers[0].try_push(&Command::Barrier { scope: Scope::All, channel: 1 }).unwrap();
+        }
+        newcomer.pushers[1].try_push(&Command::Barrier { scope: Scope::All, channel: 1 }).unwrap();
+        all.push(newcomer);
+        // The survivors' devices look at words that the newcomer's plan changes: only its own looks count.
+        let own = all.len() - 1;
+        for _ in 0..2_000_000 {
+            if all[own].device.has_sent_all() && all[own].device.has_all_of(&[2]) {
+                break;
+            }
+            while all.iter_mut().fold(false, |moved, r| moved | r.executor.step(net.now())) {}
+            all[own].device.step();
+            net.step();
+        }
+        assert!(all[own].device.has_sent_all(), "the newcomer is stuck under seed {seed}");
+        assert!(all[own].lost().is_empty());
+        assert!(all.iter().zip(words).all(|(r, before)| sum(r) > before));
+        assert!(all.iter().all(|r| r.common.alive.is_alive(2)));
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_at_any_step_does_not_stop_the_others() {
+    let small = |seed| Plan { ranks: 3, channels: 2, rounds: 3, ordered: seed % 2 == 0, seed };
+    for at in 0..150 {
+        let mut net = network(at);
+        let mut ranks = everybody(&mut net, small(at), true);
+        (0..at).for_each(|_| step(&mut net, &mut ranks));
+        let killed = ranks.pop().unwrap();
+        net.kill(killed.engine.id());
+        let since = net.now();
+        until(&mut net, &mut ranks, "sending past a dead rank", |ranks| {
+            ranks
+                .iter()
+                .all(|r| r.device.has_sent_all() && r.device.has_all_of(&[0, 1]) && r.lost() == [2])
+        });
+        let took = net.now().since(since);
+        assert!(took < Duration::from_secs(4), "RS-4: {took:?} at step {at}");
+    }
+}
+
+/// Time begins at 0, and nobody has been heard of yet.
+#[test]
+fn a_barrier_at_once_loses_nobody() {
+    let mut net = network(3);
+    let mut ranks = everybody(&mut net, Plan { rounds: 0, ..plan(3, true) }, true);
+    until(&mut net, &mut ranks, "meeting", |ranks| ranks.iter().all(|r| r.device.has_sent_all()));
+    assert!(ranks.iter().all(|r| r.lost().is_empty()));
+}
+
+/// Its engine lives and takes bytes, but its proxy does nothing any more.
+#[test]
+fn a_rank_that_stalls_is_given_up_by_the_deadline() {
+    for seed in 0..6 {
+        let mut net = network(seed);
+        // Where nobody waits for epochs, it is a barrier that it is missing in.
+        let plan = match seed % 2 {
+            0 => plan(seed, true),
+            _ => Plan { rounds: 3, ..plan(seed, true) },
+        };
+        let mut ranks = everybody(&mut net, plan, true);
+        (0..seed / 2 * 40).for_each(|_| step(&mut net, &mut ranks));
+        let stalled = ranks.pop().unwrap();
+        let since = net.now();
+        until(&mut net, &mut ranks, "sending past a stalled rank", |ranks| {
+            ranks
+                .iter()
+                .all(|r| r.device.has_sent_all() && r.device.has_all_of(&[0, 1]) && r.lost() == [2])
+        });
+        let took = net.now().since(since);
+        assert!(took < 4 * DEADLINE, "{took:?} under seed {seed}");
+        drop(stalled);
+    }
+}
+
+fn sum(rank: &Rank) -> u64 {
+    rank.common.words.iter().map(|w| w.load(std::sync::atomic::Ordering::Acquire)).sum()
+}
