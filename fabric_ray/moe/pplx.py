@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.moe import rows
 from fabric_ray.moe.all_to_all import RowPart
 from fabric_ray.moe.comm import Comm, Exchanges, comm_of
 
@@ -171,8 +172,8 @@ class AllToAll:
             self._indices = experts
         if do_recv:
             self._rows = out_expert_x.shape[1]
-            rows = out_expert_x.view(self._bits).flatten(0, 1)
-            got = self._exchange.dispatch_recv(stride=self._rows, x=rows)
+            room = out_expert_x.view(self._bits).flatten(0, 1)
+            got = self._exchange.dispatch_recv(stride=self._rows, x=room)
             out_expert_num_tokens.copy_(got.counts)
             if out_expert_x_scale is not None and self._scale_bytes:
                 scales = got.parts["scale"].view(out_expert_x_scale.dtype)
@@ -210,10 +211,11 @@ class AllToAll:
             raise InvalidArgument(
                 f"answers are {expert_y.dtype} {tuple(expert_y.shape)}; give {self._dtype} {wanted}"
             )
-        if out_tokens.dtype not in _SUMMED or len(out_tokens) < tokens:
-            raise InvalidArgument(
-                f"out_tokens are {out_tokens.dtype} {tuple(out_tokens.shape)} for {tokens} tokens"
-            )
+        if out_tokens.dtype not in _SUMMED:
+            raise InvalidArgument(f"out_tokens are {out_tokens.dtype}; give one of {[*_SUMMED]}")
+        width = self._indices.shape[1]
+        rows.part("weights", weights, width=width, dtype=torch.float32, rows=tokens)
+        rows.part("out_tokens", out_tokens, width=self._hidden, dtype=out_tokens.dtype, rows=tokens)
         if do_send:
             self._exchange.combine_send(expert_y.flatten(0, 1))
         if do_recv:

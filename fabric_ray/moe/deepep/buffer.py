@@ -499,7 +499,8 @@ def _form(
     rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
     parts: dict[str, Tensor] = {}
     if topk_idx is not None:
-        parts["topk_idx"] = topk_idx.to(torch.int64)
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        parts["topk_idx"] = topk_idx.to(torch.int64) + 1
     if topk_weights is not None:
         parts["topk_weights"] = topk_weights
         if topk_idx is None or topk_weights.shape != topk_idx.shape:
@@ -538,7 +539,7 @@ def _padded(
         tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
     idx = weights = None
     if "topk_idx" in got.parts:
-        here = got.parts["topk_idx"] - first
+        here = got.parts["topk_idx"] - 1 - first
         here = torch.where((here >= 0) & (here < local), here, -1)
         idx = fill(here, -1)
         if "topk_weights" in got.parts:

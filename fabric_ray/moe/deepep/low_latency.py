@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe import cast
+from fabric_ray.moe import cast, rows
 from fabric_ray.moe.all_to_all import AllToAll, RowPart
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
@@ -100,7 +100,8 @@ class LowLatency:
             )
         slot = self._next(form)
         origin = torch.empty(len(x), 2, dtype=torch.int32)
-        origin[:, 0] = slot.exchange.rank
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        origin[:, 0] = slot.exchange.rank + 1
         origin[:, 1] = torch.arange(len(x))
         parts = {"origin": origin}
         if form.scales is not None:
@@ -240,36 +241,38 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
 
 
 def _room(slot: Slot, dtype: torch.dtype) -> Received:
-    experts, rows, hidden = slot.shape
+    experts, room, hidden = slot.shape
     form = slot.form
     scales = None
     if form.scales is not None:
         width = next(p.width for p in form.parts if p.name == "scales")
         # DeepEP's scales lie by columns, as grouped GEMMs load them.
-        scales = torch.empty(experts, width, rows, dtype=form.scales).transpose(1, 2)
+        scales = torch.empty(experts, width, room, dtype=form.scales).transpose(1, 2)
     handle = (
-        torch.empty(experts, rows, dtype=torch.int32),
+        torch.empty(experts, room, dtype=torch.int32),
         torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64),
         form.max_tokens,
         hidden,
         form.experts,
     )
-    x = torch.empty(experts, rows, hidden, dtype=dtype)
+    x = torch.empty(experts, room, hidden, dtype=dtype)
     return Received(x, scales, torch.zeros(experts, dtype=torch.int32), handle)
 
 
 def _receive(slot: Slot, received: Received) -> None:
-    experts, rows, _ = slot.shape
-    got = slot.exchange.dispatch_recv(stride=rows, x=received.x.flatten(0, 1))
+    experts, room, _ = slot.shape
+    got = slot.exchange.dispatch_recv(stride=room, x=received.x.flatten(0, 1))
     if received.scales is not None:
-        received.scales.copy_(got.parts["scales"].view(experts, rows, -1))
+        received.scales.copy_(got.parts["scales"].view(experts, room, -1))
     received.counts.copy_(got.counts)
     src_info, layout = received.handle[:2]
-    origin = got.parts["origin"].view(experts, rows, 2)
+    origin = got.parts["origin"].view(experts, room, 2)
     src_info.copy_(origin[:, :, 1])
     for expert, count in enumerate(got.counts.tolist()):
-        of = torch.bincount(origin[expert, :count, 0], minlength=slot.exchange.ranks)
-        layout[expert] = ((of.cumsum(0) - of) << 32) | of
+        sources, rows_of = origin[expert, :count, 0].unique_consecutive(return_counts=True)
+        begins = rows_of.cumsum(0) - rows_of
+        here = sources > 0
+        layout[expert, sources[here].long() - 1] = ((begins << 32) | rows_of)[here]
 
 
 def _sums(out: Tensor | None, tokens: int, hidden: int) -> Tensor:
@@ -279,4 +282,5 @@ def _sums(out: Tensor | None, tokens: int, hidden: int) -> Tensor:
         raise InvalidArgument(
             f"out is {out.dtype} {tuple(out.shape)}; give bfloat16 {(tokens, hidden)}"
         )
+    rows.part("out", out, width=hidden, dtype=torch.bfloat16)
     return out

@@ -140,6 +140,8 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             ("answers are", (out, idx, w, room[:, :2])),
             ("answers are", (out, idx, w, room.float())),
             ("out_tokens", (out[:2], idx, w, room)),
+            ("out_tokens", (out.double(), idx, w, room)),
+            ("weights", (out, idx, w.double(), room)),
         ]:
             with pytest.raises(invalid, match=words):
                 a.combine(*args)
