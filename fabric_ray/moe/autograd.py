@@ -7,7 +7,11 @@ at the expert. Sums are all that answers come back as, so weights and their grad
 exchange of their own, in the backward pass alone: a row of ``2 * topk`` words to each expert of a
 token and one of ``topk`` words back, beside rows of the hidden dimension.
 
-A pass costs what it costs forward: two exchanges' halves, and, with weights, two narrow ones.
+A pass backward costs what it costs forward, and the narrow exchange. Answers need not be kept where
+they were summed up, ``topk`` of them for each token; they are kept at their experts, where autograd
+has them anyway.
+
+Gradients that lack a part are not gradients: a rank that is lost ends the pass with ``PeerLost``.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import DecodeError, InvalidArgument
+from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
 from fabric_ray.moe import rows
 from fabric_ray.moe.all_to_all import AllToAll, Dispatched, RowPart
 
@@ -36,7 +40,6 @@ class _Routing:
     indices: Tensor
     tokens: int
     multiple: int
-    rows: int
     expert_of_row: Tensor
     """int32 ``[rows]``; -1 for rows that fill up."""
 
@@ -124,12 +127,24 @@ class Differentiable:
         self.tokens.dispatch_send(x.contiguous(), routing.indices)
         got = self.tokens.dispatch_recv(multiple=routing.multiple)
         self._open = routing
+        self._check_all_here()
         return got.x.masked_fill_(~routing.filled[:, None], 0)
 
     def _combine(self, y: Tensor, weights: Tensor | None) -> Tensor:
         self.tokens.combine_send(y.contiguous())
         self._open = None
-        return self.tokens.combine_recv(weights)
+        sums = self.tokens.combine_recv(weights)
+        self._check_all_here()
+        return sums
+
+    def _check_all_here(self) -> None:
+        for lost in (*self.tokens.lost, *self.weights.lost):
+            raise PeerLost(
+                f"rank {lost.rank} was lost at {lost.stage}: {lost.cause}; its part is missing, go "
+                "back to a checkpoint and make the exchange anew",
+                peer=f"rank {lost.rank}",
+                transport="",
+            )
 
 
 def dispatch(
@@ -144,6 +159,7 @@ def dispatch(
 
     Raises:
         InvalidArgument: what doesn't fit, before anything is sent.
+        PeerLost: a rank was lost, then or before.
     """
     parts: list[Dispatched] = []
     x_rows: Tensor = _Dispatch.apply(x, exchange, indices, multiple, parts)
@@ -160,6 +176,7 @@ def combine(exchange: Differentiable, y: Tensor, weights: Tensor | None = None) 
 
     Raises:
         InvalidArgument: what doesn't fit; or nothing was dispatched since the last combine.
+        PeerLost: a rank was lost, then or before.
     """
     routing = exchange._latest
     if routing is None:
@@ -187,7 +204,8 @@ class _Dispatch(torch.autograd.Function):
         expert_of_row = torch.full((len(got.x),), -1, dtype=torch.int32)
         for local, number in enumerate(exchange.local_experts):
             expert_of_row[got.of(local)] = number
-        routing = _Routing(indices.clone(), len(x), multiple, len(got.x), expert_of_row)
+        exchange._check_all_here()
+        routing = _Routing(indices.clone(), len(x), multiple, expert_of_row)
         exchange._latest = exchange._open = routing
         ctx.exchange, ctx.routing = exchange, routing
         parts.append(got)
@@ -234,6 +252,7 @@ class _Combine(torch.autograd.Function):
             products = (of_sums.float() * y[: len(of_sums)].float()).sum(1, keepdim=True)
             exchange.weights.combine_send(torch.where(place, products, 0.0))
             of_weights = exchange.weights.combine_recv()
+        exchange._check_all_here()
         return (of_sums.float() * weight).to(y.dtype), of_weights, None, None
 
 

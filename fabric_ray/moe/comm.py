@@ -55,7 +55,7 @@ class GroupComm:
         all_padded = [torch.zeros_like(padded) for _ in lengths]
         if longest:
             dist.all_gather(all_padded, padded, group=self._group)
-        return [bytes(p[: int(n)].tolist()) for p, n in zip(all_padded, lengths, strict=True)]
+        return [p[: int(n)].numpy().tobytes() for p, n in zip(all_padded, lengths, strict=True)]
 
 
 def comm_of(group: Any, comm: Any = None) -> Comm:

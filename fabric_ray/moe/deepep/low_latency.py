@@ -269,7 +269,7 @@ def _receive(slot: Slot, received: Received) -> None:
     origin = got.parts["origin"].view(experts, room, 2)
     src_info.copy_(origin[:, :, 1])
     for expert, count in enumerate(got.counts.tolist()):
-        sources, rows_of = origin[expert, :count, 0].unique_consecutive(return_counts=True)
+        sources, rows_of = torch.unique_consecutive(origin[expert, :count, 0], return_counts=True)
         begins = rows_of.cumsum(0) - rows_of
         here = sources > 0
         layout[expert, sources[here].long() - 1] = ((begins << 32) | rows_of)[here]

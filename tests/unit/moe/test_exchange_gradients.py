@@ -174,6 +174,23 @@ def test_without_weights_and_in_bfloat16_gradients_flow_too() -> None:
     on_ranks(2, work)
 
 
+def test_rs_1_a_lost_rank_ends_the_pass_by_name() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+        sums = combine(a, dispatch(a, x.requires_grad_(), idx).x, w)
+        comm.all_gather(b"")
+        a.tokens.mask(1 - comm.rank(), "it was unplugged")
+        with pytest.raises(errors.PeerLost, match=f"rank {1 - comm.rank()} .* it was unplugged"):
+            sums.sum().backward()
+        with pytest.raises(errors.PeerLost, match="unplugged"):
+            dispatch(a, x, idx)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     def work(comm: ThreadComm) -> None:
         engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
