@@ -128,8 +128,8 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _maxima(blocks: Tensor) -> Tensor:
-    amax = blocks.abs().amax(2).clamp_(min=LEAST_AMAX)
-    return torch.where(amax.isfinite(), amax, torch.nan)
+    # An infinity's scale is infinite, its block's values are 0 or NaN, and their products NaN.
+    return blocks.abs().amax(2).clamp_(min=LEAST_AMAX)
 
 
 def _round_up(scale: Tensor) -> Tensor:

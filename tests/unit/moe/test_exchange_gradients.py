@@ -155,6 +155,27 @@ def test_numbers_that_move_a_little_move_the_loss_by_the_gradient() -> None:
     on_ranks(2, work)
 
 
+def test_gradients_of_rows_find_their_way_after_other_exchanges() -> None:
+    """As of a loss on what experts get, whose answers were summed up long ago."""
+
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+        x.requires_grad_()
+        first = dispatch(a, x, idx)
+        combine(a, first.x, w)
+        other, other_idx, _ = batch(9 + comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
+        combine(a, dispatch(a, other, other_idx).x, None)
+        first.x.square().sum().backward()
+        assert x.grad is not None
+        times = (idx >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad, 2 * x.detach() * times)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
 def test_without_weights_and_in_bfloat16_gradients_flow_too() -> None:
     def work(comm: ThreadComm) -> None:
         engine, a = exchange(comm, experts=4, topk=2)
