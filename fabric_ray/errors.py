@@ -131,6 +131,10 @@ class ResourceError(FabricError, OSError):
     call: str
 
 
+class Unsupported(FabricError, NotImplementedError):
+    """A call or an option of another library's interface that isn't here; nothing was done."""
+
+
 class DecodeError(FabricError, ValueError):
     """Bytes that are not an intact encoding of what they should be."""
 
@@ -162,5 +166,6 @@ __all__ = [
     "TransferTimeout",
     "TransportUnavailable",
     "Unreachable",
+    "Unsupported",
     "WeightSyncError",
 ]

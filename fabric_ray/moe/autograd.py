@@ -1,0 +1,263 @@
+"""Gradients through an exchange.
+
+A dispatch copies tokens to their experts, so its gradient is a combine without weights. A combine
+sums ``weight * answer``: the gradient of an answer is its weight times a dispatch of the sums'
+gradients, and that of a weight is the product of the sum's gradient and the answer, which both lie
+at the expert. Sums are all that answers come back as, so weights and their gradients take a narrow
+exchange of their own, in the backward pass alone: a row of ``2 * topk`` words to each expert of a
+token and one of ``topk`` words back, beside rows of the hidden dimension.
+
+A pass backward costs what it costs forward, and the narrow exchange. Answers need not be kept where
+they were summed up, ``topk`` of them for each token; they are kept at their experts, where autograd
+has them anyway.
+
+Gradients that lack a part are not gradients: a rank that is lost ends the pass with ``PeerLost``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
+from fabric_ray.moe import rows
+from fabric_ray.moe.all_to_all import AllToAll, Dispatched, RowPart
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, eq=False)
+class _Routing:
+    """A dispatch: what its backward pass needs to go the same ways."""
+
+    indices: Tensor
+    tokens: int
+    multiple: int
+    expert_of_row: Tensor
+    """int32 ``[rows]``; -1 for rows that fill up."""
+
+    @property
+    def filled(self) -> Tensor:
+        return self.expert_of_row >= 0
+
+
+class Differentiable:
+    """One rank of an exchange for training: an :class:`AllToAll` and a narrow one for weights.
+
+    All ranks run the same layers, forward and backward, whether they have tokens or not, and all
+    or none of them need gradients of tokens and of weights. A rank whose graph ends before its
+    dispatch (no token, no parameter that needs a gradient) leaves the others waiting.
+
+    Args:
+        engine, rank, ranks, experts, topk, hidden, max_tokens, private_rows, shared_rows, timeout:
+            as for :class:`AllToAll`.
+        dtype: of tokens, answers and all gradients: float32, bfloat16 or float16.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        *,
+        rank: int,
+        ranks: int,
+        experts: int,
+        topk: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        private_rows: int = 32,
+        shared_rows: int | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        if dtype not in _SUMMED:
+            raise InvalidArgument(f"gradients of {dtype} can't be summed; use one of {[*_SUMMED]}")
+        sizes: dict[str, Any] = {
+            "rank": rank,
+            "ranks": ranks,
+            "experts": experts,
+            "topk": topk,
+            "max_tokens": max_tokens,
+            "private_rows": private_rows,
+            "shared_rows": shared_rows,
+            "timeout": timeout,
+        }
+        self.tokens = AllToAll(engine, hidden=hidden, dtype=dtype, answer_dtype=dtype, **sizes)
+        self.weights = AllToAll(
+            engine,
+            hidden=topk,
+            dtype=torch.float32,
+            answer_dtype=torch.float32,
+            parts=[RowPart("experts", topk, torch.int32)],
+            **sizes,
+        )
+        self.dtype = dtype
+        self._latest: _Routing | None = None
+        self._open: _Routing | None = None
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank hosts."""
+        return self.tokens.local_experts
+
+    def card(self) -> bytes:
+        """What the other ranks need to know of this one."""
+        first = self.tokens.card()
+        return _LENGTH.pack(len(first)) + first + self.weights.card()
+
+    def connect(self, cards: Iterable[bytes | None]) -> None:
+        """Takes all ranks in by their cards.
+
+        Raises:
+            DecodeError: what isn't a card.
+            HandshakeError: a rank of another shape; the text lists what differs.
+        """
+        halves = [None if card is None else _halves(card) for card in cards]
+        self.tokens.connect([None if h is None else h[0] for h in halves])
+        self.weights.connect([None if h is None else h[1] for h in halves])
+
+    def _dispatch(self, x: Tensor, routing: _Routing) -> Tensor:
+        """Rows for this rank's experts, zeros where they are filled up."""
+        self.tokens.dispatch_send(x.contiguous(), routing.indices)
+        got = self.tokens.dispatch_recv(multiple=routing.multiple)
+        self._open = routing
+        self._check_all_here()
+        return got.x.masked_fill_(~routing.filled[:, None], 0)
+
+    def _combine(self, y: Tensor, weights: Tensor | None) -> Tensor:
+        self.tokens.combine_send(y.contiguous())
+        self._open = None
+        sums = self.tokens.combine_recv(weights)
+        self._check_all_here()
+        return sums
+
+    def _check_all_here(self) -> None:
+        for lost in (*self.tokens.lost, *self.weights.lost):
+            raise PeerLost(
+                f"rank {lost.rank} was lost at {lost.stage}: {lost.cause}; its part is missing, go "
+                "back to a checkpoint and make the exchange anew",
+                peer=f"rank {lost.rank}",
+                transport="",
+            )
+
+
+def dispatch(
+    exchange: Differentiable, x: Tensor, indices: Tensor, *, multiple: int = 1
+) -> Dispatched:
+    """Tokens to the ranks of their experts; ``x`` of what is returned leads back to this one.
+
+    Args:
+        x: ``[tokens, hidden]``.
+        indices: ``[tokens, topk]``, -1 for none.
+        multiple: each expert's rows are filled up to a multiple, with zeros.
+
+    Raises:
+        InvalidArgument: what doesn't fit, before anything is sent.
+        PeerLost: a rank was lost, then or before.
+    """
+    parts: list[Dispatched] = []
+    x_rows: Tensor = _Dispatch.apply(x, exchange, indices, multiple, parts)
+    got = parts[0]
+    return Dispatched(x=x_rows, parts=got.parts, counts=got.counts, starts=got.starts)
+
+
+def combine(exchange: Differentiable, y: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The experts' answers to the latest dispatch, summed up with weights: ``[tokens, hidden]``.
+
+    Args:
+        y: ``[rows, hidden]``, as dispatched.
+        weights: float32 ``[tokens, topk]``; one for each if ``None``.
+
+    Raises:
+        InvalidArgument: what doesn't fit; or nothing was dispatched since the last combine.
+        PeerLost: a rank was lost, then or before.
+    """
+    routing = exchange._latest
+    if routing is None:
+        raise InvalidArgument("nothing was dispatched since the last combine; dispatch first")
+    if weights is not None:
+        topk = routing.indices.shape[1]
+        rows.part("weights", weights, width=topk, dtype=torch.float32, rows=routing.tokens)
+    sums: Tensor = _Combine.apply(y, weights, exchange, routing)
+    exchange._latest = None
+    return sums
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        exchange: Differentiable,
+        indices: Tensor,
+        multiple: int,
+        parts: list[Dispatched],
+    ) -> Tensor:
+        exchange.tokens.dispatch_send(x.detach().contiguous(), indices)
+        got = exchange.tokens.dispatch_recv(multiple=multiple)
+        expert_of_row = torch.full((len(got.x),), -1, dtype=torch.int32)
+        for local, number in enumerate(exchange.local_experts):
+            expert_of_row[got.of(local)] = number
+        exchange._check_all_here()
+        routing = _Routing(indices.clone(), len(x), multiple, expert_of_row)
+        exchange._latest = exchange._open = routing
+        ctx.exchange, ctx.routing = exchange, routing
+        parts.append(got)
+        return got.x.masked_fill_(~routing.filled[:, None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, routing = ctx.exchange, ctx.routing
+        if exchange._open is not routing:
+            # Another dispatch came in between: the ways are gone over again, with nothing.
+            hidden = grads[0].shape[1]
+            exchange._dispatch(torch.zeros(routing.tokens, hidden, dtype=exchange.dtype), routing)
+        return exchange._combine(grads[0], None), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor | None, exchange: Differentiable, routing: _Routing
+    ) -> Tensor:
+        ctx.exchange, ctx.routing = exchange, routing
+        ctx.save_for_backward(y, weights)
+        plain = None if weights is None else weights.detach()
+        if exchange._open is not routing:
+            raise InvalidArgument("a backward pass came between dispatch and combine")
+        return exchange._combine(y.detach(), plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, routing = ctx.exchange, ctx.routing
+        y, weights = ctx.saved_tensors
+        of_sums = exchange._dispatch(grads[0].to(exchange.dtype), routing)
+        if weights is None:
+            return of_sums, None, None, None
+        exchange.weights.dispatch_send(
+            weights.contiguous(), routing.indices, experts=routing.indices.to(torch.int32)
+        )
+        got = exchange.weights.dispatch_recv(multiple=routing.multiple)
+        # Which of its token's experts a row's is; nowhere in rows that fill up.
+        place = (got.parts["experts"] == routing.expert_of_row[:, None]) & routing.filled[:, None]
+        weight = torch.where(place, got.x, 0.0).sum(1, keepdim=True)
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            products = (of_sums.float() * y[: len(of_sums)].float()).sum(1, keepdim=True)
+            exchange.weights.combine_send(torch.where(place, products, 0.0))
+            of_weights = exchange.weights.combine_recv()
+        exchange._check_all_here()
+        return (of_sums.float() * weight).to(y.dtype), of_weights, None, None
+
+
+def _halves(card: bytes) -> tuple[bytes, bytes]:
+    if len(card) < _LENGTH.size:
+        raise DecodeError(f"{len(card)} bytes are no card of an exchange for training")
+    end = _LENGTH.size + int(_LENGTH.unpack_from(card)[0])
+    return card[_LENGTH.size : end], card[end:]

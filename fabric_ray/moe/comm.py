@@ -1,0 +1,175 @@
+"""How ranks tell each other of themselves before an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
+from fabric_ray.moe.all_to_all import AllToAll
+
+_GOOD, _BAD = b"+", b"-"
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """What takes the place of a ``torch.distributed`` group: threads, Ray actors, MPI."""
+
+    def rank(self) -> int:
+        """This rank."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_gather(self, value: bytes, /) -> Sequence[bytes]:
+        """Each rank's ``value``, by rank; all ranks call it in the same order."""
+
+
+class GroupComm:
+    """A ``torch.distributed`` group with a backend for CPU tensors, such as gloo.
+
+    Bytes go as tensors of bytes: nothing that a peer sent is unpickled.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def all_gather(self, value: bytes) -> list[bytes]:
+        length = torch.tensor([len(value)], dtype=torch.int64)
+        lengths = [torch.zeros_like(length) for _ in range(self.size())]
+        dist.all_gather(lengths, length, group=self._group)
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if value:
+            padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        all_padded = [torch.zeros_like(padded) for _ in lengths]
+        if longest:
+            dist.all_gather(all_padded, padded, group=self._group)
+        return [p[: int(n)].numpy().tobytes() for p, n in zip(all_padded, lengths, strict=True)]
+
+
+def comm_of(group: Any, comm: Any = None) -> Comm:
+    """The one of the two that is given, as a :class:`Comm`.
+
+    Raises:
+        InvalidArgument: none or both of them, or something else.
+    """
+    given = [one for one in (group, comm) if one is not None]
+    if len(given) != 1:
+        raise InvalidArgument(f"{len(given)} of group and comm were given; give one of them")
+    if dist.is_available() and isinstance(given[0], dist.ProcessGroup):
+        return GroupComm(given[0])
+    if isinstance(given[0], Comm):
+        return given[0]
+    raise InvalidArgument(
+        f"a {type(given[0]).__name__} connects no ranks; give a torch.distributed group, or an "
+        "object with rank(), size() and all_gather(bytes)"
+    )
+
+
+def agree(comm: Comm, value: bytes | FabricError) -> list[bytes]:
+    """Each rank's value. Whoever has an error raises it, and all others say so: nobody waits for a
+    rank that gave up.
+
+    Raises:
+        HandshakeError: another rank had an error; the text is its.
+    """
+    if isinstance(value, FabricError):
+        comm.all_gather(_BAD + str(value).encode())
+        raise value
+    said = comm.all_gather(_GOOD + value)
+    for rank, one in enumerate(said):
+        if one[:1] != _GOOD:
+            cause = one[1:].decode(errors="replace")
+            raise HandshakeError(f"rank {rank} could not take part: {cause}", peer=f"rank {rank}")
+    return [one[1:] for one in said]
+
+
+class Exchanges:
+    """The exchanges that one rank's face makes as shapes come up; all ranks make the same."""
+
+    def __init__(self, comm: Comm, engine: TransferEngine | None, timeout: float) -> None:
+        self.comm = comm
+        self._engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
+        self._owned = engine is None
+        self._timeout = timeout
+        self._made: list[AllToAll] = []
+        self._masked: set[int] = set()
+        self._closed = False
+
+    def make(self, **shape: Any) -> AllToAll:
+        """A connected exchange; all ranks call it together.
+
+        Raises:
+            InvalidArgument: a shape that can't be.
+            HandshakeError: ranks disagree; the text lists in what.
+        """
+        if self._closed:
+            raise InvalidArgument("this was destroyed; make another one")
+        try:
+            made = AllToAll(
+                self._engine,
+                rank=self.comm.rank(),
+                ranks=self.comm.size(),
+                timeout=self._timeout,
+                **shape,
+            )
+            card: bytes | FabricError = made.card()
+        except FabricError as error:
+            card = error
+        cards = agree(self.comm, card)
+        made.connect(cards)
+        # Who isn't known yet must not be written to.
+        self.comm.all_gather(b"")
+        for rank in self._masked:
+            made.mask(rank)
+        self._made.append(made)
+        return made
+
+    def forget(self, exchanges: Sequence[AllToAll]) -> None:
+        """Lets go of exchanges that no rank uses any more."""
+        self._made = [one for one in self._made if one not in exchanges]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all exchanges."""
+        return sum(one.nbytes for one in self._made)
+
+    def explain(self) -> str:
+        """What the buffers are for."""
+        return "\n\n".join(one.explain() for one in self._made)
+
+    def mask(self, rank: int) -> None:
+        """Gives a rank up in all exchanges, those to come included."""
+        if not 0 <= rank < self.comm.size() or rank == self.comm.rank():
+            raise InvalidArgument(f"rank {rank} is no other rank of {self.comm.size()}")
+        self._masked.add(rank)
+        for one in self._made:
+            one.mask(rank)
+
+    @property
+    def masked(self) -> dict[int, str]:
+        """The causes of ranks that were given up in one exchange or another."""
+        causes = dict.fromkeys(self._masked, "it was masked")
+        return causes | {lost.rank: lost.cause for one in self._made for lost in one.lost}
+
+    def close(self) -> None:
+        """Waits until all ranks are here, unless one is masked, and frees the buffers."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.masked:
+            self.comm.all_gather(b"")
+        self._made.clear()
+        if self._owned:
+            self._engine.close()

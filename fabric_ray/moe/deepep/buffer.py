@@ -1,0 +1,547 @@
+"""DeepEP's ``Buffer``: the calls that inference engines and trainers make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import FabricError, InvalidArgument, Unsupported
+from fabric_ray.moe import rows
+from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.deepep import low_latency, normal
+from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.normal import Form, Handle
+from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
+
+Hook: TypeAlias = Callable[[], None]
+Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
+
+
+class Buffer:
+    """One rank's calls in DeepEP's legacy names, on host tensors over the transfer engine.
+
+    All ranks make the same calls in the same order, as with DeepEP. What depends on a device and
+    can't be had here raises :class:`~fabric_ray.errors.Unsupported` at the call.
+
+    Args:
+        group: a ``torch.distributed`` group with a backend for CPU tensors (gloo).
+        num_nvl_bytes: taken; normal calls' buffers grow with the tokens (see :meth:`explain`).
+        num_rdma_bytes: what low-latency calls of one shape may take; 0 for no limit.
+        low_latency_mode: whether low-latency calls will be made.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: taken; the engine chooses
+            links.
+        explicitly_destroy: taken; :meth:`destroy` may always be called.
+        enable_shrink: taken; ranks may always be masked.
+        comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
+        engine: this rank's; one of its own if ``None``.
+        max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
+            many they have before each dispatch that makes a handle.
+        timeout: seconds after which a silent rank is given up.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: Any = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        engine: TransferEngine | None = None,
+        max_tokens: int | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
+        found = comm_of(group, comm)
+        self.group = group
+        self.rank = found.rank()
+        self.group_size = found.size()
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self._exchanges = Exchanges(found, engine, timeout)
+        self._normal = normal.Normal(self._exchanges, max_tokens)
+        self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes)
+
+    # What has no rank
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Nothing here is compiled for a device."""
+        return False
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Kept for :meth:`get_dispatch_config`; no SMs are used."""
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise InvalidArgument(f"{new_num_sms} SMs; DeepEP takes even numbers")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event that is over."""
+        return EventOverlap()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that suffice for low-latency calls with up to 16 experts for each token."""
+        return low_latency_nbytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP's tuning; the same for any number of ranks."""
+        return _config(num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """As :meth:`get_dispatch_config`."""
+        return _config(num_ranks)
+
+    # What there is no device for
+
+    def get_comm_stream(self) -> NoReturn:
+        raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
+
+    def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
+        raise Unsupported(
+            "buffers belong to exchanges here; get_next_low_latency_combine_buffer has tensors"
+        )
+
+    # Normal calls
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Counts where tokens go.
+
+        Returns:
+            int32 tokens for each rank ``[ranks]``; ``None`` (there is one kind of link); int32
+            tokens for each expert ``[experts]``; whether each token goes to each rank, bool
+            ``[tokens, ranks]``; an event.
+        """
+        layout = normal.layout_of(topk_idx, num_experts, self.group_size)
+        return (
+            layout.tokens_per_rank,
+            None,
+            layout.tokens_per_expert,
+            layout.in_rank,
+            EventOverlap(),
+        )
+
+    def dispatch(
+        self,
+        x: Tokens,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Sends each token once to each rank that hosts one of its experts.
+
+        Args:
+            x: ``[tokens, hidden]``, or fp8 with scales.
+            handle: of an earlier dispatch, to send other tokens the same way; then none of the
+                layout, ``topk_idx`` and ``topk_weights`` is given.
+            topk_idx: int64 ``[tokens, topk]``, -1 for none.
+            topk_weights: float32 ``[tokens, topk]``.
+            expert_alignment: what the counts of experts are rounded up to.
+            num_worst_tokens: rows of the results, whatever comes; further rows have no experts.
+
+        Returns:
+            The tokens in the order of their ranks, and of the tokens there; int64
+            ``[rows, topk]``, this rank's experts counted from 0 and -1 for others'; their weights,
+            0 for others'; the tokens of each local expert; a handle; an event. With a handle, all
+            but tokens and event are ``None``.
+
+        Raises:
+            InvalidArgument: what doesn't fit, before tokens are sent.
+        """
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument("topk_idx and topk_weights are the handle's; leave them out")
+            if len(tokens) != handle.tokens:
+                raise InvalidArgument(
+                    f"{len(tokens)} tokens, and the handle is for {handle.tokens}"
+                )
+            if 0 < num_worst_tokens < handle.rows:
+                raise InvalidArgument(
+                    f"{handle.rows} rows come, and num_worst_tokens is {num_worst_tokens}; raise it"
+                )
+            form, parts = _form(tokens, scales, handle.ranks_of.shape[1])
+            got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
+            received, _, _ = _padded(got, num_worst_tokens or handle.rows, 0, 0)
+            return received, None, None, None, None, EventOverlap()
+
+        try:
+            layout = self._checked_layout(
+                tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
+            )
+            assert topk_idx is not None
+            if expert_alignment < 1:
+                raise InvalidArgument(f"expert_alignment is {expert_alignment}; give at least 1")
+            width = min(topk_idx.shape[1], self.group_size)
+            form, parts = _form(tokens, scales, width, topk_idx, topk_weights)
+            size: int | FabricError = len(tokens)
+        except FabricError as error:
+            self._normal.reserve(error, None)
+            raise
+        most = self._normal.reserve(size, form)
+        if 0 < num_worst_tokens < most:
+            raise InvalidArgument(
+                f"{most} rows may come, and num_worst_tokens is {num_worst_tokens}; raise it"
+            )
+        ranks_of = normal.ranks_of(layout.in_rank, width)
+        got, made = self._normal.send(form, tokens, parts, ranks_of)
+        local = len(layout.tokens_per_expert) // self.group_size
+        received, idx, weights = _padded(
+            got, num_worst_tokens or made.rows, self.rank * local, local
+        )
+        counts: list[int] = []
+        if not num_worst_tokens:
+            assert idx is not None
+            found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
+            counts = [-(-n // expert_alignment) * expert_alignment for n in found]
+        return received, idx, weights, counts, made, EventOverlap()
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Adds up the ranks' answers, unweighted, and biases.
+
+        Args:
+            x: a rank's answer for each row of its dispatch, ``[rows, hidden]``; bfloat16, float16
+                or float32.
+            topk_weights: float32 ``[rows, topk]``, added up likewise by an exchange of their own.
+            bias: of this rank's tokens, one or two ``[tokens, hidden]``.
+
+        Returns:
+            ``[tokens, hidden]``, added up in float32 and rounded once; the weights or ``None``;
+            an event.
+        """
+        rows.part("answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows)
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        for one in biases:
+            if one.shape != (handle.tokens, x.shape[1]):
+                shape = (handle.tokens, x.shape[1])
+                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
+        if topk_weights is not None:
+            rows.part(
+                "weights", topk_weights, width=handle.topk, dtype=torch.float32, rows=handle.rows
+            )
+        sums = self._normal.receive(handle, x, torch.float32 if biases else None)
+        for one in biases:
+            sums += one.float()
+        weights = None
+        if topk_weights is not None:
+            weights = self._normal.receive(handle, topk_weights)
+        return sums.to(x.dtype), weights, EventOverlap()
+
+    def _checked_layout(
+        self,
+        x: Tensor,
+        per_rank: Tensor | None,
+        in_rank: Tensor | None,
+        per_expert: Tensor | None,
+        topk_idx: Tensor | None,
+    ) -> normal.Layout:
+        if topk_idx is None:
+            raise Unsupported("experts are counted from topk_idx here; give it, or a handle")
+        if per_rank is None or in_rank is None or per_expert is None:
+            raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
+        layout = normal.layout_of(topk_idx, len(per_expert), self.group_size)
+        if len(topk_idx) != len(x):
+            raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
+        if not (
+            torch.equal(layout.in_rank, in_rank)
+            and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
+            and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
+        ):
+            raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
+        return layout
+
+    # Low-latency calls
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tokens, Tensor, low_latency.Handle, EventOverlap, Hook | None]:
+        """Sends each token to each of its experts; two results may be alive at a time.
+
+        Args:
+            x: bfloat16 ``[tokens, hidden]``.
+            topk_idx: ``[tokens, topk]``, -1 for none; topk is the same on all ranks.
+            num_max_dispatch_tokens_per_rank: ``M``, tokens of a rank at most.
+            cumulative_local_expert_recv_stats: int32 ``[local experts]``; what comes is added.
+            use_fp8: cast to e4m3 in blocks of 128 on the way.
+            round_scale: scales are powers of two.
+            use_ue8m0: and packed, four in an int32.
+            return_recv_hook: send only; results are there when the hook has been called.
+
+        Returns:
+            ``[local experts, M * ranks, hidden]``, with scales if ``use_fp8``: float32
+            ``[.., hidden / 128]`` or int32 ``[.., hidden / 512]``, column-major; rows of each
+            expert, int32 ``[local experts]``; a handle; an event; the hook or ``None``.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or the hook before the last was never called.
+        """
+        self._check_low_latency(async_finish, return_recv_hook)
+        if dispatch_wait_recv_cost_stats is not None:
+            raise Unsupported(
+                "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
+            )
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise InvalidArgument("use_ue8m0 goes with use_fp8 and round_scale")
+        if x.ndim != 2 or topk_idx.ndim != 2:
+            raise InvalidArgument("give tokens [tokens, hidden] and topk_idx [tokens, topk]")
+        scales = None
+        if use_fp8:
+            scales = torch.int32 if use_ue8m0 else torch.float32
+        form = low_latency.Form(
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            hidden=x.shape[1],
+            experts=num_experts,
+            topk=topk_idx.shape[1],
+            scales=scales,
+        )
+        got, hook = self._low_latency.dispatch(
+            x, topk_idx, form, cumulative_local_expert_recv_stats, round_scale
+        )
+        if not return_recv_hook:
+            hook()
+        received = got.x if got.scales is None else (got.x, got.scales)
+        return received, got.counts, got.handle, EventOverlap(), hook if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: low_latency.Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Adds up the experts' answers with weights, in float32.
+
+        Args:
+            x: bfloat16 ``[local experts, M * ranks, hidden]``.
+            topk_idx: that of the dispatch; -1 leaves more out.
+            topk_weights: float32 ``[tokens, topk]``.
+            handle: of one of the last two dispatches; each is combined once.
+            zero_copy: ``x`` is :meth:`get_next_low_latency_combine_buffer`'s. Answers are copied
+                into the exchange all the same.
+            overlap: unsupported; what goes with it is taken.
+            out: bfloat16 ``[tokens, hidden]`` for the sums.
+
+        Returns:
+            bfloat16 ``[tokens, hidden]``; an event; the hook or ``None``.
+        """
+        self._check_low_latency(async_finish, return_recv_hook)
+        if overlap:
+            raise Unsupported("no signals of a GEMM are awaited among host tensors; overlap=False")
+        if use_logfmt:
+            raise Unsupported("answers go as bfloat16; use_logfmt=False")
+        if combine_wait_recv_cost_stats is not None:
+            raise Unsupported(
+                "waits aren't measured by rank; leave combine_wait_recv_cost_stats out"
+            )
+        combined, hook = self._low_latency.combine(
+            x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out
+        )
+        if not return_recv_hook:
+            hook()
+        return combined, EventOverlap(), hook if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: low_latency.Handle) -> Tensor:
+        """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
+        return self._low_latency.next_buffer(handle)
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing: normal and low-latency calls have buffers of their own, and neither leaves
+        anything behind that the other would read."""
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Gives a rank up, in all calls.
+
+        Raises:
+            Unsupported: for a rank that should come back.
+        """
+        if mask:
+            self._exchanges.mask(rank_to_mask)
+        elif rank_to_mask in self._exchanges.masked:
+            self._no_way_back()
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Puts 1 for ranks that were masked or lost into int32 ``[ranks]``, 0 for others."""
+        if mask_status.shape != (self.group_size,) or mask_status.dtype != torch.int32:
+            raise InvalidArgument(
+                f"mask_status is {mask_status.dtype} {tuple(mask_status.shape)}; give int32 "
+                f"[{self.group_size}]"
+            )
+        masked = self._exchanges.masked
+        mask_status.copy_(torch.tensor([int(r in masked) for r in range(self.group_size)]))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing if no rank is masked.
+
+        Raises:
+            Unsupported: a rank should come back.
+        """
+        if self._exchanges.masked:
+            self._no_way_back()
+
+    # All calls
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that were given up, and why."""
+        return self._exchanges.masked
+
+    def explain(self) -> str:
+        """What buffers there are now, and what makes them as large as they are."""
+        return self._exchanges.explain()
+
+    def destroy(self) -> None:
+        """Frees the buffers when all ranks are here; a second call does nothing."""
+        self._exchanges.close()
+
+    def _no_way_back(self) -> NoReturn:
+        raise Unsupported(
+            f"ranks {sorted(self._exchanges.masked)} don't come back into this buffer; make a new "
+            "one on all ranks"
+        )
+
+    def _check_low_latency(self, async_finish: bool, return_recv_hook: bool) -> None:
+        if not self.low_latency_mode:
+            raise InvalidArgument("this buffer has low_latency_mode=False; make it with True")
+        if async_finish and return_recv_hook:
+            raise InvalidArgument("async_finish and return_recv_hook exclude each other")
+
+
+def _config(num_ranks: int) -> Config:
+    if num_ranks < 1:
+        raise InvalidArgument(f"{num_ranks} ranks; give at least 1")
+    return Config(num_sms=Buffer.num_sms)
+
+
+def _form(
+    x: Tensor,
+    scales: Tensor | None,
+    width: int,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+) -> tuple[Form, dict[str, Tensor]]:
+    """What an exchange for these carries, and its parts."""
+    if x.ndim != 2:
+        raise InvalidArgument(f"tokens are {tuple(x.shape)}; give [tokens, hidden]")
+    rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
+    parts: dict[str, Tensor] = {}
+    if topk_idx is not None:
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        parts["topk_idx"] = topk_idx.to(torch.int64) + 1
+    if topk_weights is not None:
+        parts["topk_weights"] = topk_weights
+        if topk_idx is None or topk_weights.shape != topk_idx.shape:
+            raise InvalidArgument(f"weights are {tuple(topk_weights.shape)}; give topk_idx's shape")
+        rows.part("weights", topk_weights, width=topk_weights.shape[1], dtype=torch.float32)
+    if scales is not None:
+        if scales.ndim != 2 or len(scales) != len(x):
+            raise InvalidArgument(f"scales are {tuple(scales.shape)} for {len(x)} tokens")
+        parts["scales"] = scales.contiguous()
+    form = Form(
+        hidden=x.shape[1],
+        dtype=x.dtype,
+        width=width,
+        topk=0 if topk_idx is None else topk_idx.shape[1],
+        weights=topk_weights is not None,
+        scales=0 if scales is None else scales.shape[1],
+        scales_dtype=torch.float32 if scales is None else scales.dtype,
+    )
+    return form, parts
+
+
+def _padded(
+    got: Any, total: int, first: int, local: int
+) -> tuple[Tokens, Tensor | None, Tensor | None]:
+    """What came, in ``total`` rows: tokens, this rank's experts and their weights."""
+
+    def fill(tensor: Tensor, value: float) -> Tensor:
+        if len(tensor) == total:
+            return tensor
+        room = torch.full((total, tensor.shape[1]), value, dtype=torch.float32).to(tensor.dtype)
+        room[: len(tensor)] = tensor
+        return room
+
+    tokens: Tokens = fill(got.x, 0)
+    if "scales" in got.parts:
+        tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
+    idx = weights = None
+    if "topk_idx" in got.parts:
+        here = got.parts["topk_idx"] - 1 - first
+        here = torch.where((here >= 0) & (here < local), here, -1)
+        idx = fill(here, -1)
+        if "topk_weights" in got.parts:
+            weights = fill(torch.where(here >= 0, got.parts["topk_weights"], 0.0), 0)
+    return tokens, idx, weights

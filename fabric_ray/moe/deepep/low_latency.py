@@ -1,0 +1,286 @@
+"""DeepEP's low-latency calls: each expert's tokens in a part of their own, of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe import cast, rows
+from fabric_ray.moe.all_to_all import AllToAll, RowPart
+from fabric_ray.moe.comm import Exchanges
+from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
+
+BLOCK = 128
+ALIVE = 2
+"""Results of dispatches that may be alive at a time."""
+
+Handle: TypeAlias = tuple[Tensor, Tensor, int, int, int]
+"""``src_info`` int32 ``[local experts, M * ranks]``: each row's token at its source;
+``layout_range`` int64 ``[local experts, ranks]``: where a source's rows begin, in the upper 32
+bits, and how many they are; ``M``; hidden; experts."""
+Hook: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the exchanges of a shape are made for."""
+
+    max_tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    scales: torch.dtype | None
+    """``None`` for tokens in bfloat16."""
+
+    @property
+    def parts(self) -> list[RowPart]:
+        origin = [RowPart("origin", 2, torch.int32)]
+        if self.scales is None:
+            return origin
+        words = cast.PACKED if self.scales == torch.int32 else 1
+        return [*origin, RowPart("scales", self.hidden // BLOCK // words, self.scales)]
+
+
+@dataclass
+class Slot:
+    """One of the exchanges that dispatches alternate between."""
+
+    form: Form
+    exchange: AllToAll
+    handle: Handle | None = None
+    indices: Tensor | None = None
+    pending: str | None = None
+    """What the hook that was handed out last is for, until it is called."""
+    answers: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of each expert."""
+        return self.form.max_tokens * self.exchange.ranks
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.exchange.local_experts), self.rows, self.form.hidden
+
+
+@dataclass(frozen=True)
+class Received:
+    """The results of a dispatch, filled when its hook has been called."""
+
+    x: Tensor
+    scales: Tensor | None
+    counts: Tensor
+    handle: Handle
+
+
+class LowLatency:
+    """One rank's low-latency calls. Dispatches alternate between two exchanges, as in DeepEP, so
+    that two batches may overlap."""
+
+    def __init__(self, exchanges: Exchanges, limit: int) -> None:
+        self._exchanges = exchanges
+        self._limit = limit
+        self._slots: dict[Form, list[Slot]] = {}
+        self._turn: dict[Form, int] = {}
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
+    ) -> tuple[Received, Hook]:
+        """Sends; the hook receives."""
+        check_tokens(x, topk_idx, form)
+        local = form.experts // self._exchanges.comm.size()
+        if stats is not None and (stats.shape != (local,) or stats.dtype != torch.int32):
+            raise InvalidArgument(
+                f"statistics are {stats.dtype} {tuple(stats.shape)}; give int32 [{local}]"
+            )
+        slot = self._next(form)
+        origin = torch.empty(len(x), 2, dtype=torch.int32)
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        origin[:, 0] = slot.exchange.rank + 1
+        origin[:, 1] = torch.arange(len(x))
+        parts = {"origin": origin}
+        if form.scales is not None:
+            x, parts["scales"] = cast.to_fp8(
+                x, block=BLOCK, scales=form.scales, powers_of_two=powers_of_two
+            )
+        slot.exchange.dispatch_send(x, topk_idx, **parts)
+        received = _room(slot, x.dtype)
+        slot.handle, slot.indices = received.handle, topk_idx.clone()
+        slot.pending = "low_latency_dispatch"
+        self._turn[form] += 1
+
+        def hook() -> None:
+            if slot.handle is received.handle and slot.pending == "low_latency_dispatch":
+                slot.pending = None
+                _receive(slot, received)
+                if stats is not None:
+                    stats.add_(received.counts)
+
+        return received, hook
+
+    def combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Handle,
+        *,
+        zero_copy: bool,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Hook]:
+        """Sends the experts' answers; the hook receives."""
+        slot = self._slot_of(handle)
+        if slot.pending is not None:
+            raise InvalidArgument(f"the hook of {slot.pending} wasn't called; call it first")
+        assert slot.indices is not None
+        if topk_idx.shape != slot.indices.shape or topk_weights.shape != slot.indices.shape:
+            raise InvalidArgument(
+                f"indices {tuple(topk_idx.shape)} and weights {tuple(topk_weights.shape)} aren't "
+                f"those of the dispatch, {tuple(slot.indices.shape)}"
+            )
+        kept = topk_idx >= 0
+        if not torch.equal(topk_idx[kept].to(slot.indices.dtype), slot.indices[kept]):
+            raise InvalidArgument(
+                "the experts of tokens aren't those of the dispatch; give the same topk_idx"
+            )
+        if x.shape != slot.shape:
+            raise InvalidArgument(f"answers are {tuple(x.shape)}; give {slot.shape}")
+        if zero_copy and (slot.answers is None or x.data_ptr() != slot.answers.data_ptr()):
+            raise InvalidArgument(
+                "with zero_copy answers lie in get_next_low_latency_combine_buffer(handle)"
+            )
+        if topk_weights.dtype != torch.float32:
+            raise InvalidArgument(f"weights are {topk_weights.dtype}; give float32")
+        tokens = len(slot.indices)
+        combined = _sums(out, tokens, slot.form.hidden)
+        weights = torch.where(kept, topk_weights, 0.0)
+        slot.exchange.combine_send(x.flatten(0, 1))
+        slot.pending = "low_latency_combine"
+
+        def hook() -> None:
+            if slot.handle is handle and slot.pending == "low_latency_combine":
+                slot.exchange.combine_recv(weights, out=combined)
+                slot.pending = slot.handle = None
+
+        return combined, hook
+
+    def next_buffer(self, handle: Handle) -> Tensor:
+        """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
+        slot = self._slot_of(handle)
+        if slot.answers is None:
+            slot.answers = torch.zeros(slot.shape, dtype=torch.bfloat16)
+        return slot.answers
+
+    def _next(self, form: Form) -> Slot:
+        if form not in self._slots:
+            self._slots[form] = self._make(form)
+            self._turn[form] = 0
+        slot = self._slots[form][self._turn[form] % ALIVE]
+        if slot.pending is not None:
+            raise InvalidArgument(
+                f"{ALIVE} results may be alive, and the hook of {slot.pending} of the one before "
+                "them wasn't called; call it first"
+            )
+        return slot
+
+    def _make(self, form: Form) -> list[Slot]:
+        # Both at once: a rank that dies later can't take part in making the second one.
+        slots = []
+        for _ in range(ALIVE):
+            exchange = self._exchanges.make(
+                experts=form.experts,
+                topk=form.topk,
+                hidden=form.hidden,
+                max_tokens=form.max_tokens,
+                dtype=torch.bfloat16 if form.scales is None else torch.float8_e4m3fn,
+                parts=form.parts,
+                private_rows=PRIVATE_ROWS,
+            )
+            slots.append(Slot(form, exchange))
+        needed = sum(slot.exchange.nbytes for slot in slots)
+        if 0 < self._limit < needed:
+            self._exchanges.forget([slot.exchange for slot in slots])
+            raise InvalidArgument(
+                f"low-latency calls for {form.max_tokens} tokens take {needed:,} bytes, and "
+                f"num_rdma_bytes is {self._limit:,}; see get_low_latency_rdma_size_hint"
+            )
+        return slots
+
+    def _slot_of(self, handle: Handle) -> Slot:
+        for slots in self._slots.values():
+            for slot in slots:
+                if slot.handle is not None and slot.handle[0] is handle[0]:
+                    return slot
+        raise InvalidArgument(
+            f"the handle was combined already, or {ALIVE} dispatches came after it; "
+            "each is combined once"
+        )
+
+
+def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
+    """Raises :class:`InvalidArgument` for what can't be dispatched."""
+    if x.ndim != 2 or x.dtype != torch.bfloat16:
+        raise InvalidArgument(
+            f"tokens are {x.dtype} {tuple(x.shape)}; give bfloat16 [tokens, hidden]"
+        )
+    if topk_idx.ndim != 2 or len(topk_idx) != len(x):
+        raise InvalidArgument(
+            f"indices are {tuple(topk_idx.shape)} for {len(x)} tokens; give one row for each"
+        )
+    words = cast.PACKED if form.scales == torch.int32 else 1
+    if form.scales is not None and form.hidden % (BLOCK * words):
+        raise InvalidArgument(
+            f"{form.hidden} elements of a token aren't blocks of {BLOCK}, {words} to a scale word; "
+            "use_fp8=False takes any"
+        )
+
+
+def _room(slot: Slot, dtype: torch.dtype) -> Received:
+    experts, room, hidden = slot.shape
+    form = slot.form
+    scales = None
+    if form.scales is not None:
+        width = next(p.width for p in form.parts if p.name == "scales")
+        # DeepEP's scales lie by columns, as grouped GEMMs load them.
+        scales = torch.empty(experts, width, room, dtype=form.scales).transpose(1, 2)
+    handle = (
+        torch.empty(experts, room, dtype=torch.int32),
+        torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64),
+        form.max_tokens,
+        hidden,
+        form.experts,
+    )
+    x = torch.empty(experts, room, hidden, dtype=dtype)
+    return Received(x, scales, torch.zeros(experts, dtype=torch.int32), handle)
+
+
+def _receive(slot: Slot, received: Received) -> None:
+    experts, room, _ = slot.shape
+    got = slot.exchange.dispatch_recv(stride=room, x=received.x.flatten(0, 1))
+    if received.scales is not None:
+        received.scales.copy_(got.parts["scales"].view(experts, room, -1))
+    received.counts.copy_(got.counts)
+    src_info, layout = received.handle[:2]
+    origin = got.parts["origin"].view(experts, room, 2)
+    src_info.copy_(origin[:, :, 1])
+    for expert, count in enumerate(got.counts.tolist()):
+        sources, rows_of = torch.unique_consecutive(origin[expert, :count, 0], return_counts=True)
+        begins = rows_of.cumsum(0) - rows_of
+        here = sources > 0
+        layout[expert, sources[here].long() - 1] = ((begins << 32) | rows_of)[here]
+
+
+def _sums(out: Tensor | None, tokens: int, hidden: int) -> Tensor:
+    if out is None:
+        return torch.empty(tokens, hidden, dtype=torch.bfloat16)
+    if out.shape != (tokens, hidden) or out.dtype != torch.bfloat16:
+        raise InvalidArgument(
+            f"out is {out.dtype} {tuple(out.shape)}; give bfloat16 {(tokens, hidden)}"
+        )
+    rows.part("out", out, width=hidden, dtype=torch.bfloat16)
+    return out

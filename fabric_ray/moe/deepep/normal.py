@@ -1,0 +1,240 @@
+"""DeepEP's normal calls: each token goes once to each rank that hosts one of its experts.
+
+It is an exchange whose experts are the ranks; which of a rank's experts a token is for, and their
+weights, go with it. Ranks sum up their experts' answers, and combine adds up ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
+from fabric_ray.moe.all_to_all import AllToAll, Dispatched, RowPart
+from fabric_ray.moe.comm import Comm, Exchanges, agree
+
+_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+_LEAST_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many tokens go where."""
+
+    tokens_per_rank: Tensor
+    """int32 ``[ranks]``."""
+    tokens_per_expert: Tensor
+    """int32 ``[experts]``."""
+    in_rank: Tensor
+    """bool ``[tokens, ranks]``."""
+
+
+def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
+    """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none.
+
+    Raises:
+        InvalidArgument: experts that don't spread over ranks evenly, or that there aren't.
+    """
+    if experts < 1 or experts % ranks:
+        raise InvalidArgument(f"{experts} experts can't be spread over {ranks} ranks evenly")
+    if topk_idx.ndim != 2 or topk_idx.dtype.is_floating_point:
+        shape = tuple(topk_idx.shape)
+        raise InvalidArgument(f"indices are {topk_idx.dtype} {shape}; give integers [tokens, topk]")
+    idx = topk_idx.to(torch.int64)
+    if idx.numel() and not -1 <= int(idx.min()) <= int(idx.max()) < experts:
+        raise InvalidArgument(
+            f"experts {int(idx.min())} to {int(idx.max())} are named, and there are {experts}; "
+            "-1 is for none"
+        )
+    chosen = torch.nn.functional.one_hot(idx + 1, experts + 1)[:, :, 1:].sum(1)
+    in_rank = chosen.view(len(idx), ranks, experts // ranks).sum(2) > 0
+    return Layout(
+        tokens_per_rank=in_rank.sum(0).to(torch.int32),
+        tokens_per_expert=chosen.sum(0).to(torch.int32),
+        in_rank=in_rank,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """Where the tokens of a dispatch went; later calls may use it any number of times."""
+
+    ranks_of: Tensor
+    """int64 ``[tokens, most ranks of a token]``; -1 for none."""
+    rows: int
+    """Rows that came here."""
+    topk: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ranks_of)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What exchanges of one kind carry."""
+
+    hidden: int
+    dtype: torch.dtype
+    width: int
+    """Ranks of a token at most."""
+    topk: int = 0
+    """Experts that go with a token; 0 for none."""
+    weights: bool = False
+    scales: int = 0
+    scales_dtype: torch.dtype = torch.float32
+
+    @property
+    def answers(self) -> torch.dtype:
+        return self.dtype if self.dtype in _SUMMED else torch.bfloat16
+
+    @property
+    def parts(self) -> list[RowPart]:
+        parts = []
+        if self.topk:
+            parts.append(RowPart("topk_idx", self.topk, torch.int64))
+        if self.weights:
+            parts.append(RowPart("topk_weights", self.topk, torch.float32))
+        if self.scales:
+            parts.append(RowPart("scales", self.scales, self.scales_dtype))
+        return parts
+
+
+@dataclass
+class _Lane:
+    """An exchange, and whose answers it can take."""
+
+    exchange: AllToAll
+    handle: Handle | None = None
+    taken: int = 0
+    """When, counted in dispatches."""
+
+
+class Normal:
+    """One rank's normal calls.
+
+    Ranks agree on how many tokens they have at most before each dispatch that makes a handle, and
+    buffers grow with it; with ``max_tokens`` that is settled, and nothing is gathered.
+    """
+
+    def __init__(self, exchanges: Exchanges, max_tokens: int | None) -> None:
+        self._exchanges = exchanges
+        self._fixed = max_tokens
+        self._room = max_tokens or 0
+        self._lanes: dict[Form, list[_Lane]] = {}
+        self._taken = 0
+
+    @property
+    def comm(self) -> Comm:
+        return self._exchanges.comm
+
+    def reserve(self, tokens: int | FabricError, form: Form | None) -> int:
+        """Makes room for as many tokens as any rank has; how many may come here at most.
+
+        Raises:
+            InvalidArgument: more than ``max_tokens``.
+            HandshakeError: another rank has tokens of another kind, or failed.
+        """
+        if self._fixed is not None:
+            if isinstance(tokens, FabricError):
+                raise tokens
+            if tokens > self._fixed:
+                raise InvalidArgument(
+                    f"{tokens} tokens, and max_tokens is {self._fixed}; send fewer at a time"
+                )
+            return self._fixed * self.comm.size()
+        mine = tokens if isinstance(tokens, FabricError) else _said(tokens, form)
+        said = [_heard(one) for one in agree(self.comm, mine)]
+        kinds = {kind for _, kind in said}
+        if len(kinds) > 1:
+            raise HandshakeError(f"ranks dispatch different tokens: {sorted(kinds)}", peer="")
+        most = max(tokens for tokens, _ in said)
+        if most > self._room:
+            old = [lane.exchange for lanes in self._lanes.values() for lane in lanes]
+            self._exchanges.forget(old)
+            self._lanes.clear()
+            self._room = max(_LEAST_TOKENS, 1 << (most - 1).bit_length())
+        return sum(tokens for tokens, _ in said)
+
+    def send(
+        self,
+        form: Form,
+        x: Tensor,
+        parts: dict[str, Tensor],
+        ranks_of: Tensor,
+        handle: Handle | None = None,
+    ) -> tuple[Dispatched, Handle]:
+        """Dispatches tokens, and keeps the exchange for their answers."""
+        lane = self._lane(form)
+        lane.exchange.dispatch_send(x, ranks_of, **parts)
+        got = lane.exchange.dispatch_recv()
+        lane.handle = handle or Handle(ranks_of, len(got.x), form.topk)
+        return got, lane.handle
+
+    def receive(self, handle: Handle, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Adds up the ranks' answers ``[rows, width]`` to a handle's tokens.
+
+        Routes lie ready after a dispatch with the handle, once. Otherwise they are made again by a
+        dispatch of zeros.
+        """
+        for form, lanes in self._lanes.items():
+            for lane in lanes:
+                if lane.handle is handle and (form.hidden, form.answers) == (y.shape[1], y.dtype):
+                    lane.handle = None
+                    return _answer(lane.exchange, y, dtype)
+        if y.dtype not in _SUMMED:
+            raise InvalidArgument(f"answers of {y.dtype} can't be summed; use one of {[*_SUMMED]}")
+        form = Form(y.shape[1], y.dtype, handle.ranks_of.shape[1])
+        lane = self._lane(form)
+        lane.exchange.dispatch_send(
+            torch.zeros(handle.tokens, y.shape[1], dtype=y.dtype), handle.ranks_of
+        )
+        lane.exchange.dispatch_recv()
+        return _answer(lane.exchange, y, dtype)
+
+    def _lane(self, form: Form) -> _Lane:
+        """A free exchange, or a second one, or the one that was taken longer ago: every rank
+        takes the same, for all make the same calls."""
+        lanes = self._lanes.setdefault(form, [])
+        lane = next((lane for lane in lanes if lane.handle is None), None)
+        if lane is None and len(lanes) < 2:
+            exchange = self._exchanges.make(
+                experts=self.comm.size(),
+                topk=form.width,
+                hidden=form.hidden,
+                max_tokens=self._room,
+                dtype=form.dtype,
+                parts=form.parts,
+                answer_dtype=form.answers,
+            )
+            lane = _Lane(exchange)
+            lanes.append(lane)
+        lane = lane or min(lanes, key=lambda one: one.taken)
+        self._taken += 1
+        lane.taken, lane.handle = self._taken, None
+        return lane
+
+
+def _answer(exchange: AllToAll, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+    exchange.combine_send(y)
+    return exchange.combine_recv(dtype=dtype)
+
+
+def ranks_of(in_rank: Tensor, width: int) -> Tensor:
+    """The ranks of each token in ascending order, -1 behind them: int64 ``[tokens, width]``."""
+    ranks = in_rank.shape[1]
+    found = torch.where(in_rank, torch.arange(ranks), ranks).sort(1).values[:, :width]
+    return torch.where(found < ranks, found, -1)
+
+
+def _said(tokens: int, form: Form | None) -> bytes:
+    return struct.pack("<q", tokens) + repr(form).encode()
+
+
+def _heard(value: bytes) -> tuple[int, str]:
+    if len(value) < 8:
+        raise HandshakeError("a rank said nothing of its tokens; run the same release", peer="")
+    return struct.unpack_from("<q", value)[0], value[8:].decode(errors="replace")

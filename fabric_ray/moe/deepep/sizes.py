@@ -1,0 +1,72 @@
+"""How large buffers get, and DeepEP's tuning object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOPK = 16
+"""Experts of a token that size hints have room for; DeepEP's models have 8."""
+PRIVATE_ROWS = 32
+
+_PAGE = 4096
+_ALIGN = 16
+_BLOCK = 64
+_AREAS = 7
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def exchange_nbytes(
+    *, ranks: int, experts: int, topk: int, max_tokens: int, row_nbytes: int, answer_nbytes: int
+) -> int:
+    """No fewer bytes than the buffers of one rank's exchange have; less than 32 KiB more."""
+    local = experts // ranks
+    row, answer = _up(row_nbytes, _ALIGN), _up(answer_nbytes, _ALIGN)
+    pair = max_tokens * min(topk, local)
+    routes = 2 * ranks * (_up((4 + local) * 4, _BLOCK) + _BLOCK)
+    private = ranks * min(PRIVATE_ROWS, pair) * row
+    places = ranks * pair + max_tokens * topk
+    return routes + private + places * max(row, answer) + _AREAS * _PAGE
+
+
+def low_latency_nbytes(max_tokens: int, hidden: int, ranks: int, experts: int) -> int:
+    """Bytes of the two exchanges that low-latency calls alternate between, for bfloat16 tokens of
+    up to :data:`MAX_TOPK` experts."""
+    one = exchange_nbytes(
+        ranks=ranks,
+        experts=experts,
+        topk=min(MAX_TOPK, experts),
+        max_tokens=max_tokens,
+        row_nbytes=hidden * 2 + 8,
+        answer_nbytes=hidden * 2,
+    )
+    return 2 * one
+
+
+@dataclass(frozen=True)
+class Config:
+    """DeepEP's tuning of normal calls. Its chunks decide the size hints alone: tokens aren't cut
+    into chunks here, and no SMs are used."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of an exchange for as many tokens as a chunk that is received."""
+        return exchange_nbytes(
+            ranks=num_ranks,
+            experts=num_ranks,
+            topk=min(MAX_TOPK, num_ranks),
+            max_tokens=self.num_max_nvl_chunked_recv_tokens,
+            row_nbytes=hidden_bytes,
+            answer_nbytes=hidden_bytes,
+        )
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """None: one buffer serves all links, and the other hint is for that."""
+        return 0

@@ -1,0 +1,280 @@
+"""pplx-kernels' interface over :class:`fabric_ray.moe.AllToAll`, on host tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.moe import rows
+from fabric_ray.moe.all_to_all import RowPart
+from fabric_ray.moe.comm import Comm, Exchanges, comm_of
+
+# Tokens are bytes to the exchange; whoever dispatches says what they are.
+_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class AllToAll:
+    """One rank of an exchange in pplx-kernels' names: the caller owns the outputs, and each half
+    of a call may be made by itself (``do_send``, ``do_recv``). Made by :meth:`intranode` or
+    :meth:`internode`, which are the same here: the engine chooses links.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_experts: int,
+        experts_per_token: int,
+        rank: int,
+        world_size: int,
+        dp_size: int,
+        hidden_dim: int,
+        hidden_dim_bytes: int,
+        hidden_dim_scale_bytes: int,
+        *,
+        comm: Comm,
+        engine: TransferEngine | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+        timeout: float = 30.0,
+    ) -> None:
+        if dp_size != 1:
+            raise Unsupported(
+                f"dp_size is {dp_size}, and answers go to the one rank that sent a token; give "
+                "each rank tokens of its own, dp_size=1"
+            )
+        if (comm.rank(), comm.size()) != (rank, world_size):
+            raise InvalidArgument(
+                f"rank {rank} of {world_size} is rank {comm.rank()} of {comm.size()} in its group"
+            )
+        size, rest = divmod(hidden_dim_bytes, max(hidden_dim, 1))
+        if rest or size not in _BY_SIZE or hidden_dim_scale_bytes < 0:
+            raise InvalidArgument(
+                f"{hidden_dim_bytes} bytes for {hidden_dim} elements, and {hidden_dim_scale_bytes} "
+                "of scales; elements have 1, 2, 4 or 8 bytes"
+            )
+        parts = []
+        if hidden_dim_scale_bytes:
+            parts.append(RowPart("scale", hidden_dim_scale_bytes, torch.uint8))
+        self._bits = _BY_SIZE[size]
+        self._hidden = hidden_dim
+        self._scale_bytes = hidden_dim_scale_bytes
+        self._experts = num_experts // world_size
+        self._dtype = out_dtype
+        self._rows = 0
+        self._indices: Tensor | None = None
+        self._exchanges = Exchanges(comm, engine, timeout)
+        self._exchange = self._exchanges.make(
+            experts=num_experts,
+            topk=experts_per_token,
+            hidden=hidden_dim,
+            max_tokens=max_num_tokens,
+            dtype=self._bits,
+            parts=parts,
+            answer_dtype=out_dtype,
+        )
+
+    @classmethod
+    def intranode(
+        cls,
+        max_num_tokens: int,
+        num_experts: int,
+        experts_per_token: int,
+        rank: int,
+        world_size: int,
+        dp_size: int,
+        hidden_dim: int,
+        hidden_dim_bytes: int,
+        hidden_dim_scale_bytes: int,
+        group_name: str | None = None,
+        *,
+        comm: Any = None,
+        **options: Any,
+    ) -> AllToAll:
+        """A connected exchange; all ranks call it together.
+
+        Args:
+            max_num_tokens: of a rank, at most.
+            num_experts, experts_per_token: of all ranks, and of a token.
+            dp_size: ranks that share tokens; only 1.
+            hidden_dim, hidden_dim_bytes: elements of a token, and its bytes.
+            hidden_dim_scale_bytes: bytes of its scales; 0 for none.
+            group_name: of a ``torch.distributed`` group with a backend for CPU tensors (gloo); the
+                default group if ``None``.
+            comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
+            options: ``engine``, one of its own if ``None``; ``out_dtype``, of experts' answers:
+                bfloat16, float16 or float32; ``timeout``, seconds.
+
+        Raises:
+            InvalidArgument: sizes that don't go together.
+            HandshakeError: ranks disagree; the text lists in what.
+            Unsupported: another ``dp_size``.
+        """
+        return cls(
+            max_num_tokens,
+            num_experts,
+            experts_per_token,
+            rank,
+            world_size,
+            dp_size,
+            hidden_dim,
+            hidden_dim_bytes,
+            hidden_dim_scale_bytes,
+            comm=_comm(group_name, comm),
+            **options,
+        )
+
+    internode = intranode
+
+    def dispatch(
+        self,
+        out_expert_num_tokens: Tensor,
+        out_expert_x: Tensor,
+        out_expert_x_scale: Tensor | None,
+        dp_x: Tensor,
+        dp_x_scale: Tensor | None,
+        indices: Tensor,
+        bound_m: Tensor | None = None,
+        do_send: bool = True,
+        do_recv: bool = True,
+    ) -> None:
+        """Sends tokens to their experts.
+
+        Args:
+            out_expert_num_tokens: int32 ``[local experts]``: rows of each.
+            out_expert_x: ``[local experts, rows, hidden]``; each expert's from its beginning.
+            out_expert_x_scale: ``[local experts, rows, scales]`` if there are scales.
+            dp_x: ``[tokens, hidden]``, of the bytes the exchange was made for.
+            dp_x_scale: ``[tokens, scales]``, likewise.
+            indices: integers ``[tokens, experts_per_token]``; unsigned ones too.
+            bound_m: one element: how many of the tokens there are; all if ``None``.
+            do_send, do_recv: the halves; the second one is called with the same arguments.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or a half out of turn.
+        """
+        self._check_outputs(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x)
+        if do_send:
+            tokens = _bound(bound_m, len(dp_x))
+            if dp_x.element_size() != self._bits.itemsize:
+                raise InvalidArgument(
+                    f"tokens are {dp_x.dtype}, and elements have {self._bits.itemsize} bytes"
+                )
+            parts = self._scales(dp_x_scale, len(dp_x))
+            experts = indices[:tokens].to(torch.int64)
+            self._exchange.dispatch_send(
+                dp_x[:tokens].view(self._bits), experts, **{k: p[:tokens] for k, p in parts.items()}
+            )
+            self._indices = experts
+        if do_recv:
+            self._rows = out_expert_x.shape[1]
+            room = out_expert_x.view(self._bits).flatten(0, 1)
+            got = self._exchange.dispatch_recv(stride=self._rows, x=room)
+            out_expert_num_tokens.copy_(got.counts)
+            if out_expert_x_scale is not None and self._scale_bytes:
+                scales = got.parts["scale"].view(out_expert_x_scale.dtype)
+                out_expert_x_scale.copy_(scales.view(out_expert_x_scale.shape))
+
+    def combine(
+        self,
+        out_tokens: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        expert_y: Tensor,
+        bound_m: Tensor | None = None,
+        do_send: bool = True,
+        do_recv: bool = True,
+    ) -> None:
+        """Adds up the experts' answers with weights, in float32 and in the order of ``indices``.
+
+        Args:
+            out_tokens: ``[tokens or more, hidden]``; bfloat16, float16 or float32.
+            indices: those of the dispatch.
+            weights: float32 ``[tokens, experts_per_token]``.
+            expert_y: ``[local experts, rows, hidden]`` of ``out_dtype``; rows as at dispatch.
+            bound_m, do_send, do_recv: as at dispatch.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or a half out of turn.
+        """
+        if self._indices is None:
+            raise InvalidArgument("nothing was dispatched; dispatch before combine")
+        tokens = _bound(bound_m, len(indices))
+        if not torch.equal(indices[:tokens].to(torch.int64), self._indices):
+            raise InvalidArgument("indices aren't those of the dispatch; give the same")
+        wanted = (self._experts, self._rows, self._hidden)
+        if expert_y.shape != wanted or expert_y.dtype != self._dtype:
+            raise InvalidArgument(
+                f"answers are {expert_y.dtype} {tuple(expert_y.shape)}; give {self._dtype} {wanted}"
+            )
+        if out_tokens.dtype not in _SUMMED:
+            raise InvalidArgument(f"out_tokens are {out_tokens.dtype}; give one of {[*_SUMMED]}")
+        width = self._indices.shape[1]
+        rows.part("weights", weights, width=width, dtype=torch.float32, rows=tokens)
+        rows.part("out_tokens", out_tokens, width=self._hidden, dtype=out_tokens.dtype, rows=tokens)
+        if do_send:
+            self._exchange.combine_send(expert_y.flatten(0, 1))
+        if do_recv:
+            self._exchange.combine_recv(weights[:tokens], out=out_tokens)
+            self._indices = None
+
+    def destroy(self) -> None:
+        """Frees the buffers when all ranks are here; a second call does nothing."""
+        self._exchanges.close()
+
+    def _check_outputs(
+        self, counts: Tensor, out: Tensor, out_scale: Tensor | None, x: Tensor
+    ) -> None:
+        if counts.shape != (self._experts,) or counts.dtype != torch.int32:
+            raise InvalidArgument(
+                f"out_expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; give int32 "
+                f"[{self._experts}]"
+            )
+        fits = out.ndim == 3 and (out.shape[0], out.shape[2]) == (self._experts, self._hidden)
+        if not fits or out.dtype != x.dtype or not out.is_contiguous():
+            raise InvalidArgument(
+                f"out_expert_x is {out.dtype} {tuple(out.shape)}; give contiguous {x.dtype} "
+                f"[{self._experts}, rows, {self._hidden}]"
+            )
+        given = 0 if out_scale is None else out_scale.shape[-1] * out_scale.element_size()
+        if given != self._scale_bytes or (
+            out_scale is not None and out_scale.shape[:2] != out.shape[:2]
+        ):
+            raise InvalidArgument(
+                f"out_expert_x_scale has {given} bytes for a row; give {self._scale_bytes} for "
+                f"each of {tuple(out.shape[:2])}"
+            )
+
+    def _scales(self, scale: Tensor | None, tokens: int) -> dict[str, Tensor]:
+        given = 0 if scale is None else scale.shape[-1] * scale.element_size()
+        if given != self._scale_bytes or (scale is not None and len(scale) != tokens):
+            raise InvalidArgument(
+                f"scales have {given} bytes for a token; give {self._scale_bytes} for each of "
+                f"{tokens}"
+            )
+        return {} if scale is None else {"scale": scale.contiguous().view(torch.uint8)}
+
+
+def _bound(bound_m: Tensor | None, tokens: int) -> int:
+    if bound_m is None:
+        return tokens
+    bound = int(bound_m)
+    if bound_m.numel() != 1 or not 0 <= bound <= tokens:
+        raise InvalidArgument(f"bound_m is {bound}, and there are {tokens} tokens")
+    return bound
+
+
+def _comm(group_name: str | None, comm: Any) -> Comm:
+    if comm is not None:
+        return comm_of(None, comm)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgument("no torch.distributed group is there; initialise one, or give comm")
+    if group_name is None:
+        return comm_of(dist.group.WORLD)
+    # What torch itself finds groups by, in collectives that name them.
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return comm_of(resolve(group_name))

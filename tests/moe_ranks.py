@@ -1,0 +1,83 @@
+"""Ranks of an exchange as threads of a test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WAIT = 60.0
+
+
+class ThreadComm:
+    """``rank()``, ``size()`` and ``all_gather`` for threads that share ``board``."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self._rank, self._board = rank, board
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._board.values)
+
+    def all_gather(self, value: bytes) -> list[bytes]:
+        assert isinstance(value, bytes)
+        self._board.values[self._rank] = value
+        self._board.barrier.wait(WAIT)
+        values = list(self._board.values)
+        self._board.barrier.wait(WAIT)
+        self._board.gathers[self._rank] += 1
+        return values
+
+
+class Board:
+    def __init__(self, ranks: int) -> None:
+        self.values = [b""] * ranks
+        self.gathers = [0] * ranks
+        self.barrier = threading.Barrier(ranks)
+
+
+def on_ranks(ranks: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
+    """What ``work`` returns on each rank, each in a thread; the first error is raised."""
+    board = Board(ranks)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadComm(rank, board))
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def batch(
+    seed: int,
+    tokens: int,
+    experts: int,
+    topk: int,
+    hidden: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, their experts (some -1) and weights; the same for the same seed, wherever."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=g).to(dtype)
+    idx = torch.rand(tokens, experts, generator=g).argsort(1)[:, :topk].contiguous()
+    idx[torch.rand(idx.shape, generator=g) < 0.15] = -1
+    return x, idx, torch.rand(tokens, topk, generator=g)
+
+
+def expert(number: int, x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * (number + 1) + number).to(torch.bfloat16)

@@ -1,0 +1,332 @@
+"""DeepEP's low-latency calls as inference engines make them, against sums made in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric_ray import errors
+from fabric_ray.moe import cast
+from fabric_ray.moe.deepep import Buffer, EventOverlap
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+
+EXPERTS, TOPK, M = 8, 3, 9
+
+
+def answers(buffer: Buffer, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Each local expert's, for the rows that came; what fills up is NaN."""
+    out = torch.full(x.shape, float("nan"), dtype=torch.bfloat16)
+    for local, count in enumerate(counts.tolist()):
+        number = buffer.rank * len(counts) + local
+        out[local, :count] = expert(number, x[local, :count])
+    return out
+
+
+def unsharded(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(len(x)):
+        for k in range(idx.shape[1]):
+            if idx[t, k] >= 0:
+                out[t] += weights[t, k] * expert(int(idx[t, k]), x[t]).float()
+    return out.to(torch.bfloat16)
+
+
+def low_latency(comm: ThreadComm, **options: Any) -> Buffer:
+    return Buffer(None, 0, 0, low_latency_mode=True, num_qps_per_rank=8, comm=comm, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, hooks: bool) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        for turn, most in enumerate([M, 0, 1, 5]):
+            x, idx, w = batch(
+                turn * 8 + buffer.rank, most if buffer.rank else M - most, 8, TOPK, 48
+            )
+            recv, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, idx, M, EXPERTS, use_fp8=False, async_finish=not hooks, return_recv_hook=hooks
+            )
+            hook() if hook else event.current_stream_wait()
+            assert isinstance(recv, torch.Tensor)
+            assert recv.shape == (EXPERTS // ranks, M * ranks, 48)
+            assert counts.dtype == torch.int32
+            y = answers(buffer, recv, counts)
+            zero_copy = turn % 2 == 1
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+                y = buffer.get_next_low_latency_combine_buffer(handle)
+            out = torch.empty_like(x) if turn % 2 else None
+            sums, event, hook = buffer.low_latency_combine(
+                y, idx, w, handle, zero_copy=zero_copy, return_recv_hook=hooks, out=out
+            )
+            assert (hook is not None) == hooks
+            hook() if hook else event.current_stream_wait()
+            assert torch.equal(sums, unsharded(x, idx, w))
+            assert out is None or sums is out
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+@pytest.mark.parametrize("kind", ["float32", "powers of two", "ue8m0"])
+def test_scales_are_those_of_the_cast_by_columns(kind: str) -> None:
+    ranks, hidden = 2, 512
+    scales_dtype = torch.int32 if kind == "ue8m0" else torch.float32
+
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        batches = [batch(r, M - r, EXPERTS, TOPK, hidden) for r in range(ranks)]
+        x, idx, w = batches[buffer.rank]
+        (recv, scales), counts, handle, _, _ = buffer.low_latency_dispatch(
+            x,
+            idx,
+            M,
+            EXPERTS,
+            round_scale=kind != "float32",
+            use_ue8m0=kind == "ue8m0",
+        )
+        assert recv.dtype == torch.float8_e4m3fn
+        assert scales.dtype == scales_dtype
+        assert scales.shape == (4, M * ranks, hidden // (512 if kind == "ue8m0" else 128))
+        assert scales.stride(1) == 1
+        src_info, layout, m, h, experts = handle
+        assert (m, h, experts) == (M, hidden, EXPERTS)
+        for local in range(4):
+            begin = 0
+            for source in range(ranks):
+                x_s, idx_s, _ = batches[source]
+                tokens = (idx_s == buffer.rank * 4 + local).any(1).nonzero()[:, 0]
+                word = int(layout[local, source])
+                assert word & 0xFFFFFFFF == len(tokens)
+                assert word >> 32 == (begin if len(tokens) else 0)
+                of = slice(begin, begin + len(tokens))
+                assert torch.equal(src_info[local, of], tokens.to(torch.int32))
+                want, want_scales = cast.to_fp8(
+                    x_s[tokens], scales=scales_dtype, powers_of_two=kind != "float32"
+                )
+                assert torch.equal(recv[local, of].view(torch.uint8), want.view(torch.uint8))
+                assert torch.equal(scales[local, of], want_scales)
+                begin += len(tokens)
+            assert counts[local] == begin
+        y = answers(buffer, cast.back(recv, scales), counts)
+        sums, _, _ = buffer.low_latency_combine(y, idx, w, handle)
+        assert torch.equal(
+            sums, unsharded(cast.back(*cast.to_fp8(x, powers_of_two=kind != "float32")), idx, w)
+        )
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def test_two_batches_overlap_by_their_hooks() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        stats = torch.zeros(4, dtype=torch.int32)
+        for turn in range(3):
+            a, b = (
+                batch(turn * 10 + i * 5 + buffer.rank, M - i, EXPERTS, TOPK, 16) for i in (0, 1)
+            )
+            sent = [
+                buffer.low_latency_dispatch(
+                    x, idx, M, EXPERTS, stats, use_fp8=False, return_recv_hook=True
+                )
+                for x, idx, _ in (a, b)
+            ]
+            before = stats.clone()
+            combined = []
+            for (_, idx, w), (recv, counts, handle, _, hook) in zip((a, b), sent, strict=True):
+                hook()
+                hook()
+                y = answers(buffer, recv, counts)
+                combined.append(
+                    buffer.low_latency_combine(y, idx, w, handle, return_recv_hook=True)
+                )
+            for (x, idx, w), (sums, _, hook) in zip((a, b), combined, strict=True):
+                hook()
+                assert torch.equal(sums, unsharded(x, idx, w))
+            assert torch.equal(stats - before, sent[0][1] + sent[1][1])
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_a_dispatch_may_stay_without_answers_and_combine_may_leave_experts_out() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        x, idx, w = batch(buffer.rank, M, EXPERTS, TOPK, 16)
+        for _ in range(5):
+            buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        fewer = idx.clone()
+        fewer[:, 0] = -1
+        sums, _, _ = buffer.low_latency_combine(answers(buffer, recv, counts), fewer, w, handle)
+        assert torch.equal(sums, unsharded(x, fewer, w))
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        x, idx, w = batch(0, M, EXPERTS, TOPK, 48)
+        send, unsupported, invalid = (
+            buffer.low_latency_dispatch,
+            errors.Unsupported,
+            errors.InvalidArgument,
+        )
+        waits = torch.zeros(1, dtype=torch.int64)
+        bf16: dict[str, Any] = {"use_fp8": False}
+        for error, words, options in [
+            (invalid, "blocks of 128", {}),
+            (invalid, "goes with", {"use_ue8m0": True}),
+            (invalid, "exclude", {**bf16, "async_finish": True, "return_recv_hook": True}),
+            (unsupported, "measured", {**bf16, "dispatch_wait_recv_cost_stats": waits}),
+            (invalid, "statistics", {**bf16, "cumulative_local_expert_recv_stats": waits}),
+        ]:
+            with pytest.raises(error, match=words):
+                send(x, idx, M, EXPERTS, **options)
+        with pytest.raises(invalid, match="bfloat16"):
+            send(x.float(), idx, M, EXPERTS, **bf16)
+        with pytest.raises(invalid, match="one row for each"):
+            send(x, idx[:2], M, EXPERTS, **bf16)
+        with pytest.raises(invalid, match="room for 4"):
+            send(x, idx, 4, EXPERTS, **bf16)
+        recv, counts, handle, _, hook = send(x, idx, M, EXPERTS, return_recv_hook=True, **bf16)
+        combine = buffer.low_latency_combine
+        assert isinstance(recv, torch.Tensor)
+        with pytest.raises(invalid, match="hook of low_latency_dispatch"):
+            combine(recv, idx, w, handle)
+        assert hook is not None
+        hook()
+        other = torch.where(idx >= 0, (idx + 1) % EXPERTS, idx)
+        for error, words, args, options in [
+            (unsupported, "overlap", (recv, idx, w, handle), {"overlap": True}),
+            (unsupported, "logfmt", (recv, idx, w, handle), {"use_logfmt": True}),
+            (unsupported, "wait", (recv, idx, w, handle), {"combine_wait_recv_cost_stats": waits}),
+            (invalid, "zero_copy", (recv, idx, w, handle), {"zero_copy": True}),
+            (invalid, "same topk_idx", (recv, other, w, handle), {}),
+            (invalid, "float32", (recv, idx, w.double(), handle), {}),
+            (invalid, "aren't those", (recv, idx[:2], w[:2], handle), {}),
+            (invalid, "answers are", (recv[:, :4], idx, w, handle), {}),
+            (invalid, "out is", (recv, idx, w, handle), {"out": torch.empty(2, 2)}),
+            (
+                invalid,
+                "contiguous",
+                (recv, idx, w, handle),
+                {"out": torch.empty(48, M, dtype=torch.bfloat16).T},
+            ),
+        ]:
+            with pytest.raises(error, match=words):
+                combine(*args, **options)
+        # What goes along with overlap=False is taken, as callers pass it always.
+        y = answers(buffer, recv, counts)
+        sums, _, _ = combine(
+            y, idx, w, handle, overlap=False, packed_recv_count=counts, comp_signal=None,
+            block_m=64, threshold=0, num_sms=3,
+        )  # fmt: skip
+        assert torch.equal(sums, unsharded(x, idx, w))
+        with pytest.raises(invalid, match="combined already"):
+            combine(y, idx, w, handle)
+        for call in (buffer.get_comm_stream, lambda: buffer.get_local_buffer_tensor(torch.int8)):
+            with pytest.raises(unsupported):
+                call()
+        buffer.clean_low_latency_buffer(M, 48, EXPERTS)
+        buffer.destroy()
+        buffer.destroy()
+        with pytest.raises(invalid, match="low_latency_mode"):
+            Buffer(None, comm=comm).low_latency_dispatch(x, idx, M, EXPERTS)
+        with pytest.raises(invalid, match="num_rdma_bytes"):
+            Buffer(None, 0, 4096, True, comm=comm).low_latency_dispatch(x, idx, M, EXPERTS, **bf16)
+
+    on_ranks(1, work)
+    with pytest.raises(errors.InvalidArgument, match="connects no ranks"):
+        Buffer("world")
+    with pytest.raises(errors.InvalidArgument, match="one of them"):
+        Buffer()
+
+
+def test_ranks_that_disagree_are_told_so_and_nobody_waits() -> None:
+    def work(comm: ThreadComm) -> str:
+        buffer = low_latency(comm)
+        x, idx, _ = batch(0, 2, 6, TOPK, 16 + 16 * (comm.rank() == 1))
+        with pytest.raises(errors.HandshakeError) as told:
+            buffer.low_latency_dispatch(x, idx, M, 6, use_fp8=False)
+        uneven = 7 if comm.rank() == 1 else 6
+        with pytest.raises((errors.HandshakeError, errors.InvalidArgument), match="evenly"):
+            buffer.low_latency_dispatch(x[:, :16], idx, M, uneven, use_fp8=False)
+        return str(told.value)
+
+    for text in on_ranks(3, work):
+        assert "16" in text
+        assert "32" in text
+
+
+def test_rs_4_a_masked_rank_is_left_out_and_the_others_go_on() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm, enable_shrink=True, timeout=20.0)
+        status = torch.full((3,), -1, dtype=torch.int32)
+        x, idx, w = batch(buffer.rank, M, 6, TOPK, 16)
+        for turn in range(3):
+            if turn == 1:
+                if buffer.rank == 2:
+                    return
+                comm.all_gather = None  # type: ignore[assignment, method-assign]
+                buffer.low_latency_update_mask_buffer(2, True)
+            recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 6, use_fp8=False)
+            sums, _, _ = buffer.low_latency_combine(answers(buffer, recv, counts), idx, w, handle)
+            left = torch.where(idx < 4, idx, -1) if turn else idx
+            assert torch.equal(sums, unsharded(x, left, w))
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0, 0, int(turn > 0)]
+        with pytest.raises(errors.Unsupported, match="make a new one"):
+            buffer.low_latency_clean_mask_buffer()
+        with pytest.raises(errors.Unsupported, match=r"\[2\]"):
+            buffer.low_latency_update_mask_buffer(2, False)
+        buffer.low_latency_update_mask_buffer(1 - buffer.rank, False)
+        assert [*buffer.lost] == [2]
+        buffer.destroy()
+
+    on_ranks(3, work)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(1, 300),
+    st.integers(1, 6),
+)
+def test_the_size_hint_suffices(ranks: int, local: int, m: int, hidden: int, topk: int) -> None:
+    experts = ranks * local
+    hint = Buffer.get_low_latency_rdma_size_hint(m, hidden, ranks, experts)
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, 0, hint, True, comm=comm)
+        x, idx, _ = batch(0, 1, experts, min(topk, experts), hidden)
+        buffer.low_latency_dispatch(x, idx, m, experts, use_fp8=False)
+        assert "private" in buffer.explain()
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def test_events_and_static_calls_are_there() -> None:
+    with Buffer.capture() as event:
+        assert isinstance(event, EventOverlap)
+    before = Buffer.num_sms
+    Buffer.set_num_sms(24)
+    assert Buffer.get_dispatch_config(4).num_sms == Buffer.get_combine_config(4).num_sms == 24
+    Buffer.set_num_sms(before)
+    with pytest.raises(errors.InvalidArgument, match="even"):
+        Buffer.set_num_sms(3)
+    config = Buffer.get_dispatch_config(4)
+    assert config.get_nvl_buffer_size_hint(4096, 4) > 4 * 256 * 4096
+    assert config.get_rdma_buffer_size_hint(4096, 4) == 0
+    assert not Buffer.is_sm90_compiled()

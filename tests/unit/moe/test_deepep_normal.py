@@ -1,0 +1,301 @@
+"""DeepEP's normal calls as inference engines and trainers make them, against sums in one place."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric_ray import errors
+from fabric_ray.moe import cast
+from fabric_ray.moe.deepep import Buffer, Handle
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.processes import Other
+
+EXPERTS, TOPK = 12, 4
+
+
+def dispatch(buffer: Buffer, x: Any, idx: torch.Tensor, w: torch.Tensor, **options: Any) -> Any:
+    """The two calls, as vLLM and SGLang write them."""
+    per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        topk_idx=idx,
+        num_experts=EXPERTS,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    )
+    return buffer.dispatch(
+        x=x,
+        handle=None,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=idx,
+        topk_weights=w,
+        config=Buffer.get_dispatch_config(buffer.group_size),
+        previous_event=event,
+        async_finish=True,
+        allocate_on_comm_stream=True,
+        **options,
+    )
+
+
+def of_rank(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, first: int) -> torch.Tensor:
+    """What a rank answers to rows with its own experts' numbers: their weighted sum."""
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(len(x)):
+        for k in range(idx.shape[1]):
+            if idx[t, k] >= 0:
+                y[t] += w[t, k] * expert(first + int(idx[t, k]), x[t]).float()
+    return y.to(torch.bfloat16)
+
+
+def local(idx: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    each = EXPERTS // ranks
+    return torch.where((idx >= 0) & (idx // each == rank), idx - rank * each, -1)
+
+
+def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Sums of the ranks' sums, for each rank's are rounded on their way."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for rank in range(ranks):
+        mine = local(idx, rank, ranks)
+        there = (mine >= 0).any(1)
+        out[there] += of_rank(x, mine, w, rank * EXPERTS // ranks)[there].float()
+    return out
+
+
+def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
+    """One forward pass, everything in it compared."""
+    ranks = buffer.group_size
+    batches = [batch(seed + r, tokens + r, EXPERTS, TOPK, 40) for r in range(ranks)]
+    x, idx, w = batches[buffer.rank]
+    recv, recv_idx, recv_w, counts, handle, event = dispatch(
+        buffer, x, idx, w, expert_alignment=4, **options
+    )
+    event.current_stream_wait()
+    wanted = []
+    for x_s, idx_s, w_s in batches:
+        mine = local(idx_s, buffer.rank, ranks)
+        here = (mine >= 0).any(1)
+        wanted.append((x_s[here], mine[here], torch.where(mine >= 0, w_s, 0.0)[here]))
+    want_x, want_idx, want_w = (torch.cat(of) for of in zip(*wanted, strict=True))
+    rows = len(want_x)
+    assert torch.equal(recv[:rows], want_x)
+    assert recv_idx.dtype == torch.int64
+    assert torch.equal(recv_idx[:rows], want_idx)
+    assert torch.equal(recv_w[:rows], want_w)
+    if worst := options.get("num_worst_tokens"):
+        assert len(recv) == len(recv_idx) == len(recv_w) == worst
+        assert (recv_idx[rows:] == -1).all()
+        assert counts == []
+    else:
+        assert len(recv) == rows
+        per_expert = [int((want_idx == e).sum()) for e in range(EXPERTS // ranks)]
+        assert counts == [-(-n // 4) * 4 for n in per_expert]
+    y = of_rank(recv, recv_idx, recv_w, buffer.rank * EXPERTS // ranks)
+    sums, none, event = buffer.combine(
+        x=y,
+        handle=handle,
+        topk_weights=None,
+        config=Buffer.get_combine_config(ranks),
+        previous_event=Buffer.capture(),
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    )
+    assert none is None
+    assert torch.equal(sums, unsharded(x, idx, w, ranks).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        # Buffers grow on the way.
+        for turn, tokens in enumerate([3, 0, 200, 17]):
+            layer(buffer, turn * 8, tokens)
+        layer(buffer, 50, 5, num_worst_tokens=40)
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def test_with_max_tokens_nothing_is_gathered_between_exchanges() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm, max_tokens=16)
+        layer(buffer, 0, 9)
+        gathered = list(comm._board.gathers)
+        for turn in range(3):
+            layer(buffer, turn, 9 + turn)
+        assert comm._board.gathers[comm.rank()] == gathered[comm.rank()]
+        x, idx, w = batch(0, 17, EXPERTS, TOPK, 40)
+        with pytest.raises(errors.InvalidArgument, match="max_tokens is 16"):
+            dispatch(buffer, x, idx, w)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_scales_go_with_their_tokens_and_biases_are_added_before_rounding() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        x, idx, w = batch(buffer.rank, 11, EXPERTS, TOPK, 256)
+        x8, scales = cast.to_fp8(x)
+        (recv, recv_scales), recv_idx, recv_w, _, handle, _ = dispatch(
+            buffer, (x8, scales.T.contiguous().T), idx, w
+        )
+        assert recv.dtype == torch.float8_e4m3fn
+        there = cast.back(recv, recv_scales)
+        y = of_rank(there, recv_idx, recv_w, buffer.rank * 6)
+        bias = [batch(70 + i, 11, EXPERTS, TOPK, 256)[0] for i in range(2)]
+        want = unsharded(cast.back(x8, scales), idx, w, 2)
+        # One handle, any number of answers.
+        for given, added in [
+            (None, want),
+            (bias[0], want + bias[0].float()),
+            ((bias[0], bias[1]), want + bias[0].float() + bias[1].float()),
+        ]:
+            sums, _, _ = buffer.combine(y, handle, bias=given)
+            assert torch.equal(sums, added.to(torch.bfloat16))
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_trainers_go_back_the_way_they_came() -> None:
+    """Layers forward, then backward: a combine's gradient is dispatched with the handle, a
+    dispatch's is combined with it, its weights too."""
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        done: list[tuple[Handle, torch.Tensor, torch.Tensor, int]] = []
+        for number in range(3):
+            x, idx, w = batch(number * 5 + buffer.rank, 10 - buffer.rank, EXPERTS, TOPK, 24)
+            recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
+            buffer.combine(recv, handle)
+            done.append((handle, idx, w, number))
+        for handle, idx, w, number in reversed(done):
+            grads = [
+                batch(90 + number * 5 + r, 10 - r, EXPERTS, TOPK, 24)[0].float() for r in range(2)
+            ]
+            recv, *none, _ = buffer.dispatch(grads[buffer.rank], handle=handle)
+            assert none == [None] * 4
+            came, here_w = [], []
+            for r, grad in enumerate(grads):
+                _, idx_s, w_s = batch(number * 5 + r, 10 - r, EXPERTS, TOPK, 24)
+                mine = local(idx_s, buffer.rank, 2)
+                here = (mine >= 0).any(1)
+                came.append(grad[here])
+                here_w.append(torch.where(mine >= 0, w_s, 0.0)[here])
+            assert torch.equal(recv, torch.cat(came))
+            weights = torch.cat(here_w)
+            sums, back, _ = buffer.combine(recv, handle, topk_weights=weights)
+            ranks = (torch.stack([local(idx, r, 2) >= 0 for r in range(2)])).any(2).sum(0)
+            assert torch.equal(sums, grads[buffer.rank] * ranks[:, None])
+            assert torch.equal(back, torch.where(idx >= 0, w, 0.0))
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_two_batches_may_be_under_way() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        for turn in range(2):
+            held = []
+            # One more than there are exchanges: the first one's routes are made anew.
+            for i in range(3):
+                x, idx, w = batch(turn * 9 + i * 2 + buffer.rank, 7 + i, EXPERTS, TOPK, 24)
+                recv, recv_idx, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
+                y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
+                held.append((y, handle, unsharded(x, idx, w, 2).to(torch.bfloat16)))
+            for y, handle, want in held:
+                assert torch.equal(buffer.combine(y, handle)[0], want)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_what_is_wrong_is_named_and_others_are_told() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        x, idx, w = batch(0, 6, EXPERTS, TOPK, 40)
+        invalid = errors.InvalidArgument
+        with pytest.raises(invalid, match="evenly"):
+            buffer.get_dispatch_layout(idx, 13)
+        with pytest.raises(invalid, match="are named"):
+            buffer.get_dispatch_layout(idx + 12, EXPERTS)
+        layout = buffer.get_dispatch_layout(idx, EXPERTS)
+        per_rank, _, per_expert, in_rank, _ = layout
+        with pytest.raises(errors.Unsupported, match="topk_idx"):
+            buffer.dispatch(x, None, per_rank, None, in_rank, per_expert)
+        with pytest.raises(invalid, match="get_dispatch_layout"):
+            buffer.dispatch(x, topk_idx=idx)
+        with pytest.raises(invalid, match="isn't that"):
+            buffer.dispatch(x, None, per_rank, None, ~in_rank, per_expert, idx, w)
+        with pytest.raises(invalid, match="num_worst_tokens"):
+            dispatch(buffer, x, idx, w, num_worst_tokens=5)
+        # One rank's mistake is that rank's error, and the others are told.
+        if buffer.rank == 0:
+            with pytest.raises(invalid, match="weights are"):
+                dispatch(buffer, x, idx, w[:2])
+        else:
+            with pytest.raises(errors.HandshakeError, match="rank 0 could not take part: weights"):
+                dispatch(buffer, x, idx, w)
+        with pytest.raises(errors.HandshakeError, match="different tokens"):
+            dispatch(buffer, x[:, : 8 + 8 * buffer.rank], idx, w)
+        recv, recv_idx, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
+        with pytest.raises(invalid, match="are needed"):
+            buffer.combine(recv[:1], handle)
+        with pytest.raises(invalid, match="bias"):
+            buffer.combine(recv, handle, bias=recv)
+        with pytest.raises(invalid, match="weights"):
+            buffer.combine(recv, handle, topk_weights=recv_w.double())
+        with pytest.raises(invalid, match="leave them out"):
+            buffer.dispatch(x, handle, topk_idx=idx)
+        with pytest.raises(invalid, match="is for 6"):
+            buffer.dispatch(x[:2], handle)
+        y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
+        assert torch.equal(buffer.combine(y, handle)[0], unsharded(x, idx, w, 2).to(torch.bfloat16))
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def process(connection: Connection, rank: int, ranks: int, store: str) -> None:
+    """A rank as a process with a gloo group."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    buffer = Buffer(dist.group.WORLD, 1 << 20, 0, low_latency_mode=True)
+    for turn, tokens in enumerate([5, 0, 30]):
+        layer(buffer, turn * 8, tokens)
+    x, idx, w = batch(rank, 6, EXPERTS, TOPK, 128)
+    recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+        x, idx, 8, EXPERTS, use_fp8=False, return_recv_hook=True
+    )
+    assert hook is not None
+    assert isinstance(recv, torch.Tensor)
+    hook()
+    each = EXPERTS // ranks
+    for number, count in enumerate(counts.tolist()):
+        recv[number, :count] = expert(rank * each + number, recv[number, :count])
+    sums, _, _ = buffer.low_latency_combine(recv, idx, w, handle)
+    want = torch.zeros(6, 128)
+    for k in range(TOPK):
+        for t in range(6):
+            if idx[t, k] >= 0:
+                want[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
+    assert torch.equal(sums, want.to(torch.bfloat16))
+    buffer.destroy()
+    dist.destroy_process_group()
+    connection.send("the sums agree")
+
+
+def test_ranks_may_be_processes_of_a_gloo_group(tmp_path: Any) -> None:
+    store = str(tmp_path / "store")
+    with Other(process, 0, 2, store) as a, Other(process, 1, 2, store) as b:
+        assert [one.hear(120) for one in (a, b)] == ["the sums agree"] * 2

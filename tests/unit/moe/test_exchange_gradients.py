@@ -1,0 +1,239 @@
+"""Gradients through exchanges, against those of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.moe.autograd import Differentiable, combine, dispatch
+from tests.moe_ranks import ThreadComm, batch, on_ranks
+
+HIDDEN = 12
+
+
+def exchange(comm: ThreadComm, **options: Any) -> tuple[TransferEngine, Differentiable]:
+    engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
+    made = Differentiable(
+        engine, rank=comm.rank(), ranks=comm.size(), hidden=HIDDEN, max_tokens=16, **options
+    )
+    made.connect(comm.all_gather(made.card()))
+    comm.all_gather(b"")
+    return engine, made
+
+
+def parameters(experts: int, layers: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    g = torch.Generator().manual_seed(99)
+    return (torch.randn(layers, experts, HIDDEN, HIDDEN, generator=g) / HIDDEN**0.5).to(dtype)
+
+
+def expert(matrix: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ matrix)
+
+
+def unsharded(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, matrices: torch.Tensor
+) -> torch.Tensor:
+    """All experts for all tokens; those that aren't a token's have no weight."""
+    for matrix in matrices:
+        each = torch.stack([expert(m, x) for m in matrix], 1)
+        chosen = torch.nn.functional.one_hot(idx + 1, len(matrix) + 1)[:, :, 1:].to(w.dtype)
+        x = x + torch.einsum("tk,tke,teh->th", w, chosen, each)
+    return x
+
+
+def sharded(
+    a: Differentiable,
+    x: torch.Tensor,
+    idx: torch.Tensor,
+    w: torch.Tensor,
+    matrices: torch.Tensor,
+    multiple: int,
+) -> torch.Tensor:
+    """Layers through one exchange; ``matrices`` are this rank's."""
+    for matrix in matrices:
+        got = dispatch(a, x, idx, multiple=multiple)
+        y = [expert(m, part) for m, part in zip(matrix, _split(got), strict=True)]
+        x = x + combine(a, torch.cat(y), w)
+    return x
+
+
+def _split(got: Any) -> list[torch.Tensor]:
+    """Each expert's rows, those that fill up included."""
+    ends = [*got.starts.tolist()[1:], len(got.x)]
+    return [got.x[b:e] for b, e in zip(got.starts.tolist(), ends, strict=True)]
+
+
+def close(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+    assert got is not None
+    assert want is not None
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 3]),
+    local=st.integers(1, 3),
+    topk=st.integers(1, 3),
+    layers=st.integers(1, 3),
+    multiple=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1000),
+    counts=st.lists(st.integers(0, 16), min_size=3, max_size=3),
+)
+def test_gradients_are_those_of_the_unsharded_model(
+    ranks: int, local: int, topk: int, layers: int, multiple: int, seed: int, counts: list[int]
+) -> None:
+    experts = ranks * local
+    topk = min(topk, experts)
+    whole = parameters(experts, layers).requires_grad_()
+    inputs = [
+        batch(seed * 7 + r, counts[r], experts, topk, HIDDEN, torch.float32) for r in range(3)
+    ]
+    outside = [
+        batch(seed + r, counts[r], experts, topk, HIDDEN, torch.float32)[0] for r in range(3)
+    ]
+    wanted = []
+    for (x, idx, w), g in zip(inputs[:ranks], outside, strict=False):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = unsharded(x, idx, w, whole)
+        out.backward(g)
+        wanted.append((out.detach(), x.grad, w.grad))
+
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=experts, topk=topk, dtype=torch.float32)
+        of = slice(comm.rank() * local, (comm.rank() + 1) * local)
+        mine = whole.detach()[:, of].clone().requires_grad_()
+        x, idx, w = inputs[comm.rank()]
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = sharded(a, x, idx, w, mine, multiple)
+        want_out, want_x, want_w = wanted[comm.rank()]
+        close(out, want_out)
+        # Twice over one graph: routes are gone over as often as needed.
+        for _ in range(2):
+            x.grad = w.grad = mine.grad = None
+            out.backward(outside[comm.rank()], retain_graph=True)
+            close(x.grad, want_x)
+            close(w.grad, want_w)
+            assert whole.grad is not None
+            close(mine.grad, whole.grad[:, of])
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(ranks, work)
+
+
+def test_numbers_that_move_a_little_move_the_loss_by_the_gradient() -> None:
+    """A difference quotient, for one token that goes to two ranks."""
+
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        of = slice(comm.rank() * 2, comm.rank() * 2 + 2)
+        mine = parameters(4, 1)[:, of].clone()
+        x, _, w = batch(comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
+        idx = torch.tensor([[0, 3], [2, -1], [1, 2]])
+        move_x, move_w = torch.randn_like(x), torch.randn_like(w)
+
+        def loss(by: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            x_, w_ = (x + by * move_x).requires_grad_(), (w + by * move_w).requires_grad_()
+            return sharded(a, x_, idx, w_, mine, 1).double().square().sum(), x_, w_
+
+        value, x_, w_ = loss(0.0)
+        value.backward()
+        assert x_.grad is not None
+        assert w_.grad is not None
+        slope = float((x_.grad * move_x).sum() + (w_.grad * move_w).sum())
+        step = 2.0**-8
+        quotient = (loss(step)[0] - loss(-step)[0]).item() / (2 * step)
+        assert quotient == pytest.approx(slope, rel=2e-3, abs=2e-2)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_gradients_of_rows_find_their_way_after_other_exchanges() -> None:
+    """As of a loss on what experts get, whose answers were summed up long ago."""
+
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+        x.requires_grad_()
+        first = dispatch(a, x, idx)
+        combine(a, first.x, w)
+        other, other_idx, _ = batch(9 + comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
+        combine(a, dispatch(a, other, other_idx).x, None)
+        first.x.square().sum().backward()
+        assert x.grad is not None
+        times = (idx >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad, 2 * x.detach() * times)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_without_weights_and_in_bfloat16_gradients_flow_too() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2)
+        x, idx, _ = batch(comm.rank(), 6, 4, 2, HIDDEN)
+        x.requires_grad_()
+        got = dispatch(a, x, idx)
+        out = combine(a, got.x * 2)
+        grad = batch(40 + comm.rank(), 6, 4, 2, HIDDEN)[0]
+        out.backward(grad)
+        times = (idx >= 0).sum(1, keepdim=True)
+        assert torch.equal(out, (x.float() * 2 * times).to(torch.bfloat16))
+        assert x.grad is not None
+        assert torch.equal(x.grad, (grad.float() * 2 * times).to(torch.bfloat16))
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_rs_1_a_lost_rank_ends_the_pass_by_name() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+        sums = combine(a, dispatch(a, x.requires_grad_(), idx).x, w)
+        comm.all_gather(b"")
+        a.tokens.mask(1 - comm.rank(), "it was unplugged")
+        with pytest.raises(errors.PeerLost, match=f"rank {1 - comm.rank()} .* it was unplugged"):
+            sums.sum().backward()
+        with pytest.raises(errors.PeerLost, match="unplugged"):
+            dispatch(a, x, idx)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        x, idx, w = batch(0, 6, 4, 2, HIDDEN, torch.float32)
+        with pytest.raises(errors.InvalidArgument, match="dispatch first"):
+            combine(a, x, w)
+        with pytest.raises(errors.InvalidArgument, match="bfloat16"):
+            dispatch(a, x.bfloat16(), idx)
+        with pytest.raises(errors.DecodeError, match="no card"):
+            a.connect([b"", b"x"])
+        with pytest.raises(errors.InvalidArgument, match="can't be summed"):
+            exchange(comm, experts=4, topk=2, dtype=torch.float8_e4m3fn)
+        first = dispatch(a, x.clone().requires_grad_(), idx)
+        with pytest.raises(errors.InvalidArgument, match="weights"):
+            combine(a, first.x, w.double())
+        with pytest.raises(errors.InvalidArgument, match="are needed"):
+            combine(a, first.x[:1], w)
+        sums = combine(a, first.x, w)
+        second = dispatch(a, x, idx)
+        sums.sum().backward()
+        with pytest.raises(errors.InvalidArgument, match="backward pass came between"):
+            combine(a, second.x, w)
+        engine.close()
+
+    on_ranks(1, work)
