@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -166,7 +167,7 @@ def route(
 
 @dataclass
 class Traffic:
-    """What a rank has sent and computed; add them up with ``+``."""
+    """What a rank has sent and computed: sums and differences are made field by field."""
 
     exchanges: int = 0
     rows: int = 0
@@ -180,8 +181,14 @@ class Traffic:
     combine_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        names = [field.name for field in fields(self)]
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Traffic(*map(operator.add, _values(self), _values(other)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.sub, _values(self), _values(other)))
+
+
+def _values(traffic: Traffic) -> list[Any]:
+    return [getattr(traffic, field.name) for field in fields(traffic)]
 
 
 class MoeLayer:
