@@ -53,9 +53,10 @@ def _phase(phase: Phase) -> dict[str, Any]:
 
 
 def _table(phase: Phase) -> Table:
-    without = f", without experts {phase.left_out[0]} to {phase.left_out[-1]}"
+    gone = phase.left_out
+    without = f", without experts {gone[0]} to {gone[-1]}" if gone else ""
     table = Table(
-        title=f"{phase.name}{without if phase.left_out else ''}: {phase.tokens} tokens in "
+        title=f"{phase.name}{without}: {phase.tokens} tokens in "
         f"{phase.steps} steps, {statistics.median(phase.seconds) * 1e3:.0f} ms each",
         title_justify="left",
     )
