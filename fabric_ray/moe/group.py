@@ -24,6 +24,8 @@ from fabric_ray.moe.model import MoeModelConfig, likeliest
 from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
 
 _CLOSE_S = 10.0
+_WATCH_S = 0.5
+"""Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
 
 
 class LostRank(msgspec.Struct, frozen=True):
@@ -318,9 +320,10 @@ class ExpertGroup:
     def _actor(self, rank: int) -> Any:
         place = self._places[rank // self._per_node]
         where = PlacementGroupSchedulingStrategy(place, rank % self._per_node)
-        remote: Any = ray.remote(Rank)
+        remote: Any = ray.remote
+        kind = remote(concurrency_groups={"watch": 1})(Rank)
         options = {"num_cpus": self._cpus, "max_restarts": 0, "scheduling_strategy": where}
-        return remote.options(**options).remote(rank, self._options)
+        return kind.options(**options).remote(rank, self._options)
 
     def _take_in(self, rank: int) -> Member:
         actor = self._actor(rank)
@@ -382,7 +385,7 @@ class ExpertGroup:
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
         refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
-        passes, failed = _gather(refs, self._pass_timeout, hopeless)
+        passes, failed = _gather(refs, self._pass_timeout, hopeless, self._watch)
         named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
         causes = {}
         for rank in {*failed, *given_up(named)}:
@@ -390,6 +393,21 @@ class ExpertGroup:
             said = passes[by[0]].lost[rank] if by else failed[rank]
             causes[rank] = (said, by)
         return passes, self._give_up(causes) if causes else {}
+
+    def _watch(self) -> None:
+        """Ends whom the others have given up while a pass is under way: they wait for that, for one
+        that lives might write to memory that it shared with them (MR-1)."""
+        said, _ = self._ask("lost", self._actors, timeout=_WATCH_S)
+        named = {rank: said.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
+        for rank in given_up(named):
+            self._end(self._members[rank])
+
+    def _end(self, gone: Member) -> None:
+        """Ends a process for good, by another rank on its node."""
+        for rank, member in self._members.items():
+            if member.node_id == gone.node_id and member != gone:
+                # Nobody waits: whether it has ended shows elsewhere.
+                self._actors[rank].end.remote(gone)
 
     def _give_up(self, causes: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, LostRank]:
         """Has all others mask these ranks; returns those and whoever was found dead meanwhile."""
@@ -404,6 +422,8 @@ class ExpertGroup:
         if not self._actors:
             said = "; ".join(f"rank {one.rank}: {one.cause}" for one in lost.values())
             raise PeerLost(f"no rank is left; {said}", peer=f"rank {max(lost)}")
+        for one in list(lost.values()):
+            self._end(one.member)
         for rank, (cause, _) in causes.items():
             failed = self._ask("mask", self._actors, rank, cause)[1]
             if failed:
@@ -484,15 +504,21 @@ def _gather(
     refs: Mapping[Any, int],
     timeout: float,
     hopeless: Callable[[Mapping[int, Any], Collection[int]], bool] = lambda *_: False,
+    watch: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late."""
+    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late;
+    ``watch`` is called as long as nothing comes."""
     deadline = time.monotonic() + timeout
     said: dict[int, Any] = {}
     failed: dict[int, str] = {}
     waiting = dict(refs)
     while waiting and not hopeless(said, waiting.values()):
         left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait([*waiting], num_returns=1, timeout=left)
+        at_once = left if watch is None else min(left, _WATCH_S)
+        ready, _ = ray.wait([*waiting], num_returns=1, timeout=at_once)
+        if not ready and left > at_once and watch is not None:
+            watch()
+            continue
         if not ready:
             break
         rank = waiting.pop(ready[0])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +43,8 @@ class Member(msgspec.Struct, frozen=True):
     """The id of its engine: another one after every start."""
     node_id: str
     pid: int
+    born: int
+    """When its process began, as its kernel counts: another one of that pid began later."""
 
 
 class Unread(msgspec.Struct, frozen=True):
@@ -72,11 +77,11 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class Rank:
-    """Calls come from the group's controller, one at a time. Cards of other ranks are bytes that
+    """Calls come from the group's controller, one at a time but for those of the concurrency group
+    ``watch``, which are answered while a pass is under way. Cards of other ranks are bytes that
     the exchange decodes and checks; nothing that a rank sends another is unpickled."""
 
     def __init__(self, rank: int, options: Options) -> None:
-        torch.set_num_threads(options.threads)
         self._rank, self._options = rank, options
         moe = options.model.moe
         self._engine = runtime.engine(**options.engine)
@@ -110,6 +115,7 @@ class Rank:
             self._engine.id,
             str(context.get_node_id()),
             os.getpid(),
+            _born(os.getpid()) or 0,
         )
 
     def explain(self) -> str:
@@ -130,9 +136,26 @@ class Rank:
         if self._exchange.present[rank]:
             self._exchange.mask(rank, cause)
 
+    @ray.method(concurrency_group="watch")
+    def lost(self) -> dict[int, str]:
+        """Ranks that this one has given up, and why."""
+        return self._lost()
+
+    def _lost(self) -> dict[int, str]:
+        return {one.rank: f"{one.stage}: {one.cause}" for one in self._exchange.lost}
+
+    @ray.method(concurrency_group="watch")
+    def end(self, member: Member) -> None:
+        """Ends the process of a rank on this node. Ray asks a process to end, and one that is
+        stopped doesn't hear; until it has ended it might write to memory that it shared (MR-1)."""
+        if _born(member.pid) == member.born:
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+
     def run(self, work: Work) -> Pass:
         """Reads what is unread; all ranks at the same time."""
         begin = time.perf_counter()
+        torch.set_num_threads(self._options.threads)  # of this thread
         if work.session != self._session:
             self._session, self._caches = work.session, {}
         caches = [
@@ -148,7 +171,7 @@ class Rank:
         )
         return Pass(
             logits=[part.clone() for part in logits],
-            lost={one.rank: f"{one.stage}: {one.cause}" for one in self._exchange.lost},
+            lost=self._lost(),
             traffic=self._model.traffic - before,
             seconds=time.perf_counter() - begin,
         )
@@ -157,3 +180,13 @@ class Rank:
         """Parts with all others: to them it is lost."""
         self._caches = {}
         runtime.shutdown()
+
+
+def _born(pid: int) -> int | None:
+    """When a process of this host began, in clock ticks since the host did."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name before it may hold anything.
+    return int(stat.rpartition(")")[2].split()[19])
