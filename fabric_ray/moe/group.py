@@ -85,7 +85,8 @@ class ExpertGroup:
         ranks: actors.
         seed: of the weights.
         max_tokens: that a rank dispatches at a time; more take several exchanges.
-        timeout: seconds for which a rank may be behind the others.
+        timeout: seconds for which a rank may be behind the others; 5 at least, for the time that it
+            takes to end one that is stopped.
         deterministic: with bits that don't depend on the division.
         threads: of torch on each rank.
         ranks_per_node: ranks whose bundles are one placement group, which Ray puts on one node;
