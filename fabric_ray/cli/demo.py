@@ -223,6 +223,44 @@ def kvcache(
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
+@app.command()
+def moe(
+    ranks: Annotated[int, typer.Option(help="Actors that the experts are divided among.")] = 4,
+    tokens: Annotated[int, typer.Option(help="That each rank reads in a step.")] = 32,
+    steps: Annotated[int, typer.Option(help="Of each of the three phases.")] = 3,
+    transport: Carrier = Transport.auto,
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """A model with experts runs expert-parallel, loses a rank to kill -9, goes on without its
+    experts, and takes a new rank in.
+
+    Verified: every logit and every token, bit by bit, against the model in one place.
+    """
+    _prepare()
+    from fabric_ray.demo.moe.options import Options
+    from fabric_ray.demo.moe.run import run
+    from fabric_ray.demo.moe.show import show, summary
+
+    options = Options(
+        ranks=ranks,
+        tokens=tokens,
+        steps=steps,
+        transport=transport.value,
+        seed=seed,
+        address=address,
+    )
+    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+    try:
+        # Ray says on stdout that a worker was killed, where the result alone belongs.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            outcome = run(options, lambda what: console.print(what, highlight=False, markup=False))
+    except FabricError as error:
+        _fail(str(error))
+    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
+
+
 def _prepare(*more: str, extra: str = "ray") -> None:
     """What every demo needs before it imports Ray."""
     needed = ("ray", "torch", "safetensors", "matplotlib", *more)

@@ -1,0 +1,1 @@
+"""Expert parallelism on Ray: compared bit by bit, killed, masked, and made whole again."""

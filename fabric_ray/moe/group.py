@@ -1,0 +1,538 @@
+"""A model whose experts are divided among Ray actors, which may die and be replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+from typing_extensions import Self
+
+from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
+from fabric_ray.moe.layer import Traffic
+from fabric_ray.moe.model import MoeModelConfig, likeliest
+from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
+
+_CLOSE_S = 10.0
+_WATCH_S = 0.5
+"""Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
+
+
+class LostRank(msgspec.Struct, frozen=True):
+    """A rank that was given up."""
+
+    rank: int
+    member: Member
+    """Who played it."""
+    cause: str
+    named_by: tuple[int, ...]
+    """Ranks that gave it up by themselves; none where Ray or the caller said so."""
+    at: float
+    """Seconds since the epoch when the group knew."""
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """What became of sequences that were read."""
+
+    logits: list[Tensor]
+    """Of each sequence, float32 ``[tokens, vocab]``."""
+    left_out: tuple[int, ...]
+    """Experts that no token of these sequences has seen, in any layer."""
+    lost: tuple[LostRank, ...]
+    """Ranks that were given up meanwhile."""
+    traffic: dict[int, Traffic]
+    """Of each rank, passes that were made again included."""
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """What was said behind prompts."""
+
+    tokens: list[list[int]]
+    left_out: list[tuple[int, ...]]
+    """Experts that were left out as each token was computed."""
+    lost: tuple[LostRank, ...]
+    traffic: dict[int, Traffic]
+
+
+class ExpertGroup:
+    """Ranks of a model, one actor and one engine each: experts divided, sequences divided, the rest
+    on every rank.
+
+    A rank that dies, or is silent for ``timeout`` seconds while others wait for it, is given up by
+    all; the pass that lost it is made again without it and its experts. What was read with other
+    experts is read anew, so that every result is that of one model: the whole one, or the one
+    without ``left_out``. With ``deterministic`` it has the bits of that model in one place.
+
+    Controller and ranks exchange arguments and results as Ray does, which pickles them. Ranks among
+    themselves exchange bytes that the native exchange decodes and checks; nothing is unpickled.
+    A rank is identified by its actor and by the incarnation of its engine
+    (:class:`~fabric_ray.moe.rank.Member`): who comes anew is another one.
+
+    Calls wait for one another. ``ray.init()`` comes first.
+
+    Args:
+        config: of the model; the number of experts is a multiple of ``ranks``.
+        ranks: actors.
+        seed: of the weights.
+        max_tokens: that a rank dispatches at a time; more take several exchanges.
+        timeout: seconds for which a rank may be behind the others; 5 at least, for the time that it
+            takes to end one that is stopped.
+        deterministic: with bits that don't depend on the division.
+        threads: of torch on each rank.
+        ranks_per_node: ranks whose bundles are one placement group, which Ray puts on one node;
+            all if ``None``.
+        cpus_per_rank: that Ray reserves for each, more than 0.
+        start_timeout: seconds for actors to come up.
+        pass_timeout: seconds after which a rank that hasn't ended a pass is given up, whatever the
+            others say.
+        engine: fields of :class:`fabric_ray.EngineConfig` for every rank's engine.
+
+    Raises:
+        InvalidArgument: sizes that don't go together, or Ray doesn't run.
+        FabricError: the actors didn't come up in time.
+    """
+
+    def __init__(
+        self,
+        config: MoeModelConfig,
+        *,
+        ranks: int,
+        seed: int = 0,
+        max_tokens: int = 64,
+        timeout: float = 10.0,
+        deterministic: bool = True,
+        threads: int = 1,
+        ranks_per_node: int | None = None,
+        cpus_per_rank: float = 1.0,
+        start_timeout: float = 120.0,
+        pass_timeout: float = 300.0,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
+        per_node = ranks if ranks_per_node is None else ranks_per_node
+        for name, value in {"ranks": ranks, "max_tokens": max_tokens, "threads": threads}.items():
+            if value < 1:
+                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        if per_node < 1 or cpus_per_rank <= 0 or min(timeout, start_timeout, pass_timeout) <= 0:
+            raise InvalidArgument(
+                "ranks_per_node, cpus_per_rank and timeouts are more than 0: Ray keeps no place "
+                "that takes nothing"
+            )
+        if config.moe.experts % ranks:
+            raise InvalidArgument(
+                f"{config.moe.experts} experts on {ranks} ranks; give each rank as many"
+            )
+        if not ray.is_initialized():
+            raise InvalidArgument("call ray.init() first: ranks are Ray actors")
+        self._options = Options(
+            model=config,
+            seed=seed,
+            ranks=ranks,
+            max_tokens=max_tokens,
+            timeout=timeout,
+            deterministic=deterministic,
+            threads=threads,
+            engine=dict(engine or {}),
+        )
+        self._cpus, self._per_node = cpus_per_rank, per_node
+        self._start_timeout, self._pass_timeout = start_timeout, pass_timeout
+        self._turn = threading.RLock()
+        self._actors: dict[int, Any] = {}
+        self._members: dict[int, Member] = {}
+        self._lost: dict[int, LostRank] = {}
+        self._places: list[Any] = []
+        self._epoch = self._sessions = 0
+        self._closed = False
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def config(self) -> MoeModelConfig:
+        """The model."""
+        return self._options.model
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Those who are here, by rank."""
+        return tuple(self._members[rank] for rank in sorted(self._actors))
+
+    @property
+    def lost(self) -> tuple[LostRank, ...]:
+        """Ranks that were given up and not replaced."""
+        return tuple(self._lost[rank] for rank in sorted(self._lost))
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Experts of those."""
+        each = self.config.moe.experts // self._options.ranks
+        return tuple(rank * each + i for rank in sorted(self._lost) for i in range(each))
+
+    def explain(self) -> str:
+        """Where the ranks are, and what the exchange's memory on each is for."""
+        with self._open_turn():
+            lines = [
+                f"rank {m.rank}: actor {m.actor_id}, engine {m.incarnation}, node {m.node_id}"
+                for m in self.members
+            ]
+            said, _ = self._ask("explain", sorted(self._actors)[:1])
+            return "\n".join([*lines, "each has", *said.values()])
+
+    def forward(self, sequences: Sequence[Sequence[int]]) -> Forward:
+        """Reads sequences, which are divided among the ranks.
+
+        Raises:
+            InvalidArgument: tokens that the model can't read; nothing was sent.
+            PeerLost: no rank is left.
+        """
+        for tokens in sequences:
+            self.config.check_tokens(tokens)
+        with self._open_turn():
+            reading = _Reading(self, sequences)
+            return Forward(
+                logits=reading.read(last=False),
+                left_out=self.left_out,
+                lost=tuple(reading.lost),
+                traffic=reading.traffic,
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Generated:
+        """The likeliest ``max_tokens`` tokens behind each prompt, one after the other.
+
+        Raises:
+            InvalidArgument: tokens that the model can't read, or more than it has positions for.
+            PeerLost: no rank is left.
+        """
+        if max_tokens < 1:
+            raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
+        for prompt in prompts:
+            self.config.check_tokens(prompt)
+            self.config.check_tokens(prompt[:1], len(prompt) + max_tokens - 2)
+        with self._open_turn():
+            reading = _Reading(self, prompts)
+            left_out = []
+            for _ in range(max_tokens):
+                logits = reading.read(last=True)
+                left_out.append(self.left_out)
+                for tokens, rows in zip(reading.sequences, logits, strict=True):
+                    tokens.append(likeliest(rows[-1]))
+            pairs = zip(reading.sequences, prompts, strict=True)
+            return Generated(
+                tokens=[tokens[len(prompt) :] for tokens, prompt in pairs],
+                left_out=left_out,
+                lost=tuple(reading.lost),
+                traffic=reading.traffic,
+            )
+
+    def mask(self, rank: int, cause: str = "it was masked") -> None:
+        """Leaves a rank and its experts out, and ends its actor.
+
+        Raises:
+            InvalidArgument: it isn't here.
+            PeerLost: it was the last one.
+        """
+        with self._open_turn():
+            if rank not in self._actors:
+                raise InvalidArgument(f"rank {rank} is not here; {sorted(self._actors)} are")
+            self._give_up({rank: (cause, ())})
+
+    def join(self, rank: int | None = None) -> Member:
+        """Puts a fresh actor in the place of a rank that was given up, and has all others take it
+        in.
+
+        Args:
+            rank: the lowest that was given up, by default.
+
+        Raises:
+            InvalidArgument: nobody was given up, or not that one.
+            PeerLost: it died before all had taken it in, and is left out as before.
+            FabricError: it didn't come up in time.
+        """
+        with self._open_turn():
+            # Who has died since the last pass is found out before anybody waits for it.
+            self._survive(self._ask("member", self._actors)[1])
+            if rank is None:
+                rank = min(self._lost, default=-1)
+            if rank not in self._lost:
+                raise InvalidArgument(
+                    f"rank {rank} was not given up; {sorted(self._lost) or 'none'} were"
+                )
+            return self._take_in(rank)
+
+    def close(self) -> None:
+        """Ends all actors and gives their places back. Further calls do nothing."""
+        with self._turn:
+            self._closed = True
+            if ray.is_initialized():
+                self._ask("close", self._actors, timeout=_CLOSE_S)
+                for actor in self._actors.values():
+                    ray.kill(actor)
+                for place in self._places:
+                    remove_placement_group(place)
+            self._actors, self._members, self._places = {}, {}, []
+
+    @contextmanager
+    def _open_turn(self) -> Iterator[None]:
+        with self._turn:
+            if self._closed:
+                raise InvalidArgument("the group was closed; make another one")
+            yield
+
+    def _start(self) -> None:
+        ranks, per_node = self._options.ranks, self._per_node
+        for first in range(0, ranks, per_node):
+            bundles = [{"CPU": self._cpus}] * min(per_node, ranks - first)
+            self._places.append(placement_group(bundles, strategy="STRICT_PACK"))
+        try:
+            ray.get([place.ready() for place in self._places], timeout=self._start_timeout)
+        except GetTimeoutError:
+            raise FabricError(
+                f"no place for {ranks} ranks, {per_node} on a node, of {self._cpus} CPUs each, "
+                f"within {self._start_timeout} s; lower ranks_per_node or cpus_per_rank"
+            ) from None
+        for rank in range(ranks):
+            self._actors[rank] = self._actor(rank)
+        self._members = self._need("member", self._actors)
+        cards = self._need("card", self._actors)
+        self._need("connect", self._actors, [cards[rank] for rank in range(ranks)])
+
+    def _actor(self, rank: int) -> Any:
+        place = self._places[rank // self._per_node]
+        where = PlacementGroupSchedulingStrategy(place, rank % self._per_node)
+        remote: Any = ray.remote
+        kind = remote(concurrency_groups={"watch": 1})(Rank)
+        options = {"num_cpus": self._cpus, "max_restarts": 0, "scheduling_strategy": where}
+        return kind.options(**options).remote(rank, self._options)
+
+    def _take_in(self, rank: int) -> Member:
+        actor = self._actor(rank)
+        try:
+            member: Member = self._of_one(actor.member.remote())
+            card = self._of_one(actor.card.remote())
+            cards, failed = self._ask("card", self._actors, rank)
+            self._survive(failed)
+            given = [cards.get(r) for r in range(self._options.ranks)]
+            self._of_one(actor.connect.remote(given))
+        except RayError as error:
+            ray.kill(actor)
+            raise PeerLost(
+                f"rank {rank} did not come anew: {_cause(error)}", peer=f"rank {rank}"
+            ) from None
+        except BaseException:
+            ray.kill(actor)
+            raise
+        _, failed = self._ask("admit", self._actors, card)
+        del self._lost[rank]
+        self._actors[rank], self._members[rank] = actor, member
+        self._epoch += 1
+        if failed:
+            # If it is dead, nobody is to blame for not having reached it.
+            dead = self._ask("member", [rank])[1]
+            self._survive(dead or failed)
+        if rank in self._lost:
+            cause = self._lost[rank].cause
+            raise PeerLost(f"rank {rank} did not come anew: {cause}", peer=f"rank {rank}")
+        return member
+
+    def _of_one(self, ref: Any) -> Any:
+        return ray.get(ref, timeout=self._start_timeout)
+
+    def _need(self, method: str, ranks: Iterable[int], *args: Any) -> dict[int, Any]:
+        """What all say; raises what one of them raised."""
+        said, failed = self._ask(method, ranks, *args)
+        if failed:
+            causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failed.items())
+            raise FabricError(f"the group did not start: {causes}")
+        return said
+
+    def _ask(
+        self, method: str, ranks: Iterable[int], *args: Any, timeout: float | None = None
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """What each says, or why it doesn't."""
+        refs = {getattr(self._actors[r], method).remote(*args): r for r in ranks}
+        return _gather(refs, timeout or self._start_timeout)
+
+    def _survive(self, failed: Mapping[int, str]) -> None:
+        if failed:
+            self._give_up({rank: (cause, ()) for rank, cause in failed.items()})
+
+    def _pass(self, work: Mapping[int, Work]) -> tuple[dict[int, Pass], dict[int, LostRank]]:
+        """Has all ranks run, and gives those up that are lost."""
+
+        def hopeless(passes: Mapping[int, Pass], waited_for: Collection[int]) -> bool:
+            """Whether everybody who is done has given up everybody who isn't."""
+            return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
+
+        refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
+        passes, failed = _gather(refs, self._pass_timeout, hopeless, self._watch)
+        named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
+        causes = {}
+        for rank in {*failed, *given_up(named)}:
+            by = tuple(sorted(r for r, blamed in named.items() if rank in blamed))
+            said = passes[by[0]].lost[rank] if by else failed[rank]
+            causes[rank] = (said, by)
+        return passes, self._give_up(causes) if causes else {}
+
+    def _watch(self) -> None:
+        """Ends whom the others have given up while a pass is under way: they wait for that, for one
+        that lives might write to memory that it shared with them (MR-1)."""
+        said, _ = self._ask("lost", self._actors, timeout=_WATCH_S)
+        named = {rank: said.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
+        for rank in given_up(named):
+            self._end(self._members[rank])
+
+    def _end(self, gone: Member) -> None:
+        """Ends a process for good, by another rank on its node."""
+        for rank, member in self._members.items():
+            if member.node_id == gone.node_id and member != gone:
+                # Nobody waits: whether it has ended shows elsewhere.
+                self._actors[rank].end.remote(gone)
+
+    def _give_up(self, causes: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, LostRank]:
+        """Has all others mask these ranks; returns those and whoever was found dead meanwhile."""
+        now, lost = time.time(), {}
+        self._epoch += 1
+        for rank, (cause, by) in causes.items():
+            actor = self._actors.pop(rank)
+            lost[rank] = LostRank(rank, self._members.pop(rank), cause, by, now)
+            # One that is only slow must not come back with what it knew.
+            ray.kill(actor)
+        self._lost |= lost
+        if not self._actors:
+            said = "; ".join(f"rank {one.rank}: {one.cause}" for one in lost.values())
+            raise PeerLost(f"no rank is left; {said}", peer=f"rank {max(lost)}")
+        for one in list(lost.values()):
+            self._end(one.member)
+        for rank, (cause, _) in causes.items():
+            failed = self._ask("mask", self._actors, rank, cause)[1]
+            if failed:
+                lost |= self._give_up({r: (why, ()) for r, why in failed.items()})
+        return lost
+
+
+class _Reading:
+    """Sequences that are read to their ends, whoever is lost meanwhile."""
+
+    def __init__(self, group: ExpertGroup, sequences: Sequence[Sequence[int]]) -> None:
+        self._group = group
+        self.sequences = [list(tokens) for tokens in sequences]
+        self.lost: list[LostRank] = []
+        self.traffic: dict[int, Traffic] = {}
+        self._epoch = -1
+        self._session = 0
+        self._known = [0] * len(self.sequences)
+
+    def read(self, *, last: bool) -> list[Tensor]:
+        """Logits of what was not read yet; of everything if ranks went or came since."""
+        group = self._group
+        while True:
+            if self._epoch != group._epoch:
+                group._sessions += 1
+                self._epoch, self._session = group._epoch, group._sessions
+                self._known = [0] * len(self.sequences)
+            work = self._divided(last)
+            passes, lost = group._pass(work)
+            for rank, done in passes.items():
+                self.traffic[rank] = self.traffic.get(rank, Traffic()) + done.traffic
+            self.lost += lost.values()
+            if lost:
+                continue
+            logits = {
+                one.sequence: rows
+                for rank, done in passes.items()
+                for one, rows in zip(work[rank].unread, done.logits, strict=True)
+            }
+            self._known = [len(tokens) for tokens in self.sequences]
+            return [logits[number] for number in range(len(self.sequences))]
+
+    def _divided(self, last: bool) -> dict[int, Work]:
+        here = sorted(self._group._actors)
+        unread = [
+            Unread(number, tuple(tokens[known:]))
+            for number, (tokens, known) in enumerate(zip(self.sequences, self._known, strict=True))
+        ]
+        shares = {rank: tuple(unread[i :: len(here)]) for i, rank in enumerate(here)}
+        most = max(sum(len(one.tokens) for one in share) for share in shares.values())
+        rounds = max(1, -(-most // self._group._options.max_tokens))
+        return {rank: Work(self._session, rounds, last, share) for rank, share in shares.items()}
+
+
+def given_up(named: Mapping[int, Collection[int]]) -> set[int]:
+    """Whom to leave out, so that nobody who stays has given up another who stays.
+
+    A rank that fell behind gives up the others as they give it up: who is named most often goes
+    first, of equals the higher rank.
+
+    Args:
+        named: ranks that each living one has given up.
+    """
+    out: set[int] = set()
+    while True:
+        votes = Counter(
+            blamed
+            for rank, all_blamed in named.items()
+            for blamed in all_blamed
+            if rank not in out and blamed in named and blamed not in out
+        )
+        if not votes:
+            return out
+        out.add(max(votes, key=lambda rank: (votes[rank], rank)))
+
+
+def _gather(
+    refs: Mapping[Any, int],
+    timeout: float,
+    hopeless: Callable[[Mapping[int, Any], Collection[int]], bool] = lambda *_: False,
+    watch: Callable[[], None] | None = None,
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late;
+    ``watch`` is called as long as nothing comes."""
+    deadline = time.monotonic() + timeout
+    said: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    waiting = dict(refs)
+    while waiting and not hopeless(said, waiting.values()):
+        left = max(0.0, deadline - time.monotonic())
+        at_once = left if watch is None else min(left, _WATCH_S)
+        ready, _ = ray.wait([*waiting], num_returns=1, timeout=at_once)
+        if not ready and left > at_once and watch is not None:
+            watch()
+            continue
+        if not ready:
+            break
+        rank = waiting.pop(ready[0])
+        try:
+            said[rank] = ray.get(ready[0])
+        except RayError as error:
+            failed[rank] = _cause(error)
+    for rank in waiting.values():
+        failed[rank] = f"it gave no answer within {timeout} s, or the others had given it up"
+    return said, failed
+
+
+def _cause(error: RayError) -> str:
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return " ".join(str(error).split())[:300]

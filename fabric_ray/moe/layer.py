@@ -1,0 +1,355 @@
+"""A layer of experts: in one place, or on the ranks of an exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.arithmetic import FIXED, Arithmetic
+
+_Done = TypeVar("_Done")
+
+
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and routing of a layer.
+
+    Raises:
+        InvalidArgument: sizes that don't go together.
+    """
+
+    hidden: int = 64
+    experts: int = 8
+    topk: int = 2
+    intermediate: int = 32
+    """Width of each expert."""
+    shared_intermediate: int = 0
+    """Width of the expert that sees every token; 0 for none."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Over all experts (Qwen3-MoE), or of each by itself (DeepSeek-V3, section 2.1.2)."""
+    normalise: bool = True
+    """Whether the weights of the chosen experts are scaled to sum to 1."""
+    scale: float = 1.0
+    """By which weights are multiplied after that."""
+    groups: int = 1
+    """Experts are chosen from the ``kept_groups`` best of so many groups (DeepSeek-V3): those
+    whose two best experts have the highest scores together."""
+    kept_groups: int = 1
+    bias: bool = False
+    """Whether the router has a bias that only chooses (DeepSeek-V3, section 2.1.2)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; routes are computed in float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "experts", "topk", "intermediate", "groups", "kept_groups"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.shared_intermediate < 0:
+            raise InvalidArgument(
+                f"shared_intermediate is {self.shared_intermediate}; give 0 for no shared expert"
+            )
+        if self.score not in ("softmax", "sigmoid") or self.dtype not in ("float32", "bfloat16"):
+            raise InvalidArgument(
+                f"score {self.score!r} in {self.dtype!r}; use softmax or sigmoid, in float32 or "
+                "bfloat16"
+            )
+        if self.experts % self.groups or self.kept_groups > self.groups:
+            raise InvalidArgument(
+                f"{self.kept_groups} of {self.groups} groups of {self.experts} experts; groups are "
+                "equally large, and no more are kept than there are"
+            )
+        if self.topk > self.kept_groups * (self.experts // self.groups):
+            raise InvalidArgument(
+                f"topk is {self.topk}, and the groups that are kept have fewer experts; keep more "
+                "groups or lower topk"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """What a layer is made of; in one place of all experts, on a rank of those that it hosts."""
+
+    router: Tensor
+    """float32 ``[experts, hidden]``."""
+    bias: Tensor | None
+    """float32 ``[experts]``."""
+    w13: Tensor
+    """``[experts here, 2 * intermediate, hidden]``: gate above up."""
+    w2: Tensor
+    """``[experts here, hidden, intermediate]``."""
+    shared_w13: Tensor | None
+    shared_w2: Tensor | None
+
+    @classmethod
+    def random(
+        cls, config: MoeConfig, *, seed: int, name: str = "moe", experts: range | None = None
+    ) -> MoeWeights:
+        """Weights from a seed: an expert's are the same wherever it is hosted.
+
+        Args:
+            config: of the layer.
+            seed: of all layers.
+            name: of this one.
+            experts: that are hosted here; all by default.
+        """
+        c, dtype = config, config.torch_dtype
+        here = range(c.experts) if experts is None else experts
+
+        def drawn(part: str, *shape: int) -> Tensor:
+            return random_tensor(f"{name}.{part}", shape, seed=seed)
+
+        def stacked(part: str, *shape: int) -> Tensor:
+            return torch.stack([drawn(f"experts.{e}.{part}", *shape).to(dtype) for e in here])
+
+        shared = c.shared_intermediate
+        return cls(
+            router=drawn("router", c.experts, c.hidden),
+            bias=drawn("bias", c.experts) * 0.1 if c.bias else None,
+            w13=stacked("w13", 2 * c.intermediate, c.hidden),
+            w2=stacked("w2", c.hidden, c.intermediate),
+            shared_w13=drawn("shared.w13", 2 * shared, c.hidden).to(dtype) if shared else None,
+            shared_w2=drawn("shared.w2", c.hidden, shared).to(dtype) if shared else None,
+        )
+
+
+def random_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """float32 numbers with variance ``1 / shape[-1]``, which the name and the seed decide."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    scale: float = shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator) * scale
+
+
+def route(
+    logits: Tensor, config: MoeConfig, bias: Tensor | None = None, by: Arithmetic = FIXED
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, best first; of equals the lower number.
+
+    Args:
+        logits: float32 ``[tokens, experts]``.
+        config: of the layer.
+        bias: float32 ``[experts]``, added for the choice and not to the weights.
+        by: what it is computed with.
+
+    Returns:
+        int64 and float32, ``[tokens, topk]`` both.
+    """
+    scores = by.softmax(logits) if config.score == "softmax" else by.sigmoid(logits)
+    preferred = scores if bias is None else scores + bias
+    if config.groups > 1:
+        size = config.experts // config.groups
+        grouped = preferred.view(len(preferred), config.groups, size)
+        best = grouped.sort(dim=-1, descending=True).values[..., :2]
+        order = by.total(best).sort(dim=-1, descending=True, stable=True).indices
+        left = torch.ones(grouped.shape[:-1], dtype=torch.bool)
+        left.scatter_(-1, order[:, : config.kept_groups], False)
+        preferred = grouped.masked_fill(left[..., None], float("-inf")).flatten(-2)
+    chosen = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : config.topk]
+    weights = scores.gather(-1, chosen)
+    if config.normalise:
+        weights = weights / (by.total(weights)[:, None] + 1e-20)
+    return chosen.contiguous(), (weights * config.scale).contiguous()
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent and computed: sums and differences are made field by field."""
+
+    exchanges: int = 0
+    rows: int = 0
+    """That its experts computed."""
+    dispatched_nbytes: int = 0
+    """Of tokens that went to other ranks, once for each expert there."""
+    combined_nbytes: int = 0
+    """Of answers that went to other ranks."""
+    dispatch_seconds: float = 0.0
+    """In ``dispatch_send`` and ``dispatch_recv``, waiting for slower ranks included."""
+    combine_seconds: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.add, _values(self), _values(other)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.sub, _values(self), _values(other)))
+
+
+def _values(traffic: Traffic) -> list[Any]:
+    return [getattr(traffic, field.name) for field in fields(traffic)]
+
+
+class MoeLayer:
+    """A router, experts, and if there is one a shared expert (DeepSeekMoE, section 3).
+
+    The sum over a token's experts is made in float32 in the order of their weights, of answers that
+    were rounded to the layer's dtype: what :class:`AllToAll` does.
+
+    Args:
+        config: of the layer.
+        weights: of all its experts.
+        arithmetic: :data:`~fabric_ray.moe.arithmetic.FIXED` for the bits of
+            :class:`ParallelMoeLayer`.
+    """
+
+    def __init__(
+        self, config: MoeConfig, weights: MoeWeights, *, arithmetic: Arithmetic = FIXED
+    ) -> None:
+        self.config, self.weights, self.arithmetic = config, weights, arithmetic
+        self._check(config.experts)
+
+    def forward(self, x: Tensor, *, left_out: Collection[int] = ()) -> Tensor:
+        """``[tokens, hidden]`` to the same.
+
+        Args:
+            x: of the layer's dtype.
+            left_out: experts that answer nothing; other weights stay as they are.
+        """
+        chosen, weights = self._route(x)
+        answers = x.new_zeros(*chosen.shape, self.config.hidden)
+        for expert in {*chosen.flatten().tolist()} - {*left_out}:
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            answers[token, place] = self._expert(expert, x[token])
+        sums = torch.zeros(x.shape, dtype=torch.float32)
+        for k in range(self.config.topk):
+            sums = sums + weights[:, k, None] * answers[:, k].float()
+        return self._with_shared(sums, self._shared(x))
+
+    def _check(self, experts: int) -> None:
+        c, w = self.config, self.weights
+        wanted = {
+            "router": (c.experts, c.hidden),
+            "w13": (experts, 2 * c.intermediate, c.hidden),
+            "w2": (experts, c.hidden, c.intermediate),
+        }
+        for name, shape in wanted.items():
+            if (found := tuple(getattr(w, name).shape)) != shape:
+                raise InvalidArgument(f"{name} is {found}; give {shape}")
+        if (w.shared_w13 is not None) != bool(c.shared_intermediate) or c.bias != (
+            w.bias is not None
+        ):
+            raise InvalidArgument("give a shared expert and a bias where the layer has them")
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.arithmetic.linear(x.float(), self.weights.router)
+        return route(logits, self.config, self.weights.bias, self.arithmetic)
+
+    def _expert(self, here: int, x: Tensor) -> Tensor:
+        return swiglu(x, self.weights.w13[here], self.weights.w2[here], self.arithmetic)
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        w13, w2 = self.weights.shared_w13, self.weights.shared_w2
+        return None if w13 is None or w2 is None else swiglu(x, w13, w2, self.arithmetic)
+
+    def _with_shared(self, sums: Tensor, shared: Tensor | None) -> Tensor:
+        sums = sums if shared is None else sums + shared.float()
+        return sums.to(self.config.torch_dtype)
+
+
+class ParallelMoeLayer(MoeLayer):
+    """The same on one rank of an exchange; the shared expert runs while tokens are on their way.
+
+    With :data:`~fabric_ray.moe.arithmetic.FIXED` its bits are those of :class:`MoeLayer`, for any
+    number of ranks and however tokens are divided among them. Experts of ranks that are lost are
+    left out: :attr:`AllToAll.lost` names them.
+
+    Args:
+        config: of the layer.
+        weights: of the experts that the rank hosts, ``exchange.local_experts``.
+        exchange: of the layer's sizes and dtype, ``parts`` none; layers may share one.
+        arithmetic: as for :class:`MoeLayer`.
+        max_tokens: that the exchange takes at a time.
+    """
+
+    def __init__(
+        self,
+        config: MoeConfig,
+        weights: MoeWeights,
+        exchange: AllToAll,
+        *,
+        max_tokens: int,
+        arithmetic: Arithmetic = FIXED,
+    ) -> None:
+        self.exchange, self.max_tokens = exchange, max_tokens
+        self.traffic = Traffic()
+        super().__init__(config, weights, arithmetic=arithmetic)
+
+    def forward(self, x: Tensor, *, left_out: Collection[int] = (), rounds: int = 1) -> Tensor:
+        """``[tokens, hidden]`` to the same. All ranks call it together.
+
+        Args:
+            x: this rank's tokens; none are fine.
+            left_out: none: which experts are left out follows from the ranks that are there.
+            rounds: exchanges, on all ranks the same: as many as the rank with most tokens needs.
+
+        Raises:
+            InvalidArgument: more tokens than the rounds take; nothing was sent.
+        """
+        if left_out:
+            raise InvalidArgument("ranks that are lost leave experts out; mask() one instead")
+        if len(x) > rounds * self.max_tokens:
+            raise InvalidArgument(
+                f"{len(x)} tokens don't go into {rounds} rounds of {self.max_tokens}; give more "
+                "rounds on every rank"
+            )
+        parts = [x[i * self.max_tokens :][: self.max_tokens] for i in range(rounds)]
+        return torch.cat([self._exchanged(part) for part in parts])
+
+    def _check(self, experts: int) -> None:
+        super()._check(len(self.exchange.local_experts))
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        chosen, weights = self._route(x)
+        dtype, exchange, spent = self.config.torch_dtype, self.exchange, _Clock()
+        there = torch.tensor(exchange.present)[chosen // len(exchange.local_experts)]
+        away = there & (chosen // len(exchange.local_experts) != exchange.rank)
+        spent.on("dispatch", lambda: exchange.dispatch_send(x.contiguous(), chosen))
+        shared = self._shared(x)
+        got = spent.on("dispatch", exchange.dispatch_recv)
+        answers = torch.empty(got.x.shape, dtype=dtype)
+        for here in range(len(exchange.local_experts)):
+            answers[got.of(here)] = self._expert(here, got.x[got.of(here)])
+        spent.on("combine", lambda: exchange.combine_send(answers))
+        sums = spent.on("combine", lambda: exchange.combine_recv(weights, dtype=torch.float32))
+        row = self.config.hidden * dtype.itemsize
+        own = chosen.numel() - int((chosen // len(exchange.local_experts) != exchange.rank).sum())
+        self.traffic += Traffic(
+            exchanges=1,
+            rows=len(got.x),
+            dispatched_nbytes=int(away.sum()) * row,
+            combined_nbytes=(len(got.x) - own) * row,
+            dispatch_seconds=spent.seconds["dispatch"],
+            combine_seconds=spent.seconds["combine"],
+        )
+        return self._with_shared(sums, shared)
+
+
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor, by: Arithmetic) -> Tensor:
+    """``w2 (silu(w1 x) * w3 x)``, ``w1`` above ``w3``."""
+    gate, up = by.linear(x, w13).chunk(2, dim=-1)
+    return by.linear(by.silu(gate) * up, w2)
+
+
+class _Clock:
+    """Seconds that were spent on each of a few things."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def on(self, what: str, work: Callable[[], _Done]) -> _Done:
+        begin = time.perf_counter()
+        done = work()
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begin
+        return done

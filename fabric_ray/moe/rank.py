@@ -1,0 +1,192 @@
+"""One rank of a group: a Ray actor with an engine, an exchange, and its share of the experts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import torch
+from torch import Tensor
+
+from fabric_ray import runtime
+from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.layer import Traffic
+from fabric_ray.moe.model import Cache, MoeModel, MoeModelConfig
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks of a group are made with."""
+
+    model: MoeModelConfig
+    seed: int
+    ranks: int
+    max_tokens: int
+    timeout: float
+    deterministic: bool
+    threads: int
+    engine: dict[str, Any]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """Who plays a rank: one life of one actor."""
+
+    rank: int
+    actor_id: str
+    incarnation: str
+    """The id of its engine: another one after every start."""
+    node_id: str
+    pid: int
+    born: int
+    """When its process began, as its kernel counts: another one of that pid began later."""
+
+
+class Unread(msgspec.Struct, frozen=True):
+    """Tokens of a sequence that a rank is to read, behind those that it has read in the session."""
+
+    sequence: int
+    tokens: tuple[int, ...]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a rank does in one pass of all ranks."""
+
+    session: int
+    """What was read in another one is forgotten."""
+    rounds: int
+    """Exchanges in each layer."""
+    last: bool
+    """Only logits of last tokens are wanted."""
+    unread: tuple[Unread, ...]
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """What a rank found."""
+
+    logits: list[Tensor]
+    lost: dict[int, str]
+    """Ranks that this one has given up, and why."""
+    traffic: Traffic
+    seconds: float
+
+
+class Rank:
+    """Calls come from the group's controller, one at a time but for those of the concurrency group
+    ``watch``, which are answered while a pass is under way. Cards of other ranks are bytes that
+    the exchange decodes and checks; nothing that a rank sends another is unpickled."""
+
+    def __init__(self, rank: int, options: Options) -> None:
+        self._rank, self._options = rank, options
+        moe = options.model.moe
+        self._engine = runtime.engine(**options.engine)
+        self._exchange = AllToAll(
+            self._engine,
+            rank=rank,
+            ranks=options.ranks,
+            experts=moe.experts,
+            topk=moe.topk,
+            hidden=moe.hidden,
+            max_tokens=options.max_tokens,
+            dtype=moe.torch_dtype,
+            answer_dtype=moe.torch_dtype,
+            timeout=options.timeout,
+        )
+        self._model = MoeModel(
+            options.model,
+            seed=options.seed,
+            exchange=self._exchange,
+            max_tokens=options.max_tokens,
+            deterministic=options.deterministic,
+        )
+        self._session = -1
+        self._caches: dict[int, Cache] = {}
+
+    def member(self) -> Member:
+        context = ray.get_runtime_context()
+        return Member(
+            self._rank,
+            str(context.get_actor_id()),
+            self._engine.id,
+            str(context.get_node_id()),
+            os.getpid(),
+            _born(os.getpid()) or 0,
+        )
+
+    def explain(self) -> str:
+        """What the exchange's memory is for."""
+        return self._exchange.explain()
+
+    def card(self, only: int | None = None) -> bytes:
+        return self._exchange.card(only)
+
+    def connect(self, cards: Sequence[bytes | None]) -> None:
+        self._exchange.connect(cards)
+
+    def admit(self, card: bytes) -> None:
+        self._exchange.admit(card)
+
+    def mask(self, rank: int, cause: str) -> None:
+        """Gives a rank up, unless it was given up before."""
+        if self._exchange.present[rank]:
+            self._exchange.mask(rank, cause)
+
+    @ray.method(concurrency_group="watch")
+    def lost(self) -> dict[int, str]:
+        """Ranks that this one has given up, and why."""
+        return self._lost()
+
+    def _lost(self) -> dict[int, str]:
+        return {one.rank: f"{one.stage}: {one.cause}" for one in self._exchange.lost}
+
+    @ray.method(concurrency_group="watch")
+    def end(self, member: Member) -> None:
+        """Ends the process of a rank on this node. Ray asks a process to end, and one that is
+        stopped doesn't hear; until it has ended it might write to memory that it shared (MR-1)."""
+        if _born(member.pid) == member.born:
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+
+    def run(self, work: Work) -> Pass:
+        """Reads what is unread; all ranks at the same time."""
+        begin = time.perf_counter()
+        torch.set_num_threads(self._options.threads)  # of this thread
+        if work.session != self._session:
+            self._session, self._caches = work.session, {}
+        caches = [
+            self._caches.setdefault(one.sequence, Cache(self._options.model.layers))
+            for one in work.unread
+        ]
+        before = self._model.traffic
+        logits = self._model.forward(
+            [one.tokens for one in work.unread],
+            caches=caches,
+            last=work.last,
+            rounds=work.rounds,
+        )
+        return Pass(
+            logits=[part.clone() for part in logits],
+            lost=self._lost(),
+            traffic=self._model.traffic - before,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def close(self) -> None:
+        """Parts with all others: to them it is lost."""
+        self._caches = {}
+        runtime.shutdown()
+
+
+def _born(pid: int) -> int | None:
+    """When a process of this host began, in clock ticks since the host did."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name before it may hold anything.
+    return int(stat.rpartition(")")[2].split()[19])

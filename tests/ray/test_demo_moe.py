@@ -1,0 +1,75 @@
+"""The demo of expert parallelism: it compares, kills, masks and replaces, and is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from typer.testing import CliRunner
+
+from fabric_ray.cli.main import app
+from fabric_ray.demo.moe.options import Outcome
+from fabric_ray.demo.moe.show import summary
+
+
+def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list[str]) -> None:
+    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "moe", "--json"]
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [*command, "--ranks", "3", "--steps", "2", "--tokens", "20", "--address", address],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["verified"] is True
+    assert all(result["checks"].values())
+    whole, masked, again = result["phases"]
+    assert result["loss"]["named"] == [2]
+    assert whole["left_out"] == again["left_out"] == []
+    assert masked["left_out"] == [8, 9, 10, 11]
+    for phase in (whole, masked, again):
+        assert phase["tokens"] == 2 * 3 * 20
+        assert phase["logits"] == phase["tokens"] * 256
+        assert phase["wrong"] == 0
+    # Each token went to three experts in each of two layers.
+    rows = sum(one["rows"] for one in whole["traffic"].values())
+    assert rows >= whole["tokens"] * 3 * 2
+    assert sorted(masked["traffic"]) == ["0", "1"]
+
+
+def test_one_wrong_bit_is_not_verified() -> None:
+    import msgspec
+
+    from fabric_ray.demo.moe.options import Loss, Options, Phase
+
+    phase = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {})
+    masked = msgspec.structs.replace(phase, left_out=(12, 13, 14, 15))
+    loss = Loss(3, 1, (3,), (0,), "it died", 0.1, 0.2)
+    good = Outcome(Options(), (phase, masked, phase), loss, 1.0, True, "")
+    assert good.verified
+    for field, value in [("wrong", 1), ("said", False), ("logits", 0), ("left_out", (1,))]:
+        bad = msgspec.structs.replace(phase, **{field: value})
+        other = msgspec.structs.replace(good, phases=(phase, masked, bad))
+        assert not summary(other)["verified"], field
+    assert not msgspec.structs.replace(good, newcomer=False).verified
+    blamed = msgspec.structs.replace(loss, named=(2, 3))
+    assert not msgspec.structs.replace(good, loss=blamed).verified
+
+
+def test_what_can_not_be_run_is_one_sentence() -> None:
+    for option, words in [
+        ("--ranks 1", "ranks is 1"),
+        ("--tokens 0", "tokens is 0"),
+        ("--steps 0", "steps is 0"),
+    ]:
+        result = CliRunner().invoke(app, ["demo", "moe", *option.split()])
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert result.stdout == ""

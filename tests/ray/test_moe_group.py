@@ -1,0 +1,223 @@
+"""Ranks as Ray actors: the model of one place, whoever dies, stalls or comes anew."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from fabric_ray import errors
+from fabric_ray.moe.group import ExpertGroup, Forward, given_up
+from fabric_ray.moe.layer import MoeConfig
+from fabric_ray.moe.model import MoeModel, MoeModelConfig
+
+CONFIG = MoeModelConfig(
+    moe=MoeConfig(hidden=32, experts=9, topk=3, intermediate=16, shared_intermediate=16),
+    vocab=64,
+    positions=64,
+)
+WHOLE = MoeModel(CONFIG, seed=5)
+OPTIONS: dict[str, Any] = {"seed": 5, "max_tokens": 16, "cpus_per_rank": 0.1, "ranks": 3}
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(64) for _ in range(draw.randint(1, 20))] for _ in range(count)]
+
+
+def check(found: Forward, asked: list[list[int]]) -> None:
+    """Every bit is that of the model in one place, without the experts that were left out."""
+    expected = WHOLE.forward(asked, left_out=found.left_out)
+    for one, other in zip(found.logits, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def group(cluster: list[str]) -> Iterator[ExpertGroup]:
+    """Whole as every test begins, and as it ends."""
+    with ExpertGroup(CONFIG, timeout=30.0, ranks_per_node=2, **OPTIONS) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def whole_again(group: ExpertGroup) -> Iterator[None]:
+    yield
+    while group.lost:
+        group.join()
+
+
+def test_logits_and_tokens_are_those_of_one_place(group: ExpertGroup) -> None:
+    for count in (0, 1, 7):
+        asked = prompts(count, seed=count)
+        found = group.forward(asked)
+        assert found.left_out == found.lost == ()
+        check(found, asked)
+    said = group.generate(asked, 5)
+    assert said.tokens == WHOLE.generate(asked, 5)
+    assert said.left_out == [()] * 5
+    rows = sum(t.rows for t in said.traffic.values())
+    assert rows == CONFIG.layers * CONFIG.moe.topk * (sum(map(len, asked)) + 4 * len(asked))
+
+
+def test_each_rank_is_an_actor_with_an_engine_of_its_own(group: ExpertGroup) -> None:
+    for what in ("actor_id", "incarnation", "pid"):
+        assert len({getattr(m, what) for m in group.members}) == 3
+    # Two share a placement group.
+    assert group.members[0].node_id == group.members[1].node_id
+    for m in group.members:
+        assert m.incarnation in group.explain()
+    assert "bytes in all" in group.explain()
+
+
+def test_rs_4_who_dies_is_named_and_the_others_go_on(group: ExpertGroup) -> None:
+    asked = prompts(6, seed=3)
+    victim = group.members[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    found = group.forward(asked)
+    assert found.left_out == (3, 4, 5) == group.left_out
+    assert [one.member for one in found.lost] == [victim]
+    check(found, asked)
+    check(group.forward(asked), asked)
+    assert group.generate(asked, 4).tokens == WHOLE.generate(asked, 4, left_out=(3, 4, 5))
+    member = group.join()
+    assert member.rank == 1
+    assert member.incarnation != victim.incarnation
+    assert group.left_out == ()
+    check(group.forward(asked), asked)
+    assert group.generate(asked, 4).tokens == WHOLE.generate(asked, 4)
+
+
+def test_a_death_in_the_middle_mixes_no_experts(group: ExpertGroup) -> None:
+    asked = prompts(5, seed=4)
+    pid = group.members[2].pid
+    timer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    said = group.generate(asked, 40)
+    timer.join()
+    while not group.lost:  # the kill came after the last token
+        check(group.forward(asked), asked)
+    # Tokens from each change on are those of the model as it was then.
+    at = 0
+    while at < 40:
+        same = next((i for i in range(at, 40) if said.left_out[i] != said.left_out[at]), 40)
+        read = [p + t[:at] for p, t in zip(asked, said.tokens, strict=True)]
+        expected = WHOLE.generate(read, same - at, left_out=said.left_out[at])
+        assert [t[at:same] for t in said.tokens] == expected
+        at = same
+    check(group.forward(asked), asked)
+
+
+def test_two_may_die_and_come_again(group: ExpertGroup) -> None:
+    asked = prompts(4, seed=6)
+    for m in group.members[1:]:
+        os.kill(m.pid, signal.SIGKILL)
+    found = group.forward(asked)
+    assert found.left_out == tuple(range(3, 9))
+    check(found, asked)
+    group.join(2)
+    assert group.left_out == (3, 4, 5)
+    check(group.forward(asked), asked)
+    group.join()
+    check(group.forward(asked), asked)
+
+
+def test_a_masked_rank_is_left_out_until_it_is_replaced(group: ExpertGroup) -> None:
+    asked = prompts(4, seed=7)
+    pid = group.members[0].pid
+    group.mask(0, "its host is drained")
+    assert [one.cause for one in group.lost] == ["its host is drained"]
+    found = group.forward(asked)
+    assert found.left_out == (0, 1, 2)
+    assert found.lost == ()
+    check(found, asked)
+    with pytest.raises(errors.InvalidArgument, match="not here"):
+        group.mask(0)
+    with pytest.raises(errors.InvalidArgument, match="was not given up"):
+        group.join(1)
+    assert group.join(0).pid != pid
+    with pytest.raises(errors.InvalidArgument, match="none were"):
+        group.join()
+    check(group.forward(asked), asked)
+
+
+def test_a_death_between_calls_is_found_as_another_joins(group: ExpertGroup) -> None:
+    asked = prompts(4, seed=8)
+    os.kill(group.members[2].pid, signal.SIGKILL)
+    assert group.join().rank == 2
+    check(group.forward(asked), asked)
+
+
+def test_who_stalls_is_named_by_the_others(cluster: list[str]) -> None:
+    asked = prompts(4, seed=9)
+    with ExpertGroup(CONFIG, timeout=10.0, **OPTIONS) as group:
+        check(group.forward(asked), asked)
+        victim = group.members[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        found = group.forward(asked)
+        check(found, asked)
+        assert victim in [one.member for one in found.lost]
+        assert all(one.named_by for one in found.lost if one.member == victim)
+
+
+def test_what_can_not_be_is_refused_before_anything_is_started(group: ExpertGroup) -> None:
+    for options, words in [
+        ({"ranks": 2}, "9 experts on 2 ranks"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"cpus_per_rank": 0}, "more than 0"),
+        ({"timeout": 0}, "more than 0"),
+    ]:
+        with pytest.raises(errors.InvalidArgument, match=words):
+            ExpertGroup(CONFIG, **{**OPTIONS, **options})  # type: ignore[arg-type]
+    for asked, words in [([[]], "no tokens"), ([[64]], "token 64"), ([[0] * 65], "shorten it")]:
+        with pytest.raises(errors.InvalidArgument, match=words):
+            group.forward(asked)
+    with pytest.raises(errors.InvalidArgument, match="shorten it"):
+        group.generate([[0] * 60], 10)
+    check(group.forward(prompts(2)), prompts(2))
+
+
+def test_a_closed_group_leaves_no_actor_and_no_place(cluster: list[str]) -> None:
+    group = ExpertGroup(CONFIG, **{**OPTIONS, "ranks": 1})
+    pid = group.members[0].pid
+    [place] = [p.id.hex() for p in group._places]
+    group.close()
+    group.close()
+    with pytest.raises(errors.InvalidArgument, match="was closed"):
+        group.forward([[0]])
+
+    def gone() -> bool:
+        state = ray.util.placement_group_table()[place]["state"]
+        return not os.path.exists(f"/proc/{pid}") and state == "REMOVED"
+
+    deadline = time.monotonic() + 60
+    while not gone() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert gone()
+
+
+def test_a_place_that_no_node_has_is_said(cluster: list[str]) -> None:
+    with pytest.raises(errors.FabricError, match="lower ranks_per_node"):
+        ExpertGroup(CONFIG, **{**OPTIONS, "cpus_per_rank": 1000}, start_timeout=1.0)
+
+
+def test_who_stays_has_given_up_nobody_who_stays() -> None:
+    assert given_up({0: [], 1: []}) == set()
+    assert given_up({0: [2], 1: [2], 2: [0, 1]}) == {2}
+    assert given_up({0: [1], 1: [0]}) == {1}
+    assert given_up({0: [3], 1: [0]}) == {0}, "3 is dead already"
+    draw = random.Random(0)
+    for _ in range(300):
+        ranks = range(draw.randint(1, 6))
+        named = {r: {b for b in ranks if b != r and draw.random() < 0.3} for r in ranks}
+        out = given_up(named)
+        left = set(ranks) - out
+        assert all(not named[r] & left for r in left)
+        assert left
