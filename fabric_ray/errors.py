@@ -131,6 +131,12 @@ class ResourceError(FabricError, OSError):
     call: str
 
 
+class CompileError(FabricError):
+    """A kernel that doesn't compile, or can't be compiled here. ``log`` is what the compiler said."""
+
+    log: str
+
+
 class DecodeError(FabricError, ValueError):
     """Bytes that are not an intact encoding of what they should be."""
 
@@ -144,6 +150,7 @@ class WeightSyncError(FabricError):
 
 __all__ = [
     "Cancelled",
+    "CompileError",
     "DecodeError",
     "EngineClosed",
     "FabricError",
