@@ -28,7 +28,7 @@ _TILE = 256
 _THREADS = 256
 #: Blocks that go round rows: a few for each multiprocessor of the largest GPU.
 _BLOCKS = 2048
-_CHUNK_BLOCKS = 256
+_CHUNK_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class MoeKernels:
             row_stride,
             *_parts(given),
         )
-        self._launch("moe/move.cu", "hand_out", (self._rows(), chunks.shape[0]), arguments)
+        self._launch("moe/move.cu", "hand_out", (self._rows(chunks), chunks.shape[0]), arguments)
 
     def pack_answers(
         self,
@@ -384,7 +384,9 @@ class MoeKernels:
         arguments = structs.PackAnswers(
             placement._places(), _chunks(chunks, count), given, region.data_ptr(), back_stride
         )
-        self._launch("moe/move.cu", "pack_answers", (self._rows(), chunks.shape[0]), arguments)
+        self._launch(
+            "moe/move.cu", "pack_answers", (self._rows(chunks), chunks.shape[0]), arguments
+        )
 
     def sum(
         self,
@@ -440,8 +442,9 @@ class MoeKernels:
         blocks = max(1, min(min(rows), _BLOCKS))
         self._launch("moe/sum.cu", f"sum_{kinds[0]}_{kinds[1]}", (blocks, 1), arguments)
 
-    def _rows(self) -> int:
-        return min(self.sizes.pair_rows, _CHUNK_BLOCKS)
+    def _rows(self, chunks: Tensor) -> int:
+        """Blocks for the rows of each chunk."""
+        return min(self.sizes.pair_rows, max(_CHUNK_BLOCKS, _BLOCKS // max(1, chunks.shape[0])))
 
     def _launch(
         self, file: str, kernel: str, grid: tuple[int, int], arguments: ctypes.Structure

@@ -1,7 +1,7 @@
-// AMD, CDNA. UNPROVEN: it has never been run, and nothing launches it yet.
+// AMD, CDNA. UNPROVEN: it has never been compiled or run, and nothing launches it yet.
 #pragma once
 
-#if !defined(__HIPCC_RTC__) && !defined(FR_HIP_BARE)
+#if !defined(__HIPCC_RTC__)
 #include <hip/hip_runtime.h>
 #endif
 
@@ -73,7 +73,7 @@ FR_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 FR_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
 // 100 MHz on CDNA.
-FR_DEVICE u64 now_ns() { return __builtin_readcyclecounter() * 10; }
+FR_DEVICE u64 now_ns() { return wall_clock64() * 10; }
 
 FR_DEVICE void nap(u32 ns) {
   // 64 cycles each.
