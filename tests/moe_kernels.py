@@ -309,3 +309,35 @@ def check_sum(
     sums = summed(answers, wanted["row_of"], weights, taken, without)
     assert torch.equal(raw(out[: case.tokens].cpu()), raw(sums)), "not the same bits"
     assert bool((out[case.tokens :] == 7.0).all()), "more sums than tokens"
+
+
+def patterns(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of a format: all of a short one, and of float32 those in the middle of two others."""
+    if dtype is not torch.float32:
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    dice = torch.Generator().manual_seed(11)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), dtype=torch.int64, generator=dice)
+    for place, ones in enumerate((0x8000, 0x7FFF, 0x8001, 0x18000, 0x1000, 0xFFF, 0x1001, 0x3000)):
+        bits[place::16] = bits[place::16] & ~0x1FFFF | ones
+    # Where half precision ends, and where it begins to be coarser.
+    small = torch.arange(-(1 << 14), 1 << 14, dtype=torch.float32) * 2.0**-26
+    large = torch.arange(65000, 66000, dtype=torch.float32)
+    values = bits.to(torch.int32).view(torch.float32)
+    return torch.cat([values, small, large, torch.zeros(24)])
+
+
+def check_rounding(launcher: Launcher, device: str, given: torch.dtype, taken: torch.dtype) -> None:
+    values = patterns(given)
+    tokens, wide = len(values) // 1024, 1024
+    values = values[: tokens * wide]
+    sizes = MoeSizes(ranks=1, experts=1, topk=1, max_tokens=tokens)
+    kernels, routing = MoeKernels(launcher, sizes), Routing.empty(sizes, device)
+    now = number(tokens, device)
+    indices = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
+    kernels.route(indices, now, routing)
+    out = torch.empty(tokens, wide, dtype=taken, device=device)
+    kernels.sum(values.view(tokens, wide).to(device), now, routing, out)
+    sums, wanted = out.cpu().flatten(), (values.float() + 0.0).to(taken)
+    numbers = ~wanted.isnan()
+    assert torch.equal(sums.isnan(), ~numbers)
+    assert torch.equal(raw(sums[numbers]), raw(wanted[numbers]))

@@ -61,6 +61,13 @@ def test_sums_on_a_gpu_have_the_bits_of_the_processor(
     moe_kernels.check_sum(device, GPU, case, dtypes, weighted=False, lost=lost)
 
 
+@pytest.mark.parametrize("dtypes", moe_kernels.SUMS, ids=str)
+def test_every_number_is_rounded_as_the_processor_does(
+    device: Device, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    moe_kernels.check_rounding(device, GPU, *dtypes)
+
+
 def test_a_captured_graph_serves_any_number_of_tokens(device: Device) -> None:
     """Captured once, replayed with other tokens, routes and chunks in the same buffers."""
     sizes = MoeSizes(ranks=1, experts=16, topk=3, max_tokens=100)

@@ -117,6 +117,13 @@ def test_sums_of_any_tokens(host: Host, case: checks.Case) -> None:
     checks.check_sum(host, CPU, case, (torch.bfloat16, torch.float32), elements=21)
 
 
+@pytest.mark.parametrize("dtypes", checks.SUMS, ids=str)
+def test_every_number_is_rounded_as_torch_rounds_it(
+    host: Host, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    checks.check_rounding(host, CPU, *dtypes)
+
+
 def test_answers_of_lost_ranks_add_nothing(host: Host) -> None:
     for lost in range(4):
         dtypes = (torch.float16, torch.float16)
