@@ -12,7 +12,7 @@ import pytest
 
 from fabric_ray.kernels.sources import FOLDER
 
-#: Few, for each is a thread; none of the kernels counts on a number.
+#: A warp there. Few, for each is a thread; none of the kernels counts on a number.
 THREADS = 4
 
 

@@ -33,13 +33,23 @@ def _call(name: str, *arguments: object) -> None:
     raise ResourceError(f"{name} failed: {said}", call=name)
 
 
+def _torch() -> Any:
+    """torch, with a GPU that kernels can be compiled for."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise ResourceError(
+            f"kernels need a CUDA GPU, and torch {torch.__version__} finds none here", call="cuInit"
+        )
+    return torch
+
+
 def current_architecture(device: int) -> str:
     """What kernels for a GPU are compiled for: ``sm_90a``, for example.
 
     Suffixed where the GPU has instructions of its own that later ones don't have.
     """
-    import torch
-
+    torch = _torch()
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
@@ -52,11 +62,12 @@ class Device:
     can't.
 
     Raises:
-        ResourceError: the driver refused something; the text names the call.
+        ResourceError: there is no CUDA GPU, or the driver refused something; the text says what.
         CompileError: from :meth:`load` and the first launch.
     """
 
     def __init__(self, index: int, cache: Cache | None = None) -> None:
+        _torch()
         self.index = index
         self._cache = cache or Cache()
         self._lock = threading.Lock()

@@ -115,7 +115,7 @@ def _candidates() -> Iterator[str]:
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     first = [int(cuda.split(".")[0])] if cuda else []
     for major in dict.fromkeys([*first, *_MAJORS]):
-        yield from (f"libnvrtc.so.{major}", *_in_packages(major))
+        yield from (*_in_packages(major), f"libnvrtc.so.{major}")
     yield "libnvrtc.so"
     yield "/usr/local/cuda/lib64/libnvrtc.so"
 

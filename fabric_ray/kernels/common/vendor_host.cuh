@@ -49,7 +49,8 @@ void run(u32 blocks_x, u32 blocks_y, u32 threads, Body body) {
 
 }  // namespace host
 
-constexpr u32 WARP = 1;
+// A block that uses warps is one warp.
+constexpr u32 WARP = 4;
 
 inline u32 thread() { return host::here.thread; }
 inline u32 threads() { return host::here.threads; }
@@ -58,11 +59,23 @@ inline u32 block_y() { return host::here.block_y; }
 inline u32 blocks() { return host::here.blocks; }
 inline void sync_block() { host::here.barrier->arrive_and_wait(); }
 
-inline u32 lane() { return 0; }
-inline u64 ballot(bool what) { return what; }
+inline u32 lane() { return thread() % WARP; }
+inline u64 ballot(bool what) {
+  static u64 votes;
+  sync_block();
+  std::atomic_ref<u64>(votes).store(0);
+  sync_block();
+  std::atomic_ref<u64>(votes).fetch_or(u64(what) << lane());
+  sync_block();
+  return std::atomic_ref<u64>(votes).load();
+}
 template <class T>
-T shuffle(T value, u32) {
-  return value;
+T shuffle(T value, u32 from) {
+  static T values[WARP];
+  sync_block();
+  values[lane()] = value;
+  sync_block();
+  return values[from];
 }
 
 inline u32 atomic_add(u32* word, u32 value) {

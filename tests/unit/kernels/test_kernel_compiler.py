@@ -9,9 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fabric_ray.errors import CompileError, InvalidArgument, ResourceError
-from fabric_ray.kernels import ARCHITECTURES, Cache, Nvrtc, channel, source, sources, structs
+from fabric_ray.kernels import (
+    ARCHITECTURES,
+    Cache,
+    Device,
+    Nvrtc,
+    channel,
+    current_architecture,
+    source,
+    sources,
+    structs,
+)
 from fabric_ray.kernels import cache as cache_module
 from fabric_ray.kernels.sources import Source
 
@@ -75,6 +86,14 @@ def test_importing_kernels_needs_neither_torch_nor_a_compiler() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == ["False"] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_launched() -> None:
+    with pytest.raises(ResourceError, match="need a CUDA GPU"):
+        Device(0)
+    with pytest.raises(ResourceError, match="need a CUDA GPU"):
+        current_architecture(0)
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
