@@ -55,7 +55,7 @@ class Proxy:
 
 
 def beside(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 

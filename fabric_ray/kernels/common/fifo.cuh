@@ -56,11 +56,15 @@ struct Fifo {
                       (command.words[1] & ~bit) | mark);
   }
 
-  // Pushes one command of this thread, waiting for room.
+  // Pushes one command of this thread, waiting for room. It is published before the wait is left: other threads of the
+  // warp may be in it still, and wait for this very command to be completed.
   FR_DEVICE Waited push(Command command, const Patience& patience, u64* index) {
-    Waited waited = wait_until([&] { return claim(1, index); }, patience);
-    if (waited == READY) publish(*index, command);
-    return waited;
+    auto pushed = [&] {
+      if (!claim(1, index)) return false;
+      publish(*index, command);
+      return true;
+    };
+    return wait_until(pushed, patience);
   }
 
   // Pushes the commands of those lanes that have one, in the order of lanes, with one claim. All lanes call it. The
