@@ -1,5 +1,6 @@
 // Commands for the proxy (uccl-ep §3.1), encoded as native/proxy decodes them. Offsets and lengths are bytes,
-// multiples of 16; a write has at most 512 KiB. What doesn't fit is cut off here, and the proxy's decoder says what it can.
+// multiples of 16; a write has at most 512 KiB. What doesn't fit is cut off here, and the proxy's decoder says what it
+// can.
 #pragma once
 
 #include "common/command_layout.h"

@@ -1,8 +1,8 @@
 // Which row goes where: rows in the order of experts, and among those of one expert in the order of tokens, as
 // native/moe's `Routes` has them (fabric-lib §6.2).
 //
-// A stable counting sort over tiles of (token, k): the count of each tile, the sums over tiles and over experts, and each
-// row's place. No sum depends on which thread came first.
+// A stable counting sort over tiles of (token, k): the count of each tile, the sums over tiles and over experts, and
+// each row's place. No sum depends on which thread came first.
 #include "common/scan.cuh"
 
 using namespace fr;

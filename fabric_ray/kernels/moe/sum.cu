@@ -1,5 +1,5 @@
-// The weighted sum of the answers to each token: in 32-bit floats, products and sums rounded one by one, in the order of
-// a token's experts. The same bits as native/moe's, for any number of ranks.
+// The weighted sum of the answers to each token: in 32-bit floats, products and sums rounded one by one, in the order
+// of a token's experts. The same bits as native/moe's, for any number of ranks.
 #include "common/floats.cuh"
 #include "common/rows.cuh"
 

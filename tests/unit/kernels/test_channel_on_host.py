@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -78,6 +79,27 @@ extern "C" void encode(u64* words) {
     for (u64 word : one.words) *words++ = word;
 }
 """
+
+
+def test_the_layout_of_commands_is_the_proxys() -> None:
+    """Field by field, kind by kind."""
+    native = FOLDER.parents[1] / "native" / "proxy" / "src" / "command.rs"
+    if not native.exists():
+        pytest.skip("native/proxy is not here")
+    rust, header = native.read_text(), (FOLDER / "common" / "command_layout.h").read_text()
+    ours = {name: int(value) for name, value in re.findall(r"#define FR_CMD_(\w+) (\d+)", header)}
+    theirs = {
+        name: int(value)
+        for name, value in re.findall(
+            r"const (WRITE|WRITE_ATOMIC|ATOMIC|DRAIN|BARRIER|UNIT): u64 = (\d+);", rust
+        )
+    }
+    theirs["LAP_BIT"] = int(re.findall(r"const LAP: u64 = 1 << (\d+);", rust)[0])
+    field = r'Field \{ name: "(\w+)", word: (\d+), shift: (\d+), bits: (\d+) \}'
+    for name, *values in re.findall(field, rust):
+        for what, value in zip(("WORD", "SHIFT", "BITS"), values, strict=True):
+            theirs[f"{name.upper()}_{what}"] = int(value)
+    assert ours == theirs
 
 
 def test_commands_are_encoded_as_the_proxy_decodes_them(tmp_path: Path) -> None:
