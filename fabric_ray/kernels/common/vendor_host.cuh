@@ -27,6 +27,7 @@ namespace host {
 struct Place {
   u32 thread, threads, block, block_y, blocks;
   std::barrier<>* barrier;
+  bool shares;  // it has met the other threads of its block
 };
 
 inline thread_local Place here;
@@ -39,9 +40,10 @@ void run(u32 blocks_x, u32 blocks_y, u32 threads, Body body) {
     all.emplace_back([&, t] {
       for (u32 y = 0; y < blocks_y; ++y)
         for (u32 x = 0; x < blocks_x; ++x) {
-          here = {t, threads, x, y, blocks_x, &barrier};
+          here = {t, threads, x, y, blocks_x, &barrier, false};
           body();
-          barrier.arrive_and_wait();
+          // What a block shares is the next one's, too.
+          if (here.shares) barrier.arrive_and_wait();
         }
     });
   for (auto& one : all) one.join();
@@ -57,7 +59,10 @@ inline u32 threads() { return host::here.threads; }
 inline u32 block() { return host::here.block; }
 inline u32 block_y() { return host::here.block_y; }
 inline u32 blocks() { return host::here.blocks; }
-inline void sync_block() { host::here.barrier->arrive_and_wait(); }
+inline void sync_block() {
+  host::here.shares = true;
+  host::here.barrier->arrive_and_wait();
+}
 
 inline u32 lane() { return thread() % WARP; }
 inline u64 ballot(bool what) {
