@@ -132,7 +132,7 @@ class ResourceError(FabricError, OSError):
 
 
 class CompileError(FabricError):
-    """A kernel that doesn't compile, or can't be compiled here. ``log`` is what the compiler said."""
+    """A kernel that doesn't compile, or can't be compiled here. ``log``: what the compiler said."""
 
     log: str
 
