@@ -84,7 +84,8 @@ wheel: $(DONE)/venv
 	$(BIN)/maturin build --release --strip --out dist
 	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
 	$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl
-	cd build && wheel/bin/python -c "import fabric_ray; fabric_ray.TransferEngine().close()"
+	cd build && wheel/bin/python -c "import fabric_ray; fabric_ray.TransferEngine().close(); \
+		from fabric_ray import kernels; assert [kernels.source(name) for name in kernels.sources()]"
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools

@@ -135,6 +135,12 @@ class Unsupported(FabricError, NotImplementedError):
     """A call or an option of another library's interface that isn't here; nothing was done."""
 
 
+class CompileError(FabricError):
+    """A kernel that doesn't compile, or can't be compiled here. ``log``: what the compiler said."""
+
+    log: str
+
+
 class DecodeError(FabricError, ValueError):
     """Bytes that are not an intact encoding of what they should be."""
 
@@ -148,6 +154,7 @@ class WeightSyncError(FabricError):
 
 __all__ = [
     "Cancelled",
+    "CompileError",
     "DecodeError",
     "EngineClosed",
     "FabricError",

@@ -1,0 +1,43 @@
+// Running sums over all threads of a block.
+#pragma once
+
+#include "common/vendor.cuh"
+
+namespace fr {
+
+constexpr u32 MAX_THREADS = 1024;
+
+// The sum of the values of threads below this one; `*total` is that of all. Every thread of the block calls it.
+FR_DEVICE u32 sum_below(u32 value, u32* total) {
+  FR_SHARED u32 sums[MAX_THREADS];
+  sync_block();
+  sums[thread()] = value;
+  sync_block();
+  for (u32 step = 1; step < threads(); step *= 2) {
+    u32 left = thread() >= step ? sums[thread() - step] : 0;
+    sync_block();
+    sums[thread()] += left;
+    sync_block();
+  }
+  *total = sums[threads() - 1];
+  return sums[thread()] - value;
+}
+
+// starts[i] is the sum of size(0) to size(i - 1), for i up to n. Every thread of the block calls it.
+template <class Size>
+FR_DEVICE void running_sums(u32 n, Size size, u32* starts) {
+  u32 each = (n + threads() - 1) / threads();
+  u32 begin = thread() * each < n ? thread() * each : n;
+  u32 end = begin + each < n ? begin + each : n;
+  u32 own = 0, total;
+  for (u32 i = begin; i < end; ++i) own += size(i);
+  u32 sum = sum_below(own, &total);
+  for (u32 i = begin; i < end; ++i) {
+    starts[i] = sum;
+    sum += size(i);
+  }
+  if (thread() == 0) starts[n] = total;
+  sync_block();
+}
+
+}  // namespace fr

@@ -1,0 +1,126 @@
+"""The CUDA driver: loads machine code into torch's context, launches on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+from fabric_ray.errors import ResourceError
+from fabric_ray.kernels.cache import Cache
+from fabric_ray.kernels.sources import source
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ResourceError(
+            f"kernels can't be launched without the CUDA driver: {error}", call="dlopen"
+        ) from error
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _driver()
+    result = getattr(library, name)(*arguments)
+    if result == 0:
+        return
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(result, ctypes.byref(text))
+    said = text.value.decode() if text.value else f"error {result}"
+    raise ResourceError(f"{name} failed: {said}", call=name)
+
+
+def _torch() -> Any:
+    """torch, with a GPU that kernels can be compiled for."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise ResourceError(
+            f"kernels need a CUDA GPU, and torch {torch.__version__} finds none here", call="cuInit"
+        )
+    return torch
+
+
+def current_architecture(device: int) -> str:
+    """What kernels for a GPU are compiled for: ``sm_90a``, for example.
+
+    Suffixed where the GPU has instructions of its own that later ones don't have.
+    """
+    torch = _torch()
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+
+
+class Device:
+    """One GPU, as a launcher: kernels are compiled, and loaded, when they are first launched.
+
+    A launch is on torch's current stream, waits for nothing and allocates nothing, so that it can
+    be captured into a CUDA graph; launch each kernel once before, or :meth:`load` it, for loading
+    can't.
+
+    Raises:
+        ResourceError: there is no CUDA GPU, or the driver refused something; the text says what.
+        CompileError: from :meth:`load` and the first launch.
+    """
+
+    def __init__(self, index: int, cache: Cache | None = None) -> None:
+        _torch()
+        self.index = index
+        self._cache = cache or Cache()
+        self._lock = threading.Lock()
+        self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
+        self._modules: dict[str, ctypes.c_void_p] = {}
+
+    def _enter(self) -> None:
+        """Makes the context that torch uses this thread's, if it has none yet."""
+        import torch
+
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context.value:
+            device = ctypes.c_int()
+            _call("cuDeviceGet", ctypes.byref(device), self.index)
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            _call("cuCtxSetCurrent", context)
+
+    def load(self, file: str) -> None:
+        """Compiles a file of kernels, or finds it in the cache, and loads it."""
+        import torch
+
+        with self._lock, torch.cuda.device(self.index):
+            if file in self._modules:
+                return
+            self._enter()
+            code = self._cache.get(source(file), current_architecture(self.index)).code
+            module = ctypes.c_void_p()
+            _call("cuModuleLoadData", ctypes.byref(module), code)
+            self._modules[file] = module
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+    ) -> None:
+        """Launches a kernel; ``arguments`` is the struct that it takes."""
+        import torch
+
+        with torch.cuda.device(self.index):
+            self._enter()
+            function = self._functions.get((file, kernel))
+            if function is None:
+                self.load(file)
+                function = ctypes.c_void_p()
+                name = kernel.encode()
+                _call("cuModuleGetFunction", ctypes.byref(function), self._modules[file], name)
+                self._functions[file, kernel] = function
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            x, y = grid
+            _call("cuLaunchKernel", function, x, y, 1, threads, 1, 1, 0, stream, given, None)

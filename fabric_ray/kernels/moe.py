@@ -1,0 +1,515 @@
+"""The kernels of expert parallelism: what native/moe's kernels do on the processor, on a device.
+
+All tensors are on one device. Sizes that change from step to step are read there (``tokens``,
+chunks), and grids are those of the largest, so that every call can be captured into a CUDA graph:
+no call allocates or waits. Whether what came in made sense is a word on the device, too, which
+:meth:`Routing.check` and :meth:`Placement.check` read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.kernels import structs
+from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.structs import FLOATS, MAX_PARTS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_TOPK = 256
+ALIGN = 16
+_TILE = 256
+_THREADS = 256
+#: Blocks that go round rows: a few for each multiprocessor of the largest GPU.
+_BLOCKS = 2048
+_CHUNK_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """What all ranks of an exchange agree on.
+
+    Raises:
+        InvalidArgument: sizes that can't be.
+    """
+
+    ranks: int
+    experts: int
+    topk: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("ranks", self.ranks, 4096),
+            ("experts", self.experts, 1 << 16),
+            ("topk", self.topk, min(MAX_TOPK, self.experts)),
+            ("max_tokens", self.max_tokens, 1 << 20),
+        )
+        for name, value, most in limits:
+            if not 1 <= value <= most:
+                raise InvalidArgument(f"{name} is {value}; give 1 to {most}")
+        if self.experts % self.ranks:
+            raise InvalidArgument(
+                f"{self.experts} experts can't be spread over {self.ranks} ranks evenly; "
+                "add experts that no token goes to"
+            )
+        if self.ranks * self.pair_rows >= 1 << 32:
+            raise InvalidArgument("rows are counted in 32 bits; lower max_tokens")
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that each rank hosts."""
+        return self.experts // self.ranks
+
+    @property
+    def out_rows(self) -> int:
+        """Rows that one rank sends, at most."""
+        return self.max_tokens * self.topk
+
+    @property
+    def pair_rows(self) -> int:
+        """Rows from one rank to another, at most."""
+        return self.max_tokens * min(self.topk, self.local_experts)
+
+    @property
+    def tiles(self) -> int:
+        """Parts that routes are counted in."""
+        return -(-self.out_rows // _TILE)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The rows of one rank's tokens, in the order of experts and, for one expert, of tokens.
+
+    All but ``fault`` are int32 and hold unsigned numbers; -1 is none.
+    """
+
+    counts: Tensor
+    """``[experts]``: rows for each."""
+    starts: Tensor
+    """``[experts + 1]``: the first row for each, and the number of all."""
+    first: Tensor
+    """``[ranks + 1]``: the first row for each rank, and the number of all."""
+    token_of: Tensor
+    """``[max_tokens * topk]``: of each row, its token."""
+    row_of: Tensor
+    """``[max_tokens, topk]``: of each (token, k), its row."""
+    fault: Tensor
+    """int64 ``[1]``: -1, or what :meth:`check` tells."""
+    tile_counts: Tensor
+    tile_faults: Tensor
+
+    @staticmethod
+    def empty(sizes: MoeSizes, device: torch.device | str) -> Routing:
+        """Room for it."""
+        words = _allocator(device)
+        return Routing(
+            counts=words(sizes.experts),
+            starts=words(sizes.experts + 1),
+            first=words(sizes.ranks + 1),
+            token_of=words(sizes.out_rows),
+            row_of=words(sizes.max_tokens, sizes.topk),
+            fault=words(1, wide=True),
+            tile_counts=words(sizes.tiles, sizes.experts),
+            tile_faults=words(sizes.tiles, wide=True),
+        )
+
+    def check(self, indices: Tensor) -> None:
+        """Waits for the device.
+
+        Raises:
+            InvalidArgument: which token goes where it can't; such rows have been left out.
+        """
+        fault = int(self.fault.item())
+        if fault == -1:
+            return
+        position, kind = divmod(fault, 4)
+        token, k = divmod(position, indices.shape[1])
+        if kind == 0:
+            raise InvalidArgument(
+                f"more tokens than there is room for, {self.row_of.shape[0]}; "
+                "send fewer at a time, or raise max_tokens"
+            )
+        expert = int(indices[token, k].item())
+        if kind == 1:
+            raise InvalidArgument(
+                f"token {token} goes to expert {expert}, and there are {self.counts.shape[0]} "
+                "from 0; -1 is none"
+            )
+        raise InvalidArgument(f"token {token} goes to expert {expert} twice; name each expert once")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of all sources go: to local experts, and for one expert by source.
+
+    All but ``fault`` are int32 and hold unsigned numbers.
+    """
+
+    counts: Tensor
+    """``[local experts]``: rows of each, of all sources."""
+    starts: Tensor
+    """``[local experts + 1]``: the first row of each, and all, those that fill up included."""
+    origins: Tensor
+    """``[ranks, local experts + 1]``: where each expert's begin among a source's, and all."""
+    targets: Tensor
+    """``[ranks, local experts]``: where a source's first row for each expert goes."""
+    fault: Tensor
+    """int64 ``[1]``: -1, or what :meth:`check` tells."""
+
+    @staticmethod
+    def empty(sizes: MoeSizes, device: torch.device | str) -> Placement:
+        """Room for it."""
+        words = _allocator(device)
+        ranks, local = sizes.ranks, sizes.local_experts
+        return Placement(
+            counts=words(local),
+            starts=words(local + 1),
+            origins=words(ranks, local + 1),
+            targets=words(ranks, local),
+            fault=words(1, wide=True),
+        )
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            InvalidArgument: who sends more rows than there is room for; nothing was handed out.
+        """
+        fault = int(self.fault.item())
+        if fault == -1:
+            return
+        kind, who = fault >> 32, fault & 0xFFFFFFFF
+        text = {
+            1: f"rank {who} says that it sends more rows than it can have",
+            2: f"local expert {who} gets more rows than its stride has; make room for as many as "
+            "can come",
+            3: f"{who} rows come, and there is room for fewer; make room for as many as can come",
+        }[kind]
+        raise InvalidArgument(text)
+
+    def _places(self) -> structs.Places:
+        return structs.Places(
+            self.origins.data_ptr(),
+            self.targets.data_ptr(),
+            self.fault.data_ptr(),
+            self.counts.shape[0],
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of one source that lie behind one another."""
+
+    source: int
+    first: int
+    """Counted among the source's."""
+    rows: int
+    place: int | None
+    """Bytes from the beginning of the region; ``None``: they don't come, zeros stand for them."""
+
+    @staticmethod
+    def table(chunks: Sequence[Chunk]) -> list[list[int]]:
+        """The words of an int64 tensor ``[chunks, 3]`` that kernels read."""
+        return [
+            [_signed(c.source | c.rows << 32), c.first, -1 if c.place is None else c.place]
+            for c in chunks
+        ]
+
+
+class MoeKernels:
+    """The kernels, for exchanges of one size.
+
+    Args:
+        launcher: :class:`~fabric_ray.kernels.Device`.
+    """
+
+    def __init__(self, launcher: Launcher, sizes: MoeSizes) -> None:
+        self.sizes = sizes
+        self._launcher = launcher
+
+    def route(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
+        """Which row goes where.
+
+        Args:
+            indices: int64 ``[max_tokens or fewer, topk]``, the experts of each token; -1 for none.
+            tokens: int32 ``[1]``, how many of them there are now.
+        """
+        sizes = self.sizes
+        room = indices.shape[0]
+        _expect("indices", indices, "int64", (room, sizes.topk))
+        if room > sizes.max_tokens:
+            raise InvalidArgument(f"indices of {room} tokens; max_tokens is {sizes.max_tokens}")
+        arguments = structs.Routing(
+            indices.data_ptr(),
+            _one("tokens", tokens),
+            sizes.topk,
+            sizes.experts,
+            sizes.ranks,
+            room,
+            into.tile_counts.data_ptr(),
+            into.tile_faults.data_ptr(),
+            into.counts.data_ptr(),
+            into.starts.data_ptr(),
+            into.first.data_ptr(),
+            into.token_of.data_ptr(),
+            into.row_of.data_ptr(),
+            into.fault.data_ptr(),
+        )
+        tiles = max(1, -(-room * sizes.topk // _TILE))
+        for kernel, blocks in (
+            ("count_routes", tiles),
+            ("sum_tiles", -(-sizes.experts // _THREADS)),
+            ("sum_experts", 1),
+            ("place_routes", tiles),
+        ):
+            self._launch("moe/routes.cu", kernel, (blocks, 1), arguments)
+
+    def pack(self, parts: Sequence[Tensor], tokens: Tensor, routing: Routing, out: Tensor) -> None:
+        """Tokens to where they are sent from: the parts of a row behind one another.
+
+        Args:
+            parts: ``[max_tokens or fewer, width]`` each, of any dtype.
+            tokens: as for :meth:`route`.
+            out: uint8 ``[max_tokens * topk, row stride]``; a row's bytes, and what fills up to 16.
+        """
+        given = [_part(f"part {i}", part) for i, part in enumerate(parts)]
+        _room_for("out", out, self.sizes.out_rows, sum(part.width for part in given))
+        arguments = structs.PackRows(
+            _one("tokens", tokens),
+            routing.row_of.data_ptr(),
+            min((part.shape[0] for part in parts), default=0),
+            self.sizes.topk,
+            out.data_ptr(),
+            out.stride(0),
+            *_parts(given),
+        )
+        blocks = min(arguments.max_tokens, _BLOCKS)
+        self._launch("moe/pack.cu", "pack_rows", (max(1, blocks), 1), arguments)
+
+    def place(
+        self,
+        incoming: Tensor,
+        into: Placement,
+        *,
+        room: int,
+        multiple: int = 1,
+        stride: int | None = None,
+    ) -> None:
+        """Where the rows of all sources go.
+
+        Args:
+            incoming: int32 ``[ranks, local experts]``, each source's rows for each local expert, at
+                any distance; zeros for one that is left out. What a peer says is checked.
+            room: rows that what is handed out to has.
+            multiple: each expert's rows are filled up to a multiple, for a grouped GEMM.
+            stride: each expert's rows begin at a multiple of this instead, for a batched GEMM.
+        """
+        sizes = self.sizes
+        local = sizes.local_experts
+        _expect("incoming", incoming, "int32", (sizes.ranks, local), rows_apart=True)
+        for name, value in (("multiple", multiple), ("stride", stride), ("room", room or 1)):
+            if value is not None and not 0 < value < 1 << 31:
+                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        arguments = structs.Incoming(
+            incoming.data_ptr(),
+            incoming.stride(0),
+            sizes.ranks,
+            local,
+            multiple,
+            stride or 0,
+            sizes.pair_rows,
+            room,
+            into.origins.data_ptr(),
+            into.targets.data_ptr(),
+            into.counts.data_ptr(),
+            into.starts.data_ptr(),
+            into.fault.data_ptr(),
+        )
+        self._launch("moe/placing.cu", "place_rows", (1, 1), arguments)
+
+    def hand_out(
+        self,
+        placement: Placement,
+        chunks: Tensor,
+        count: Tensor,
+        region: Tensor,
+        row_stride: int,
+        parts: Sequence[Tensor],
+    ) -> None:
+        """Rows that came to their experts; zeros for those that won't.
+
+        Args:
+            chunks: int64 ``[most, 3]``, of :meth:`Chunk.table`.
+            count: int32 ``[1]``, how many of them there are now.
+            region: uint8, what the chunks lie in.
+            row_stride: bytes from one row to the next there, a multiple of 16.
+            parts: ``[room, width]`` each, of any dtype.
+        """
+        given = [_part(f"part {i}", part) for i, part in enumerate(parts)]
+        _stride("row_stride", row_stride, sum(part.width for part in given))
+        arguments = structs.HandOut(
+            placement._places(),
+            _chunks(chunks, count),
+            region.data_ptr(),
+            row_stride,
+            *_parts(given),
+        )
+        self._launch("moe/move.cu", "hand_out", (self._rows(chunks), chunks.shape[0]), arguments)
+
+    def pack_answers(
+        self,
+        placement: Placement,
+        chunks: Tensor,
+        count: Tensor,
+        answers: Tensor,
+        region: Tensor,
+        back_stride: int,
+    ) -> None:
+        """The experts' answers to where they are sent from, in the order in which rows came.
+
+        Args:
+            answers: ``[room, elements]``.
+            chunks, count, region: as for :meth:`hand_out`; here they say where answers go.
+            back_stride: bytes from one answer to the next there, a multiple of 16.
+        """
+        given = _part("answers", answers)
+        _stride("back_stride", back_stride, given.width)
+        arguments = structs.PackAnswers(
+            placement._places(), _chunks(chunks, count), given, region.data_ptr(), back_stride
+        )
+        self._launch(
+            "moe/move.cu", "pack_answers", (self._rows(chunks), chunks.shape[0]), arguments
+        )
+
+    def sum(
+        self,
+        answers: Tensor,
+        tokens: Tensor,
+        routing: Routing,
+        out: Tensor,
+        *,
+        weights: Tensor | None = None,
+        missing: Tensor | None = None,
+    ) -> None:
+        """For each token the sum of the answers to its rows, in float32 and in its experts' order.
+
+        Args:
+            answers: ``[max_tokens * topk, elements]``, in the order of rows; float32, bfloat16 or
+                float16.
+            tokens: as for :meth:`route`.
+            out: ``[max_tokens or fewer, elements]``, of any of the three.
+            weights: float32 ``[max_tokens or fewer, topk]``; one each if ``None``.
+            missing: uint8 ``[ranks]``, not zero for those whose answers don't come.
+        """
+        sizes = self.sizes
+        kinds = [FLOATS.get(_dtype(tensor)) for tensor in (answers, out)]
+        if None in kinds or answers.shape[1:] != out.shape[1:]:
+            raise InvalidArgument(
+                f"answers of {answers.dtype} {tuple(answers.shape)} can't be summed to {out.dtype} "
+                f"{tuple(out.shape)}; use rows of one length, of {', '.join(FLOATS)}"
+            )
+        given, room = _part("answers", answers), _part("out", out)
+        rows = [out.shape[0], sizes.max_tokens]
+        weighted: tuple[int | None, int] = (None, 0)
+        if weights is not None:
+            _expect("weights", weights, "float32", (weights.shape[0], sizes.topk), rows_apart=True)
+            weighted = (weights.data_ptr(), weights.stride(0) * 4)
+            rows.append(weights.shape[0])
+        if missing is not None:
+            _expect("missing", missing, "uint8", (sizes.ranks,))
+        arguments = structs.WeightedSum(
+            given.base,
+            given.stride,
+            _one("tokens", tokens),
+            routing.row_of.data_ptr(),
+            min(rows),
+            sizes.topk,
+            answers.shape[1],
+            sizes.ranks,
+            routing.first.data_ptr(),
+            None if missing is None else missing.data_ptr(),
+            *weighted,
+            room.base,
+            room.stride,
+        )
+        blocks = max(1, min(min(rows), _BLOCKS))
+        self._launch("moe/sum.cu", f"sum_{kinds[0]}_{kinds[1]}", (blocks, 1), arguments)
+
+    def _rows(self, chunks: Tensor) -> int:
+        """Blocks for the rows of each chunk."""
+        return min(self.sizes.pair_rows, max(_CHUNK_BLOCKS, _BLOCKS // max(1, chunks.shape[0])))
+
+    def _launch(
+        self, file: str, kernel: str, grid: tuple[int, int], arguments: ctypes.Structure
+    ) -> None:
+        self._launcher.launch(file, kernel, grid, _THREADS, arguments)
+
+
+def _allocator(device: torch.device | str) -> Any:
+    import torch
+
+    def words(*shape: int, wide: bool = False) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64 if wide else torch.int32, device=device)
+
+    return words
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _expect(
+    name: str, tensor: Tensor, dtype: str, shape: tuple[int, ...], *, rows_apart: bool = False
+) -> None:
+    packed = tensor.stride(-1) == 1 if rows_apart else tensor.is_contiguous()
+    if _dtype(tensor) != dtype or tuple(tensor.shape) != shape or not packed:
+        raise InvalidArgument(
+            f"{name} are {tensor.dtype} {tuple(tensor.shape)}; give {dtype} {shape}, contiguous"
+        )
+
+
+def _one(name: str, tensor: Tensor) -> int:
+    _expect(name, tensor, "int32", (1,))
+    return tensor.data_ptr()
+
+
+def _part(name: str, tensor: Tensor) -> structs.Part:
+    if tensor.ndim != 2 or tensor.stride(1) != 1 or tensor.stride(0) < tensor.shape[1]:
+        raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give rows of contiguous elements")
+    size = tensor.element_size()
+    return structs.Part(tensor.data_ptr(), tensor.stride(0) * size, tensor.shape[1] * size)
+
+
+def _parts(given: Sequence[structs.Part]) -> tuple[object, ...]:
+    if not 1 <= len(given) <= MAX_PARTS:
+        raise InvalidArgument(f"{len(given)} parts; give 1 to {MAX_PARTS}")
+    return (len(given), 0, (structs.Part * MAX_PARTS)(*given))
+
+
+def _room_for(name: str, tensor: Tensor, rows: int, width: int) -> None:
+    if _dtype(tensor) != "uint8" or tensor.ndim != 2 or tensor.shape[0] < rows:
+        raise InvalidArgument(f"{name}: give uint8 of at least {rows} rows")
+    _stride(f"the stride of {name}", tensor.stride(0), width)
+    if tensor.shape[1] < width:
+        raise InvalidArgument(f"{name} has rows of {tensor.shape[1]} bytes; {width} are needed")
+
+
+def _stride(name: str, nbytes: int, width: int) -> None:
+    if nbytes % ALIGN or nbytes < width:
+        raise InvalidArgument(f"{name} is {nbytes}; give {width} or more, a multiple of {ALIGN}")
+
+
+def _chunks(chunks: Tensor, count: Tensor) -> structs.Chunks:
+    _expect("chunks", chunks, "int64", (chunks.shape[0], 3))
+    return structs.Chunks(chunks.data_ptr(), _one("count", count))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

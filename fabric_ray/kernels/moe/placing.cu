@@ -1,0 +1,69 @@
+// From the rows that each source has for each local expert to where every row goes.
+#include "common/scan.cuh"
+#include "moe/placing.cuh"
+
+using namespace fr;
+
+constexpr u64 NO_FAULT = ~0ull;
+
+// A fault is one of these in the upper half, and who in the lower; the lowest is told.
+enum Fault : u64 { SOURCE_HAS_TOO_MANY = 1, EXPERT_GETS_TOO_MANY = 2, NO_ROOM = 3 };
+
+struct Incoming {
+  const u32* counts;  // of each source, its rows for each local expert
+  u64 stride;         // words from one source's to the next
+  u32 sources;
+  u32 experts;
+  u32 multiple;  // rows of each expert are filled up to a multiple of it,
+  u32 each;      // or each begins at a multiple of this many, if it isn't 0
+  u32 most;      // rows that a source can have
+  u32 room;      // rows that there is room for
+  u32* from;     // [sources, experts + 1]
+  u32* to;       // [sources, experts]
+  u32* totals;   // [experts]
+  u32* starts;   // [experts + 1]: the first row of each expert, and all
+  u64* fault;
+};
+
+FR_DEVICE u64 fault_of(Fault kind, u32 who) { return u64(kind) << 32 | who; }
+
+// What a peer says it sends is checked before anything is moved by it. One block.
+FR_KERNEL(place_rows, Incoming) {
+  FR_SHARED u64 lowest;
+  if (thread() == 0) lowest = NO_FAULT;
+  sync_block();
+  for (u32 source = thread(); source < p.sources; source += threads()) {
+    const u32* counts = p.counts + source * p.stride;
+    u32* from = p.from + static_cast<u64>(source) * (p.experts + 1);
+    u64 sum = 0;
+    for (u32 expert = 0; expert < p.experts; ++expert) {
+      from[expert] = static_cast<u32>(sum);
+      sum += counts[expert];
+    }
+    from[p.experts] = static_cast<u32>(sum);
+    if (sum > p.most) atomic_min(&lowest, fault_of(SOURCE_HAS_TOO_MANY, source));
+  }
+  for (u32 expert = thread(); expert < p.experts; expert += threads()) {
+    u64 sum = 0;
+    for (u32 source = 0; source < p.sources; ++source) {
+      p.to[static_cast<u64>(source) * p.experts + expert] = static_cast<u32>(sum);
+      sum += p.counts[source * p.stride + expert];
+    }
+    p.totals[expert] = static_cast<u32>(sum);
+    if (p.each != 0 && sum > p.each) atomic_min(&lowest, fault_of(EXPERT_GETS_TOO_MANY, expert));
+  }
+  sync_block();
+  const u32* totals = p.totals;
+  u32 multiple = p.multiple > 1 ? p.multiple : 1, each = p.each;
+  auto size = [=](u32 i) {
+    return each != 0 ? each : (totals[i] + multiple - 1) / multiple * multiple;
+  };
+  running_sums(p.experts, size, p.starts);
+  for (u64 i = thread(); i < static_cast<u64>(p.sources) * p.experts; i += threads())
+    p.to[i] += p.starts[i % p.experts];
+  if (thread() != 0) return;
+  u64 fault = lowest, rows = 0;
+  for (u32 expert = 0; expert < p.experts; ++expert) rows += size(expert);
+  if (fault == NO_FAULT && rows > p.room) fault = fault_of(NO_ROOM, static_cast<u32>(rows));
+  *p.fault = fault;
+}

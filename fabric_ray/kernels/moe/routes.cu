@@ -1,0 +1,118 @@
+// Which row goes where: rows in the order of experts, and among those of one expert in the order of tokens, as
+// native/moe's `Routes` has them (fabric-lib §6.2).
+//
+// A stable counting sort over tiles of (token, k): the count of each tile, the sums over tiles and over experts, and
+// each row's place. No sum depends on which thread came first.
+#include "common/scan.cuh"
+
+using namespace fr;
+
+constexpr u32 TILE = 256;
+constexpr u64 NO_FAULT = ~0ull;
+
+// A fault is four times its position among (token, k), and one of these; the lowest is told.
+enum Fault : u64 { TOO_MANY_TOKENS = 0, NO_SUCH_EXPERT = 1, TWICE = 2 };
+
+struct Routing {
+  const i64* indices;  // [tokens, topk]; -1 for none
+  const u32* tokens;
+  u32 topk;
+  u32 experts;
+  u32 ranks;
+  u32 max_tokens;
+  u32* tile_counts;  // [tiles, experts]
+  u64* tile_faults;  // [tiles]
+  u32* counts;       // [experts]
+  u32* starts;       // [experts + 1]
+  u32* first;        // [ranks + 1]
+  u32* token_of;     // of each row
+  u32* row_of;       // [tokens, topk]
+  u64* fault;
+
+  FR_DEVICE u32 present() const { return *tokens < max_tokens ? *tokens : max_tokens; }
+  FR_DEVICE u64 elements() const { return static_cast<u64>(present()) * topk; }
+  FR_DEVICE u64 tiles() const { return (elements() + TILE - 1) / TILE; }
+};
+
+// The expert at a position, or NONE: there is none, or it can't be, and then `fault` says so.
+FR_DEVICE u32 expert_at(const Routing& p, u64 i, u64* fault) {
+  i64 expert = p.indices[i];
+  if (expert == -1) return NONE;
+  if (expert < 0 || expert >= p.experts) {
+    *fault = i * 4 + NO_SUCH_EXPERT;
+    return NONE;
+  }
+  for (u64 before = i - i % p.topk; before < i; ++before)
+    if (p.indices[before] == expert) {
+      *fault = i * 4 + TWICE;
+      return NONE;
+    }
+  return static_cast<u32>(expert);
+}
+
+FR_KERNEL(count_routes, Routing) {
+  FR_SHARED u32 tile[TILE];
+  FR_SHARED u64 lowest;
+  u64 begin = static_cast<u64>(block()) * TILE, n = p.elements();
+  if (begin >= n) return;
+  u32* counts = p.tile_counts + static_cast<u64>(block()) * p.experts;
+  for (u32 expert = thread(); expert < p.experts; expert += threads()) counts[expert] = 0;
+  if (thread() == 0) lowest = NO_FAULT;
+  sync_block();
+  for (u32 j = thread(); j < TILE; j += threads()) {
+    u64 fault = NO_FAULT;
+    tile[j] = begin + j < n ? expert_at(p, begin + j, &fault) : NONE;
+    if (fault != NO_FAULT) atomic_min(&lowest, fault);
+  }
+  sync_block();
+  for (u32 j = thread(); j < TILE && begin + j < n; j += threads()) {
+    u32 expert = tile[j], before = 0;
+    if (expert != NONE) {
+      for (u32 m = 0; m < j; ++m) before += tile[m] == expert;
+      atomic_add(counts + expert, 1);
+    }
+    p.row_of[begin + j] = expert == NONE ? NONE : before;
+  }
+  if (thread() == 0) p.tile_faults[block()] = lowest;
+}
+
+// For each tile and expert: the rows of that expert in tiles before.
+FR_KERNEL(sum_tiles, Routing) {
+  u64 tiles = p.tiles();
+  for (u32 expert = block() * threads() + thread(); expert < p.experts; expert += blocks() * threads()) {
+    u32 sum = 0;
+    for (u64 tile = 0; tile < tiles; ++tile) {
+      u32* place = p.tile_counts + tile * p.experts + expert;
+      u32 n = *place;
+      *place = sum;
+      sum += n;
+    }
+    p.counts[expert] = sum;
+  }
+}
+
+// One block.
+FR_KERNEL(sum_experts, Routing) {
+  FR_SHARED u64 lowest;
+  if (thread() == 0) lowest = *p.tokens > p.max_tokens ? u64(TOO_MANY_TOKENS) : NO_FAULT;
+  sync_block();
+  for (u64 tile = thread(); tile < p.tiles(); tile += threads())
+    if (p.tile_faults[tile] != NO_FAULT) atomic_min(&lowest, p.tile_faults[tile]);
+  const u32* counts = p.counts;
+  running_sums(p.experts, [=](u32 i) { return counts[i]; }, p.starts);
+  u32 local = p.experts / p.ranks;
+  for (u32 rank = thread(); rank <= p.ranks; rank += threads()) p.first[rank] = p.starts[rank * local];
+  if (thread() == 0) *p.fault = lowest;
+}
+
+FR_KERNEL(place_routes, Routing) {
+  u64 n = p.elements();
+  for (u32 j = thread(); j < TILE; j += threads()) {
+    u64 i = static_cast<u64>(block()) * TILE + j;
+    if (i >= n || p.row_of[i] == NONE) continue;
+    u64 expert = p.indices[i];
+    u32 row = p.starts[expert] + p.tile_counts[block() * static_cast<u64>(p.experts) + expert] + p.row_of[i];
+    p.row_of[i] = row;
+    p.token_of[row] = static_cast<u32>(i / p.topk);
+  }
+}

@@ -1,0 +1,173 @@
+"""Kernels compile for every architecture that is named, once for each machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabric_ray.errors import CompileError, InvalidArgument, ResourceError
+from fabric_ray.kernels import (
+    ARCHITECTURES,
+    Cache,
+    Device,
+    Nvrtc,
+    channel,
+    current_architecture,
+    source,
+    sources,
+    structs,
+)
+from fabric_ray.kernels import cache as cache_module
+from fabric_ray.kernels.sources import Source
+
+BROKEN = Source("broken.cu", '#include "a.cuh"\n__global__ void f() { g(); }\n', (("a.cuh", ""),))
+SMALL = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\n', ())
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Nvrtc:
+    try:
+        return Nvrtc()
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", sources())
+def test_kernels_compile_for_every_architecture(
+    compiler: Nvrtc, tmp_path: Path, file: str, architecture: str
+) -> None:
+    if architecture.rstrip("a") not in compiler.architectures():
+        pytest.skip(f"NVRTC {compiler.version} doesn't know {architecture}")
+    code = Cache(tmp_path, compiler).get(source(file), architecture).code
+    assert code.startswith(b"\x7fELF")
+    for kernel in {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]:
+        assert b"\0" + f".text.{kernel}".encode() + b"\0" in code
+
+
+def test_every_kernel_is_launched_by_somebody() -> None:
+    assert {*structs.ARGUMENTS, *channel.ARGUMENTS} == {*sources()}
+    assert len({Path(name).stem for name in sources()}) == len(sources())
+
+
+def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(compiler: Nvrtc) -> None:
+    with pytest.raises(CompileError, match=r"broken\.cu doesn't compile for sm_80") as error:
+        compiler.compile(BROKEN, "sm_80")
+    assert 'identifier "g" is undefined' in error.value.log
+    assert error.value.log in str(error.value)
+    with pytest.raises(CompileError, match="sm_1"):
+        compiler.compile(SMALL, "sm_1")
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fabric_ray.kernels.nvrtc._candidates", lambda: ["libnot-there.so"])
+    monkeypatch.delenv("FABRIC_RAY_NVRTC", raising=False)
+    with pytest.raises(CompileError, match=r"pip install 'fabric-ray\[cuda\]'.*libnot-there"):
+        Nvrtc()
+    monkeypatch.setenv("FABRIC_RAY_NVRTC", "/nowhere/libnvrtc.so")
+    with pytest.raises(CompileError, match=r"what FABRIC_RAY_NVRTC names.*nowhere"):
+        Nvrtc()
+
+
+def test_importing_kernels_needs_neither_torch_nor_a_compiler() -> None:
+    program = (
+        "import sys, fabric_ray.kernels as k\n"
+        "k.sources(); k.source('moe/sum.cu')\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('torch' in sys.modules, 'nvrtc' in maps, 'libcuda' in maps)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["False"] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_launched() -> None:
+    with pytest.raises(ResourceError, match="need a CUDA GPU"):
+        Device(0)
+    with pytest.raises(ResourceError, match="need a CUDA GPU"):
+        current_architecture(0)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"moe/nothing\.cu; there are .*moe/sum\.cu"):
+        source("moe/nothing.cu")
+
+
+def test_headers_of_headers_belong_to_a_source() -> None:
+    names = [name for name, _ in source("common/channel.cu").headers]
+    assert {"common/fifo.cuh", "common/command_layout.h", "common/vendor_cuda.cuh"} <= {*names}
+    assert names == sorted(names)
+
+
+def test_what_was_compiled_is_kept(compiler: Nvrtc, tmp_path: Path) -> None:
+    cache = Cache(tmp_path, compiler)
+    first, again = cache.get(SMALL, "sm_80"), Cache(tmp_path, compiler).get(SMALL, "sm_80")
+    assert (first.cached, again.cached) == (False, True)
+    assert first.code == again.code
+    others = [
+        cache.get(replace(SMALL, text=SMALL.text.replace("1", "2")), "sm_80"),
+        cache.get(replace(SMALL, headers=(("x.cuh", ""),)), "sm_80"),
+        cache.get(SMALL, "sm_90a"),
+        cache.get(SMALL, "sm_80", ["--use_fast_math"]),
+    ]
+    assert not any(other.cached for other in others)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_entry_is_compiled_again(
+    compiler: Nvrtc, tmp_path: Path, damage: bytes | None
+) -> None:
+    cache = Cache(tmp_path, compiler)
+    code = cache.get(SMALL, "sm_80").code
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1] if damage is None else damage)
+    again = cache.get(SMALL, "sm_80")
+    assert (again.cached, again.code) == (False, code)
+    assert cache.get(SMALL, "sm_80").cached
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from fabric_ray.kernels import Cache, source
+code = Cache(Path(sys.argv[1])).get(source("moe/routes.cu"), "sm_90a").code
+print(len(code))
+"""
+
+
+def test_many_compilers_at_a_time_leave_one_whole_entry(compiler: Nvrtc, tmp_path: Path) -> None:
+    def one(_: int) -> str:
+        command = [sys.executable, "-c", COMPILE, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return done.stdout
+
+    with ThreadPoolExecutor(4) as pool:
+        lengths = {*pool.map(one, range(4))}
+    cached = Cache(tmp_path, compiler).get(source("moe/routes.cu"), "sm_90a")
+    assert cached.cached
+    assert lengths == {f"{len(cached.code)}\n"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_that_can_not_be_written_is_named(compiler: Nvrtc, tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ResourceError, match="FABRIC_RAY_KERNEL_CACHE"):
+        Cache(taken / "below", compiler).get(SMALL, "sm_80")
+
+
+def test_the_cache_lies_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache_module.VARIABLE, str(tmp_path / "here"))
+    assert Cache().folder == tmp_path / "here"
+    monkeypatch.delenv(cache_module.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Cache().folder == tmp_path / "fabric-ray" / "kernels"
