@@ -129,7 +129,7 @@ def _private(
     rows = [(str(n), f"{ms:.2f}", f"{best / ms:.2f}") for n, ms in found.items()]
     one = cases[0]
     return sheets.Sheet(
-        title=f"Private buffers: dispatch of {one.tokens} tokens, {one.ranks} ranks over {transport}",
+        title=f"Private buffers: {one.tokens} tokens, {one.ranks} ranks over {transport}",
         columns=("rows of each source", "ms", "of the speed with room for all"),
         rows=tuple(rows),
         figures={"ms by private rows": found},

@@ -294,9 +294,9 @@ class AllToAll:
         self._native.combine_send(answers)
 
     def combine_answers(self) -> Tensor:
-        """Waits for the answers, and gives them one by one, ``[tokens, topk, hidden]``: zeros where an
-        index was -1, and from lost ranks. Before :meth:`combine_recv`; what the gradient of a weight
-        needs.
+        """Waits for the answers, and gives them one by one, ``[tokens, topk, hidden]``: zeros where
+        an index was -1, and from lost ranks. Before :meth:`combine_recv`; what the gradient of a
+        weight needs.
 
         Raises:
             InvalidArgument: it isn't combine_recv's turn.

@@ -15,10 +15,10 @@ from benchmarks.contenders.perf import find_program
 from benchmarks.harness.data import pattern
 from benchmarks.kvcache.load import Load, load
 from benchmarks.kvcache.shape import Shape, page_cases, r1_cases
-from benchmarks.sheets import Sheet, markdown, spread
 from benchmarks.kvcache.transfers import pages
 from benchmarks.kvcache.ttft import MODEL, ttft
 from benchmarks.kvcache.watcher import watcher
+from benchmarks.sheets import Sheet, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,9 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", ["", "demo", "demo weights", "demo moe", "doctor", "plan", "topo"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "demo weights", "demo moe", "doctor", "plan", "topo"]
+)
 def test_every_command_has_help(command: str, flag: str) -> None:
     result = run(*command.split(), flag)
     assert result.exit_code == 0

@@ -36,7 +36,13 @@ MAY_USE = {
 CRATES_MAY_USE = {
     "fabric-kvcache": {"fabric-engine"},
     "fabric-moe": {"fabric-engine"},
-    "fabric-python": {"fabric-engine", "fabric-kvcache", "fabric-moe", "fabric-plan", "fabric-simulate"},
+    "fabric-python": {
+        "fabric-engine",
+        "fabric-kvcache",
+        "fabric-moe",
+        "fabric-plan",
+        "fabric-simulate",
+    },
     "fabric-proxy": {"fabric-engine"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
     "fabric-perf": {"fabric-engine", "fabric-kvcache", "fabric-moe"},
