@@ -29,7 +29,7 @@ NATIVE = ROOT / "native"
 TABLE = Path(__file__).with_suffix(".toml")
 COUNTS = {"IC": 6, "MR": 3, "RS": 4}
 PROMISES = [f"{kind}-{i + 1}" for kind, count in COUNTS.items() for i in range(count)]
-CRATES = ("engine", "kvcache")
+CRATES = ("engine", "kvcache", "moe")
 """Those whose lines can be broken."""
 SWITCH = "FABRIC_MUTANT"
 # A run that takes longer has not been noticed by a check, but by impatience.

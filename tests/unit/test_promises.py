@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/design/promises.md"
-CRATES = ("native/engine", "native/kvcache")
+CRATES = ("native/engine", "native/kvcache", "native/moe")
 BASES = ("", *(f"{crate}/{part}" for crate in CRATES for part in ("src", "tests")))
 TRANSPORTS = {"verbs", "libfabric", "tcp", "shm", "cuda_ipc", "file", "sim"}
 IN_TESTS = re.compile(r"\n#\[cfg\(.*test.*\)\]\nmod \w+ \{")

@@ -159,9 +159,9 @@ impl MoeExchange {
         py.detach(|| {
             // SAFETY: the Python caller holds the tensors during the call.
             let parts: Vec<Part<'_>> = parts.into_iter().map(|p| unsafe { part(p) }).collect();
-            // SAFETY: as above; every bit pattern is an integer, and the address is that of an int64 tensor.
             let indices = match indices {
                 (_, 0) => &[],
+                // SAFETY: as above; every bit pattern is an integer, and the address is that of an int64 tensor.
                 (address, n) => unsafe { std::slice::from_raw_parts(address as *const i64, n) },
             };
             self.0.dispatch_send(&parts, indices)

@@ -1,6 +1,7 @@
 //! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers come in.
 
 mod act;
+mod blocks;
 mod link;
 mod rows;
 mod state;
@@ -542,6 +543,7 @@ impl Inner {
                 }
                 Ended::Written(..) => Ok(()),
             });
+            // Nobody waits for whoever can't be waited for (RS-4).
             if let Err(cause) = end {
                 state.lose(wire.rank, stage, cause, &mut acts);
             }

@@ -74,8 +74,7 @@ impl Inner {
                 blank(&placing, rank, out);
             }
             state = self.state.lock();
-            state.step = Step::Collected;
-            state.go_on(&mut acts);
+            state.collected(&mut acts);
         }
         drop(state);
         self.run(acts);
@@ -263,7 +262,7 @@ impl Inner {
         })
     }
 
-    /// Ranks whose answers don't come.
+    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this exchange (RS-1).
     pub(super) fn missing(&self, state: &State) -> Vec<bool> {
         let gone = |(rank, link): (usize, &Option<super::Link>)| match link {
             None => rank != self.rank as usize,

@@ -14,10 +14,11 @@ use fabric_engine::Region;
 
 use super::{
     act::{Act, Load, Piece},
+    blocks::{grant_words, read_grant, read_routes, routes_words},
     link::{Answer, Chunk, In, Link, Ours, Out, Stage, Wire},
 };
 use crate::{
-    memory::{Memory, ROUTES_HEADER},
+    memory::Memory,
     routes::{Placing, Routes},
     shape::Shape,
 };
@@ -195,13 +196,22 @@ impl State {
     pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Answering;
         let room = self.shape.shared_rows();
-        for link in self.links.iter_mut().flatten().filter(|l| l.exchanges > 0) {
-            acts.extend(link.await_fence());
-            if link.out.rows > 0 {
-                // As many writes as the buffer that answers leave from makes of them.
-                acts.push(link.expect(Stage::Answers, link.out.rows.div_ceil(room) as u32));
+        for link in self.here().filter(|l| l.out.rows > 0) {
+            // As many writes as the buffer that answers leave from makes of them.
+            acts.push(link.expect(Stage::Answers, link.out.rows.div_ceil(room) as u32));
+        }
+    }
+
+    /// All rows were handed out. What peers have to say before they can be answered is heard in the order in which they
+    /// are answered: if all ranks began with the same one, the others' ports would be idle meanwhile.
+    pub fn collected(&mut self, acts: &mut Vec<Act>) {
+        self.step = Step::Collected;
+        for rank in self.others() {
+            if let Some(link) = self.link(rank).filter(|l| l.exchanges > 0 && l.out.routed) {
+                acts.extend(link.await_fence());
             }
         }
+        self.go_on(acts);
     }
 
     /// The answers to rows of a peer lie ready.
@@ -217,17 +227,17 @@ impl State {
     fn flush(&mut self, rank: u32, acts: &mut Vec<Act>) {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let routes = Arc::clone(&self.routes);
-        let answering = self.step == Step::Answering;
+        let collected = self.step != Step::Dispatched;
         let Some(link) = self.link(rank) else { return };
         let mut rows_out = 0;
         if link.open && !link.out.routed && link.exchanges > 0 {
             let (dst, len) = memory.routes(me);
             let piece = Piece { src: memory.routes_out(rank), dst, len, counts: Stage::Routes };
-            let mut words = vec![link.exchanges, link.out.first as u32, 0, 0];
-            words.extend(routes.counts_to(&shape, rank));
+            let words =
+                routes_words(link.exchanges, link.out.first, routes.counts_to(&shape, rank));
             acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
             (link.open, link.out.routed) = (false, true);
-            if answering {
+            if collected {
                 acts.extend(link.await_fence());
             }
         }
@@ -275,7 +285,9 @@ impl State {
         let Some(link) = self.link(rank) else { return Ok(()) };
         match stage {
             Stage::Routes => {
-                link.read_routes(&shape, words)?;
+                let block = read_routes(&shape, link.exchanges, words)?;
+                (link.inward.rows, link.inward.first) = (block.rows, block.first);
+                link.inward.counts = Some(block.counts);
                 let private = shape.private_rows().min(link.inward.rows);
                 if private > 0 {
                     let place = memory.private(rank, 0);
@@ -289,7 +301,10 @@ impl State {
             }
             Stage::Rows => link.inward.due -= 1,
             Stage::Grant => {
-                link.read_grant(&shape, words)?;
+                // The rows of the private slot may still wait to be packed.
+                let private = link.out.rows.min(shape.private_rows());
+                let left = link.out.rows - link.out.sent.max(private);
+                link.out.grant = Some(read_grant(&shape, link.exchanges, left, words)?);
                 self.flush(rank, acts);
             }
             Stage::Fence => {
@@ -354,7 +369,7 @@ impl State {
             acts.push(link.expect(Stage::Rows, 1));
             acts.push(Act::Tell {
                 wire: Arc::clone(&link.wire),
-                words: vec![link.exchanges, place as u32, rows as u32, 0],
+                words: grant_words(link.exchanges, place, rows),
                 piece: Piece { src: memory.grant_out(rank), dst, len, counts: Stage::Grant },
             });
             if link.inward.granted == link.inward.rows {
@@ -392,6 +407,7 @@ impl State {
     pub fn holds(&self, until: Until) -> bool {
         match until {
             Until::MayDispatch => {
+                // What waits is not lost (IC-4).
                 let queued = self.here().any(|l| !l.out.answers.is_empty());
                 self.rows_left() && self.fenced && !queued
             }
@@ -404,7 +420,8 @@ impl State {
         }
     }
 
-    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included.
+    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what
+    /// comes later would count in the next exchange (IC-6), or be read when its memory is used again (MR-1).
     fn rows_left(&self) -> bool {
         self.rows_out == 0 && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
     }
@@ -426,7 +443,7 @@ impl State {
 }
 
 impl Link {
-    /// Rows have come that were not handed out.
+    /// Rows have come that were not handed out: all of them, for none is read before it was counted (IC-2).
     pub fn has_rows(&self) -> bool {
         self.inward.due == 0 && !self.inward.chunks.is_empty()
     }
@@ -440,45 +457,5 @@ impl Link {
         let waits = !self.open && !self.awaits_fence;
         self.awaits_fence |= waits;
         waits.then(|| self.expect(Stage::Fence, 1))
-    }
-
-    fn read_routes(&mut self, shape: &Shape, words: &[u32]) -> Result<(), String> {
-        let Some((head, counts)) = words.split_at_checked(ROUTES_HEADER as usize) else {
-            return Err("its routes are cut off".into());
-        };
-        if head[0] != self.exchanges {
-            return Err(format!(
-                "it is in its exchange {} with this rank, and this rank in its {}; have every rank call \
-                 dispatch and combine in the same order",
-                head[0], self.exchanges
-            ));
-        }
-        let rows: u64 = counts.iter().map(|n| u64::from(*n)).sum();
-        let first = u64::from(head[1]);
-        let most = counts.iter().copied().max().unwrap_or(0);
-        if most > shape.max_tokens || rows > shape.pair_rows() || first + rows > shape.out_rows() {
-            let what =
-                format!("its routes can't be: {rows} rows from {first}, {most} to one expert");
-            return Err(what);
-        }
-        (self.inward.rows, self.inward.first) = (rows, first);
-        self.inward.counts = Some(counts.to_vec());
-        Ok(())
-    }
-
-    fn read_grant(&mut self, shape: &Shape, words: &[u32]) -> Result<(), String> {
-        let [number, place, rows, _] = *words else { return Err("its grant is cut off".into()) };
-        let (place, rows, room) = (u64::from(place), u64::from(rows), shape.shared_rows());
-        // The rows of the private slot may still wait to be packed.
-        let private = self.out.rows.min(shape.private_rows());
-        let left = self.out.rows - self.out.sent.max(private);
-        if number != self.exchanges || rows == 0 || rows > left || place + rows > room {
-            return Err(format!(
-                "its grant can't be: in exchange {number} of {}, {rows} rows of {left} from {place} of {room}",
-                self.exchanges
-            ));
-        }
-        self.out.grant = Some((place, rows));
-        Ok(())
     }
 }

@@ -233,7 +233,7 @@ impl Run {
                 Fault::WorkFails { node: node as u8, rail, nth, pick, rest }
             }
             3 => Fault::Partition {
-                side: self.rng.u8(..),
+                side: self.rng.u64(..),
                 told: self.rng.bool().then(|| ms(&mut self.rng)),
                 gone: self.rng.bool(),
                 lasts: self.rng.u64(..400) * MS,

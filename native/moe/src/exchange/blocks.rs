@@ -1,0 +1,128 @@
+//! The blocks that peers write down: what they may say, and what can't be.
+
+use crate::{memory::ROUTES_HEADER, shape::Shape};
+
+/// What a source says of its rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoutesBlock {
+    /// Rows for each of our experts.
+    pub counts: Vec<u32>,
+    pub rows: u64,
+    /// Where answers go among its rows.
+    pub first: u64,
+}
+
+/// The words of a routes block.
+pub fn routes_words(exchange: u32, first: u64, counts: &[u32]) -> Vec<u32> {
+    let mut words = vec![exchange, first as u32, 0, 0];
+    words.extend(counts);
+    words
+}
+
+/// # Errors
+/// What is wrong: another exchange, or rows that no rank of this shape has (MR-3).
+pub fn read_routes(shape: &Shape, exchange: u32, words: &[u32]) -> Result<RoutesBlock, String> {
+    let (head, counts) =
+        words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes are cut off")?;
+    if head[0] != exchange {
+        return Err(format!(
+            "it is in its exchange {} with this rank, and this rank in its {exchange}; have every rank call \
+             dispatch and combine in the same order",
+            head[0]
+        ));
+    }
+    let rows: u64 = counts.iter().map(|n| u64::from(*n)).sum();
+    let first = u64::from(head[1]);
+    let most = counts.iter().copied().max().unwrap_or(0);
+    if most > shape.max_tokens || rows > shape.pair_rows() || first + rows > shape.out_rows() {
+        return Err(format!("its routes can't be: {rows} rows from {first}, {most} to one expert"));
+    }
+    Ok(RoutesBlock { counts: counts.to_vec(), rows, first })
+}
+
+/// The words of a grant.
+pub fn grant_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
+    vec![exchange, place as u32, rows as u32, 0]
+}
+
+/// Where the next rows go in the shared buffer of a destination, and how many; `left` are to be sent yet.
+///
+/// # Errors
+/// What is wrong: another exchange, more rows than are left, or a place outside the buffer (MR-3).
+pub fn read_grant(
+    shape: &Shape,
+    exchange: u32,
+    left: u64,
+    words: &[u32],
+) -> Result<(u64, u64), String> {
+    let [number, place, rows, _] = *words else { return Err("its grant is cut off".into()) };
+    let (place, rows, room) = (u64::from(place), u64::from(rows), shape.shared_rows());
+    if number != exchange || rows == 0 || rows > left || place + rows > room {
+        return Err(format!(
+            "its grant can't be: in exchange {number} of {exchange}, {rows} rows of {left} from {place} of {room}"
+        ));
+    }
+    Ok((place, rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{kernels::Float, Back};
+
+    fn shape() -> Shape {
+        let back = Back { elements: 4, float: Float::F32 };
+        Shape {
+            ranks: 3,
+            experts: 6,
+            topk: 3,
+            max_tokens: 5,
+            row_nbytes: 16,
+            back,
+            private_rows: 1,
+            shared_rows: Some(8),
+        }
+    }
+
+    #[test]
+    fn blocks_say_what_they_were_made_of() {
+        let routes = read_routes(&shape(), 7, &routes_words(7, 4, &[2, 5])).unwrap();
+        assert_eq!(routes, RoutesBlock { counts: vec![2, 5], rows: 7, first: 4 });
+        assert_eq!(read_grant(&shape(), 7, 6, &grant_words(7, 2, 6)), Ok((2, 6)));
+    }
+
+    #[test]
+    fn mr_3_what_can_not_be_is_refused() {
+        let s = shape();
+        for words in [vec![1, 0], routes_words(2, 0, &[1, 1]), routes_words(1, 0, &[6, 0])] {
+            assert!(read_routes(&s, 1, &words).is_err(), "{words:?}");
+        }
+        assert!(read_routes(&s, 1, &routes_words(1, 14, &[1, 1])).is_err());
+        for words in [vec![1, 0, 1], grant_words(2, 0, 1), grant_words(1, 0, 0)] {
+            assert!(read_grant(&s, 1, 3, &words).is_err(), "{words:?}");
+        }
+        assert!(read_grant(&s, 1, 3, &grant_words(1, 0, 4)).is_err());
+        assert!(read_grant(&s, 1, 3, &grant_words(1, 6, 3)).is_err());
+    }
+
+    proptest! {
+        /// Whatever a peer writes down, what is made of it lies inside.
+        #[test]
+        fn mr_3_no_block_reaches_outside(words in prop::collection::vec(any::<u32>(), 0..8), near in any::<bool>()) {
+            let s = shape();
+            let words: Vec<u32> =
+                words.into_iter().map(|w| if near { w % 7 } else { w }).collect();
+            for exchange in [1, words.first().copied().unwrap_or(0)] {
+                if let Ok(routes) = read_routes(&s, exchange, &words) {
+                    prop_assert!(routes.first + routes.rows <= s.out_rows());
+                    prop_assert!(routes.rows <= s.pair_rows());
+                }
+                if let Ok((place, rows)) = read_grant(&s, exchange, 3, &words) {
+                    prop_assert!(rows <= 3 && place + rows <= s.shared_rows());
+                }
+            }
+        }
+    }
+}
