@@ -131,7 +131,7 @@ impl Inner {
         self.check_answers(&placing, answers)?;
         if state.step == Step::Collected {
             // What a lost rank still writes must not meet answers in the shared buffer, nor must those that are
-            // still on their way to one.
+            // still on their way to one (MR-1).
             if !state.holds(Until::Quiet) || state.answers_out > 0 {
                 return Ok(false);
             }
