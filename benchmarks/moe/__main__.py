@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from benchmarks import sheets
 from benchmarks.moe.ranks import Times, measure
 from benchmarks.moe.shape import Shape
+from benchmarks.moe.simulated import NICS
+from benchmarks.moe.simulated import simulate as run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -68,6 +71,20 @@ def private(
     sizes = [n for n in (full, 256, 128, 64, 32, 16, 8, 4, 0) if n <= full]
     cases = [Shape(ranks=ranks, tokens=tokens, private_rows=n, **small) for n in sizes]
     out.add(lambda: _private(cases, transport, turns, out.say))
+    out.end()
+
+
+@app.command()
+def simulate(
+    ranks: Annotated[str, typer.Option(help="Ranks, commas between")] = "8,16,32,64",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank")] = 128,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """DeepSeek-V3's decode on simulated NICs (fabric-lib, Figure 9 and Table 9)."""
+    out = sheets.Output(json, markdown=markdown)
+    cases = [Shape(ranks=int(r), tokens=tokens) for r in ranks.split(",")]
+    out.add(lambda: _simulated(cases, out.say))
     out.end()
 
 
@@ -133,6 +150,52 @@ def _private(
         columns=("rows of each source", "ms", "of the speed with room for all"),
         rows=tuple(rows),
         figures={"ms by private rows": found},
+    )
+
+
+def _simulated(cases: list[Shape], say: Callable[[str], None]) -> sheets.Sheet:
+    rows, figures = [], {}
+    for nic in NICS:
+        for case in cases:
+            say(f"{case.ranks} ranks on {nic.name}")
+            one = run(case, gbps=nic.gbps, latency_us=nic.latency_us)
+            figures[f"{nic.name} ep{case.ranks}"] = one
+            # So little to pack that posting is what takes time.
+            tiny = msgspec.structs.replace(case, hidden=128, topk=1)
+            post = run(tiny, gbps=nic.gbps, latency_us=nic.latency_us).post_p50_us
+            paper = nic.paper_post_us.get(case.ranks)
+            rows.append(
+                (
+                    f"{nic.name}, {case.ranks}",
+                    f"{one.dispatch_p50_us:.0f}",
+                    f"{one.dispatch_p50_us / one.dispatch_floor_us:.2f}",
+                    f"{one.combine_p50_us:.0f}",
+                    f"{one.combine_p50_us / one.combine_floor_us:.2f}",
+                    f"{post:.1f}",
+                    "" if paper is None else f"{paper:.1f}",
+                )
+            )
+    given = ", ".join(
+        f"{n.name}: {n.gbps:.0f} Gb/s and {n.latency_us:.0f} us one way" for n in NICS
+    )
+    return sheets.Sheet(
+        title=f"Simulated NICs, {cases[0].tokens} tokens of DeepSeek-V3",
+        columns=(
+            "NIC, ranks",
+            "dispatch us",
+            "of its floor",
+            "combine us",
+            "of its floor",
+            "post us",
+            "paper's post us",
+        ),
+        rows=tuple(rows),
+        notes=(
+            f"{given}; floor: bytes over the busiest port and one way, no NVLink",
+            "post: real time from the call to the last of two writes to each peer handed to its "
+            "link, with 128 tiny tokens packed; the paper's: one scatter's writes",
+        ),
+        figures=figures,
     )
 
 

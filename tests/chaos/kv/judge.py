@@ -12,8 +12,6 @@ from tests.chaos.kv.draw import Ask, KvRound
 _DISTURBED = {"PrefillerLost", "PullTimeout", "PrefillFailed", "PullRefused", "Stale"}
 # What may become of the first word to a prefiller that is dead already.
 _UNMET = {"PeerLost", "Unreachable", "Refused", "TransferTimeout", "HandshakeError"}
-# Known gap: what a decoder says of a prefiller that is given up while it is being asked.
-MISNAMED = "EngineClosed"
 
 
 def judge(
@@ -57,5 +55,5 @@ def _end(ask: Ask, came: Came, disturbed: bool) -> str | None:
     if ask.fails is not None and ask.reason in came.text:
         allowed.add("PrefillFailed")
     if disturbed:
-        allowed |= _DISTURBED | _UNMET | {MISNAMED}
+        allowed |= _DISTURBED | _UNMET
     return None if came.error in allowed else f"error: {told}"

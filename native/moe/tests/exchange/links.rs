@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, TransportKind},
+    api::{EngineConfig, NicConfig, TransportKind},
     Result, TransferEngine,
 };
 use fabric_moe::{
@@ -13,17 +13,28 @@ use fabric_moe::{
 
 use crate::model::{rows_of_answers, shape, sums, Batch, Handed, EXTRA, ORDERS, WIDE};
 
-/// Ranks that know one another, over one transport; `FABRIC_MOE_TRANSPORT` names another one.
-pub fn ranks(shape: Shape, transport: TransportKind) -> Vec<AllToAll> {
+/// A rank's engine over one transport. `FABRIC_MOE_TRANSPORT` names another one; even ranks have the NICs of
+/// `FABRIC_TEST_NICS_A`, odd ones those of `FABRIC_TEST_NICS_B`, if these are given.
+fn engine(rank: u32, name: &str, transport: TransportKind) -> Arc<TransferEngine> {
     let transport = match std::env::var("FABRIC_MOE_TRANSPORT").as_deref() {
         Ok("verbs") => TransportKind::Verbs,
         Ok("libfabric") => TransportKind::Libfabric,
-        _ => transport,
+        Ok(other) => panic!("FABRIC_MOE_TRANSPORT names verbs or libfabric, not {other}"),
+        Err(_) => transport,
     };
+    let side = if rank % 2 == 0 { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
+    let named = std::env::var(side).unwrap_or_default();
+    let names = named.split(',').filter(|nic| !nic.is_empty()).map(str::to_owned).collect();
+    let nics = NicConfig { names, ..NicConfig::default() };
+    let (name, transports) = (name.to_owned(), vec![transport]);
+    let config = EngineConfig { name, transports, nics, ..EngineConfig::default() };
+    Arc::new(TransferEngine::open(config).unwrap())
+}
+
+/// Ranks that know one another.
+fn ranks(shape: Shape, transport: TransportKind) -> Vec<AllToAll> {
     let open = |rank: u32| {
-        let (name, transports) = (format!("rank-{rank}"), vec![transport]);
-        let config = EngineConfig { name, transports, ..EngineConfig::default() };
-        let engine = Arc::new(TransferEngine::open(config).unwrap());
+        let engine = engine(rank, &format!("rank-{rank}"), transport);
         AllToAll::new(engine, shape, rank).unwrap()
     };
     let ranks: Vec<AllToAll> = (0..shape.ranks).map(open).collect();
@@ -147,9 +158,8 @@ fn a_rank_that_comes_anew_takes_part_again() {
         all.mask(2, "its node is gone").unwrap();
         assert_eq!(all.lost()[0].cause, "its node is gone");
     }
-    let config = EngineConfig { name: "rank-2 again".into(), ..EngineConfig::default() };
-    let engine = Arc::new(TransferEngine::open(config).unwrap());
-    let again = AllToAll::new(engine, shape, 2).unwrap();
+    let again = engine(2, "rank-2 again", TransportKind::Shm);
+    let again = AllToAll::new(again, shape, 2).unwrap();
     let card = again.card(None).unwrap();
     for all in &ranks {
         again.admit(&all.card(Some(2)).unwrap()).unwrap();
@@ -192,9 +202,7 @@ fn what_is_wrong_is_refused_before_anything_is_sent() {
     let float = fabric_moe::kernels::Float::F32;
     assert!(said(all.combine_recv(None, &mut out, float).unwrap_err()).contains("dispatch_send"));
     let other = Shape { topk: 1, ..shape };
-    let config = EngineConfig::default();
-    let engine = Arc::new(TransferEngine::open(config).unwrap());
-    let other = AllToAll::new(engine, other, 1).unwrap();
+    let other = AllToAll::new(engine(1, "other", TransportKind::Shm), other, 1).unwrap();
     all.mask(1, "to make room").unwrap();
     assert!(said(all.admit(&other.card(None).unwrap()).unwrap_err()).contains("topk"));
     assert!(said(all.admit(b"FEP\x02rest").unwrap_err()).contains("version 2"));
