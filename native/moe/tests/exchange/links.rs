@@ -22,7 +22,7 @@ fn engine(rank: u32, name: &str, transport: TransportKind) -> Arc<TransferEngine
         Ok(other) => panic!("FABRIC_MOE_TRANSPORT names verbs or libfabric, not {other}"),
         Err(_) => transport,
     };
-    let side = if rank % 2 == 0 { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
+    let side = if rank.is_multiple_of(2) { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
     let named = std::env::var(side).unwrap_or_default();
     let names = named.split(',').filter(|nic| !nic.is_empty()).map(str::to_owned).collect();
     let nics = NicConfig { names, ..NicConfig::default() };
