@@ -92,12 +92,23 @@ struct Frame {
     flies: bool,
     /// When it is to be sent again.
     due: Time,
+    /// When the provider had done with it.
+    landed: Time,
     tries: u32,
 }
 
 impl Frame {
     fn patience(&self) -> Duration {
         AGAIN * (1 << self.tries.min(MOST_DOUBLINGS))
+    }
+
+    /// When it is to be sent again. Where no further frame may be sent, what says nothing can't wait for a later one:
+    /// two sides full of such frames would be silent for ever.
+    fn wakes(&self, has_room: bool) -> Time {
+        match self.due == Time::NEVER && !self.flies && !has_room {
+            true => self.landed.after(self.patience()),
+            false => self.due,
+        }
     }
 }
 
@@ -125,6 +136,7 @@ impl Sent {
             says_something: says_something(bytes),
             flies: true,
             due: Time::NEVER,
+            landed: Time::NEVER,
             tries: 0,
         });
         number
@@ -133,7 +145,7 @@ impl Sent {
     /// The provider has done with a frame: it says that it was delivered, or that it wasn't.
     pub fn landed(&mut self, now: Time, number: u32, well: bool) {
         let Some(frame) = self.frames.iter_mut().find(|f| f.number == number) else { return };
-        frame.flies = false;
+        (frame.flies, frame.landed) = (false, now);
         frame.due = match well {
             true if frame.says_something => now.after(frame.patience()),
             true => Time::NEVER,
@@ -157,12 +169,14 @@ impl Sent {
 
     /// When a frame is to be sent again.
     pub fn next_due(&self) -> Time {
-        self.frames.iter().map(|f| f.due).fold(Time::NEVER, Time::min)
+        let has_room = self.has_room();
+        self.frames.iter().map(|f| f.wakes(has_room)).fold(Time::NEVER, Time::min)
     }
 
     /// Writes a frame that is to be sent again to `out`: its number, and its length.
     pub fn again(&mut self, now: Time, out: &mut [u8]) -> Option<(u32, usize)> {
-        let frame = self.frames.iter_mut().find(|f| f.due <= now)?;
+        let has_room = self.has_room();
+        let frame = self.frames.iter_mut().find(|f| f.wakes(has_room) <= now)?;
         (frame.flies, frame.due, frame.tries) = (true, Time::NEVER, frame.tries + 1);
         let n = frame.bytes.len();
         out[..n].copy_from_slice(&frame.bytes);
@@ -240,6 +254,20 @@ mod tests {
         assert_eq!(sent.next_due(), Time(5).after(AGAIN));
         sent.hasten(Time(5));
         assert_eq!(sent.next_due(), Time(5).after(SOON));
+    }
+
+    #[test]
+    fn frames_that_say_nothing_are_sent_again_where_no_more_may_follow() {
+        let mut sent = Sent::default();
+        let mut numbers = Vec::new();
+        while sent.has_room() {
+            numbers.push(sent.enter(&bytes(&Body::Alive)));
+        }
+        assert_eq!(numbers.len() as u32, SPAN);
+        numbers.iter().for_each(|n| sent.landed(Time(0), *n, true));
+        assert_eq!(sent.next_due(), Time(0).after(AGAIN));
+        let mut out = [0; 64];
+        assert_eq!(sent.again(Time(0).after(AGAIN), &mut out).map(|a| a.0), Some(numbers[0]));
     }
 
     /// One side, and what it has got.
