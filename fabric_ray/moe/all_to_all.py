@@ -195,8 +195,8 @@ class AllToAll:
                 self.admit(card)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long ranks may be apart: who says nothing for so long while it is waited for is given
-        up."""
+        """How long ranks may be apart: who doesn't do its part for so long is given up. What a rank
+        can only do after others have done theirs (answers, for one) may take four times as long."""
         self._native.set_timeout(seconds)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:

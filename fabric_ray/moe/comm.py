@@ -128,9 +128,13 @@ class Exchanges:
         except FabricError as error:
             card = error
         cards = agree(self.comm, card)
-        made.connect(cards)
+        connected: bytes | FabricError = b""
+        try:
+            made.connect(cards)
+        except FabricError as error:
+            connected = error
         # Who isn't known yet must not be written to.
-        self.comm.all_gather(b"")
+        agree(self.comm, connected)
         for rank in self._masked:
             made.mask(rank)
         self._made.append(made)
@@ -168,8 +172,10 @@ class Exchanges:
         if self._closed:
             return
         self._closed = True
-        if not self.masked:
-            self.comm.all_gather(b"")
-        self._made.clear()
-        if self._owned:
-            self._engine.close()
+        try:
+            if not self.masked:
+                self.comm.all_gather(b"")
+        finally:
+            self._made.clear()
+            if self._owned:
+                self._engine.close()

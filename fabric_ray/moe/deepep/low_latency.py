@@ -159,12 +159,18 @@ class LowLatency:
         tokens = len(slot.indices)
         combined = _sums(out, tokens, slot.form.hidden)
         weights = torch.where(kept, topk_weights, 0.0)
+        unwanted = (slot.indices >= 0) & ~kept
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"
 
         def hook() -> None:
             if slot.handle is handle and slot.pending == "low_latency_combine":
+                # An answer that isn't wanted any more is skipped, not multiplied by zero.
+                answers = slot.exchange.combine_answers() if unwanted.any() else None
                 slot.exchange.combine_recv(weights, out=combined)
+                if answers is not None:
+                    answers.masked_fill_(unwanted[..., None], 0)
+                    combined.copy_(_in_order(answers, weights))
                 slot.pending = slot.handle = None
 
         return combined, hook
@@ -273,6 +279,14 @@ def _receive(slot: Slot, received: Received) -> None:
         begins = rows_of.cumsum(0) - rows_of
         here = sources > 0
         layout[expert, sources[here].long() - 1] = ((begins << 32) | rows_of)[here]
+
+
+def _in_order(answers: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums as the exchange makes them: float32, one expert after the other."""
+    total = torch.zeros(len(answers), answers.shape[2])
+    for k in range(answers.shape[1]):
+        total += weights[:, k : k + 1] * answers[:, k].float()
+    return total
 
 
 def _sums(out: Tensor | None, tokens: int, hidden: int) -> Tensor:

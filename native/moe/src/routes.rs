@@ -122,7 +122,7 @@ pub enum Order {
 }
 
 /// Where rows of all sources go: to experts, and among those of one expert by source.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placing {
     /// Rows of each expert, of all sources.
     pub counts: Vec<u32>,
@@ -130,6 +130,7 @@ pub struct Placing {
     pub starts: Vec<u32>,
     /// Rows in all, those that fill up included.
     pub rows: u64,
+    pub order: Order,
     /// Of each source, its rows for each expert; none from one that is left out.
     incoming: Vec<Vec<u32>>,
     /// Of each source, where its first row of each expert goes.
@@ -170,6 +171,11 @@ impl Placing {
                 Order::Strided { rows } => u64::from(rows),
             };
         }
+        if rows > u64::from(u32::MAX) {
+            let text =
+                format!("{rows} rows can't be counted in 32 bits; give experts a smaller stride");
+            return Err(EngineError::Invalid(text));
+        }
         let mut next = starts.clone();
         let mut sources = Vec::with_capacity(incoming.len());
         for of in &incoming {
@@ -178,7 +184,7 @@ impl Placing {
                 *place += n;
             }
         }
-        Ok(Self { counts, starts, rows, incoming, sources })
+        Ok(Self { counts, starts, rows, order, incoming, sources })
     }
 
     /// Rows of a source.

@@ -50,6 +50,7 @@ pub enum Act {
     },
     /// Takes memory back from whoever could write it.
     Revoke {
+        rank: u32,
         memory: Region,
     },
 }
@@ -67,16 +68,16 @@ impl Inner {
             match act {
                 Act::Expect { wire, stage, n } => self.expect(wire, stage, n),
                 Act::Write { wire, piece, load } => self.write(wire, piece, load),
-                Act::Revoke { memory } => match memory.revoke() {
+                Act::Revoke { rank, memory } => match memory.revoke() {
                     Ok(handle) => {
                         let weak = Arc::downgrade(self);
                         handle.on_done(move |end| {
                             if let Some(inner) = weak.upgrade() {
-                                inner.revoked(end);
+                                inner.revoked(rank, end);
                             }
                         });
                     }
-                    Err(e) => self.revoked(Err(e)),
+                    Err(e) => self.revoked(rank, Err(e)),
                 },
                 Act::Tell { wire, words, piece } => {
                     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -94,7 +95,7 @@ impl Inner {
     fn expect(self: &Arc<Self>, wire: Arc<Wire>, stage: Stage, n: u32) {
         let counter = &wire.ours.counters[stage as usize];
         let writers = std::slice::from_ref(&wire.peer);
-        match counter.expect(n, writers, self.timeout()) {
+        match counter.expect(n, writers, self.patience(stage)) {
             Ok(handle) => {
                 let weak = Arc::downgrade(self);
                 handle.on_done(move |end| tell(&weak, &wire, Ended::Came(stage), end));

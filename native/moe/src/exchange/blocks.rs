@@ -12,23 +12,26 @@ pub struct RoutesBlock {
     pub first: u64,
 }
 
+/// Which of the exchanges of two ranks it is, and how many of those before it had answers.
+pub type Number = (u32, u32);
+
 /// The words of a routes block.
-pub fn routes_words(exchange: u32, first: u64, counts: &[u32]) -> Vec<u32> {
-    let mut words = vec![exchange, first as u32, 0, 0];
+pub fn routes_words((exchange, combines): Number, first: u64, counts: &[u32]) -> Vec<u32> {
+    let mut words = vec![exchange, first as u32, combines, 0];
     words.extend(counts);
     words
 }
 
 /// # Errors
 /// What is wrong: another exchange, or rows that no rank of this shape has (MR-3).
-pub fn read_routes(shape: &Shape, exchange: u32, words: &[u32]) -> Result<RoutesBlock, String> {
+pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<RoutesBlock, String> {
     let (head, counts) =
         words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes are cut off")?;
-    if head[0] != exchange {
+    if (head[0], head[2]) != number {
         return Err(format!(
-            "it is in its exchange {} with this rank, and this rank in its {exchange}; have every rank call \
-             dispatch and combine in the same order",
-            head[0]
+            "it is in its exchange {} with this rank, after {} combines, and this rank in its {}, after {}; \
+             have every rank call dispatch and combine in the same order",
+            head[0], head[2], number.0, number.1
         ));
     }
     let rows: u64 = counts.iter().map(|n| u64::from(*n)).sum();
@@ -88,7 +91,7 @@ mod tests {
 
     #[test]
     fn blocks_say_what_they_were_made_of() {
-        let routes = read_routes(&shape(), 7, &routes_words(7, 4, &[2, 5])).unwrap();
+        let routes = read_routes(&shape(), (7, 3), &routes_words((7, 3), 4, &[2, 5])).unwrap();
         assert_eq!(routes, RoutesBlock { counts: vec![2, 5], rows: 7, first: 4 });
         assert_eq!(read_grant(&shape(), 7, 6, &grant_words(7, 2, 6)), Ok((2, 6)));
     }
@@ -96,10 +99,11 @@ mod tests {
     #[test]
     fn mr_3_what_can_not_be_is_refused() {
         let s = shape();
-        for words in [vec![1, 0], routes_words(2, 0, &[1, 1]), routes_words(1, 0, &[6, 0])] {
-            assert!(read_routes(&s, 1, &words).is_err(), "{words:?}");
+        let (late, other) = (routes_words((2, 0), 0, &[1, 1]), routes_words((1, 1), 0, &[1, 1]));
+        for words in [vec![1, 0], late, other, routes_words((1, 0), 0, &[6, 0])] {
+            assert!(read_routes(&s, (1, 0), &words).is_err(), "{words:?}");
         }
-        assert!(read_routes(&s, 1, &routes_words(1, 14, &[1, 1])).is_err());
+        assert!(read_routes(&s, (1, 0), &routes_words((1, 0), 14, &[1, 1])).is_err());
         for words in [vec![1, 0, 1], grant_words(2, 0, 1), grant_words(1, 0, 0)] {
             assert!(read_grant(&s, 1, 3, &words).is_err(), "{words:?}");
         }
@@ -115,7 +119,8 @@ mod tests {
             let words: Vec<u32> =
                 words.into_iter().map(|w| if near { w % 7 } else { w }).collect();
             for exchange in [1, words.first().copied().unwrap_or(0)] {
-                if let Ok(routes) = read_routes(&s, exchange, &words) {
+                let number = (exchange, words.get(2).copied().unwrap_or(0));
+                if let Ok(routes) = read_routes(&s, number, &words) {
                     prop_assert!(routes.first + routes.rows <= s.out_rows());
                     prop_assert!(routes.rows <= s.pair_rows());
                 }

@@ -63,12 +63,21 @@ pub struct Chunk {
     pub place: u64,
 }
 
+/// Rows of a source that are being handed out.
+#[derive(Debug)]
+pub struct Lot {
+    pub source: u32,
+    pub life: u64,
+    pub chunks: Vec<Chunk>,
+}
+
 /// A peer that is there.
 #[derive(Debug)]
 pub struct Link {
     pub wire: Arc<Wire>,
-    /// Exchanges with it so far.
+    /// Exchanges with it so far, and those of them with answers: all ranks leave combine out, or none.
     pub exchanges: u32,
+    pub combines: u32,
     /// It has said that its memory may be written, and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
@@ -81,6 +90,8 @@ pub struct Link {
 pub struct Out {
     pub rows: u64,
     pub first: u64,
+    /// Exchanges with answers when this one began; its routes may leave later.
+    pub combines: u32,
     /// Its rows lie ready to be sent.
     pub packed: bool,
     pub routed: bool,
@@ -127,6 +138,7 @@ impl Link {
         Self {
             wire: Arc::new(wire),
             exchanges: 0,
+            combines: 0,
             open: true,
             awaits_fence: false,
             out: Out::default(),

@@ -19,7 +19,7 @@ use fabric_engine::{EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::{
-    act::Ended,
+    act::{Act, Ended},
     link::{Link, Ours, Wire},
     state::{State, Step, Until},
 };
@@ -99,7 +99,9 @@ impl AllToAll {
         &self.inner.memory
     }
 
-    /// How long ranks may be apart: who isn't heard of for this long while it is waited for is given up.
+    /// How long ranks may be apart: who doesn't do its part for this long is given up. What a rank can only do when
+    /// others have done theirs (grants, fences, answers) may take four times as long, so that nobody is taken for whom
+    /// it waits for.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
@@ -117,7 +119,7 @@ impl AllToAll {
         let ranks = inner.shape.ranks;
         if let Some(rank) = only {
             inner.check_other(rank)?;
-            if state.link(rank).is_some() {
+            if state.knows(rank) {
                 let text = format!("rank {rank} is here; mask it before it comes anew");
                 return Err(EngineError::Invalid(text));
             }
@@ -125,30 +127,15 @@ impl AllToAll {
         let wanted = |rank: u32| rank != inner.rank && only.is_none_or(|only| only == rank);
         let (mut grants, mut acts) = (Vec::new(), Vec::new());
         for rank in 0..ranks {
-            if !wanted(rank) || state.link(rank).is_some() {
-                grants.push(None);
-                continue;
-            }
-            // What was handed out and never used is not handed out to somebody else.
-            if let Some(old) = state.ours[rank as usize].take() {
-                state.revoke(old.memory, &mut acts);
-            }
-            let memory = inner.engine.register_again(&inner.region)?;
-            let mut counters = Vec::with_capacity(Stage::ALL.len());
-            for _ in Stage::ALL {
-                counters.push(inner.engine.counter()?);
-            }
-            let Ok(counters) = <[_; 5]>::try_from(counters) else {
-                return Err(EngineError::Closed);
+            let grant = match wanted(rank) && !state.knows(rank) {
+                true => inner.grant(&mut state, rank, &mut acts).map(Some),
+                false => Ok(None),
             };
-            grants.push(Some(Grant {
-                memory: memory.descriptor(),
-                counters: counters.each_ref().map(fabric_engine::Counter::reference),
-            }));
-            state.ours[rank as usize] = Some(Ours { memory, counters });
+            grants.push(grant);
         }
         drop(state);
         inner.run(acts);
+        let grants = grants.into_iter().collect::<Result<_>>()?;
         let address = inner.engine.address().clone();
         Ok(Card { rank: inner.rank, shape: inner.shape, address, grants }.to_bytes())
     }
@@ -157,7 +144,7 @@ impl AllToAll {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or this
-    /// rank made no card for it.
+    /// rank made no card for it; [`EngineError::NotQuiesced`] if the one before it still holds on to our memory.
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let inner = &self.inner;
         let card = Card::from_bytes(card)?;
@@ -181,8 +168,12 @@ impl AllToAll {
         let peer = memory.peer().clone();
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
-        if state.link(rank).is_some() {
+        if state.knows(rank) {
             return Err(EngineError::Invalid(format!("rank {rank} is here already")));
+        }
+        // Its slots are those of the one before it, who must not write there any more (MR-1).
+        if state.revoking.contains(&rank) {
+            inner.wait(&mut state, Until::Quiet)?;
         }
         let Some(ours) = state.ours[rank as usize].take() else {
             return Err(EngineError::Invalid(format!(
@@ -192,8 +183,7 @@ impl AllToAll {
         let life = state.new_life();
         let wire = Wire { rank, life, peer, memory, counters: grant.counters, ours };
         state.lost.retain(|l| l.rank != rank);
-        // Whoever comes in the middle of an exchange takes part from the next one on.
-        state.links[rank as usize] = Some(Link::new(wire));
+        state.newcomers[rank as usize] = Some(Link::new(wire));
         Ok(rank)
     }
 
@@ -217,10 +207,8 @@ impl AllToAll {
     /// Whether each rank is here, this one included.
     pub fn present(&self) -> Vec<bool> {
         let state = self.inner.state.lock();
-        let here = |(rank, link): (usize, &Option<Link>)| {
-            link.is_some() || rank == self.inner.rank as usize
-        };
-        state.links.iter().enumerate().map(here).collect()
+        let me = self.inner.rank;
+        (0..self.inner.shape.ranks).map(|rank| rank == me || state.knows(rank)).collect()
     }
 
     /// Whether nothing of lost ranks can land here any more, and nothing on its way to them is read (MR-1). Until then,
@@ -231,8 +219,7 @@ impl AllToAll {
 
     /// Whether `dispatch_send` would not have to wait.
     pub fn may_dispatch(&self) -> bool {
-        let state = self.inner.state.lock();
-        state.holds(Until::MayDispatch) && state.holds(Until::Quiet)
+        self.inner.state.lock().holds(Until::MayDispatch)
     }
 
     /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts of each token.
@@ -259,8 +246,7 @@ impl AllToAll {
         if matches!(state.step, Step::Dispatched | Step::Answering | Step::Answered) {
             return Err(out_of_turn("dispatch_send", state.step));
         }
-        inner.wait_quiet(&mut state)?;
-        inner.wait(&mut state, Until::MayDispatch);
+        inner.wait(&mut state, Until::MayDispatch)?;
         let mut acts = Vec::new();
         state.begin(Arc::clone(&routes), &mut acts);
         let others: Vec<u32> = state.others().collect();
@@ -280,36 +266,18 @@ impl AllToAll {
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for.
     pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
-        let inner = &self.inner;
-        let mut state = inner.state.lock();
-        if state.step != Step::Dispatched {
-            return Err(out_of_turn("dispatch_recv", state.step));
-        }
-        if let Some(placing) = &state.placing {
-            return Ok(Some(Arc::clone(placing)));
-        }
-        if !state.holds(Until::Routes) {
-            return Ok(None);
-        }
-        let mut incoming: Vec<Vec<u32>> = vec![Vec::new(); inner.shape.ranks as usize];
-        let own = state.routes.counts_to(&inner.shape, inner.rank).to_vec();
-        for link in state.here() {
-            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
-        }
-        incoming[inner.rank as usize] = own;
-        let placing = Arc::new(Placing::new(inner.shape.local_experts(), incoming, order)?);
-        state.placing = Some(Arc::clone(&placing));
-        Ok(Some(placing))
+        let _caller = self.enter()?;
+        self.inner.place(order)
     }
 
     /// As [`AllToAll::arriving`], waiting for the routes.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
+        let _caller = self.enter()?;
         loop {
-            if let Some(placing) = self.arriving(order)? {
+            if let Some(placing) = self.inner.place(order)? {
                 return Ok(placing);
             }
-            let mut state = self.inner.state.lock();
-            self.inner.wait(&mut state, Until::Routes);
+            self.inner.wait(&mut self.inner.state.lock(), Until::Routes)?;
         }
     }
 
@@ -334,8 +302,7 @@ impl AllToAll {
                     .clone()
                     .ok_or_else(|| out_of_turn("dispatch_recv", state.step));
             }
-            let mut state = self.inner.state.lock();
-            self.inner.wait(&mut state, Until::Rows);
+            self.inner.wait(&mut self.inner.state.lock(), Until::Rows)?;
         }
     }
 
@@ -347,9 +314,8 @@ impl AllToAll {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let _caller = self.enter()?;
-        self.inner.wait_quiet(&mut self.inner.state.lock())?;
         while !self.inner.answer(answers)? {
-            self.inner.wait(&mut self.inner.state.lock(), Until::AnswersLeft);
+            self.inner.wait(&mut self.inner.state.lock(), Until::AnswersLeft)?;
         }
         Ok(())
     }
@@ -379,7 +345,7 @@ impl AllToAll {
             return Err(out_of_turn("combine_answers", state.step));
         }
         inner.check_single(&state.routes, out)?;
-        inner.wait(&mut state, Until::Answers);
+        inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = inner.missing(&state);
         drop(state);
@@ -404,7 +370,7 @@ impl AllToAll {
             return Err(out_of_turn("combine_recv", state.step));
         }
         inner.check_sums(&state.routes, weights, out, float)?;
-        inner.wait(&mut state, Until::Answers);
+        inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = inner.missing(&state);
         drop(state);
@@ -435,6 +401,14 @@ fn out_of_turn(call: &str, step: Step) -> EngineError {
 }
 
 impl Inner {
+    /// How long a stage may take.
+    pub(crate) fn patience(&self, stage: Stage) -> Duration {
+        match stage {
+            Stage::Routes | Stage::Rows => self.timeout(),
+            Stage::Grant | Stage::Fence | Stage::Answers => self.timeout().saturating_mul(4),
+        }
+    }
+
     pub(crate) fn timeout(&self) -> Duration {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
@@ -460,29 +434,71 @@ impl Inner {
         })
     }
 
-    /// Waits for what comes, or is given up, by its own deadline.
-    fn wait(&self, state: &mut MutexGuard<'_, State>, until: Until) {
-        while !state.holds(until) {
-            state.awaited = Some(until);
-            self.changed.wait(state);
+    /// Where rows go, once every rank's routes are known.
+    fn place(&self, order: Order) -> Result<Option<Dispatched>> {
+        let mut state = self.state.lock();
+        if state.step != Step::Dispatched {
+            return Err(out_of_turn("dispatch_recv", state.step));
         }
-        state.awaited = None;
+        let begun = state.here().any(|l| l.inward.collected > 0);
+        if let Some(placing) = state.placing.as_ref().filter(|p| p.order == order || begun) {
+            if placing.order != order {
+                let text = "rows are being handed out in another order; go on with that";
+                return Err(EngineError::Invalid(text.into()));
+            }
+            return Ok(Some(Arc::clone(placing)));
+        }
+        if !state.holds(Until::Routes) {
+            return Ok(None);
+        }
+        let mut incoming: Vec<Vec<u32>> = vec![Vec::new(); self.shape.ranks as usize];
+        for link in state.here() {
+            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
+        }
+        incoming[self.rank as usize] = state.routes.counts_to(&self.shape, self.rank).to_vec();
+        let placing = Arc::new(Placing::new(self.shape.local_experts(), incoming, order)?);
+        state.placing = Some(Arc::clone(&placing));
+        Ok(Some(placing))
     }
 
-    /// Waits until nothing of lost ranks can land any more (MR-1).
+    /// Makes what a rank may use of ours.
+    fn grant(&self, state: &mut State, rank: u32, acts: &mut Vec<Act>) -> Result<Grant> {
+        // What was handed out and never used is not handed out to somebody else.
+        if let Some(old) = state.ours[rank as usize].take() {
+            state.revoke(rank, old.memory, acts);
+        }
+        let memory = self.engine.register_again(&self.region)?;
+        let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());
+        let counters = counters.collect::<Result<Vec<_>>>()?;
+        let counters = <[_; 5]>::try_from(counters).map_err(|_| EngineError::Closed)?;
+        let references = counters.each_ref().map(fabric_engine::Counter::reference);
+        let grant = Grant { memory: memory.descriptor(), counters: references };
+        state.ours[rank as usize] = Some(Ours { memory, counters });
+        Ok(grant)
+    }
+
+    /// Waits for what comes, or is given up, by a deadline of its own.
     ///
     /// # Errors
-    /// [`EngineError::NotQuiesced`] if one of them lives and holds on.
-    fn wait_quiet(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
-        let deadline = Instant::now() + self.timeout();
-        while !state.holds(Until::Quiet) {
-            state.awaited = Some(Until::Quiet);
-            if self.changed.wait_until(state, deadline).timed_out() {
+    /// [`EngineError::NotQuiesced`] if memory is needed that a lost rank doesn't let go of in time (MR-1).
+    fn wait(&self, state: &mut MutexGuard<'_, State>, until: Until) -> Result<()> {
+        let mut hangs_since = None;
+        while !state.holds(until) {
+            state.awaited = Some(until);
+            if !state.hangs_on_quiet(until) {
+                hangs_since = None;
+                // It may come to hang on a lost rank: look again.
+                self.changed.wait_for(state, self.timeout());
+                continue;
+            }
+            let deadline = *hangs_since.get_or_insert_with(Instant::now) + self.timeout();
+            if self.changed.wait_until(state, deadline).timed_out() && !state.holds(until) {
+                state.awaited = None;
                 return Err(EngineError::NotQuiesced {
                     what: "memory that goes to a lost rank, or comes from it,".into(),
                     after: self.timeout(),
                     cause: format!(
-                        "{} regions are not taken back yet, and {} writes that failed are under way",
+                        "ranks {:?} have not let go of it, and {} writes that failed are under way",
                         state.revoking, state.unsettled
                     ),
                 });
@@ -511,14 +527,16 @@ impl Inner {
     }
 
     /// Memory was taken back, or never will be.
-    pub(crate) fn revoked(self: &Arc<Self>, end: Result<()>) {
+    pub(crate) fn revoked(self: &Arc<Self>, rank: u32, end: Result<()>) {
         if let Err(error) = end {
             tracing::warn!(%error, "memory can't be taken back from a lost rank");
             return;
         }
         let mut acts = Vec::new();
         let mut state = self.state.lock();
-        state.revoking -= 1;
+        if let Some(at) = state.revoking.iter().position(|r| *r == rank) {
+            state.revoking.swap_remove(at);
+        }
         state.go_on(&mut acts);
         self.wake(&state);
         drop(state);
@@ -572,7 +590,8 @@ impl Drop for AllToAll {
     fn drop(&mut self) {
         let mut state = self.inner.state.lock();
         let ours = std::mem::take(&mut state.ours);
-        let links = std::mem::take(&mut state.links);
+        let mut links = std::mem::take(&mut state.links);
+        links.append(&mut state.newcomers);
         drop(state);
         for memory in ours
             .iter()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fabric_engine::{EngineError, Result};
 
 use super::{
-    link::{Answer, Chunk},
+    link::{Answer, Chunk, Lot},
     out_of_turn,
     state::{Cursor, State, Step, Until},
     Inner,
@@ -15,12 +15,6 @@ use crate::{
     routes::{Placing, Routes, NONE},
     shape::Shape,
 };
-
-/// Rows of a source, to be copied.
-struct Lot {
-    source: u32,
-    chunks: Vec<Chunk>,
-}
 
 impl Inner {
     /// Puts the rows for a rank behind one another.
@@ -47,7 +41,7 @@ impl Inner {
         let mut lots = Vec::new();
         for link in state.here().filter(|l| l.has_rows()) {
             let chunks = link.inward.chunks.iter().copied().collect();
-            lots.push(Lot { source: link.wire.rank, chunks });
+            lots.push(Lot { source: link.wire.rank, life: link.wire.life, chunks });
         }
         drop(state);
         for lot in &lots {
@@ -58,8 +52,7 @@ impl Inner {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
         for lot in lots {
-            let rows = lot.chunks.iter().map(|c| c.rows).sum();
-            state.handed_out(lot.source, rows, &mut acts);
+            state.handed_out(&lot, &mut acts);
         }
         let all = state.all_collected();
         if all {
@@ -132,7 +125,7 @@ impl Inner {
         if state.step == Step::Collected {
             // What a lost rank still writes must not meet answers in the shared buffer, nor must those that are
             // still on their way to one (MR-1).
-            if !state.holds(Until::Quiet) || state.answers_out > 0 {
+            if !state.holds(Until::AnswersLeft) {
                 return Ok(false);
             }
             let mut acts = Vec::new();
@@ -149,7 +142,7 @@ impl Inner {
                 continue;
             }
             if cursor.place + rows > room {
-                if state.answers_out > 0 {
+                if state.answers_out + state.unsettled > 0 {
                     return Ok(false);
                 }
                 state.cursor.place = 0;
@@ -266,7 +259,6 @@ impl Inner {
     pub(super) fn missing(&self, state: &State) -> Vec<bool> {
         let gone = |(rank, link): (usize, &Option<super::Link>)| match link {
             None => rank != self.rank as usize,
-            // Who came in the middle of an exchange has no part in it.
             Some(link) => !link.out.answered,
         };
         state.links.iter().enumerate().map(gone).collect()

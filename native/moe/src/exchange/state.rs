@@ -15,7 +15,7 @@ use fabric_engine::Region;
 use super::{
     act::{Act, Load, Piece},
     blocks::{grant_words, read_grant, read_routes, routes_words},
-    link::{Answer, Chunk, In, Link, Ours, Out, Stage, Wire},
+    link::{Answer, Chunk, In, Link, Lot, Ours, Out, Stage, Wire},
 };
 use crate::{
     memory::Memory,
@@ -82,11 +82,13 @@ pub struct State {
     pub awaited: Option<Until>,
     /// By rank; `None` where nobody is, or is any more.
     pub links: Vec<Option<Link>>,
+    /// Who has come since the exchange began takes part from the next one on.
+    pub newcomers: Vec<Option<Link>>,
     /// What was made for ranks that haven't come yet.
     pub ours: Vec<Option<Ours>>,
     pub lost: Vec<Lost>,
-    /// Regions that are being taken back, and may still be written by whoever had them.
-    pub revoking: u32,
+    /// Ranks whose access is being taken back, and who may still write here.
+    pub revoking: Vec<u32>,
     /// Writes that failed, and may still read what they were to send.
     pub unsettled: u32,
     pub step: Step,
@@ -114,9 +116,10 @@ impl State {
             rank,
             awaited: None,
             links: (0..ranks).map(|_| None).collect(),
+            newcomers: (0..ranks).map(|_| None).collect(),
             ours: (0..ranks).map(|_| None).collect(),
             lost: Vec::new(),
-            revoking: 0,
+            revoking: Vec::new(),
             unsettled: 0,
             step: Step::Idle,
             routes: Arc::default(),
@@ -137,9 +140,15 @@ impl State {
         self.lives
     }
 
-    /// Those that take part in this exchange. Whoever came in the middle of it does so from the next one on.
+    /// Those that take part in this exchange.
     pub fn here(&self) -> impl Iterator<Item = &Link> {
-        self.links.iter().flatten().filter(|l| l.exchanges > 0)
+        self.links.iter().flatten()
+    }
+
+    /// Whether a rank takes part in this exchange, or will in the next one.
+    pub fn knows(&self, rank: u32) -> bool {
+        let rank = rank as usize;
+        [&self.links, &self.newcomers].iter().any(|all| all.get(rank).is_some_and(Option::is_some))
     }
 
     pub fn link(&mut self, rank: u32) -> Option<&mut Link> {
@@ -170,10 +179,13 @@ impl State {
         let private = self.shape.private_rows();
         for rank in self.others() {
             let routes = Arc::clone(&self.routes);
+            if let Some(newcomer) = self.newcomers[rank as usize].take() {
+                self.links[rank as usize] = Some(newcomer);
+            }
             let Some(link) = self.link(rank) else { continue };
             link.exchanges = link.exchanges.wrapping_add(1);
             let (rows, first) = (routes.rows_to(rank), routes.first_to(rank));
-            link.out = Out { rows, first, ..Out::default() };
+            link.out = Out { rows, first, combines: link.combines, ..Out::default() };
             link.inward = In::default();
             acts.push(link.expect(Stage::Routes, 1));
             if rows > private {
@@ -196,6 +208,9 @@ impl State {
     pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Answering;
         let room = self.shape.shared_rows();
+        for link in self.links.iter_mut().flatten() {
+            link.combines = link.combines.wrapping_add(1);
+        }
         for link in self.here().filter(|l| l.out.rows > 0) {
             // As many writes as the buffer that answers leave from makes of them.
             acts.push(link.expect(Stage::Answers, link.out.rows.div_ceil(room) as u32));
@@ -207,7 +222,7 @@ impl State {
     pub fn collected(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Collected;
         for rank in self.others() {
-            if let Some(link) = self.link(rank).filter(|l| l.exchanges > 0 && l.out.routed) {
+            if let Some(link) = self.link(rank).filter(|l| l.out.routed) {
                 acts.extend(link.await_fence());
             }
         }
@@ -230,11 +245,11 @@ impl State {
         let collected = self.step != Step::Dispatched;
         let Some(link) = self.link(rank) else { return };
         let mut rows_out = 0;
-        if link.open && !link.out.routed && link.exchanges > 0 {
+        if link.open && !link.out.routed {
             let (dst, len) = memory.routes(me);
             let piece = Piece { src: memory.routes_out(rank), dst, len, counts: Stage::Routes };
-            let words =
-                routes_words(link.exchanges, link.out.first, routes.counts_to(&shape, rank));
+            let counts = routes.counts_to(&shape, rank);
+            let words = routes_words((link.exchanges, link.out.combines), link.out.first, counts);
             acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
             (link.open, link.out.routed) = (false, true);
             if collected {
@@ -285,7 +300,7 @@ impl State {
         let Some(link) = self.link(rank) else { return Ok(()) };
         match stage {
             Stage::Routes => {
-                let block = read_routes(&shape, link.exchanges, words)?;
+                let block = read_routes(&shape, (link.exchanges, link.combines), words)?;
                 (link.inward.rows, link.inward.first) = (block.rows, block.first);
                 link.inward.counts = Some(block.counts);
                 let private = shape.private_rows().min(link.inward.rows);
@@ -347,16 +362,14 @@ impl State {
 
     /// Gives sources a place in the shared buffer, once no answers of ours have to leave it.
     fn grant(&mut self, acts: &mut Vec<Act>) {
-        if self.answers_out > 0 || self.step != Step::Dispatched {
+        // What failed may still be read (MR-1).
+        if self.answers_out + self.unsettled > 0 || self.step != Step::Dispatched {
             return;
         }
         let (room, memory, me) = (self.shape.shared_rows(), self.memory, self.rank);
         while let Some(rank) = self.waiting.first().copied() {
             let place = self.next_place;
-            let Some(link) = self.link(rank) else {
-                self.waiting.remove(0);
-                continue;
-            };
+            let Some(link) = self.link(rank) else { return };
             let rows = (link.inward.rows - link.inward.granted).min(room - place);
             if rows == 0 {
                 return;
@@ -379,29 +392,33 @@ impl State {
         }
     }
 
-    /// Rows of a rank were handed out.
-    pub fn handed_out(&mut self, rank: u32, rows: u64, acts: &mut Vec<Act>) {
-        if let Some(link) = self.link(rank) {
-            link.inward.collected += rows;
-            link.inward.chunks.clear();
+    /// The first chunks of a rank's rows were handed out; others may have been granted meanwhile.
+    pub fn handed_out(&mut self, lot: &Lot, acts: &mut Vec<Act>) {
+        if let Some(link) = self.link(lot.source).filter(|l| l.wire.life == lot.life) {
+            let done = link.inward.chunks.drain(..lot.chunks.len());
+            link.inward.collected += done.map(|c| c.rows).sum::<u64>();
         }
         self.go_on(acts);
     }
 
     /// Gives a rank up: nothing of it is waited for any more, and its access ends.
     pub fn lose(&mut self, rank: u32, stage: Stage, cause: String, acts: &mut Vec<Act>) {
-        let Some(link) = self.links.get_mut(rank as usize).and_then(Option::take) else { return };
+        let take = |all: &mut Vec<Option<Link>>| all.get_mut(rank as usize)?.take();
+        let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
+            return;
+        };
         tracing::warn!(rank, %cause, "a rank was given up");
         self.answers_out -= link.out.answers.len() as u32;
-        self.revoke(link.wire.ours.memory.clone(), acts);
+        self.waiting.retain(|waits| *waits != rank);
+        self.revoke(rank, link.wire.ours.memory.clone(), acts);
         self.lost.push(Lost { rank, stage, cause });
         self.go_on(acts);
     }
 
-    /// Takes memory back.
-    pub fn revoke(&mut self, memory: Region, acts: &mut Vec<Act>) {
-        self.revoking += 1;
-        acts.push(Act::Revoke { memory });
+    /// Takes back what a rank could write.
+    pub fn revoke(&mut self, rank: u32, memory: Region, acts: &mut Vec<Act>) {
+        self.revoking.push(rank);
+        acts.push(Act::Revoke { rank, memory });
     }
 
     pub fn holds(&self, until: Until) -> bool {
@@ -409,21 +426,36 @@ impl State {
             Until::MayDispatch => {
                 // What waits is not lost (IC-4).
                 let queued = self.here().any(|l| !l.out.answers.is_empty());
-                self.rows_left() && self.fenced && !queued
+                self.rows_left() && self.fenced && !queued && self.holds(Until::Quiet)
             }
-            Until::Quiet => self.revoking == 0 && self.unsettled == 0,
+            Until::Quiet => self.revoking.is_empty() && self.unsettled == 0,
             Until::Routes => self.all_routes(),
             Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
+            Until::AnswersLeft if self.step == Step::Collected => {
+                self.answers_out == 0 && self.holds(Until::Quiet)
+            }
             Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),
-            Until::AnswersLeft => self.answers_out == 0,
+            Until::AnswersLeft => self.answers_out + self.unsettled == 0,
             Until::Answers => self.all_answers(),
         }
+    }
+
+    /// Whether what is waited for hangs on lost ranks, who let go of memory when they like.
+    pub fn hangs_on_quiet(&self, until: Until) -> bool {
+        let needs = match until {
+            Until::Routes | Until::Answers => false,
+            Until::Rows => !self.waiting.is_empty(),
+            Until::MayDispatch | Until::Quiet | Until::AnswersLeft => true,
+        };
+        needs && !self.holds(Until::Quiet)
     }
 
     /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what
     /// comes later would count in the next exchange (IC-6), or be read when its memory is used again (MR-1).
     fn rows_left(&self) -> bool {
-        self.rows_out == 0 && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
+        self.rows_out == 0
+            && self.unsettled == 0
+            && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
     }
 
     /// Whether the routes of every rank that is here are known.

@@ -182,6 +182,105 @@ fn a_rank_that_comes_anew_takes_part_again() {
 }
 
 #[test]
+fn rs_1_who_comes_in_the_middle_of_an_exchange_has_no_part_in_it() {
+    let shape = shape(3, 2, 3, 20);
+    let mut ranks = ranks(shape, TransportKind::Shm);
+    let dying = ranks.pop().unwrap();
+    let again = AllToAll::new(engine(2, "rank-2 again", TransportKind::Shm), shape, 2).unwrap();
+    let card = again.card(None).unwrap();
+    let batch = |rank: u64, turn: u64| {
+        Batch::random(&mut fastrand::Rng::with_seed(turn * 64 + rank), &shape, None)
+    };
+    let collected = |all: &AllToAll, rank: u32, batch: &Batch| {
+        batch.send(all).unwrap();
+        let placing = all.wait_arriving(ORDERS[0]).unwrap();
+        let mut handed = Handed::room(placing.rows);
+        all.dispatch_recv(&mut handed.parts()).unwrap();
+        handed.answers(&shape, rank, &placing.counts, &placing.starts)
+    };
+    let answers: Vec<Vec<u8>> = std::thread::scope(|scope| {
+        let all = ranks.iter().chain([&dying]).enumerate();
+        let threads: Vec<_> = all
+            .map(|(rank, all)| {
+                scope.spawn(move || collected(all, rank as u32, &batch(rank as u64, 0)))
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    drop(dying);
+    for all in &ranks {
+        all.mask(2, "its node is gone").unwrap();
+        again.admit(&all.card(Some(2)).unwrap()).unwrap();
+        assert_eq!(all.admit(&card).unwrap(), 2);
+    }
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            let answers = &answers[rank];
+            scope.spawn(move || {
+                let first = batch(rank as u64, 0);
+                all.combine_send(rows_of_answers(answers)).unwrap();
+                let (got, left_out) = sums(all, &first).unwrap();
+                assert_eq!(got, first.sums(&shape, &left_out));
+                assert!(left_out.iter().all(|r| *r == 2));
+            });
+        }
+    });
+    ranks.push(again);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                for turn in 1..4 {
+                    let batch = batch(rank as u64, turn as u64);
+                    let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                    assert_eq!(sums, batch.sums(&shape, &[]));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn rs_1_one_rank_that_leaves_combine_out_is_named() {
+    let shape = shape(2, 2, 2, 4);
+    let ranks = ranks(shape, TransportKind::Shm);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                all.set_timeout(Duration::from_millis(500));
+                let mut rng = fastrand::Rng::with_seed(rank as u64);
+                let batch = Batch::random(&mut rng, &shape, None);
+                batch.send(all).unwrap();
+                let placing = all.wait_arriving(ORDERS[0]).unwrap();
+                let mut handed = Handed::room(placing.rows);
+                all.dispatch_recv(&mut handed.parts()).unwrap();
+                if rank == 0 {
+                    let answers = handed.answers(&shape, 0, &placing.counts, &placing.starts);
+                    all.combine_send(rows_of_answers(&answers)).unwrap();
+                    let (got, left_out) = sums(all, &batch).unwrap();
+                    assert_eq!(got, batch.sums(&shape, &left_out));
+                }
+                batch.send(all).unwrap();
+                all.wait_arriving(ORDERS[0]).unwrap();
+                assert_eq!(all.lost().len(), 1, "rank {rank}");
+            });
+        }
+    });
+}
+
+#[test]
+fn rows_are_placed_anew_for_who_asks_for_another_order() {
+    let shape = shape(1, 4, 2, 6);
+    let ranks = ranks(shape, TransportKind::Shm);
+    let batch = Batch::random(&mut fastrand::Rng::with_seed(3), &shape, None);
+    batch.send(&ranks[0]).unwrap();
+    let strided = |rows| fabric_moe::routes::Order::Strided { rows };
+    let close = ranks[0].wait_arriving(strided(6)).unwrap();
+    let wide = ranks[0].wait_arriving(strided(8)).unwrap();
+    assert_eq!((&close.starts[..], &wide.starts[..]), (&[0, 6, 12, 18][..], &[0, 8, 16, 24][..]));
+    assert!(ranks[0].wait_arriving(strided(1 << 31)).unwrap_err().to_string().contains("32 bits"));
+}
+
+#[test]
 fn what_is_wrong_is_refused_before_anything_is_sent() {
     let shape = shape(2, 2, 2, 4);
     let ranks = ranks(shape, TransportKind::Shm);

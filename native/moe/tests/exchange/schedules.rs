@@ -51,6 +51,10 @@ struct Run {
     ranks: Vec<Rank>,
     killed: Vec<u32>,
     faults: bool,
+    /// There was a fault other than a death.
+    links: bool,
+    /// A death is known long before anybody is given up for being late.
+    prompt: bool,
 }
 
 impl Run {
@@ -72,11 +76,12 @@ impl Run {
             shared_rows: rng.bool().then(|| rng.u32(1..9)),
             ..shape(ranks, local, rng.u32(1..=(ranks * local).min(4)), rng.u32(1..7))
         };
-        let rails = rng.u8(1..=2);
+        let (rails, prompt) = (rng.u8(1..=2), rng.bool());
         let open = |rank: u32| {
             let config = EngineConfig {
                 name: format!("rank {rank}"),
                 op_timeout: Duration::from_secs(2),
+                peer_timeout: if prompt { TIMEOUT / 8 } else { Duration::from_secs(2) },
                 ..EngineConfig::default()
             };
             let engine = net.engine_with_rails(config, rails).unwrap();
@@ -95,7 +100,7 @@ impl Run {
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
         let faults = rng.u32(..4) > 0;
-        Self { net, rng, shape, without, ranks, killed: Vec::new(), faults }
+        Self { net, rng, shape, without, ranks, killed: Vec::new(), faults, links: false, prompt }
     }
 
     fn go(&mut self) -> Result<(u32, u32), String> {
@@ -119,8 +124,13 @@ impl Run {
         let left_out = alive.clone().map(|r| r.left_out).sum();
         for rank in alive {
             let lost = rank.all.lost();
-            if !self.faults && !lost.is_empty() {
-                return Err(format!("rank {} gave up without a fault: {lost:?}", rank.rank));
+            let blameless = |l: &fabric_moe::Lost| !self.killed.contains(&l.rank);
+            if !self.links && (self.prompt || !self.faults) && lost.iter().any(blameless) {
+                let (standing, killed) = (self.standing(), &self.killed);
+                return Err(format!(
+                    "rank {} gave up without a fault: {lost:?}; killed {killed:?}; {standing}",
+                    rank.rank
+                ));
             }
         }
         Ok((self.ranks.len() as u32, left_out))
@@ -219,7 +229,9 @@ impl Run {
         let node = self.rng.usize(..self.ranks.len());
         let ms = |rng: &mut fastrand::Rng| rng.u64(..50) * MS;
         let (rail, nth) = (self.rng.u8(..2), self.rng.u8(..4));
-        let fault = match self.rng.u32(..6) {
+        let kind = self.rng.u32(..6);
+        self.links |= kind > 0;
+        let fault = match kind {
             0 => {
                 let lives: EngineId = self.ranks[node].engine.id();
                 self.net.kill(lives);
