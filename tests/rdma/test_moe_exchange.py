@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.rdma.binaries import cases_of, native_test
-from tests.rdma.boot import guest_run, need_guest
-
-_NICS = ("rxe_h0r0", "rxe_h1r0")
-_SECONDS = 200
-_BOOT_SECONDS = 60
+from tests.rdma.two_nics import TIMEOUT, passes_between_two_nics
 
 
 @pytest.mark.rdma_full
-@pytest.mark.timeout(2 * (_SECONDS + _BOOT_SECONDS))
+@pytest.mark.timeout(TIMEOUT)
 def test_tokens_go_to_their_experts_and_back_between_two_nics(tmp_path: Path) -> None:
-    need_guest()
-    binary = native_test("exchange")
-    tests = cases_of(binary, "links")
-    assert len(tests) > 5
-    variables = {
-        "FABRIC_MOE_TRANSPORT": "verbs",
-        "FABRIC_TEST_NICS_A": _NICS[0],
-        "FABRIC_TEST_NICS_B": _NICS[1],
-    }
-    env = shlex.join(f"{key}={value}" for key, value in variables.items())
-    suite = shlex.join([str(binary), "--exact", "--test-threads", "1", *tests])
-    counters = " ".join(
-        f"/sys/class/infiniband/{nic}/ports/1/hw_counters/sent_pkts" for nic in _NICS
-    )
-    log, packets = tmp_path / "log", tmp_path / "packets"
-    outcome = guest_run(
-        ["sh", "-c", f"env {env} {suite} >{log} 2>&1; s=$?; cat {counters} >{packets}; exit $s"],
-        rw=[tmp_path],
-        timeout=_SECONDS,
-    )
-    said = log.read_text(errors="replace") if log.exists() else outcome.stderr[-4000:]
-    assert outcome.status == 0, f"{outcome.reason}\n{said[-6000:]}"
-    assert f"test result: ok. {len(tests)} passed; 0 failed; 0 ignored" in said
-    sent = [int(count) for count in packets.read_text().split()]
-    assert all(count > 100 for count in sent), f"{_NICS} sent {sent} packets"
+    passes_between_two_nics(tmp_path, "exchange", "links", {"FABRIC_MOE_TRANSPORT": "verbs"})
