@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-guests test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
+.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -30,20 +30,22 @@ test: test-rust test-python
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
 
-# What waits for actors, and what waits for guests or computes, share the cores; all others watch a clock more
-# closely and run alone. With ARGS only what it selects, one by one.
-ACTORS := tests/ray tests/docs
-GUESTS := tests/rdma $(addprefix tests/unit/,families inference models plan quant replica rl trainers)
+# Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
+# closely runs alone after them. With ARGS only what it selects, one by one.
+ACTORS := tests/ray
+GUESTS := tests/rdma $(addprefix tests/unit/,families inference kernels kvcache models moe plan quant replica rl trainers weights)
+PAGES := tests/docs
+LANES := test-actors test-guests test-pages
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-actors test-guests
-	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(ACTORS) $(GUESTS))
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(LANES)
+	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(ACTORS) $(GUESTS) $(PAGES))
 endif
 
-test-actors test-guests: test-%: $(DONE)/native $(DONE)/perf
+$(LANES): test-%: $(DONE)/native $(DONE)/perf
 	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.

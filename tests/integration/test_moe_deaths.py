@@ -135,8 +135,8 @@ def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(transport: str
             told = group.report(rank)
             assert told["wrong"] == 0
             assert sorted(r for r, _, _ in told["lost"]) == [2, 3, 4, 5], told["lost"]
-            # The first dies before its third turn: it has all answers of the second, while its own may
-            # still wait in its memory. The first turn is whole, and the last without all of them.
+            # The first dies before its third turn: it has all answers of the second, while its
+            # own may still wait in its memory. At the end all of them are left out.
             assert told["left out"][0] == ()
             assert set(told["left out"][-1]) == {2, 3, 4, 5}
     finally:
