@@ -51,8 +51,8 @@ test-rdma: $(DONE)/native $(DONE)/perf
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
-# they would pull in (some 500 MB of downloads, most of it vLLM's wheel). miles brings an SGLang and a Megatron of
-# its own, which the others must not find: it lies apart, and is read.
+# they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
+# miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL.
 test-adapters: $(DONE)/native $(DONE)/adapters
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
@@ -154,7 +154,9 @@ $(DONE)/bench $(DONE)/docs: $(DONE)/venv
 $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 	rm -rf build/adapters
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters --no-deps -r tests/adapters/packages.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/miles-rl --no-deps miles-rl==0.0.2
+	@set -e; for apart in miles-rl==0.0.2 sglang==0.5.23 nixl-cu12==1.5.1; do \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/$${apart%%=*} --no-deps $$apart; \
+	done
 	@touch $@
 
 clean:

@@ -60,6 +60,12 @@ class Target:
     def bytes(self) -> Array:
         return np.frombuffer(self.other.ask(("bytes",)), dtype=np.uint8)
 
+    def hears(self, message: bytes) -> None:
+        """Waits for it, and that nothing else comes."""
+        heard: list[bytes] = []
+        within(10, f"{message!r}", lambda: bool(heard.extend(self.heard()) or heard))
+        assert heard == [message]
+
     def heard(self) -> list[bytes]:
         return list(self.other.ask(("notifications",)).get("initiator", []))
 
@@ -113,7 +119,7 @@ def test_prepared_blocks_are_read_and_written(
     for message in (b"read", b"again"):
         assert agent.transfer(handle, b"" if message == b"read" else message) in ("PROC", "DONE")
         settle(agent, handle)
-        assert target.heard() == [message], "it was there when the transfer was over"
+        target.hears(message)
     for i, j in zip(here, [9, 10, 255], strict=True):
         before[i * block : (i + 1) * block] = pattern[j * block : (j + 1) * block]
     assert np.array_equal(array, before)
@@ -143,11 +149,7 @@ def test_a_notification_never_overtakes_its_bytes(
         array[:] = turn
         handle = agent.initialize_xfer("WRITE", ours, theirs, "target", b"turn %d" % turn)
         agent.transfer(handle)
-        heard: list[bytes] = []
-        within(
-            10, "the notification", lambda heard=heard: bool(heard.extend(target.heard()) or heard)
-        )
-        assert heard == [b"turn %d" % turn]
+        target.hears(b"turn %d" % turn)
         assert (target.bytes() == turn).all()
         settle(agent, handle)
 
@@ -155,7 +157,7 @@ def test_a_notification_never_overtakes_its_bytes(
 def test_agents_notify_one_another(agent: nixl_agent, target: Target) -> None:
     agent.make_connection("target")
     agent.send_notif("target", b"ping \0 \xff")
-    within(5, "ping", lambda: target.heard() == [b"ping \0 \xff"])
+    target.hears(b"ping \0 \xff")
     assert target.other.ask(("notify", b"pong 17"))
     within(5, "pong", lambda: agent.check_remote_xfer_done("target", b"pong"))
     assert not agent.check_remote_xfer_done("target", b"pong"), "it was taken"

@@ -328,7 +328,8 @@ class nixl_agent:
         return _word(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """``DONE`` when the bytes are in place and the notification is there, else ``PROC``.
+        """``DONE`` when the bytes are in place and the other engine has the notification, else
+        ``PROC``.
 
         Raises:
             nixlRemoteDisconnectError: the other agent was lost.
