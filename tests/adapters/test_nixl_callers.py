@@ -192,3 +192,51 @@ def test_nixls_own_tests_pass() -> None:
         timeout=200,
     )
     assert ran.returncode == 0, ran.stdout
+
+
+OURS = """
+import fabric_ray
+a, b = (fabric_ray.TransferEngine(transport="shm") for _ in range(2))
+with a, b:
+    source, target = a.alloc(4096), b.alloc(4096)
+    source.numpy()[:] = 7
+    a.write(source, a.import_region(target.descriptor())).wait(20)
+    assert (target.numpy() == 7).all()
+"""
+TORCH = """
+import torch
+assert float(torch.ones(4).sum()) == 4
+"""
+NIXL = """
+from nixl_cu12._api import nixl_agent
+agents = [nixl_agent(name) for name in ("one", "two")]
+memory = bytearray(b"x" * 64), bytearray(64)
+at = [np.frombuffer(m, dtype=np.uint8).ctypes.data for m in memory]
+for agent, address in zip(agents, at):
+    agent.register_memory([(address, 64, 0, "")], "DRAM")
+agents[0].add_remote_agent(agents[1].get_agent_metadata())
+descs = [agents[0].get_xfer_descs([(address, 64, 0)], "DRAM") for address in at]
+handle = agents[0].initialize_xfer("WRITE", *descs, "two")
+agents[0].transfer(handle)
+while agents[0].check_xfer_state(handle) != "DONE":
+    pass
+assert memory[0] == memory[1]
+agents[0].release_xfer_handle(handle)
+agents[0].remove_remote_agent("two")
+for agent, address in zip(agents, at):
+    agent.deregister_memory(agent.get_reg_descs([(address, 64, 0, "")], "DRAM"))
+del agent, agents, handle
+"""
+
+
+@pytest.mark.parametrize("order", [(OURS, TORCH, NIXL), (NIXL, TORCH, OURS), (TORCH, NIXL, OURS)])
+def test_one_process_imports_and_uses_nixl_torch_and_this(order: tuple[str, ...]) -> None:
+    source = published("nixl_cu12", "nixl-cu12")
+    assert source is not None
+    environment = os.environ | {"PYTHONPATH": ":".join([*sys.path, str(source.parent)])}
+    # Without a GPU, NIXL 1.5.1 crashes when the interpreter ends, alone in its process as well.
+    code = "import os\nimport numpy as np\n" + "".join(order * 2) + "\nos._exit(0)\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
