@@ -79,13 +79,23 @@ lint: $(DONE)/native
 docs: $(DONE)/native $(DONE)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
+# MANYLINUX=manylinux_2_28 links with zig against that glibc, as wheels for others must be; PYTHONS are tried.
+MANYLINUX ?=
+PYTHONS ?= $(BIN)/python
+
 wheel: $(DONE)/venv
 	rm -rf dist build/wheel
-	$(BIN)/maturin build --release --strip --out dist
-	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
-	$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl
-	cd build && wheel/bin/python -c "import fabric_ray; fabric_ray.TransferEngine().close(); \
-		from fabric_ray import kernels; assert [kernels.source(name) for name in kernels.sources()]"
+ifneq ($(MANYLINUX),)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python "ziglang>=0.13,<0.18"
+endif
+	PATH="$(CURDIR)/$(BIN):$$PATH" VIRTUAL_ENV=$(CURDIR)/$(VENV) \
+		$(BIN)/maturin build --release --strip --out dist $(if $(MANYLINUX),--zig --compatibility $(MANYLINUX))
+	@set -e; for python in $(PYTHONS); do \
+		rm -rf build/wheel; \
+		$(BIN)/uv venv --quiet --python $$python build/wheel; \
+		$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl; \
+		(cd build && wheel/bin/python ../scripts/try_wheel.py); \
+	done
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools

@@ -37,13 +37,17 @@ def test_copies_by_address_are_what_a_loop_over_bytes_does(
     write = data.draw(st.booleans())
     # Places at the target that don't overlap, and any at the source.
     slot = data.draw(st.sampled_from([16, 48, 64]))
-    slots = rng.permutation(2 * (size // slot))[:count]
+    per = size // slot
+    slots = np.arange(2 * per)[:count]
+    if data.draw(st.booleans()):
+        slots = rng.permutation(2 * per)[:count]
     nbytes = data.draw(
         st.lists(st.sampled_from([0, 1, slot // 2, slot]), min_size=len(slots), max_size=len(slots))
     )
-    per = size // slot
     target = [(int(s) // per, int(s) % per * slot) for s in slots]
     source = [(int(rng.integers(2)), int(rng.integers(size - slot + 1))) for _ in slots]
+    if data.draw(st.booleans()):  # one block after the other
+        source = [(i // per, i % per * slot) for i in range(len(slots))]
     local, remote = (source, target) if write else (target, source)
     here = AddressSpace((r.addr, r) for r in ours)
     there = AddressSpace((r.addr, m) for r, m in zip(theirs, mirrored(engine, theirs), strict=True))
