@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.nixl import exchange
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
     nixlRegDList,
@@ -35,8 +36,7 @@ from fabric_ray.compat.nixl.status import (
     nixlNotFoundError,
     nixlNotSupportedError,
 )
-from fabric_ray.compat.rendezvous import Rendezvous, ask
-from fabric_ray.engine import Batch, EngineConfig, Message, Region, RemoteRegion, TransferEngine
+from fabric_ray.engine import Batch, Message, Region, RemoteRegion, TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, NotQuiesced
 
 _log = logging.getLogger("nixl.fabric_ray")
@@ -83,14 +83,6 @@ class _Notification(msgspec.Struct, frozen=True, array_like=True):
     message: bytes
 
 
-class _Errand(msgspec.Struct, frozen=True, array_like=True):
-    """What is asked of an agent that listens: ``load`` metadata, ``tell`` its own, ``forget``."""
-
-    what: str
-    agent: str
-    metadata: bytes = b""
-
-
 class nixlAgent:
     """An agent. The first backend that is created opens its engine.
 
@@ -116,9 +108,8 @@ class nixlAgent:
         self._notifications: dict[str, list[bytes]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        self._token = EngineConfig.resolve(None, {}).token
         if config.useListenThread:
-            self._listen(config.listenPort)
+            exchange.listen(self, config.listenPort)
 
     # backends
 
@@ -381,7 +372,7 @@ class nixlAgent:
         return _SUCCESS
 
     def sendLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
-        self._run(ip_addr, port, _Errand("load", self._name, self.getLocalMD()))
+        exchange.run(exchange.Errand("load", self._name, self.getLocalMD()), ip_addr, port)
 
     def sendLocalPartialMD(
         self,
@@ -393,15 +384,16 @@ class nixlAgent:
         label: str = "",
     ) -> None:
         part = self.getLocalPartialMD(descs, inc_conn_info)
-        self._run(ip_addr, port, _Errand("load", self._name, part))
+        exchange.run(exchange.Errand("load", self._name, part), ip_addr, port)
 
     def fetchRemoteMD(
         self, remote_agent: Name, ip_addr: str = "", port: int = 0, label: str = ""
     ) -> None:
-        self.loadRemoteMD(self._run(ip_addr, port, _Errand("tell", _text(remote_agent))))
+        errand = exchange.Errand("tell", _text(remote_agent))
+        self.loadRemoteMD(exchange.run(errand, ip_addr, port))
 
     def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
-        self._run(ip_addr, port, _Errand("forget", self._name))
+        exchange.run(exchange.Errand("forget", self._name), ip_addr, port)
 
     @property
     def _engine(self) -> TransferEngine:
@@ -499,30 +491,8 @@ class nixlAgent:
         own = self._engine.address.to_bytes() if address else b""
         return Metadata.of(self._name, own, whole, memory).to_bytes()
 
-    def _listen(self, port: int) -> None:
-        me = weakref.ref(self)
-        try:
-            config = EngineConfig.resolve(None, {})
-            rendezvous = Rendezvous(
-                lambda request: _attend(me(), request),
-                port=port,
-                token=config.token,
-                bind=config.bind,
-            )
-        except FabricError as error:
-            raise as_nixl(error) from error
-        weakref.finalize(self, rendezvous.close)
-
-    def _run(self, host: str, port: int, errand: _Errand) -> bytes:
-        if not host:
-            raise nixlNotSupportedError(
-                "there is no central metadata server here; give the address and port of an agent "
-                "that listens, or pass get_agent_metadata() on yourself"
-            )
-        request = msgspec.msgpack.encode(errand)
-        return _asked(lambda: ask(host, port or DEFAULT_COMM_PORT, request, token=self._token))
-
-    def _attend(self, errand: _Errand) -> bytes:
+    def attend(self, errand: exchange.Errand) -> bytes:
+        """What another agent asks of this one."""
         if errand.what == "load":
             self.loadRemoteMD(errand.metadata)
         elif errand.what == "forget":
@@ -533,12 +503,6 @@ class nixlAgent:
         else:
             raise InvalidArgument(f"this is agent {self._name!r}, not {errand.agent!r}")
         return b""
-
-
-def _attend(agent: nixlAgent | None, request: bytes) -> bytes:
-    if agent is None:
-        raise InvalidArgument("the agent is gone")
-    return agent._attend(msgspec.msgpack.decode(request, type=_Errand))
 
 
 def _engine(agent: nixlAgent, devices: str) -> TransferEngine:
