@@ -53,8 +53,8 @@ test-rdma: $(DONE)/native $(DONE)/perf
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
-# they would pull in (some 500 MB of downloads, most of it vLLM's wheel). miles brings an SGLang and a Megatron of
-# its own, which the others must not find: it lies apart, and is read.
+# they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
+# miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL.
 test-adapters: $(DONE)/native $(DONE)/adapters
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
@@ -81,13 +81,23 @@ lint: $(DONE)/native
 docs: $(DONE)/native $(DONE)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
+# MANYLINUX=manylinux_2_28 links with zig against that glibc, as wheels for others must be; PYTHONS are tried.
+MANYLINUX ?=
+PYTHONS ?= $(BIN)/python
+
 wheel: $(DONE)/venv
 	rm -rf dist build/wheel
-	$(BIN)/maturin build --release --strip --out dist
-	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
-	$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl
-	cd build && wheel/bin/python -c "import fabric_ray; fabric_ray.TransferEngine().close(); \
-		from fabric_ray import kernels; assert [kernels.source(name) for name in kernels.sources()]"
+ifneq ($(MANYLINUX),)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python "ziglang>=0.13,<0.18"
+endif
+	PATH="$(CURDIR)/$(BIN):$$PATH" VIRTUAL_ENV=$(CURDIR)/$(VENV) \
+		$(BIN)/maturin build --release --strip --out dist $(if $(MANYLINUX),--zig --compatibility $(MANYLINUX))
+	@set -e; for python in $(PYTHONS); do \
+		rm -rf build/wheel; \
+		$(BIN)/uv venv --quiet --python $$python build/wheel; \
+		$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl; \
+		(cd build && wheel/bin/python ../scripts/try_wheel.py); \
+	done
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools
@@ -156,7 +166,9 @@ $(DONE)/bench $(DONE)/docs: $(DONE)/venv
 $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 	rm -rf build/adapters
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters --no-deps -r tests/adapters/packages.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/miles-rl --no-deps miles-rl==0.0.2
+	@set -e; for apart in miles-rl==0.0.2 sglang==0.5.23 nixl-cu12==1.5.1; do \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/$${apart%%=*} --no-deps $$apart; \
+	done
 	@touch $@
 
 clean:

@@ -168,6 +168,18 @@ class TransferEngine(_native.Engine):
         around = segment_of(obj, addr, nbytes) if segment else None
         return self._register(addr, nbytes, keep, around)
 
+    def register_address(self, addr: int, nbytes: int) -> Region:
+        """Registers ``nbytes`` bytes at an address of this process, on the host or on a GPU.
+
+        For interfaces that have no object to give: the caller keeps the memory, and its pages
+        readable and writable, until the registration has ended. Everything else is registered by
+        :meth:`register`, which keeps it.
+
+        Raises:
+            InvalidArgument: address 0, no bytes, or past the end of the address space.
+        """
+        return self._register(addr, nbytes, None)
+
     def empty(
         self, shape: tuple[int, ...] | int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Region]:

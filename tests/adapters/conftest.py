@@ -22,6 +22,13 @@ if published("miles") is None:
     _MISSING.append("miles")
     collect_ignore.append("test_miles.py")
 
+if published("sglang", "sglang") is None or find_spec("checkpoint_engine") is None:
+    _MISSING.append("checkpoint-engine or sglang")
+    collect_ignore.append("test_mooncake_callers.py")
+if published("nixl_cu12", "nixl-cu12") is None or "vllm" in _MISSING:
+    _MISSING.append("nixl")
+    collect_ignore.append("test_nixl_callers.py")
+
 if _MISSING and os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
     raise pytest.UsageError(f"build/adapters lacks {' and '.join(_MISSING)}; remove .make/adapters")
 

@@ -5,25 +5,39 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def published(package: str) -> Path | None:
-    """Where miles' distribution, or a package that it brings, lies."""
-    found = (Path(entry) / "miles-rl" / package for entry in sys.path if entry)
+def published(package: str, bundle: str = "miles-rl") -> Path | None:
+    """Where a distribution that lies apart, miles' by default, has a package."""
+    found = (Path(entry) / bundle / package for entry in sys.path if entry)
     return next((path for path in found if path.is_dir()), None)
 
 
-def module(dotted: str) -> ast.Module:
+def module(dotted: str, bundle: str = "miles-rl") -> ast.Module:
     """The syntax of a module of it.
 
     Raises:
         FileNotFoundError: there is none.
     """
     package, _, rest = dotted.partition(".")
-    root = published(package)
+    root = published(package, bundle)
     if root is None:
         raise FileNotFoundError(f"no {package}; run make test-adapters")
     return ast.parse((root / f"{rest.replace('.', '/')}.py").read_text())
+
+
+def run(tree: ast.Module, given: dict[str, Any], *wanted: str) -> dict[str, Any]:
+    """Runs some of a module's definitions as they are, and returns its names.
+
+    Args:
+        given: what they look up beside builtins.
+    """
+    body = [node for node in tree.body if getattr(node, "name", None) in wanted]
+    future = ast.parse("from __future__ import annotations").body
+    found = dict(given)
+    exec(compile(ast.Module([*future, *body], []), "published", "exec"), found)
+    return found
 
 
 def method(tree: ast.AST, owner: str, name: str) -> ast.FunctionDef:

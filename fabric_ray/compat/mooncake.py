@@ -1,0 +1,532 @@
+"""Mooncake's classic ``TransferEngine``: addresses and status as whole numbers, peers as
+``host:port``.
+
+Calls return what Mooncake's return, and log why they fail. Peers are this class in other processes,
+not Mooncake's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.sessions import Sessions, host_and_port
+from fabric_ray.engine import Batch, EngineConfig, Message, Transfer
+from fabric_ray.errors import (
+    FabricError,
+    InvalidArgument,
+    NotQuiesced,
+    OutOfBounds,
+    PeerLost,
+    Stale,
+    TransferTimeout,
+    Unsupported,
+)
+
+_log = logging.getLogger(__name__)
+
+_FAILED = -1
+_TOO_LATE = -2
+_NOT_REGISTERED = -3
+_NO_METADATA = -200
+_QUIESCE_S = 10.0
+_LONGEST_NOTE = 65536
+_PROTOCOLS: dict[str, dict[str, Any]] = {
+    "rdma": {"require": "rdma"},
+    "efa": {"require": "libfabric"},
+    "tcp": {"transport": ("shm", "tcp")},
+    "nvlink": {},
+    "nvlink_intra": {},
+    "": {},
+}
+T = TypeVar("T")
+
+
+class TransferOpcode(enum.IntEnum):
+    """What a transfer does, seen from the caller."""
+
+    Read = 0
+    Write = 1
+
+
+class TransferNotify:
+    """A short message that arrives after a transfer's bytes."""
+
+    def __init__(self, name: str = "", msg: str = "") -> None:
+        self.name, self.msg = name, msg
+
+
+class TransferEngine:
+    """Mooncake's class of this name. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._registered = Registered()
+        self._sessions: Sessions | None = None
+        self._batches: dict[int, Transfer] = {}
+        self._numbers = itertools.count(1)
+        self._notifies: list[TransferNotify] = []
+        self._lock = threading.Lock()
+        self._timeout = max(5.0, float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")))
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        """Opens the engine and listens for those who ask.
+
+        Args:
+            local_hostname: how peers reach this host, with ``:port`` for one of one's own choice.
+            metadata_server: ``P2PHANDSHAKE``; there is no other.
+            protocol: ``rdma`` and ``efa`` demand such a NIC (design promise RS-2), unless
+                ``MC_FORCE_TCP=1``, ``FABRIC_RAY_REQUIRE`` or ``FABRIC_RAY_TRANSPORT`` says
+                otherwise; ``tcp`` takes none.
+            device_name: NICs, with commas between; by topology when empty.
+
+        Returns:
+            0, or -1.
+        """
+
+        def open_engine() -> int:
+            if self._sessions is not None:
+                raise InvalidArgument("it is initialized; make another TransferEngine")
+            if metadata_server != "P2PHANDSHAKE":
+                raise Unsupported(
+                    "there is no metadata server here; give 'P2PHANDSHAKE', not "
+                    f"{metadata_server!r}"
+                )
+            host, port = host_and_port(local_hostname)
+            config = EngineConfig.resolve(None, _options(protocol, device_name))
+            sessions = Sessions(host, port, config, self._registered)
+            me = weakref.ref(self)
+            sessions.engine.receive(lambda message: _keep_notify(me(), message))
+            self._sessions = sessions
+            return 0
+
+        return self._tried("initialize", open_engine, _FAILED)
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        metadata_type: str,
+    ) -> int:
+        """As :meth:`initialize`; ``metadata_type`` is of no use without a metadata server."""
+        return self.initialize(local_hostname, metadata_server, protocol, device_name)
+
+    def get_rpc_port(self) -> int:
+        """The port of this engine's session id."""
+        return self._opened().port
+
+    # memory
+
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        """Lets peers read and write ``capacity`` bytes; the caller keeps them until
+        :meth:`unregister_memory`. Where they lie is found out, whatever ``location`` says."""
+
+        def register() -> int:
+            region = self._opened().engine.register_address(buffer_addr, capacity)
+            self._registered.add(buffer_addr, region)
+            return 0
+
+        return self._tried("register_memory", register, _FAILED)
+
+    def unregister_memory(self, buffer_addr: int) -> int:
+        """Returns 0 when nobody can reach the memory any more."""
+
+        def unregister() -> int:
+            region = self._registered.take(buffer_addr)
+            if region is None:
+                _log.error("unregister_memory: nothing was registered at %#x", buffer_addr)
+                return _NOT_REGISTERED
+            try:
+                region.deregister(_QUIESCE_S)
+            except NotQuiesced:
+                self._registered.add(buffer_addr, region)  # It may be tried again.
+                raise
+            return 0
+
+        return self._tried("unregister_memory", unregister, _FAILED)
+
+    def batch_register_memory(
+        self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
+    ) -> int:
+        """All, or none of them."""
+        if len(buffer_addresses) != len(capacities):
+            _log.error("batch_register_memory: not as many addresses as capacities")
+            return _FAILED
+        for i, (address, capacity) in enumerate(zip(buffer_addresses, capacities, strict=True)):
+            if code := self.register_memory(address, capacity, location):
+                self.batch_unregister_memory(buffer_addresses[:i])
+                return code
+        return 0
+
+    def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
+        """All that can be; the first failure's code."""
+        codes = [self.unregister_memory(address) for address in buffer_addresses]
+        return next((code for code in codes if code), 0)
+
+    def allocate_managed_buffer(self, length: int) -> int:
+        """The address of memory that peers of this host can map, zeroed and registered; 0 if there
+        is none."""
+
+        def allocate() -> int:
+            region = self._opened().engine.alloc(length)
+            self._registered.add(region.addr, region)
+            return region.addr
+
+        return self._tried("allocate_managed_buffer", allocate, 0)
+
+    def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
+        """Gives it back."""
+        return self.unregister_memory(buffer_addr)
+
+    def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes, length: int) -> int:
+        """Copies into registered memory of this process."""
+
+        def copy() -> int:
+            self._host_memory(dest_address, length)
+            ctypes.memmove(dest_address, src_ptr, min(length, len(src_ptr)))
+            return 0
+
+        return self._tried("write_bytes_to_buffer", copy, _FAILED)
+
+    def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
+        """A copy of registered memory of this process; empty if it isn't."""
+
+        def copy() -> bytes:
+            self._host_memory(source_address, length)
+            return ctypes.string_at(source_address, length)
+
+        return self._tried("read_bytes_from_buffer", copy, b"")
+
+    def get_first_buffer_address(self, segment_name: str) -> int:
+        """Where the memory begins that a peer registered first; 0 if it can't be asked or has
+        none."""
+
+        def find() -> int:
+            return self._opened().at(segment_name, fresh=True).first or 0
+
+        return self._tried("get_first_buffer_address", find, 0)
+
+    # transfers
+
+    def transfer_sync(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """Moves ``length`` bytes and returns 0 when they are in place, or -1."""
+        return self.batch_transfer_sync(
+            target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify
+        )
+
+    def batch_transfer_sync(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """As :meth:`transfer_sync`, of many ranges at once: 0 if all are in place."""
+        where = (buffers, peer_buffer_addresses, lengths)
+
+        def transfer() -> int:
+            note = None if notify is None else _note(notify)
+            try:
+                self._finish(self._submit(opcode, target_hostname, where))
+            except (Stale, PeerLost):
+                # It restarted, or registered anew: what it says now holds for the whole batch.
+                self._opened().at(target_hostname, fresh=True)
+                self._finish(self._submit(opcode, target_hostname, where))
+            if note is not None:
+                here = self._opened()
+                peer = here.at(target_hostname).peer
+                here.engine.send(peer, note, timeout=self._timeout).wait()
+            return 0
+
+        return self._tried("batch_transfer_sync", transfer, _FAILED)
+
+    def transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`transfer_sync` to the peer."""
+        return self.batch_transfer_sync(
+            target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write
+        )
+
+    def transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`transfer_sync` from the peer, which takes no part."""
+        return self.batch_transfer_sync(
+            target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Read
+        )
+
+    def batch_transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`batch_transfer_sync` to the peer."""
+        return self.batch_transfer_sync(
+            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write
+        )
+
+    def batch_transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`batch_transfer_sync` from the peer."""
+        return self.batch_transfer_sync(
+            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read
+        )
+
+    def batch_transfer_async(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: int,
+        transport_hint: str = "",
+    ) -> int:
+        """Begins; returns a number to ask by, or 0 if it can't."""
+        where = (buffers, peer_buffer_addresses, lengths)
+
+        def begin() -> int:
+            transfer = self._submit(opcode, target_hostname, where)
+            with self._lock:
+                number = next(self._numbers)
+                self._batches[number] = transfer
+            return number
+
+        return self._tried("batch_transfer_async", begin, 0)
+
+    def batch_transfer_async_write(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`batch_transfer_async` to the peer."""
+        return self.batch_transfer_async(
+            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write
+        )
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        transport_hint: str = "",
+    ) -> int:
+        """:meth:`batch_transfer_async` from the peer."""
+        return self.batch_transfer_async(
+            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read
+        )
+
+    def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
+        """Waits for all of them: 0 if they succeeded, -1 if one failed. Forgets them."""
+
+        def wait() -> int:
+            codes = [self._tried("a transfer", partial(self._end, i), _FAILED) for i in batch_ids]
+            return min(codes, default=0)
+
+        return self._tried("get_batch_transfer_status", wait, _FAILED)
+
+    def transfer_submit_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """Begins a write; returns a number for :meth:`transfer_check_status`, or 0."""
+        return self.batch_transfer_async_write(
+            target_hostname, [buffer], [peer_buffer_address], [length]
+        )
+
+    def transfer_check_status(self, batch_id: int) -> int:
+        """1 when it is done, 0 while it is under way, -1 if it failed, -2 if it took too long. What
+        is over is forgotten."""
+        with self._lock:
+            transfer = self._batches.get(batch_id)
+        if transfer is not None and not transfer.done():
+            return 0
+        try:
+            return 1 + self._end(batch_id)
+        except FabricError as error:
+            _log.error("transfer_check_status: %s", error)
+            return _TOO_LATE if isinstance(error, TransferTimeout) else _FAILED
+
+    # peers
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """Those that have come since the last call."""
+        with self._lock:
+            notifies, self._notifies = self._notifies, []
+        return notifies
+
+    def send_probe(self, peer_server_name: str) -> int:
+        """0 if the peer answers."""
+
+        def probe() -> int:
+            self._opened().at(peer_server_name, fresh=True)
+            return 0
+
+        return self._tried("send_probe", probe, _NO_METADATA)
+
+    def get_engine(self) -> Any:
+        """
+        Raises:
+            Unsupported: Mooncake's store and process group take Mooncake's own engine alone.
+        """
+        raise Unsupported(
+            "Mooncake's store and process group can't run over fabric-ray's engine; let them make "
+            "an engine of their own"
+        )
+
+    get_engine_ptr = get_engine
+
+    def _opened(self) -> Sessions:
+        if self._sessions is None:
+            raise InvalidArgument("it is not initialized; call initialize() first")
+        return self._sessions
+
+    def _submit(
+        self, opcode: int, target: str, where: tuple[Sequence[int], Sequence[int], Sequence[int]]
+    ) -> Transfer:
+        sessions = self._opened()
+        op = _op(opcode)
+        buffers, peers, lengths = where
+        if not len(buffers) == len(peers) == len(lengths):
+            raise InvalidArgument("there must be as many buffers as peer addresses and lengths")
+        here = self._registered.space
+        local = here.find(buffers, lengths, "this process")
+        there = sessions.at(target).space
+        try:
+            remote = there.find(peers, lengths, target)
+        except OutOfBounds:  # It may have registered more since.
+            there = sessions.at(target, fresh=True).space
+            remote = there.find(peers, lengths, target)
+        nbytes = np.asarray(lengths, dtype=np.int64)
+        batch = Batch()
+        add_copies(batch, op, (here.regions, local), (there.regions, remote), nbytes)
+        # A gigabyte a second at least, as Mooncake reckons.
+        return sessions.engine.submit(batch, timeout=self._timeout + float(nbytes.sum()) / 1e9)
+
+    def _finish(self, transfer: Transfer) -> None:
+        try:
+            transfer.wait()
+        except FabricError:
+            if transfer.wait_quiesced(_QUIESCE_S) is not True:
+                _log.error("bytes of the failed transfer may still land; keep its buffers")
+            raise
+
+    def _end(self, number: int) -> int:
+        with self._lock:
+            transfer = self._batches.pop(number, None)
+        if transfer is None:
+            raise InvalidArgument(f"there is no transfer {number}, or it was over before")
+        self._finish(transfer)
+        return 0
+
+    def _host_memory(self, address: int, nbytes: int) -> None:
+        space = self._registered.space
+        [number] = space.find([address], [nbytes], "this process").region
+        if space.regions[number].cuda_device is not None:
+            raise Unsupported("the memory is on a GPU; copy it with CUDA")
+
+    @staticmethod
+    def _tried(call: str, function: Callable[[], T], failed: T) -> T:
+        """What ``function`` returns, or ``failed`` and a line in the log."""
+        try:
+            return function()
+        except FabricError as error:
+            _log.error("%s: %s", call, error)
+            return failed
+
+
+def _options(protocol: str, device_name: str) -> dict[str, Any]:
+    """What a protocol's name asks of the engine, where the environment leaves it open."""
+    if protocol not in _PROTOCOLS:
+        known = ", ".join(name for name in _PROTOCOLS if name)
+        raise Unsupported(f"there is no protocol {protocol!r} here; there are {known}")
+    options: dict[str, Any] = {}
+    if device_name:
+        options["nics"] = tuple(name.strip() for name in device_name.split(",") if name.strip())
+    if os.environ.get("MC_FORCE_TCP") == "1":
+        return dict(_PROTOCOLS["tcp"])
+    if not {"FABRIC_RAY_TRANSPORT", "FABRIC_RAY_REQUIRE"} & os.environ.keys():
+        options |= _PROTOCOLS[protocol]
+    return options
+
+
+def _op(opcode: int) -> Op:
+    if opcode not in (TransferOpcode.Read, TransferOpcode.Write):
+        raise InvalidArgument(f"there is no opcode {opcode!r}; give TransferOpcode.Read or Write")
+    return "write" if opcode == TransferOpcode.Write else "read"
+
+
+def _note(notify: TransferNotify) -> bytes:
+    note = msgspec.msgpack.encode((notify.name, notify.msg))
+    if len(note) > _LONGEST_NOTE:
+        raise InvalidArgument(
+            f"a notification of {len(note)} bytes is too long; {_LONGEST_NOTE} are the most"
+        )
+    return note
+
+
+def _keep_notify(engine: TransferEngine | None, message: Message) -> None:
+    if engine is None:
+        return
+    with contextlib.suppress(msgspec.MsgspecError):
+        note = TransferNotify(*msgspec.msgpack.decode(message.data, type=tuple[str, str]))
+        with engine._lock:
+            engine._notifies.append(note)
+
+
+__all__ = ["TransferEngine", "TransferNotify", "TransferOpcode"]

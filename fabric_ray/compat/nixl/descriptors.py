@@ -1,0 +1,202 @@
+"""NIXL's lists of descriptors: (address, bytes, device) of pieces of one kind of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from fabric_ray.compat.nixl.status import nixl_mem_t, nixlMismatchError, nixlNotFoundError
+
+Rows = NDArray[np.uint64]
+_VERSION = 1
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    kind: str
+    memory: int
+    rows: bytes
+    labels: list[bytes]
+
+
+class DescriptorList:
+    """What the lists have in common: rows of whole numbers, and for some a label each.
+
+    Args:
+        type: of the memory.
+        descs: an Nx3 array, tuples, or how many are going to be added.
+    """
+
+    kind: ClassVar[str]
+    labelled: ClassVar[bool] = False
+
+    def __init__(self, type: nixl_mem_t, descs: Any = 0) -> None:
+        self._type = nixl_mem_t(type)
+        self._rows: Rows = np.zeros((0, 3), dtype=np.uint64)
+        self._added: list[tuple[int, int, int]] = []
+        self._labels: list[bytes] = []
+        if isinstance(descs, np.ndarray):
+            self._rows = _checked(descs)
+            self._labels = [b""] * (len(descs) if self.labelled else 0)
+        elif not isinstance(descs, int):
+            for desc in descs:
+                self.addDesc(desc)
+
+    def rows(self) -> Rows:
+        """All of them, Nx3."""
+        if self._added:
+            self._rows = np.concatenate([self._rows, np.array(self._added, dtype=np.uint64)])
+            self._added = []
+        return self._rows
+
+    def getType(self) -> nixl_mem_t:
+        return self._type
+
+    def descCount(self) -> int:
+        return len(self._rows) + len(self._added)
+
+    def isEmpty(self) -> bool:
+        return not self.descCount()
+
+    def addDesc(self, desc: tuple[Any, ...]) -> None:
+        row, label = self._parted(desc)
+        self._added.append(row)
+        if self.labelled:
+            self._labels.append(label)
+
+    append = addDesc
+
+    def index(self, desc: tuple[Any, ...]) -> int:
+        """
+        Raises:
+            nixlNotFoundError: it isn't there.
+        """
+        row, _ = self._parted(desc)
+        found = np.flatnonzero(np.all(self.rows() == np.array(row, dtype=np.uint64), axis=1))
+        if not found.size:
+            raise nixlNotFoundError(f"{desc} is not in the list")
+        return int(found[0])
+
+    def remDesc(self, index: int) -> None:
+        self[index]
+        self._rows = np.delete(self.rows(), index, axis=0)
+        if self.labelled:
+            del self._labels[index]
+
+    def clear(self) -> None:
+        self._rows, self._added, self._labels = self._rows[:0], [], []
+
+    def print(self) -> None:
+        print(self)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        if not 0 <= index < self.descCount():
+            raise IndexError(f"there is no descriptor {index} among {self.descCount()}")
+        first, nbytes, device = (int(value) for value in self.rows()[index])
+        if self.labelled:
+            return first, nbytes, device, self._labels[index]
+        return first, nbytes, device
+
+    def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
+        self[index]
+        row, label = self._parted(desc)
+        rows = self.rows().copy()
+        rows[index] = row
+        self._rows = rows
+        if self.labelled:
+            self._labels[index] = label
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, DescriptorList)
+            and (self.kind, self._type, self._labels) == (other.kind, other._type, other._labels)
+            and np.array_equal(self.rows(), other.rows())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self._type.name}, {[self[i] for i in range(self.descCount())]})"
+
+    def to_bytes(self) -> bytes:
+        """The encoded form: versioned."""
+        rows = np.ascontiguousarray(self.rows(), dtype="<u8").tobytes()
+        return msgspec.msgpack.encode(_Encoded(_VERSION, self.kind, self._type, rows, self._labels))
+
+    @classmethod
+    def _from(cls, encoded: _Encoded) -> Self:
+        rows = np.frombuffer(encoded.rows, dtype="<u8").reshape(-1, 3).astype(np.uint64)
+        found = cls(nixl_mem_t(encoded.memory), rows)
+        if cls.labelled:
+            if len(encoded.labels) != len(rows):
+                raise ValueError("not as many labels as descriptors")
+            found._labels = encoded.labels
+        return found
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return descriptors_from_bytes, (self.to_bytes(),)
+
+    def _parted(self, desc: tuple[Any, ...]) -> tuple[tuple[int, int, int], bytes]:
+        if not isinstance(desc, tuple):
+            raise TypeError(f"a descriptor is a tuple, not a {type(desc).__name__}")
+        if len(desc) != 3 + self.labelled:
+            raise ValueError(f"a descriptor of {self.kind} has {3 + self.labelled} elements")
+        first, nbytes, device = (int(value) for value in desc[:3])
+        if min(first, nbytes, device) < 0 or max(first, nbytes, device) >= 1 << 64:
+            raise ValueError(f"addresses, bytes and devices lie between 0 and 2^64, not {desc[:3]}")
+        label = desc[3] if self.labelled else b""
+        return (first, nbytes, device), label if isinstance(label, bytes) else str(label).encode()
+
+
+class nixlXferDList(DescriptorList):
+    """Pieces of memory to be transferred."""
+
+    kind = "nixlXferDList"
+
+
+class nixlRegDList(DescriptorList):
+    """Pieces of memory to be registered, each with a label of the caller's."""
+
+    kind = "nixlRegDList"
+    labelled = True
+
+    def trim(self) -> nixlXferDList:
+        """Without the labels."""
+        return nixlXferDList(self._type, self.rows().copy())
+
+
+class nixlRemoteDList(DescriptorList):
+    """Pieces of memory of several agents, whose names are the labels."""
+
+    kind = "nixlRemoteDList"
+    labelled = True
+
+
+def descriptors_from_bytes(data: bytes) -> DescriptorList:
+    """Decodes.
+
+    Raises:
+        nixlMismatchError: anything but an encoding of a list.
+    """
+    kinds: Sequence[type[DescriptorList]] = (nixlXferDList, nixlRegDList, nixlRemoteDList)
+    try:
+        encoded = msgspec.msgpack.decode(data, type=_Encoded)
+        if encoded.version != _VERSION:
+            raise ValueError(f"version {encoded.version}; this is version {_VERSION}")
+        [kind] = [kind for kind in kinds if kind.kind == encoded.kind]
+        return kind._from(encoded)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise nixlMismatchError(f"not a list of descriptors: {error}") from error
+
+
+def _checked(array: NDArray[Any]) -> Rows:
+    if array.ndim != 2 or array.shape[1] != 3 or array.dtype not in (np.uint64, np.int64):
+        raise ValueError("descriptors are an Nx3 array of uint64 or int64")
+    if not array.flags.c_contiguous:
+        raise ValueError("an array of descriptors must be C-contiguous")
+    return array.astype(np.uint64)

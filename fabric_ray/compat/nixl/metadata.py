@@ -1,0 +1,109 @@
+"""What agents know of one another: bytes that travel by whatever way their users have."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+
+from fabric_ray.compat.addresses import AddressSpace
+from fabric_ray.compat.nixl.status import (
+    nixlMismatchError,
+    nixlNotFoundError,
+)
+from fabric_ray.engine import EngineAddress, Peer, RegionDescriptor, RemoteRegion, TransferEngine
+from fabric_ray.errors import DecodeError
+
+_MAGIC = b"fabric-ray/nixl"
+_VERSION = 1
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """A range that an agent has registered."""
+
+    first: int
+    nbytes: int
+    descriptor: bytes
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """An agent, for others to load."""
+
+    magic: bytes
+    version: int
+    name: str
+    address: bytes
+    """The engine's; empty in a part that only adds memory."""
+    whole: bool
+    """Whether this is all that the agent has; a part adds to what is known."""
+    memory: list[Memory]
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def of(cls, name: str, address: bytes, whole: bool, memory: list[Memory]) -> Metadata:
+        return cls(_MAGIC, _VERSION, name, address, whole, memory)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Metadata:
+        """
+        Raises:
+            nixlMismatchError: anything but metadata of this version.
+        """
+        try:
+            found = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise nixlMismatchError(
+                f"not an agent's metadata ({error}); both ends must be fabric-ray's"
+            ) from error
+        if (found.magic, found.version) != (_MAGIC, _VERSION):
+            raise nixlMismatchError(
+                f"an agent's metadata of version {found.version}, and this is version {_VERSION}; "
+                "use one release on both ends"
+            )
+        return found
+
+
+class Remote:
+    """Another agent, as far as its metadata was loaded. Never changed, only replaced."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        address: bytes,
+        memory: dict[tuple[int, int], bytes],
+    ) -> None:
+        self._engine, self._address, self._memory = engine, address, memory
+        self.peer: Peer = engine.peer(EngineAddress.from_bytes(address))
+
+    @functools.cached_property
+    def space(self) -> AddressSpace[RemoteRegion]:
+        return AddressSpace(
+            (first, self._engine.import_region(RegionDescriptor.from_bytes(descriptor)))
+            for (first, _), descriptor in self._memory.items()
+        )
+
+    @classmethod
+    def loaded(cls, engine: TransferEngine, metadata: Metadata, known: Remote | None) -> Remote:
+        """The agent with what the metadata adds; a new life of it begins anew.
+
+        Raises:
+            nixlNotFoundError: a part of an agent of which no address is known.
+            nixlMismatchError: it holds what isn't an address or a descriptor.
+        """
+        address = metadata.address or (known._address if known else b"")
+        if not address:
+            raise nixlNotFoundError(
+                f"nothing is known of agent {metadata.name!r}; send it metadata with connection "
+                "info first"
+            )
+        memory = {(m.first, m.nbytes): m.descriptor for m in metadata.memory}
+        if known is not None and known._address == address and not metadata.whole:
+            memory = known._memory | memory
+        try:
+            for descriptor in memory.values():
+                RegionDescriptor.from_bytes(descriptor)
+            return cls(engine, address, memory)
+        except DecodeError as error:
+            raise nixlMismatchError(f"metadata of {metadata.name!r} is broken: {error}") from error

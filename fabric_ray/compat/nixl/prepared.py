@@ -1,0 +1,69 @@
+"""One side of transfers, prepared: which regions its descriptors lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fabric_ray.compat.addresses import AddressSpace, Ints, Places, R
+from fabric_ray.compat.nixl.status import nixlInvalidParamError, nixlNotFoundError
+from fabric_ray.errors import OutOfBounds
+
+
+class Prepared(Generic[R]):
+    """Runs of blocks: block ``i`` of a run begins ``i * stride`` bytes after its first.
+
+    Blocks are numbered through all runs and never written out, for there may be millions.
+
+    Args:
+        owner: the agent whose memory it is; ``None`` for the side that posts.
+        space: the agent's memory.
+        rows: (address, bytes, device), or (address, bytes, device, stride, count).
+
+    Raises:
+        nixlNotFoundError: memory that the agent hasn't registered, or not told of.
+        nixlInvalidParamError: rows of another form.
+    """
+
+    def __init__(self, owner: str | None, space: AddressSpace[R], rows: NDArray[Any]) -> None:
+        self.owner = owner
+        self.space: AddressSpace[R] = space
+        if rows.ndim != 2 or rows.shape[1] not in (3, 5):
+            raise nixlInvalidParamError("descriptors must be an Nx3 or an Nx5 array")
+        if rows.dtype.kind not in "iu" or (rows.size and int(rows.max()) >= 1 << 62):
+            raise nixlInvalidParamError("descriptors are whole numbers below 2^62")
+        table = rows.astype(np.int64)
+        one = np.ones(len(table), dtype=np.int64)
+        self._nbytes = table[:, 1]
+        self._stride, count = (table[:, 3], table[:, 4]) if table.shape[1] == 5 else (one, one)
+        if (count < 1).any():
+            raise nixlInvalidParamError("a run of blocks has one at least")
+        self._ends = np.cumsum(count)
+        whose = "this agent" if owner is None else f"agent {owner!r}"
+        try:
+            self._at = space.find(table[:, 0], (count - 1) * self._stride + self._nbytes, whose)
+        except OutOfBounds as error:
+            raise nixlNotFoundError(str(error)) from error
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def take(self, indices: Sequence[int] | NDArray[Any] | None = None) -> tuple[Places, Ints]:
+        """Where these blocks lie, and how long they are; all of them by default.
+
+        Raises:
+            nixlInvalidParamError: there is no such block.
+        """
+        numbers = np.arange(len(self)) if indices is None else np.asarray(indices)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+            raise nixlInvalidParamError("indices must be a flat list of whole numbers")
+        numbers = numbers.astype(np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise nixlInvalidParamError(f"an index lies outside the {len(self)} descriptors")
+        run = np.searchsorted(self._ends, numbers, side="right")
+        block = numbers - np.r_[np.int64(0), self._ends][run]
+        offset = self._at.offset[run] + block * self._stride[run]
+        return Places(self._at.region[run], offset), self._nbytes[run]

@@ -1,0 +1,176 @@
+"""A transfer that may be posted again and again, and the notification after it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fabric_ray.compat.nixl.status import (
+    NixlError,
+    as_nixl,
+    nixlBackendError,
+    nixlNotAllowedError,
+    nixlNotPostedError,
+    nixlRepostActiveError,
+)
+from fabric_ray.engine import Batch, Transfer, TransferEngine
+from fabric_ray.errors import FabricError
+
+_QUIESCE_S = 2.0
+
+Notify = Callable[[bytes], "Transfer | None"]
+"""Sends a notification; ``None`` if that was over at once."""
+
+
+class nixlXferTelemetry(NamedTuple):
+    """Of the last time that a request was posted; times are microseconds."""
+
+    startTime: int
+    """Since the epoch."""
+    postDuration: int
+    xferDuration: int
+    """From the post until it was over, the notification included."""
+    totalBytes: int
+    descCount: int
+
+
+class Request:
+    """What is copied where, and whom to tell. For any thread.
+
+    Args:
+        batch: the copies.
+        size: bytes, and descriptors.
+        notify: tells the remote agent.
+        message: what it is told when nothing else is said at the post; nothing if empty.
+        backend: the handle to be named as its backend.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        batch: Batch,
+        size: tuple[int, int],
+        notify: Notify,
+        message: bytes,
+        backend: int,
+    ) -> None:
+        self._engine, self._batch, self._size, self._notify = engine, batch, size, notify
+        self.message, self.backend = message, backend
+        self._lock = threading.Lock()
+        self._transfer: Transfer | None = None
+        self._notice: Transfer | None = None
+        self._error: NixlError | None = None
+        self._over = False
+        self._started = self._posted = self._ended = 0.0
+        self._epoch = 0.0
+
+    def post(self, message: bytes) -> bool:
+        """Begins; whether it was over at once.
+
+        Raises:
+            nixlRepostActiveError: it is under way.
+            NixlError: it can't be sent.
+        """
+        with self._lock:
+            if self._transfer is not None and not self._over:
+                raise nixlRepostActiveError("the request is under way; post it when it is over")
+            self.message = message or self.message
+            self._notice, self._error, self._over = None, None, False
+            self._epoch, self._started = time.time(), time.perf_counter()
+            try:
+                self._transfer = self._engine.submit(self._batch)
+            except FabricError as error:
+                self._transfer = None
+                raise as_nixl(error) from error
+            transfer = self._transfer
+            self._posted = time.perf_counter()
+        transfer.add_done_callback(lambda _: self._advance(transfer))
+        return self.check()
+
+    def check(self) -> bool:
+        """Whether it is over.
+
+        Raises:
+            nixlNotPostedError: it was never posted.
+            NixlError: what it failed with.
+        """
+        with self._lock:
+            transfer = self._transfer
+        if transfer is None:
+            raise nixlNotPostedError("the request was not posted; call transfer() first")
+        self._advance(transfer)
+        if self._over and self._error is not None:
+            raise self._error
+        return self._over
+
+    def cancel(self) -> None:
+        """Returns when nothing of it can land any more.
+
+        Raises:
+            nixlBackendError: that can't be shown; its buffers must be kept, and this tried again.
+        """
+        with self._lock:
+            transfer = self._transfer
+            if transfer is None:
+                return
+            transfer.cancel()
+        if transfer.wait_quiesced(_QUIESCE_S) is not True:
+            raise nixlBackendError(
+                "bytes of the cancelled request may still land; keep its buffers, and release it "
+                "again later or close the agent"
+            )
+
+    def telemetry(self) -> nixlXferTelemetry:
+        """
+        Raises:
+            nixlNotAllowedError: it is not over.
+        """
+        if not self._over:
+            raise nixlNotAllowedError("the request is not over; ask when it is")
+        post, whole = self._posted - self._started, self._ended - self._started
+        return nixlXferTelemetry(
+            round(1e6 * self._epoch), _microseconds(post), _microseconds(whole), *self._size
+        )
+
+    def _advance(self, transfer: Transfer) -> None:
+        """Tells the peer when the bytes are in place: from whichever thread sees that first."""
+        with self._lock:
+            if transfer is not self._transfer or self._over or not transfer.done():
+                return
+            try:
+                transfer.result()
+                if self._notice is None and self.message:
+                    self._notice = self._notify(self.message)
+                    if self._notice is not None:
+                        self._notice.add_done_callback(lambda _: self._later(transfer))
+                if self._notice is not None:
+                    if not self._notice.done():
+                        return
+                    self._notice.result()
+            except FabricError as error:
+                # Callers reuse buffers once they know of an error (MR-1).
+                quiesced = transfer.quiesced
+                if quiesced is False:
+                    return
+                self._error = as_nixl(error) if quiesced else _may_land(error)
+            self._ended = time.perf_counter()
+            self._over = True
+
+    def _later(self, transfer: Transfer) -> None:
+        # A callback that is hung on what is over runs at once, while the lock is held.
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self._advance(transfer)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(1, round(1e6 * seconds))
+
+
+def _may_land(error: FabricError) -> nixlBackendError:
+    """The error of a transfer of which it can't be known whether it still writes."""
+    found = nixlBackendError(f"{error}; bytes of it may still land: keep its buffers")
+    found.__cause__ = error
+    return found

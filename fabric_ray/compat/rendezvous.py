@@ -1,0 +1,290 @@
+"""Where a process can be asked, by host and port, for what its peers need to know of it.
+
+One request and one answer per connection, as bytes that the ends decode by schema. With a token,
+both ends prove over TCP that they know it, and every frame after that is authenticated with a key
+of this connection alone. Without one only processes of the same user on the same host are answered:
+over a Unix socket, where the kernel says who asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+from fabric_ray.errors import (
+    DecodeError,
+    HandshakeError,
+    Refused,
+    ResourceError,
+    TransferTimeout,
+    Unreachable,
+)
+
+_MAGIC = b"fabric-ray/ask/1"
+_NONCE = 32
+_MAC = 32
+_MOST_BYTES = 256 << 20
+_HANDSHAKE_S = 5.0
+_DONE, _FAILED = b"\x00", b"\x01"
+
+
+class Rendezvous:
+    """Answers who asks, each on a thread of its own.
+
+    Args:
+        answer: from a request to an answer; what it raises is told to who asked.
+        port: 0 for any that is free.
+        token: shared with all who may ask; without one, those of this user on this host.
+        bind: local addresses to listen on with a token, all when empty.
+
+    Raises:
+        ResourceError: the port is taken, or an address isn't one of this host.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[bytes], bytes],
+        *,
+        port: int = 0,
+        token: bytes | None = None,
+        bind: Sequence[str] = (),
+    ) -> None:
+        self._answer, self._token = answer, token
+        try:
+            self._listeners, self._held = (
+                _listen_on_tcp(port, bind) if token else _listen_on_unix(port)
+            )
+        except OSError as error:
+            raise ResourceError(
+                f"can't listen at port {port}: {error.strerror or error}; choose another, or 0",
+                call="bind",
+            ) from error
+        self.port: int = self._held.getsockname()[1]
+        self._closed = False
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="fabric-rendezvous", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        self._closed = True
+        for listener in {*self._listeners, self._held}:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError, HandshakeError, DecodeError):
+            connection.settimeout(_HANDSHAKE_S)
+            channel = _answering(connection, self._token)
+            request = channel.receive()
+            try:
+                reply = _DONE + self._answer(request)
+            except Exception as error:
+                reply = _FAILED + str(error).encode()
+            channel.send(reply)
+
+
+def ask(
+    host: str, port: int, request: bytes, *, token: bytes | None = None, timeout: float = 10.0
+) -> bytes:
+    """The answer of who listens there.
+
+    Raises:
+        Unreachable: nobody listens.
+        HandshakeError: it knows another token, or is another user's.
+        Refused: it can't answer that; the message says why.
+        TransferTimeout: it said nothing for ``timeout`` seconds.
+    """
+    peer = f"{host}:{port}"
+    try:
+        with _connect(host, port, token, timeout) as connection:
+            channel = _asking(connection, token, peer)
+            channel.send(request)
+            reply = channel.receive()
+    except TimeoutError as error:
+        raise TransferTimeout(
+            f"{peer} did not answer within {timeout:g} s; see whether it is stuck",
+            peer=peer,
+            after=timeout,
+            quiesced=True,
+            missing=0,
+        ) from error
+    except EOFError as error:
+        raise HandshakeError(
+            f"{peer} hung up; both ends need the same FABRIC_RAY_TOKEN", peer=peer
+        ) from error
+    except OSError as error:
+        hint = "" if token else "; without a FABRIC_RAY_TOKEN only this host is asked"
+        raise Unreachable(
+            f"nobody answers at {peer} ({error.strerror or error}){hint}", peer=peer
+        ) from error
+    if reply[:1] != _DONE:
+        raise Refused(f"{peer} refused: {reply[1:].decode(errors='replace')}", peer=peer)
+    return reply[1:]
+
+
+class _Channel:
+    """Frames over a connection: a length, the bytes, and what authenticates them."""
+
+    def __init__(self, connection: socket.socket, key: bytes | None, asks: bool) -> None:
+        self._connection, self._key = connection, key
+        self._out, self._in = (b"ask", b"answer") if asks else (b"answer", b"ask")
+
+    def send(self, body: bytes) -> None:
+        self._connection.sendall(struct.pack("<Q", len(body)) + body + self._mac(self._out, body))
+
+    def receive(self) -> bytes:
+        (nbytes,) = struct.unpack("<Q", _exactly(self._connection, 8))
+        if nbytes > _MOST_BYTES:
+            raise DecodeError(f"a frame of {nbytes} bytes is longer than any can be")
+        body = _exactly(self._connection, nbytes)
+        mac = self._mac(self._in, body)
+        if not hmac.compare_digest(mac, _exactly(self._connection, len(mac))):
+            raise DecodeError("a frame came changed")
+        return body
+
+    def _mac(self, way: bytes, body: bytes) -> bytes:
+        # One frame each way: the way alone keeps one from being taken for the other.
+        return b"" if self._key is None else _sign(self._key, way, body)
+
+
+def _asking(connection: socket.socket, token: bytes | None, peer: str) -> _Channel:
+    if token is None:
+        _same_user(connection, peer)
+        connection.sendall(_MAGIC)
+        return _Channel(connection, None, asks=True)
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(_MAGIC + mine)
+    theirs = _exactly(connection, _NONCE)
+    proof = _exactly(connection, _MAC)
+    if not hmac.compare_digest(proof, _sign(token, b"answers", mine, theirs)):
+        raise HandshakeError(
+            f"{peer} knows another token; both ends need the same FABRIC_RAY_TOKEN", peer=peer
+        )
+    connection.sendall(_sign(token, b"asks", theirs, mine))
+    return _Channel(connection, _sign(token, b"key", mine, theirs), asks=True)
+
+
+def _answering(connection: socket.socket, token: bytes | None) -> _Channel:
+    if token is None:
+        _same_user(connection, "who asks")
+    if _exactly(connection, len(_MAGIC)) != _MAGIC:
+        raise HandshakeError("who asks speaks something else", peer="")
+    if token is None:
+        return _Channel(connection, None, asks=False)
+    theirs = _exactly(connection, _NONCE)
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(mine + _sign(token, b"answers", theirs, mine))
+    proof = _exactly(connection, _MAC)
+    if not hmac.compare_digest(proof, _sign(token, b"asks", mine, theirs)):
+        raise HandshakeError("who asks knows another token", peer="")
+    return _Channel(connection, _sign(token, b"key", theirs, mine), asks=False)
+
+
+def _sign(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, _MAGIC + b"".join(parts), hashlib.sha256)
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        part = connection.recv(min(nbytes - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _same_user(connection: socket.socket, peer: str) -> None:
+    size = struct.calcsize("3i")
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", raw)
+    if user != os.geteuid():
+        raise HandshakeError(
+            f"{peer} is of user {user} and this process of user {os.geteuid()}; give both the same "
+            "FABRIC_RAY_TOKEN",
+            peer=peer,
+        )
+
+
+def _unix_name(port: int) -> bytes:
+    return b"\0fabric-ray/ask/%d" % port
+
+
+def _connect(host: str, port: int, token: bytes | None, timeout: float) -> socket.socket:
+    if token is not None:
+        return socket.create_connection((host, port), timeout)
+    if not _is_here(host, port):
+        raise OSError("it is another host")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(_unix_name(port))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_here(host: str, port: int) -> bool:
+    """Whether the host's address is one of this host."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM
+    ):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
+def _listen_on_unix(port: int) -> tuple[list[socket.socket], socket.socket]:
+    """A listener, and a TCP socket that keeps the port's number from others."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", port))
+        listener.bind(_unix_name(held.getsockname()[1]))
+        listener.listen(128)
+    except OSError:
+        held.close()
+        listener.close()
+        raise
+    return [listener], held
+
+
+def _listen_on_tcp(port: int, bind: Sequence[str]) -> tuple[list[socket.socket], socket.socket]:
+    """Listeners on all of these addresses at one port, the first of them again."""
+    listeners: list[socket.socket] = []
+    try:
+        for address in bind or ("",):
+            both = not address and socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+            at = listeners[0].getsockname()[1] if listeners else port
+            listeners.append(
+                socket.create_server((address, at), family=family, backlog=128, dualstack_ipv6=both)
+            )
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners, listeners[0]

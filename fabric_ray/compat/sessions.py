@@ -1,0 +1,148 @@
+"""Peers by ``host:port``: who is asked there answers with its engine's address and its memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import msgspec
+
+from fabric_ray.compat.addresses import AddressSpace, Registered
+from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray.engine import (
+    EngineAddress,
+    EngineConfig,
+    Peer,
+    RegionDescriptor,
+    RemoteRegion,
+    TransferEngine,
+)
+from fabric_ray.errors import DecodeError, InvalidArgument
+
+
+class _Question(msgspec.Struct, frozen=True, array_like=True):
+    life: str
+    """Whose table the caller has, by the engine's id, and which version of it."""
+    version: int
+
+
+class _Table(msgspec.Struct, frozen=True, array_like=True):
+    address: bytes
+    version: int
+    regions: list[tuple[int, bytes]] | None
+    """First addresses and descriptors; ``None`` if what the caller has still holds."""
+
+
+class Session(NamedTuple):
+    """A peer, as it was when it was last asked."""
+
+    peer: Peer
+    version: int
+    first: int | None
+    """Where the region begins that it registered first."""
+    space: AddressSpace[RemoteRegion]
+
+
+class Sessions:
+    """An engine that is found by ``host:port``, and what it has found out about others.
+
+    Args:
+        host: how peers reach this host.
+        port: 0 for any that is free.
+        registered: the memory that peers are told of.
+
+    Raises:
+        ResourceError: the port is taken.
+        FabricError: the engine can't be opened.
+    """
+
+    def __init__(self, host: str, port: int, config: EngineConfig, registered: Registered) -> None:
+        me = weakref.ref(self)
+        self._registered = registered
+        self._token = config.token
+        self._known: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._rendezvous = Rendezvous(
+            lambda request: _answer(me(), request), port=port, token=config.token, bind=config.bind
+        )
+        self.port = self._rendezvous.port
+        self.name = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        try:
+            self.engine = TransferEngine(config, name=self.name)
+        except BaseException:
+            self._rendezvous.close()
+            raise
+        weakref.finalize(self, _shut, self._rendezvous, self.engine)
+
+    def at(self, name: str, *, fresh: bool = False) -> Session:
+        """The peer of that session id; asked again if ``fresh``.
+
+        Raises:
+            Unreachable: nobody answers there.
+            HandshakeError: who answers knows another token, or is another user's.
+        """
+        with self._lock:
+            known = self._known.get(name)
+        if known is not None and not fresh:
+            return known
+        life, version = (known.peer.id, known.version) if known else ("", -1)
+        question = msgspec.msgpack.encode(_Question(life, version))
+        host, port = host_and_port(name)
+        table = _decoded(ask(host, port, question, token=self._token))
+        if table.regions is None and known is not None:
+            return known
+        regions = [
+            (first, self.engine.import_region(RegionDescriptor.from_bytes(descriptor)))
+            for first, descriptor in table.regions or []
+        ]
+        peer = self.engine.peer(EngineAddress.from_bytes(table.address))
+        first = regions[0][0] if regions else None
+        session = Session(peer, table.version, first, AddressSpace(regions))
+        with self._lock:
+            self._known[name] = session
+        return session
+
+    def answer(self, request: bytes) -> bytes:
+        """This engine's address and memory, for who asks."""
+        question = msgspec.msgpack.decode(request, type=_Question)
+        version, regions = self._registered.listed()
+        address = self.engine.address
+        told = None
+        if (question.life, question.version) != (address.id, version):
+            told = [(first, region.descriptor().to_bytes()) for first, region in regions]
+        return msgspec.msgpack.encode(_Table(address.to_bytes(), version, told))
+
+
+def host_and_port(name: str) -> tuple[str, int]:
+    """Of ``host``, ``host:port`` or ``[address]:port``; port 0 if there is none.
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
+    host, colon, port = name.rpartition(":")
+    if name.startswith("[") and name.endswith("]"):
+        return name[1:-1], 0
+    if not colon or (":" in host and not host.startswith("[")):  # A bare IPv6 address.
+        return name, 0
+    if not port.isdecimal() or int(port) >= 1 << 16:
+        raise InvalidArgument(f"{name!r} is not a host and a port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _answer(sessions: Sessions | None, request: bytes) -> bytes:
+    if sessions is None or "engine" not in vars(sessions):
+        raise InvalidArgument("it is not open yet, or no longer")
+    return sessions.answer(request)
+
+
+def _decoded(answer: bytes) -> _Table:
+    try:
+        return msgspec.msgpack.decode(answer, type=_Table)
+    except msgspec.MsgspecError as error:
+        raise DecodeError(f"the peer's table of memory is broken: {error}") from error
+
+
+def _shut(rendezvous: Rendezvous, engine: TransferEngine) -> None:
+    rendezvous.close()
+    engine.close()

@@ -1,0 +1,104 @@
+"""Who asks by host and port is answered if it may be, and by nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray.errors import HandshakeError, Refused, ResourceError, Unreachable
+
+TOKENS = [None, b"a secret"]
+
+
+def shout(request: bytes) -> bytes:
+    if request == b"no":
+        raise ValueError("it says no")
+    return request.upper()
+
+
+@pytest.fixture
+def guarded() -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous(shout, token=b"a secret", bind=["127.0.0.1"])
+    yield rendezvous
+    rendezvous.close()
+
+
+@pytest.mark.parametrize("token", TOKENS, ids=["same user", "token"])
+def test_a_question_gets_its_answer(token: bytes | None) -> None:
+    rendezvous = Rendezvous(shout, token=token)
+    for request in (b"", b"hello", b"x" * (3 << 20)):
+        assert ask("127.0.0.1", rendezvous.port, request, token=token) == request.upper()
+    with pytest.raises(Refused, match="it says no"):
+        ask("127.0.0.1", rendezvous.port, b"no", token=token)
+    rendezvous.close()
+    with pytest.raises(Unreachable, match="nobody answers"):
+        ask("127.0.0.1", rendezvous.port, b"", token=token)
+
+
+@pytest.mark.parametrize("token", [b"another", b"", None])
+def test_who_has_another_token_is_told_nothing(token: bytes | None, guarded: Rendezvous) -> None:
+    with pytest.raises((HandshakeError, Unreachable)):
+        ask("127.0.0.1", guarded.port, b"hello", token=token)
+
+
+def test_who_can_not_prove_its_token_is_not_answered(guarded: Rendezvous) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port), 5) as stranger:
+        stranger.sendall(b"fabric-ray/ask/1" + bytes(32))
+        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
+        stranger.sendall(bytes(32))
+        assert stranger.recv(1) == b"", "it hangs up"
+
+
+def test_an_answer_of_somebody_else_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        listener.settimeout(5)
+
+        def impostor() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(48, socket.MSG_WAITALL)
+                connection.sendall(bytes(64))
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(HandshakeError, match="another token"):
+            ask("127.0.0.1", port, b"hello", token=b"a secret")
+        thread.join()
+
+
+def test_without_a_token_no_other_host_is_asked() -> None:
+    rendezvous = Rendezvous(shout)
+    with pytest.raises(Unreachable, match="another host"):
+        ask("192.0.2.1", rendezvous.port, b"hello")
+    rendezvous.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_without_a_token_no_other_user_is_answered() -> None:
+    rendezvous = Rendezvous(shout)
+    code = (
+        "import os; from fabric_ray.compat.rendezvous import ask\n"
+        "'here'.encode('idna')  # What is imported lazily may be another user's to read.\n"
+        "os.setuid(65534)\n"
+        f"try: ask('127.0.0.1', {rendezvous.port}, b'hello')\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    rendezvous.close()
+    assert said.stdout.strip() == "HandshakeError", said.stderr
+
+
+@pytest.mark.parametrize("token", TOKENS, ids=["same user", "token"])
+def test_a_port_that_is_taken_is_an_error(token: bytes | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ResourceError, match="choose another"):
+            Rendezvous(shout, port=port, token=token, bind=["127.0.0.1"])
