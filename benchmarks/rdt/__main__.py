@@ -100,6 +100,7 @@ def main(
     sizes: Annotated[str, typer.Option(help="Bytes, commas between")] = ",".join(map(str, SIZES)),
     turns: Annotated[int, typer.Option(min=1, help="Everybody's turns")] = 3,
     only: Annotated[str, typer.Option(help="Ways, commas between")] = "",
+    address: Annotated[str, typer.Option(help="A Ray that runs already; else one is started")] = "",
     json: Annotated[Path | None, typer.Option(help="A file for all figures")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables to paste")] = False,
 ) -> None:
@@ -111,7 +112,6 @@ def main(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    import fabric_ray
     from benchmarks.rdt.pair import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
 
     ways = [FABRIC, MAPPED, NIXL, GLOO, NUMPY, STORE]
@@ -121,9 +121,9 @@ def main(
         out.say("nixl is not installed: pip install 'fabric-ray[bench]'")
     ways = [way for way in ways if not only or way in (FABRIC, *only.split(","))]
     each = [int(size) for size in sizes.split(",")]
-    fabric_ray.register()
     room = 4 * max(each) + GIB
-    ray.init(object_store_memory=room, log_to_driver=False, logging_level="error")
+    own = {} if address else {"object_store_memory": room, "include_dashboard": False}
+    ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
     try:
         argument, target = measure(ways, each, turns, out)
     finally:

@@ -9,6 +9,10 @@ import numpy as np
 import ray
 import torch
 
+import fabric_ray
+
+fabric_ray.register()  # the name must be known before a class uses it
+
 FABRIC, MAPPED, NIXL, GLOO = "fabric", "fabric mapped", "nixl", "gloo"
 NUMPY, STORE = "store numpy", "store torch"
 ONE_SIDED = (FABRIC, MAPPED, NIXL)
