@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import pytest
@@ -156,9 +156,10 @@ def hold(connection: Connection) -> None:
 
 
 @pytest.fixture
-def over_tcp() -> Exchange:
+def over_tcp() -> Iterator[Exchange]:
     engine = TransferEngine(name="over tcp", transport="tcp", peer_timeout=60)
-    return Exchange(engine, Holder("over tcp", "here", 1), timeout=60)
+    with engine:
+        yield Exchange(engine, Holder("over tcp", "here", 1), timeout=60)
 
 
 def test_mr_1_an_aborted_fetch_ends_at_once_and_keeps_its_memory_until_it_is_quiet(
@@ -184,16 +185,17 @@ def test_mr_1_an_aborted_fetch_ends_at_once_and_keeps_its_memory_until_it_is_qui
         waiting.join(30)
         assert isinstance(outcome[0], Cancelled)
         address = begun.tensors[0].data_ptr()
+        quiet = begun.settled
         over_tcp.fetches.end(begun)
-        del begun
+        del begun, waiting
         outcome.clear()
-        if len(over_tcp.fetches):  # not quiet yet: nobody else may have that memory
+        if not quiet:  # then nobody else may have that memory
+            assert len(over_tcp.fetches) == 1
             lent = over_tcp.pool.lend(*kind[0])
             assert lent is not None
             assert lent[0].data_ptr() != address
         other.signal(signal.SIGCONT)
         assert over_tcp.fetches.start("a", offer, kind).wait(20)[0].sum() == BIG
-    over_tcp.engine.close()
 
 
 def test_a_fetch_that_was_aborted_before_it_began_does_not_begin(
@@ -218,7 +220,6 @@ def test_a_wait_that_is_too_short_leaves_the_fetch_going(over_tcp: Exchange) -> 
         assert not isinstance(caught.value, FabricError)
         other.signal(signal.SIGCONT)
         assert begun.wait(20)[0].sum() == BIG
-    over_tcp.engine.close()
 
 
 def test_rs_4_a_holder_that_is_killed_in_the_middle_is_named(over_tcp: Exchange) -> None:
@@ -231,4 +232,3 @@ def test_rs_4_a_holder_that_is_killed_in_the_middle_is_named(over_tcp: Exchange)
         other.kill()
         with pytest.raises(PeerLost, match="other"):
             begun.wait(20)
-    over_tcp.engine.close()
