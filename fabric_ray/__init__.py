@@ -19,7 +19,7 @@ from fabric_ray.engine import (
     TransferEngine,
     pages,
 )
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import FabricError, Unsupported
 
 __all__ = [
     "Batch",
@@ -39,4 +39,26 @@ __all__ = [
     "TransferEngine",
     "__version__",
     "pages",
+    "register",
 ]
+
+
+def register() -> None:
+    """Makes ``tensor_transport="fabric"`` known to Ray, in this process and in the actors that it
+    creates: tensors of object references then travel through the engine.
+
+    Call it before you create actors. It may be called any number of times, and be named as Ray's
+    ``worker_process_setup_hook``. Needs ``fabric-ray[ray]`` with Ray 2.60 or later.
+
+    Raises:
+        Unsupported: Ray or torch is missing, or Ray has no place for tensor transports.
+        InvalidArgument: another library has taken the name.
+    """
+    try:
+        from fabric_ray.runtime.rdt import registration
+    except ImportError as cause:
+        raise Unsupported(
+            f"tensor transports need Ray 2.60 or later, and torch ({cause}); "
+            "pip install 'fabric-ray[ray]' 'ray>=2.60'"
+        ) from cause
+    registration.register()

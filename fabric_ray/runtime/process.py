@@ -98,12 +98,17 @@ def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
     if not ray.is_initialized():
         named: dict[str, Any] = {"name": name} if name else {}
         return _Resident(TransferEngine(**named, **overrides), None)
-    context = ray.get_runtime_context()
-    found_by = name or context.get_actor_id() or f"driver-{os.getpid()}"
+    found_by = name or ray.get_runtime_context().get_actor_id() or f"driver-{os.getpid()}"
+    return _Resident(cluster_engine(found_by, **overrides), found_by)
+
+
+def cluster_engine(name: str, **overrides: Any) -> TransferEngine:
+    """An engine that knows the cluster's token and listens on the node's address; nobody finds it
+    by its name."""
     if "token" not in overrides and not os.environ.get("FABRIC_RAY_TOKEN"):
         overrides["token"] = cluster_token()
     overrides.setdefault("bind", (node_address(),))
-    return _Resident(TransferEngine(name=found_by, **overrides), found_by)
+    return TransferEngine(name=name, **overrides)
 
 
 def node_address() -> str:

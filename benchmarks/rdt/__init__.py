@@ -1,0 +1,1 @@
+"""Tensors by object reference between two Ray actors, by transport."""
