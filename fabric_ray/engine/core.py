@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -16,10 +17,31 @@ from fabric_ray import _native
 from fabric_ray._native import Batch, Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.memory import memory_of, segment_of
+from fabric_ray.engine.seeing import (
+    Cursor,
+    EngineMetrics,
+    EngineRecords,
+    metrics_of,
+    records_of,
+)
 from fabric_ray.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+
+_opened: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+_on_open: list[Callable[[TransferEngine], None]] = []
+
+
+def opened() -> list[TransferEngine]:
+    """The engines of this process that are open, in no order."""
+    return [engine for engine in list(_opened) if not engine.closed]
+
+
+def on_open(callback: Callable[[TransferEngine], None]) -> None:
+    """Has every engine that is opened from now on shown to ``callback``."""
+    _on_open.append(callback)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -138,6 +160,7 @@ class TransferEngine(_native.Engine):
             heal=c.heal,
             rail_window=c.rail_window,
             receive_window=c.receive_window,
+            records=c.records,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
             nics=c.nic_options,
@@ -145,6 +168,9 @@ class TransferEngine(_native.Engine):
         self.config = c
         self.closed = False
         self._readers = []
+        _opened.add(self)
+        for tell in tuple(_on_open):
+            tell(self)
         return self
 
     def register(self, obj: Any, *, segment: bool = False) -> Region:
@@ -236,6 +262,19 @@ class TransferEngine(_native.Engine):
     def rails(self) -> tuple[Rail, ...]:
         """The ways out of this engine, in the order of its transports and NICs."""
         return tuple(Rail(*rail) for rail in self._rails())
+
+    def metrics(self) -> EngineMetrics:
+        """All that is counted: rails with durations by stage and class, peers with slices, bytes,
+        repetitions, failures, exclusions and waits."""
+        return metrics_of(self.config.name, self.id, self._metrics())
+
+    def records(self, since: Cursor = (0, 0, 0, 0)) -> EngineRecords:
+        """The flight recorder's latest records, and the requests that are not over.
+
+        Args:
+            since: the cursor of an earlier answer; what it had is left out.
+        """
+        return records_of(self.config.name, self.id, self._records(since))
 
     def __enter__(self) -> Self:
         return self
