@@ -1,8 +1,8 @@
 """What the flight recorder costs: `python -m benchmarks.observe`.
 
 Two pairs of processes run side by side all the time, one pair with the recorder and one without;
-they are asked in turns, in an order that changes. Each turn gives a ratio, and the median of those is
-the cost: what the machine does meanwhile is done to both.
+they are asked in turns, in an order that changes. Each turn gives a ratio, and the median of those
+is the cost: what the machine does meanwhile is done to both.
 """
 
 from __future__ import annotations

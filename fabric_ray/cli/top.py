@@ -33,8 +33,8 @@ def top(
 ) -> None:
     """Engines of this user's processes on this host: links, rates, transfers, health.
 
-    A process shows itself if FABRIC_RAY_OBSERVE=1 is in its environment. With --once, exits with 1 if
-    no process shows itself.
+    A process shows itself if FABRIC_RAY_OBSERVE=1 is in its environment. With --once, exits with 1
+    if no process shows itself.
     """
     look = _Looks()
     if once:

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ray import _native
 from fabric_ray.cli.options import size
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.observe import Flight, ProcessRecords, join, load, story
@@ -40,8 +39,8 @@ def trace(
 ) -> None:
     """Latest transfers of engines: of running processes of this user, or from files.
 
-    A process can be looked into if FABRIC_RAY_OBSERVE=1 is in its environment. Exits with 1 if there
-    is nothing to show.
+    A process can be looked into if FABRIC_RAY_OBSERVE=1 is in its environment. Exits with 1 if
+    there is nothing to show.
     """
     console = Console()
     try:
@@ -50,7 +49,7 @@ def trace(
             _write(dump, b"".join(msgspec.json.encode(p) + b"\n" for p in processes))
         flights = join(processes)
         if request is not None:
-            flights = story(flights, _native.span_of(request))
+            flights = story(flights, request)
             if not flights:
                 raise InvalidArgument(
                     f"nothing is recorded of {request!r}: it may be too long ago, or its process "

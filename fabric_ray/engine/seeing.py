@@ -262,26 +262,36 @@ def _histogram(raw: tuple[list[int], int]) -> Histogram:
 
 
 def _rail(raw: tuple[Any, ...]) -> RailMetrics:
-    *head, stages = raw
+    transport, device, window, under_way, stages = raw
     of_class = (Stages(priority, *map(_histogram, each)) for priority, *each in stages)
-    return RailMetrics(*head, tuple(of_class))
+    return RailMetrics(transport, device, window, under_way, tuple(of_class))
 
 
 def _peer(raw: tuple[Any, ...]) -> PeerMetrics:
-    *head, waits, rails = raw
+    id, name, state, transport, links, waiting, under_way, waits, rails = raw
     tallies = (
         PeerRail(rail, excluded, tuple(Tally(*tally) for tally in each))
         for rail, excluded, each in rails
     )
-    return PeerMetrics(*head, dict(waits), tuple(tallies))
+    return PeerMetrics(
+        id, name, state, transport, links, waiting, under_way, dict(waits), tuple(tallies)
+    )
 
 
 def _transfer(ids: list[str], raw: tuple[Any, ...]) -> TransferRecord:
-    named, moments, parts, parts_lost, how, failure = raw
+    (id, op, priority, span), moments, parts, parts_lost, how, failure = raw
+    queued, posted, all_posted, wire, told = moments
     slices, again, waits, rails, over, weight = how
     return TransferRecord(
-        *named,
-        *moments,
+        id=id,
+        op=op,
+        priority=priority,
+        span=span,
+        queued=queued,
+        posted=posted,
+        all_posted=all_posted,
+        wire=wire,
+        told=told,
         parts=tuple(Part(ids[peer], *rest) for peer, *rest in parts),
         parts_lost=parts_lost,
         slices=slices,

@@ -18,8 +18,8 @@ _SENT, _RECEIVED, _EVENTS = 0, 1000, 2000
 
 def trace(processes: Iterable[ProcessRecords], flights: Iterable[Flight]) -> dict[str, Any]:
     """The trace, to be written as JSON. Every engine is a process of it; a transfer and its stages
-    lie in one lane of its writer, what its receiver saw in one of the receiver's, and an arrow leads
-    from one to the other."""
+    lie in one lane of its writer, what its receiver saw in one of the receiver's, and an arrow
+    leads from one to the other."""
     processes, flights = list(processes), list(flights)
     pids = _Numbers()
     events: list[TraceEvent] = []

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from fabric_ray import _native
 from fabric_ray.engine import EngineRecords
 from fabric_ray.engine.seeing import Arrival, Expected, Part, TransferRecord
 from fabric_ray.observe.process import ProcessRecords
@@ -73,7 +74,7 @@ class Flight(msgspec.Struct, frozen=True):
     weight: int
     failure: str | None
     received: Received | None
-    """None where nothing counts, or the receiver's records weren't at hand or had no room for it."""
+    """None where nothing counts, or where the receiver's records weren't at hand or had no room."""
 
 
 class _End(msgspec.Struct, frozen=True, eq=False):
@@ -219,9 +220,14 @@ def _flight(claim: _Claim, received: Received | None) -> Flight:
     )
 
 
-def story(flights: Iterable[Flight], span: int) -> list[Flight]:
+def story(flights: Iterable[Flight], request: str | int) -> list[Flight]:
     """What was done for one request: what it asked for itself, and what others wrote to the
-    counters that it waited on."""
+    counters that it waited on.
+
+    Args:
+        request: as :func:`fabric_ray.observe.span` named it, or the number that it yielded.
+    """
+    span = _native.span_of(request) if isinstance(request, str) else request
     return [
         flight
         for flight in flights

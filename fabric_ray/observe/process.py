@@ -82,9 +82,7 @@ def records(since: Mapping[str, Cursor] | None = None) -> ProcessRecords:
     """
     since = since or {}
     engines = tuple(engine.records(since.get(engine.id, (0, 0, 0, 0))) for engine in opened())
-    return ProcessRecords(
-        os.getpid(), socket.gethostname(), _command(), clock(), names(), engines
-    )
+    return ProcessRecords(os.getpid(), socket.gethostname(), _command(), clock(), names(), engines)
 
 
 def dump(path: str | Path) -> ProcessRecords:

@@ -56,9 +56,7 @@ GHOSTS = _family(
 REGIONS = _family("regions", "gauge", "Registered regions.", _ENGINE)
 RETIRING = _family("regions_retiring", "gauge", "Regions whose end isn't proven yet.", _ENGINE)
 GOING_ON = _family("requests_going_on", "gauge", "Requests that are not over.", _ENGINE)
-EXPECTED = _family(
-    "expectation_seconds", "histogram", "Until an expectation was full.", _ENGINE
-)
+EXPECTED = _family("expectation_seconds", "histogram", "Until an expectation was full.", _ENGINE)
 WINDOW = _family("rail_window_bytes", "gauge", "Bytes that may be under way.", _RAIL)
 UNDER_WAY = _family("rail_under_way_bytes", "gauge", "Bytes that are under way.", _RAIL)
 STAGE = {

@@ -44,7 +44,8 @@ def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -
     a, b = pair
     c = open_engine("c", transport=a.config.transport)
     src = a.alloc(1 << 16)
-    targets = [a.import_region(e.alloc(1 << 16).descriptor()) for e in (b, c)]
+    inboxes = [e.alloc(1 << 16) for e in (b, c)]
+    targets = [a.import_region(inbox.descriptor()) for inbox in inboxes]
     a.write_pages(
         1024, src, pages(range(64), stride=1024), targets[0], pages(range(64), stride=1024), imm=7
     ).wait(10)
@@ -59,7 +60,8 @@ def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -
 
 def test_records_after_a_cursor_are_only_the_new_ones(pair: Pair) -> None:
     a, b = pair
-    there = a.import_region(b.alloc(1 << 16).descriptor())
+    inbox = b.alloc(1 << 16)
+    there = a.import_region(inbox.descriptor())
     src = a.alloc(1 << 16)
     a.write(src, there).wait(10)
     first = a.records()
@@ -73,7 +75,8 @@ def test_records_after_a_cursor_are_only_the_new_ones(pair: Pair) -> None:
 
 def test_what_is_written_over_is_counted_as_missed(open_engine: Open) -> None:
     a, b = open_engine("a", records=2), open_engine("b")
-    there = a.import_region(b.alloc(1 << 16).descriptor())
+    inbox = b.alloc(1 << 16)
+    there = a.import_region(inbox.descriptor())
     src = a.alloc(1 << 16)
     for _ in range(5):
         a.write(src, there).wait(10)
@@ -84,7 +87,8 @@ def test_what_is_written_over_is_counted_as_missed(open_engine: Open) -> None:
 
 def test_without_records_an_engine_keeps_none_and_counts_all_the_same(open_engine: Open) -> None:
     a, b = open_engine("a", records=0), open_engine("b", records=0)
-    there = a.import_region(b.alloc(1 << 16).descriptor())
+    inbox = b.alloc(1 << 16)
+    there = a.import_region(inbox.descriptor())
     a.write(a.alloc(1 << 16), there, imm=3).wait(10)
     b.plain_counter(3).wait(1, timeout=10)
     assert a.records().transfers == ()
@@ -96,7 +100,8 @@ def test_without_records_an_engine_keeps_none_and_counts_all_the_same(open_engin
 
 def test_what_failed_says_why_and_what_goes_on_is_shown(open_engine: Open) -> None:
     a, b = open_engine("a", transport="tcp"), open_engine("b", transport="tcp")
-    there = a.import_region(b.alloc(64).descriptor())
+    inbox = b.alloc(64)
+    there = a.import_region(inbox.descriptor())
     a.write(a.alloc(64), there).wait(10)
     waiting = a.send(there.peer, b"x", timeout=30)
     open_ones = [t for t in a.records().transfers if not t.over]
@@ -129,7 +134,8 @@ def test_a_span_marks_what_is_done_within_it_and_nothing_else(pair: Pair) -> Non
 
 def test_metrics_count_what_was_moved(pair: Pair) -> None:
     a, b = pair
-    there = a.import_region(b.alloc(1 << 20).descriptor())
+    inbox = b.alloc(1 << 20)
+    there = a.import_region(inbox.descriptor())
     for _ in range(3):
         a.write(a.alloc(1 << 20), there, imm=1).wait(10)
     b.plain_counter(1).wait(3, timeout=10)
@@ -147,7 +153,8 @@ def test_metrics_count_what_was_moved(pair: Pair) -> None:
 
 def test_the_loss_of_a_peer_is_an_event(open_engine: Open) -> None:
     a, b = open_engine("a", transport="tcp"), open_engine("b", transport="tcp")
-    there = a.import_region(b.alloc(64).descriptor())
+    inbox = b.alloc(64)
+    there = a.import_region(inbox.descriptor())
     a.write(a.alloc(64), there).wait(10)
     lost = a.counter().expect(1, writers=[there.peer])
     b.close()

@@ -38,7 +38,8 @@ def run(*arguments: str) -> Result:
 def moved(pair: Pair, nbytes: int = 1 << 16) -> None:
     a, b = pair
     counter = b.counter()
-    there = a.import_region(b.alloc(nbytes).descriptor())
+    inbox = b.alloc(nbytes)
+    there = a.import_region(inbox.descriptor())
     a.write(a.alloc(nbytes), there, imm=counter.ref).wait(10)
     counter.wait(1, timeout=10)
 
@@ -203,9 +204,7 @@ def test_a_request_that_nobody_recorded_is_said_so(runs_in: Path, pair: Pair) ->
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_has_a_process_show_itself(
-    runs_in: Path, value: str, shown: bool
-) -> None:
+def test_the_environment_has_a_process_show_itself(runs_in: Path, value: str, shown: bool) -> None:
     program = (
         "import fabric_ray\n"
         "from fabric_ray.observe.asking import sockets\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.error
 import urllib.request
 from importlib import resources
 
@@ -21,7 +22,8 @@ UNITS = ("_bytes", "_seconds", "_total")
 
 def moved(pair: Pair) -> None:
     a, b = pair
-    there = a.import_region(b.alloc(1 << 16).descriptor())
+    inbox = b.alloc(1 << 16)
+    there = a.import_region(inbox.descriptor())
     a.write(a.alloc(1 << 16), there, imm=1).wait(10)
     b.plain_counter(1).wait(1, timeout=10)
 
@@ -46,7 +48,7 @@ def test_prometheus_reads_the_text(pair: Pair) -> None:
             assert read[here].type == family.kind
     sent = sum(s.value for s in read["fabric_ray_bytes"].samples if s.labels["engine"] == "a")
     assert sent == 1 << 16
-    queue = [s for s in read["fabric_ray_transfer_queue_seconds"].samples]
+    queue = list(read["fabric_ray_transfer_queue_seconds"].samples)
     bounds = [float(s.labels["le"]) for s in queue if "le" in s.labels]
     assert bounds[-1] == float("inf")
     counts = [s.value for s in queue if "le" in s.labels]
