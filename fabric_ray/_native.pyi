@@ -38,6 +38,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "_span_variable",
     "holders",
     "simulate",
     "span_of",
