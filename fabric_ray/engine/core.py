@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -24,7 +25,7 @@ from fabric_ray.engine.seeing import (
     metrics_of,
     records_of,
 )
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import ForkedEngine, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _opened: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 _on_open: list[Callable[[TransferEngine], None]] = []
+# A child has its parent's engines in memory, and whoever held their locks isn't there.
+os.register_at_fork(after_in_child=_opened.clear)
 
 
 def opened() -> list[TransferEngine]:
@@ -131,6 +134,7 @@ class TransferEngine(_native.Engine):
     config: EngineConfig
     closed: bool
     _readers: list[Callable[[], None]]
+    _process: int
 
     def __new__(cls, config: EngineConfig | None = None, **overrides: Any) -> Self:
         """Opens an engine.
@@ -168,6 +172,7 @@ class TransferEngine(_native.Engine):
         self.config = c
         self.closed = False
         self._readers = []
+        self._process = os.getpid()
         _opened.add(self)
         for tell in tuple(_on_open):
             tell(self)
@@ -265,7 +270,12 @@ class TransferEngine(_native.Engine):
 
     def metrics(self) -> EngineMetrics:
         """All that is counted: rails with durations by stage and class, peers with slices, bytes,
-        repetitions, failures, exclusions and waits."""
+        repetitions, failures, exclusions and waits.
+
+        Raises:
+            ForkedEngine: it belongs to the parent process.
+        """
+        self._check_process()
         return metrics_of(self.config.name, self.id, self._metrics())
 
     def records(self, since: Cursor = (0, 0, 0, 0)) -> EngineRecords:
@@ -273,8 +283,20 @@ class TransferEngine(_native.Engine):
 
         Args:
             since: the cursor of an earlier answer; what it had is left out.
+
+        Raises:
+            ForkedEngine: it belongs to the parent process.
         """
+        self._check_process()
         return records_of(self.config.name, self.id, self._records(since))
+
+    def _check_process(self) -> None:
+        here = os.getpid()
+        if here != self._process:
+            raise ForkedEngine(
+                f"this engine belongs to process {self._process}, this is process {here}; open one "
+                "engine per process, after fork"
+            )
 
     def __enter__(self) -> Self:
         return self

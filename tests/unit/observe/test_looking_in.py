@@ -123,10 +123,17 @@ def test_a_child_by_fork_leaves_its_parents_socket_alone(runs_in: Path) -> None:
     path = observe.serve()
     program = (
         "import os, sys\n"
-        "from fabric_ray import observe\n"
+        "from fabric_ray import TransferEngine, errors, observe\n"
+        "engine = TransferEngine()\n"
         "path = observe.serve()\n"
         "child = os.fork()\n"
         "if child == 0:\n"
+        "    assert observe.metrics().engines == ()\n"
+        "    try:\n"
+        "        engine.records()\n"
+        "        os._exit(2)\n"
+        "    except errors.ForkedEngine:\n"
+        "        pass\n"
         "    observe.stop()\n"
         "    own = observe.serve()\n"
         "    assert own != path and own.exists()\n"
