@@ -1,6 +1,7 @@
 """The native core."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, final
@@ -37,8 +38,10 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "_span_variable",
     "holders",
     "simulate",
+    "span_of",
     "survey",
     "topology",
 ]
@@ -628,6 +631,7 @@ class Engine:
         heal: bool,
         rail_window: int,
         receive_window: int,
+        records: int,
         peer_timeout: float,
         op_timeout: float,
         nics: Mapping[str, object],
@@ -856,6 +860,8 @@ class Engine:
     def stats(self) -> _Stats:
         """Counts since the engine was opened: writes ``counted``, ``ghosts`` (immediates of an
         earlier use, not counted), ``regions`` registered now, and those ``retiring``."""
+    def _metrics(self) -> dict[str, Any]: ...
+    def _records(self, since: tuple[int, int, int, int]) -> dict[str, Any]: ...
     def drain(self) -> Transfer:
         """Takes nothing new from now on: requests and expectations raise ``EngineClosed``. The
         transfer is done when all that was begun here is over, by its deadline at the latest; then
@@ -1056,6 +1062,12 @@ class MoeExchange:
     def combine_send(self, answers: _MoePart) -> None: ...
     def combine_answers(self, out: _MoePart) -> None: ...
     def combine_recv(self, weights: _MoePart | None, out: _MoePart, dtype: str) -> list[int]: ...
+
+# observe
+
+def _span_variable() -> ContextVar[int]: ...
+def span_of(name: str) -> int:
+    """The span of a name, the same in every process: 64-bit FNV-1a of its UTF-8."""
 
 # doctor
 

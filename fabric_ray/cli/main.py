@@ -1,4 +1,4 @@
-"""``fabric-ray``: demos, plans, simulations, the doctor and the topology."""
+"""``fabric-ray``: demos, plans, simulations, the doctor, the topology, and looks into engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fabric_ray import __version__
-from fabric_ray.cli import demo, doctor, plan, simulate, topo
+from fabric_ray.cli import demo, doctor, plan, simulate, top, topo, trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,7 +19,9 @@ app.add_typer(demo.app, name="demo")
 app.command(name="doctor")(doctor.doctor)
 app.command(name="plan")(plan.plan)
 app.command(name="simulate")(simulate.simulate)
+app.command(name="top")(top.top)
 app.command(name="topo")(topo.topo)
+app.command(name="trace")(trace.trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,8 +20,18 @@ from fabric_ray._native import (
     Watcher,
 )
 from fabric_ray.engine.config import EngineConfig
-from fabric_ray.engine.core import Explanation, Path, Paths, Rail, TransferEngine, Verdict
+from fabric_ray.engine.core import (
+    Explanation,
+    Path,
+    Paths,
+    Rail,
+    TransferEngine,
+    Verdict,
+    on_open,
+    opened,
+)
 from fabric_ray.engine.memory import pages
+from fabric_ray.engine.seeing import EngineMetrics, EngineRecords
 from fabric_ray.engine.symmetric import SymmetricMemory
 
 __all__ = [
@@ -30,6 +40,8 @@ __all__ = [
     "CounterRef",
     "EngineAddress",
     "EngineConfig",
+    "EngineMetrics",
+    "EngineRecords",
     "Explanation",
     "Flag",
     "Message",
@@ -50,5 +62,7 @@ __all__ = [
     "TransferEngine",
     "Verdict",
     "Watcher",
+    "on_open",
+    "opened",
     "pages",
 ]

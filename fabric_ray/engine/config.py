@@ -83,6 +83,9 @@ class EngineConfig(BaseModel):
     receive_window: int = Field(default=64 << 20, ge=64 << 10, le=_MOST_BYTES)
     """Bytes that may be on their way to this engine, divided among the peers that send it much."""
 
+    records: int = Field(default=4096, ge=0, le=1 << 20)
+    """How many transfers the flight recorder keeps, and as many arrivals; 0 turns it off."""
+
     nics: tuple[str, ...] = ()
     """NICs by name or glob (``mlx5_*``) in the order of the rails; by topology when empty."""
 

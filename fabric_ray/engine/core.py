@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -16,10 +18,33 @@ from fabric_ray import _native
 from fabric_ray._native import Batch, Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.memory import memory_of, segment_of
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.engine.seeing import (
+    Cursor,
+    EngineMetrics,
+    EngineRecords,
+    metrics_of,
+    records_of,
+)
+from fabric_ray.errors import ForkedEngine, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+
+_opened: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+_on_open: list[Callable[[TransferEngine], None]] = []
+# A child has its parent's engines in memory, and whoever held their locks isn't there.
+os.register_at_fork(after_in_child=_opened.clear)
+
+
+def opened() -> list[TransferEngine]:
+    """The engines of this process that are open, in no order."""
+    return [engine for engine in list(_opened) if not engine.closed]
+
+
+def on_open(callback: Callable[[TransferEngine], None]) -> None:
+    """Has every engine that is opened from now on shown to ``callback``."""
+    _on_open.append(callback)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -109,6 +134,7 @@ class TransferEngine(_native.Engine):
     config: EngineConfig
     closed: bool
     _readers: list[Callable[[], None]]
+    _process: int
 
     def __new__(cls, config: EngineConfig | None = None, **overrides: Any) -> Self:
         """Opens an engine.
@@ -138,6 +164,7 @@ class TransferEngine(_native.Engine):
             heal=c.heal,
             rail_window=c.rail_window,
             receive_window=c.receive_window,
+            records=c.records,
             peer_timeout=c.peer_timeout,
             op_timeout=c.op_timeout,
             nics=c.nic_options,
@@ -145,6 +172,10 @@ class TransferEngine(_native.Engine):
         self.config = c
         self.closed = False
         self._readers = []
+        self._process = os.getpid()
+        _opened.add(self)
+        for tell in tuple(_on_open):
+            tell(self)
         return self
 
     def register(self, obj: Any, *, segment: bool = False) -> Region:
@@ -248,6 +279,36 @@ class TransferEngine(_native.Engine):
     def rails(self) -> tuple[Rail, ...]:
         """The ways out of this engine, in the order of its transports and NICs."""
         return tuple(Rail(*rail) for rail in self._rails())
+
+    def metrics(self) -> EngineMetrics:
+        """All that is counted: rails with durations by stage and class, peers with slices, bytes,
+        repetitions, failures, exclusions and waits.
+
+        Raises:
+            ForkedEngine: it belongs to the parent process.
+        """
+        self._check_process()
+        return metrics_of(self.config.name, self.id, self._metrics())
+
+    def records(self, since: Cursor = (0, 0, 0, 0)) -> EngineRecords:
+        """The flight recorder's latest records, and the requests that are not over.
+
+        Args:
+            since: the cursor of an earlier answer; what it had is left out.
+
+        Raises:
+            ForkedEngine: it belongs to the parent process.
+        """
+        self._check_process()
+        return records_of(self.config.name, self.id, self._records(since))
+
+    def _check_process(self) -> None:
+        here = os.getpid()
+        if here != self._process:
+            raise ForkedEngine(
+                f"this engine belongs to process {self._process}, this is process {here}; open one "
+                "engine per process, after fork"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from fabric_ray import observe
 from fabric_ray.errors import FabricError
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
 from fabric_ray.integrations.vllm_kv_offer import from_text
@@ -78,15 +79,16 @@ class Fetcher:
 
     def _pull(self, load: Load) -> Pull:
         claim = Claim(load.transfer, load.digest, load.request, self._ranks)
-        return self._decoder.pull(
-            self._prefiller(load.offer),
-            tokens=load.tokens,
-            tables=self._cache.tables(load.table, load.tokens),
-            have=load.have,
-            payload=claim.encoded(),
-            timeout=self._timeout,
-            salt=zlib.crc32(load.transfer.encode()),
-        )
+        with observe.span(load.request):
+            return self._decoder.pull(
+                self._prefiller(load.offer),
+                tokens=load.tokens,
+                tables=self._cache.tables(load.table, load.tokens),
+                have=load.have,
+                payload=claim.encoded(),
+                timeout=self._timeout,
+                salt=zlib.crc32(load.transfer.encode()),
+            )
 
     def _prefiller(self, offer: str) -> int:
         known = self._prefillers.get(offer)

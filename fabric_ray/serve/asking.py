@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from fabric_ray import observe
 from fabric_ray.errors import FabricError
 from fabric_ray.inference.protocols import Tail
 from fabric_ray.kvcache import Decoder, Pull
@@ -181,16 +182,17 @@ class Asking:
                 f"terms.max_message is {most}; shorten the prompt",
                 param="prompt",
             )
-        return self._decoder.pull(
-            prefiller,
-            tokens=tokens,
-            have=seat.prefix,
-            tables=tables,
-            tail_slot=seat.slot,
-            payload=payload,
-            timeout=self._args.prefill_timeout,
-            salt=hash(request.id) & 0xFFFF_FFFF,
-        )
+        with observe.span(request.id):
+            return self._decoder.pull(
+                prefiller,
+                tokens=tokens,
+                have=seat.prefix,
+                tables=tables,
+                tail_slot=seat.slot,
+                payload=payload,
+                timeout=self._args.prefill_timeout,
+                salt=hash(request.id) & 0xFFFF_FFFF,
+            )
 
     async def _quiet(self, seat: Seat) -> bool:
         """Whether the seat's memory may be given to another prefiller: what was asked before writes

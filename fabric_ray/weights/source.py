@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from fabric_ray import observe
 from fabric_ray._native import Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
@@ -174,7 +175,7 @@ class WeightSource:
                 the version counts then.
         """
         deadline = time.monotonic() + timeout
-        with self._claims.claim() as proceed:
+        with self._claims.claim() as proceed, observe.span(f"push {version}"):
             of_session(session, self._share)
             who = f"trainer {self.rank}"
             start = time.time()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fabric_ray import observe
 from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
@@ -179,7 +180,9 @@ class WeightTarget:
             self._relay = None
         else:
             # Only now: who is lost sight of between pushes has nothing to do with a version.
-            for arrival in self._arrivals(list(self._writers()), timeout):
+            with observe.span(f"push {version}"):
+                arrivals = self._arrivals(list(self._writers()), timeout)
+            for arrival in arrivals:
                 arrival.wait()
         spans = [Span(who, "arrive", start, time.time())]
         if digest is not None:

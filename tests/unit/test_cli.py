@@ -16,7 +16,8 @@ def run(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize(
-    "command", ["", "demo", "demo weights", "demo moe", "doctor", "plan", "topo"]
+    "command",
+    ["", "demo", "demo weights", "demo moe", "doctor", "plan", "top", "topo", "trace"],
 )
 def test_every_command_has_help(command: str, flag: str) -> None:
     result = run(*command.split(), flag)

@@ -21,8 +21,9 @@ ENGINE = NATIVE / "engine" / "src"
 BASE = {"api", "error", "sync", "time", "topology", "wake"}
 MAY_USE = {
     "simulation": BASE | {"engine", "transport", "domain"},
-    "engine": BASE | {"group", "domain", "memory", "transport"},
-    "group": BASE | {"domain"},
+    "engine": BASE | {"group", "domain", "flight", "memory", "transport"},
+    "group": BASE | {"domain", "flight"},
+    "flight": {"api", "time"},
     "transport": BASE | {"domain", "memory"},
     "domain": BASE | {"memory"},
     "memory": BASE,

@@ -8,6 +8,7 @@ pub mod api;
 pub mod domain;
 mod engine;
 mod error;
+pub mod flight;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -9,7 +9,7 @@ use fabric_kvcache::{layout::CacheLayout, wire::Offer};
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    engine::{Engine, Region, Watcher},
+    engine::{current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
 
@@ -138,7 +138,8 @@ impl KvDecoder {
         timeout: f64,
     ) -> PyResult<u64> {
         let timeout = whole(py, timeout)?;
-        let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout };
+        let span = current_span(py)?;
+        let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout, span };
         py.detach(|| self.0.request(prefiller, ask)).or_raise(py)
     }
 

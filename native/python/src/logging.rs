@@ -9,7 +9,7 @@ use std::{
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyDict};
 use tracing::{
     field::{Field, Visit},
     span, Event, Level, Metadata, Subscriber,
@@ -22,6 +22,7 @@ const MOST: usize = 1000;
 struct Record {
     level: u8,
     text: String,
+    fields: Vec<(&'static str, String)>,
 }
 
 #[derive(Default)]
@@ -62,7 +63,7 @@ impl Subscriber for ToPython {
             Level::WARN => 30,
             _ => 20,
         };
-        push(Record { level, text: line.message + &line.fields });
+        push(Record { level, text: line.message + &line.text, fields: line.fields });
     }
 
     // The engine has no spans.
@@ -75,20 +76,25 @@ impl Subscriber for ToPython {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// `message; name: value; ...`
+/// `message; name: value; ...`, and the same by name.
 #[derive(Default)]
 struct Line {
     message: String,
-    fields: String,
+    text: String,
+    fields: Vec<(&'static str, String)>,
 }
 
 impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         // Writing to a string can't fail.
-        let _ = match field.name() {
-            "message" => write!(self.message, "{value:?}"),
-            name => write!(self.fields, "; {name}: {value:?}"),
-        };
+        match field.name() {
+            "message" => _ = write!(self.message, "{value:?}"),
+            name => {
+                let value = format!("{value:?}");
+                _ = write!(self.text, "; {name}: {value}");
+                self.fields.push((name, value));
+            }
+        }
     }
 }
 
@@ -135,5 +141,12 @@ fn hand_over(py: Python<'_>, record: &Record, dropped: usize) -> PyResult<()> {
         let text = format!("{dropped} records were dropped: too many at once");
         logger.call_method1("log", (30, "%s", text))?;
     }
-    logger.call_method1("log", (record.level, "%s", &record.text)).map(drop)
+    // Handlers that write structured logs find the fields at the record's `fabric`.
+    let fields = PyDict::new(py);
+    record.fields.iter().try_for_each(|(name, value)| fields.set_item(name, value))?;
+    let extra = PyDict::new(py);
+    extra.set_item("fabric", fields)?;
+    let kwargs = PyDict::new(py);
+    kwargs.set_item("extra", extra)?;
+    logger.call_method("log", (record.level, "%s", &record.text), Some(&kwargs)).map(drop)
 }

@@ -97,7 +97,8 @@ impl Cluster {
     fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
         let largest = network.page.max(1);
         let mut engine = |name: String| -> Result<_, Problem> {
-            let mut config = EngineConfig { name, ..EngineConfig::default() };
+            // Nobody reads them, and there may be thousands of engines.
+            let mut config = EngineConfig { name, records: 0, ..EngineConfig::default() };
             let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
             config.receive_window = config.receive_window.max(slices * network.page);
             let engine = net.engine_with_rails(config, network.nics).map_err(text)?;

@@ -65,6 +65,8 @@ pub struct EngineConfig {
     pub rail_window: u64,
     /// Bytes that may be on their way to this engine, divided among the peers that send it much (incast).
     pub receive_window: u64,
+    /// How many transfers the flight recorder keeps, and as many arrivals; 0: it is off.
+    pub records: usize,
     pub nics: NicConfig,
 }
 
@@ -133,6 +135,7 @@ impl Default for EngineConfig {
             heal: true,
             rail_window: 16 << 20,
             receive_window: 64 << 20,
+            records: 4096,
             nics: NicConfig::default(),
         }
     }

@@ -60,6 +60,10 @@ impl Imm {
 
     pub(crate) fn allocated(slot: u32, generation: u8) -> Self {
         debug_assert!((FIRST_ALLOCATED_SLOT..SLOTS).contains(&slot));
+        Self::of_slot(slot, generation)
+    }
+
+    pub(crate) fn of_slot(slot: u32, generation: u8) -> Self {
         Self(slot << (32 - SLOT_BITS) | u32::from(generation) << (32 - SLOT_BITS - GENERATION_BITS))
     }
 

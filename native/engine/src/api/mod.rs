@@ -9,6 +9,7 @@ mod imm;
 mod pages;
 mod priority;
 mod segment;
+mod span;
 
 pub use address::{Endpoint, EngineAddress, EngineId};
 pub use config::{EngineConfig, NicConfig, Requirement, Spin, Spray, MAX_RAILS};
@@ -20,6 +21,7 @@ pub use pages::{IndexList, PageIndices, Pages};
 pub use priority::Priority;
 pub(crate) use segment::{check_parts, cut, Cut};
 pub use segment::{Place, SegmentDescriptor, SegmentPart, MOST_PARTS};
+pub use span::Span;
 
 use serde::{Deserialize, Serialize};
 

@@ -8,9 +8,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::HandleRef;
+use super::{expected::Log, HandleRef};
 use crate::{
-    api::{EngineAddress, EngineId, Imm, FIRST_ALLOCATED_SLOT},
+    api::{EngineAddress, EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
     domain::Count,
     sync::{
         atomic::{
@@ -26,9 +26,11 @@ use crate::{
 const PAGE: usize = if cfg!(loom) { 2 } else { 1024 };
 const PAGES: usize = crate::api::SLOTS as usize / PAGE;
 
-struct Expectation {
-    n: u64,
+pub(super) struct Expectation {
+    pub n: u64,
     threshold: u64,
+    pub span: Span,
+    pub begun: Time,
     deadline: Time,
     handle: HandleRef,
     writers: Vec<Arc<EngineAddress>>,
@@ -67,13 +69,13 @@ impl Cell {
     }
 
     /// Ends every expectation whose count is full.
-    fn fire(&self) {
+    fn fire(&self, now: Time, log: &Log, imm: Imm) {
         let mut done = Vec::new();
         {
             let mut p = self.pending.lock();
             loop {
                 while p.list.front().is_some_and(|e| e.threshold <= self.arrived.load(SeqCst)) {
-                    done.extend(p.list.pop_front().map(|e| e.handle));
+                    done.extend(p.list.pop_front());
                 }
                 self.publish_threshold(&p);
                 // An arrival between the test and the publication has seen the old threshold.
@@ -82,14 +84,19 @@ impl Cell {
                 }
             }
         }
-        for handle in done {
-            handle.complete(Ok(()));
+        for e in done {
+            log.over(imm, &e, now, None);
+            e.handle.complete(Ok(()));
         }
     }
 
     /// Takes out the expectations that `doomed` picks and fails them. The writes that they waited
     /// for go to those behind them: a wait that was given up takes nothing from later ones (IC-5).
-    fn fail(&self, mut doomed: impl FnMut(&Expectation) -> Option<EngineError>) {
+    fn fail(
+        &self,
+        (now, log, imm): (Time, &Log, Imm),
+        mut doomed: impl FnMut(&Expectation) -> Option<EngineError>,
+    ) {
         let mut failed = Vec::new();
         {
             let mut p = self.pending.lock();
@@ -101,6 +108,7 @@ impl Cell {
                 }
                 Some(error) => {
                     given_back += e.n;
+                    log.over(imm, e, now, Some(&error));
                     failed.push((Arc::clone(&e.handle), error));
                     false
                 }
@@ -109,7 +117,7 @@ impl Cell {
             self.publish_threshold(&p);
         }
         if self.arrived.load(SeqCst) >= self.threshold.load(SeqCst) {
-            self.fire();
+            self.fire(now, log, imm);
         }
         for (handle, error) in failed {
             handle.complete(Err(error));
@@ -133,6 +141,7 @@ pub(crate) struct Counters {
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
     tags: OnceLock<TakeTag>,
+    pub log: Log,
 }
 
 struct Free {
@@ -153,11 +162,17 @@ impl Default for Counters {
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),
             tags: OnceLock::new(),
+            log: Log::default(),
         }
     }
 }
 
 impl Counters {
+    /// Keeps so many expectations that are over; none for 0.
+    pub fn recording(records: usize) -> Self {
+        Self { log: Log::new(records), ..Self::default() }
+    }
+
     /// Has `take` told of tagged immediates from now on; false if somebody is already.
     pub fn take_tags(&self, take: TakeTag) -> bool {
         self.tags.set(take).is_ok()
@@ -190,10 +205,10 @@ impl Counters {
     }
 
     /// Takes a counter back: late immediates for it are ghosts from now on.
-    pub fn release(&self, imm: Imm) {
+    pub fn release(&self, now: Time, imm: Imm) {
         let cell = self.cell(imm.slot());
         cell.generation.store(u32::from(imm.generation().wrapping_add(1)), SeqCst);
-        cell.fail(|_| {
+        cell.fail((now, &self.log, imm), |_| {
             Some(EngineError::Cancelled {
                 what: "expectation",
                 cause: "its counter was released".into(),
@@ -206,7 +221,7 @@ impl Counters {
 
     /// Counts arrivals. Called with the group's lock held; fires what is full.
     #[inline]
-    pub fn arrive(&self, count: Count) {
+    pub fn arrive(&self, now: Time, count: Count) {
         let imm = Imm::from_wire(count.imm);
         if let (Some(take), Some(tag)) = (self.tags.get(), imm.tag()) {
             return take(tag, count.n);
@@ -219,7 +234,7 @@ impl Counters {
         let n = cell.arrived.fetch_add(u64::from(count.n), SeqCst) + u64::from(count.n);
         total_order();
         if n >= cell.threshold.load(SeqCst) {
-            cell.fire();
+            cell.fire(now, &self.log, imm);
         }
     }
 
@@ -243,8 +258,7 @@ impl Counters {
     /// Completes `handle` when `n` further writes have been counted.
     pub fn expect(
         &self,
-        imm: Imm,
-        n: u32,
+        (imm, n, span): (Imm, u32, Span),
         (now, timeout): (Time, std::time::Duration),
         writers: Vec<Arc<EngineAddress>>,
         handle: HandleRef,
@@ -257,7 +271,17 @@ impl Counters {
             p.claimed += u64::from(n);
             let threshold = p.claimed;
             let n = u64::from(n);
-            p.list.push_back(Expectation { n, threshold, deadline, handle, writers, timeout });
+            let begun = now;
+            p.list.push_back(Expectation {
+                n,
+                threshold,
+                span,
+                begun,
+                deadline,
+                handle,
+                writers,
+                timeout,
+            });
             cell.publish_threshold(&p);
         }
         if watched {
@@ -265,7 +289,7 @@ impl Counters {
             self.next_expiry.fetch_min(deadline.0, SeqCst);
         }
         if cell.arrived.load(SeqCst) >= cell.threshold.load(SeqCst) {
-            cell.fire();
+            cell.fire(now, &self.log, imm);
         }
     }
 
@@ -277,8 +301,8 @@ impl Counters {
         self.next_expiry.store(u64::MAX, SeqCst);
         let mut next = Time::NEVER;
         let mut failed = false;
-        self.each_watched(|cell| {
-            cell.fail(|e| {
+        self.each_watched(|imm, cell| {
+            cell.fail((now, &self.log, imm), |e| {
                 if e.deadline > now {
                     next = next.min(e.deadline);
                     return None;
@@ -300,15 +324,17 @@ impl Counters {
     }
 
     /// Fails what waits for a peer that will not write any more (RS-4).
-    pub fn peer_lost(&self, peer: EngineId, error: &EngineError) {
-        self.each_watched(|cell| {
-            cell.fail(|e| e.writers.iter().any(|w| w.id == peer).then(|| error.clone()));
+    pub fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError) {
+        self.each_watched(|imm, cell| {
+            cell.fail((now, &self.log, imm), |e| {
+                e.writers.iter().any(|w| w.id == peer).then(|| error.clone())
+            });
         });
     }
 
     /// Ends one expectation; its counts are there for others.
-    pub fn cancel(&self, imm: Imm, handle: &HandleRef) {
-        self.cell(imm.slot()).fail(|e| {
+    pub fn cancel(&self, now: Time, imm: Imm, handle: &HandleRef) {
+        self.cell(imm.slot()).fail((now, &self.log, imm), |e| {
             Arc::ptr_eq(&e.handle, handle).then(|| EngineError::Cancelled {
                 what: "expectation",
                 cause: "as was asked".into(),
@@ -322,18 +348,24 @@ impl Counters {
         cells.any(|cell| cell.threshold.load(SeqCst) != u64::MAX)
     }
 
-    pub fn close(&self) {
-        for page in self.pages.iter().filter_map(OnceLock::get) {
-            for cell in page.iter() {
-                cell.fail(|_| Some(EngineError::Closed));
+    pub fn close(&self, now: Time) {
+        for (number, page) in self.pages.iter().enumerate() {
+            for (i, cell) in page.get().into_iter().flat_map(|page| page.iter()).enumerate() {
+                let imm = self.imm((number * PAGE + i) as u32);
+                cell.fail((now, &self.log, imm), |_| Some(EngineError::Closed));
             }
         }
     }
 
-    fn each_watched(&self, mut f: impl FnMut(&Cell)) {
+    /// The value that names a slot in its present use.
+    fn imm(&self, slot: u32) -> Imm {
+        Imm::of_slot(slot, self.cell(slot).generation.load(Acquire) as u8)
+    }
+
+    fn each_watched(&self, mut f: impl FnMut(Imm, &Cell)) {
         let slots: Vec<u32> = self.watched.lock().iter().copied().collect();
         for slot in slots {
-            f(self.cell(slot));
+            f(self.imm(slot), self.cell(slot));
         }
         self.watched.lock().retain(|s| !self.cell(*s).pending.lock().list.is_empty());
     }
@@ -354,10 +386,11 @@ mod loom_tests {
             // The page is made before: loom doesn't see the ordering of std's OnceLock.
             counters.arrived(imm);
             let theirs = loom::sync::Arc::clone(&counters);
-            let arrival = thread::spawn(move || theirs.arrive(Count { imm: imm.to_wire(), n: 1 }));
+            let arrival =
+                thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
             let never = (Time(0), std::time::Duration::MAX);
-            counters.expect(imm, 1, never, Vec::new(), Arc::clone(&handle));
+            counters.expect((imm, 1, Span::NONE), never, Vec::new(), Arc::clone(&handle));
             arrival.join().unwrap();
             assert!(handle.is_done());
         });

@@ -317,11 +317,11 @@ impl Handle {
             &shared,
             Box::new(move |core, shared| match pending.source.get() {
                 Some(Source::Transfer(key)) => {
-                    core.group.cancel(*key);
+                    core.group.cancel(shared.now(), *key);
                     core.end_drains(shared);
                 }
                 Some(Source::Expectation(imm)) => {
-                    shared.counters.cancel(*imm, &pending);
+                    shared.counters.cancel(shared.now(), *imm, &pending);
                     core.end_drains(shared);
                 }
                 None => {}

@@ -5,6 +5,7 @@ mod bind;
 mod callbacks;
 mod counters;
 mod driver;
+mod expected;
 mod handle;
 mod op;
 mod open;
@@ -14,8 +15,10 @@ mod rails;
 mod receives;
 mod regions;
 mod register;
+mod seeing;
 mod segment;
 mod shared;
+mod submit;
 mod watcher;
 
 use std::{
@@ -27,8 +30,8 @@ use parking_lot::Mutex;
 
 use self::{driver::Worker, register::Segments};
 use crate::{
-    api::{CounterRef, EngineAddress, EngineId, Imm, Priority, RegionDescriptor, TransportKind},
-    group::{Claim, PeerKey, Submitted, Verdict},
+    api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
+    group::{PeerKey, Verdict},
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
@@ -47,6 +50,7 @@ pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;
 pub use shared::Stats;
+pub use submit::Submit;
 pub use watcher::Watcher;
 
 /// Moves bytes between processes and counts them.
@@ -109,7 +113,7 @@ impl Drop for CounterInner {
             self.shared.cell.post(
                 &self.shared,
                 Box::new(move |core, shared| {
-                    shared.counters.release(imm);
+                    shared.counters.release(shared.now(), imm);
                     core.end_drains(shared);
                 }),
             );
@@ -151,29 +155,19 @@ impl Counter {
     /// `writers` are the peers that are to write: if one of them is lost first, the handle ends
     /// with [`EngineError::PeerLost`]; without names, only `timeout` ends a wait in vain.
     pub fn expect(&self, n: u32, writers: &[Peer], timeout: Duration) -> Result<Handle> {
-        let handle = self.inner.shared.expect(self.inner.imm, n, writers, timeout)?;
-        Ok(handle.keeping(self.inner.clone()))
+        self.expect_for(Span::NONE, n, writers, timeout)
     }
-}
 
-/// Options of one request.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Submit {
-    /// The engine's `op_timeout` if `None`.
-    pub timeout: Option<Duration>,
-    /// The one rail that may carry it, counted among the NICs of the transport in use.
-    pub rail: Option<u8>,
-    /// If `None`: [`Priority::Latency`] for messages and barriers, [`Priority::Bulk`] for what moves data.
-    pub priority: Option<Priority>,
-}
-
-impl Submit {
-    fn priority(&self, ops: &[Op<'_>]) -> Priority {
-        let control = |op: &Op<'_>| matches!(op, Op::Send { .. } | Op::Barrier { .. });
-        self.priority.unwrap_or_else(|| match ops.iter().all(control) {
-            true => Priority::Latency,
-            false => Priority::Bulk,
-        })
+    /// As [`Counter::expect`], for a request that has a name.
+    pub fn expect_for(
+        &self,
+        span: Span,
+        n: u32,
+        writers: &[Peer],
+        timeout: Duration,
+    ) -> Result<Handle> {
+        let handle = self.inner.shared.expect(self.inner.imm, n, writers, (timeout, span))?;
+        Ok(handle.keeping(self.inner.clone()))
     }
 }
 
@@ -417,95 +411,5 @@ impl Drop for TransferEngine {
         if !self.shared.is_foreign_process() {
             self.close();
         }
-    }
-}
-
-impl Shared {
-    #[inline]
-    fn submit(
-        self: &Arc<Self>,
-        ops: &[Op<'_>],
-        options: Submit,
-        only_prepare: bool,
-    ) -> Result<Handle> {
-        self.check_process()?;
-        // Before the lock is tried: who finds it taken must hear it as well.
-        if self.draining.load(SeqCst) {
-            return Err(EngineError::Draining);
-        }
-        for (i, op) in ops.iter().enumerate() {
-            self.check(op).map_err(|e| if ops.len() > 1 { e.in_operation(i) } else { e })?;
-        }
-        let name = match ops {
-            [] => {
-                return Err(EngineError::Invalid("a request needs at least one operation".into()))
-            }
-            [op] => op.name(),
-            _ => "batch",
-        };
-        let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let priority = options.priority(ops);
-        if let Some(mut core) = self.cell.try_lock(self) {
-            let core = &mut *core;
-            core.check_open()?;
-            let now = self.now();
-            core.domains.iter_mut().for_each(|d| d.begin_request());
-            let key = core.group.open(name, priority);
-            for op in ops {
-                self.bind(op, (options.rail, only_prepare), &mut |bound| {
-                    core.group.push(now, key, bound, &mut core.domains, &**self);
-                });
-            }
-            let sealed = core.group.seal(now, key, timeout);
-            core.domains.iter_mut().for_each(|d| d.flush());
-            return Ok(match sealed {
-                Submitted::Done(result) => Handle::done(name, result),
-                Submitted::Pending(key) => {
-                    let pending = handle::Pending::new(self);
-                    pending.needs(self.keep(ops));
-                    pending.is_of(Source::Transfer(key));
-                    core.group.attach(key, pending.clone());
-                    self.cell.set_alarm(core.group.next_deadline());
-                    Handle::pending(name, pending)
-                }
-            });
-        }
-        // Somebody holds the lock: leave the request to them.
-        let mut bound = Vec::with_capacity(ops.len());
-        for op in ops {
-            self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
-        }
-        let pending = handle::Pending::new(self);
-        pending.needs(self.keep(ops));
-        let handle = Handle::pending(name, Arc::clone(&pending));
-        self.cell.post(
-            self,
-            Box::new(move |core, shared| {
-                let ended = |result| {
-                    pending.over(true);
-                    pending.complete(result);
-                };
-                if let Err(e) = core.check_open() {
-                    return ended(Err(e));
-                }
-                let now = shared.now();
-                core.domains.iter_mut().for_each(|d| d.begin_request());
-                let key = core.group.open(name, priority);
-                for b in bound {
-                    core.group.push(now, key, b, &mut core.domains, &**shared);
-                }
-                let sealed = core.group.seal(now, key, timeout);
-                core.domains.iter_mut().for_each(|d| d.flush());
-                match sealed {
-                    Submitted::Done(result) => ended(result),
-                    Submitted::Pending(key) => {
-                        pending.is_of(Source::Transfer(key));
-                        core.group.attach(key, pending);
-                        shared.cell.set_alarm(core.group.next_deadline());
-                    }
-                }
-            }),
-        );
-        Ok(handle)
     }
 }

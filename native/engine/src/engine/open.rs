@@ -82,7 +82,7 @@ impl TransferEngine {
         let max_message = max_message(&domains);
         let policy = policy(&config);
         let cell = Cell::new(domains, (policy, &tiers), spin, true)?;
-        let limits = (config.op_timeout, max_message);
+        let limits = (config.op_timeout, max_message, config.records);
         let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
         let worker = Worker::start(&shared, always, cpus)?;
         let stage_foreign = config.stage_foreign;
@@ -96,7 +96,7 @@ impl TransferEngine {
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
         let cell = Cell::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
-        let limits = (config.op_timeout, max_message);
+        let limits = (config.op_timeout, max_message, config.records);
         let waker = Waker::default();
         let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
         let (segments, worker) = (Segments::default(), Mutex::new(None));
@@ -120,9 +120,9 @@ fn max_message(domains: &[Box<dyn Domain>]) -> usize {
 
 fn policy(config: &EngineConfig) -> Policy {
     let tcp_was_asked_for = config.transports.contains(&TransportKind::Tcp);
-    let EngineConfig { peer_timeout, heal, rail_window, receive_window, .. } = *config;
+    let EngineConfig { peer_timeout, heal, rail_window, receive_window, records, .. } = *config;
     let spray = config.nics.spray;
-    Policy { tcp_was_asked_for, peer_timeout, spray, heal, rail_window, receive_window }
+    Policy { tcp_was_asked_for, peer_timeout, spray, heal, rail_window, receive_window, records }
 }
 
 /// RS-2: what is required is there, or nothing opens.

@@ -18,7 +18,7 @@ use super::{
     Handle, HandleRef, Peer, Region,
 };
 use crate::{
-    api::{EngineAddress, EngineId, Imm},
+    api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, Quiet},
     group::{Claim, Sink},
     memory::{Backing, RegionMemory},
@@ -80,7 +80,7 @@ impl Shared {
         address: EngineAddress,
         cell: Cell,
         clock: Clock,
-        (op_timeout, max_message): (Duration, usize),
+        (op_timeout, max_message, records): (Duration, usize, usize),
         waker: Waker,
     ) -> Arc<Self> {
         let callbacks = match clock {
@@ -90,7 +90,7 @@ impl Shared {
         let shared = Arc::new(Self {
             address,
             cell,
-            counters: Counters::default(),
+            counters: Counters::recording(records),
             callbacks,
             receives: Receives::new(waker.clone()),
             watchers: Watchers::default(),
@@ -120,6 +120,16 @@ impl Shared {
         match &self.clock {
             Clock::Machine => Time::now(),
             Clock::Manual(t) => Time(t.load(SeqCst)),
+        }
+    }
+
+    /// When what a poll reports was seen, if the round began at `began`: a poll that moves bytes through sockets
+    /// takes long enough to tell.
+    #[inline]
+    pub fn seen(&self, began: Time, kind: TransportKind) -> Time {
+        match (&self.clock, kind) {
+            (Clock::Machine, TransportKind::Tcp) => Time::now(),
+            _ => began,
         }
     }
 
@@ -192,7 +202,7 @@ impl Shared {
         imm: Imm,
         n: u32,
         writers: &[Peer],
-        timeout: Duration,
+        (timeout, span): (Duration, Span),
     ) -> Result<Handle> {
         self.check_process()?;
         if n == 0 {
@@ -205,16 +215,16 @@ impl Shared {
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        self.counters.expect(imm, n, (now, timeout), named, Arc::clone(&pending));
+        self.counters.expect((imm, n, span), (now, timeout), named, Arc::clone(&pending));
         // After the expectation is in place, so that a loss found now or later fails it.
         for peer in writers {
             if let Err(error) = self.watch(peer) {
-                self.counters.peer_lost(peer.id(), &error);
+                self.counters.peer_lost(now, peer.id(), &error);
             }
         }
         self.cell.set_alarm(self.counters.next_deadline());
         if self.closed.load(SeqCst) {
-            self.counters.close();
+            self.counters.close(now);
         }
         Ok(Handle::pending("expectation", pending))
     }
@@ -323,9 +333,9 @@ impl Shared {
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
             core.domains.iter_mut().for_each(|d| d.close());
-            core.group.close();
+            core.group.close(self.now());
         }
-        self.counters.close();
+        self.counters.close(self.now());
         // Peers are cut off: nothing can land any more.
         self.retiring.lock().iter_mut().for_each(|r| r.rails = 0);
         self.reap();
@@ -334,18 +344,18 @@ impl Shared {
 
 impl Sink for Shared {
     #[inline]
-    fn counted(&self, count: Count) {
+    fn counted(&self, now: Time, count: Count) {
         self.counted.fetch_add(u64::from(count.n), Relaxed);
-        self.counters.arrive(count);
+        self.counters.arrive(now, count);
     }
 
     fn message(&self, from: EngineId, message: Box<[u8]>) {
         self.receives.deliver(&self.callbacks, from, message);
     }
 
-    fn peer_lost(&self, peer: EngineId, error: &EngineError) {
+    fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError) {
         tracing::info!(%peer, %error, "peer lost");
-        self.counters.peer_lost(peer, error);
+        self.counters.peer_lost(now, peer, error);
     }
 
     fn region_quiet(&self, _rail: usize, index: u32) {

@@ -162,6 +162,7 @@ impl Group {
                 return moved;
             }
             let Some(mut first) = route.backlog.pop(priority) else { return moved };
+            let is_new = first.since == Time::NEVER;
             first.since = first.since.min(now);
             let (key, op) = (first.key, &mut first.op);
             let transfer = &mut self.transfers[key.slot as usize];
@@ -172,6 +173,9 @@ impl Group {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, first.since), key, transfer, op, route, means) {
                 Posted::Part(held) => {
+                    if is_new && held.bytes > 0 {
+                        transfer.waits_for_room(route);
+                    }
                     route.backlog.hold(priority, first, held);
                     self.move_at = self.move_at.min(held.until);
                     self.posted(now, peer, rails);

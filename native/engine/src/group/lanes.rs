@@ -255,6 +255,12 @@ impl<'a> Lanes<'a> {
                     link.gauge.posted(self.now, bytes);
                     *self.route.under_way.of_mut(tried.class[at]) += bytes;
                 }
+                let again = self.tries > 0;
+                self.route.tally.posted(rail, transfer.priority, bytes, again);
+                transfer.flight.posted(self.now, rail, again);
+                if post == Post::Done {
+                    transfer.flight.acknowledged(self.now);
+                }
                 transfer.unposted = transfer.unposted.saturating_sub(bytes);
                 transfer.slice_posted(confirm, post == Post::Queued);
                 return Ok(Some(post));

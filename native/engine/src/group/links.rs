@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     domain::{DomainError, LinkId, Receipt, Receipts, Token},
+    flight::EventKind,
     time::Time,
     EngineError,
 };
@@ -65,6 +66,8 @@ impl Group {
         if let Some(peer) = self.links.remove(&(rail, link)) {
             let route = &mut self.peers[peer as usize];
             let Some(down) = route.down(rail, link, rails) else { return };
+            route.tally.excluded(rail);
+            self.recorder.event(EventKind::LinkDown, peer, Some(rail), || cause.to_string());
             if route.state == State::Up {
                 if route.active().is_empty() {
                     self.last_link_down(now, peer, rail, &cause, rails, sink);
@@ -176,6 +179,7 @@ impl Group {
         for slice in slices {
             self.slice_lost(&slice, error.clone());
         }
-        sink.peer_lost(id, &error);
+        self.recorder.event(EventKind::PeerLost, peer, None, || error.to_string());
+        sink.peer_lost(self.recorder.now, id, &error);
     }
 }

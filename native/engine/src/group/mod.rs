@@ -6,6 +6,7 @@
 
 mod backlog;
 mod credit;
+mod early;
 mod heal;
 mod lanes;
 mod ledger;
@@ -13,6 +14,7 @@ mod links;
 mod missing;
 mod notes;
 pub mod policy;
+mod recorder;
 mod returns;
 mod route;
 mod slices;
@@ -29,8 +31,9 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::{
-    api::{EngineAddress, EngineId, Priority, Spray},
+    api::{EngineAddress, EngineId, Priority, Span, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
+    flight::EventKind,
     time::Time,
     EngineError,
 };
@@ -42,6 +45,7 @@ use ledger::Ledger;
 pub(crate) use notes::fuzz_note;
 #[cfg(test)]
 pub(crate) use notes::sample_note;
+use recorder::Recorder;
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
 use route::{Pair, Route, State};
@@ -55,9 +59,9 @@ pub(crate) type Rails = [Box<dyn Domain>];
 
 /// Where the group's events go.
 pub(crate) trait Sink {
-    fn counted(&self, count: Count);
+    fn counted(&self, now: Time, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
-    fn peer_lost(&self, peer: EngineId, error: &EngineError);
+    fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError);
     fn region_quiet(&self, rail: usize, index: u32);
 }
 
@@ -83,6 +87,8 @@ pub(crate) struct Policy {
     pub rail_window: u64,
     /// Bytes that may be on their way to us, from all peers together.
     pub receive_window: u64,
+    /// How many transfers the flight recorder keeps; 0: it is off.
+    pub records: usize,
 }
 
 impl Policy {
@@ -108,7 +114,6 @@ pub(crate) struct Group {
     by_id: HashMap<EngineId, PeerKey>,
     links: HashMap<(usize, LinkId), PeerKey>,
     transfers: Slab<Transfer>,
-    serial: u32,
     deadlines: BTreeSet<(Time, TransferKey)>,
     /// When lost rails are tried again.
     returns: BTreeSet<(Time, PeerKey)>,
@@ -126,13 +131,15 @@ pub(crate) struct Group {
     move_at: Time,
     /// Whose backlog moves first.
     first: usize,
+    recorder: Recorder,
 }
 
 impl Group {
     pub fn new(policy: Policy) -> Self {
         let ledger = Ledger::new(policy.rail_window);
         let (look_at, move_at) = (Time::NEVER, Time::NEVER);
-        Self { policy, ledger, look_at, move_at, ..Self::default() }
+        let recorder = Recorder::new(policy.records);
+        Self { policy, ledger, look_at, move_at, recorder, ..Self::default() }
     }
 
     /// The peer with this address; made known if it wasn't.
@@ -146,10 +153,15 @@ impl Group {
     }
 
     /// Begins a request; `push` its operations, then `seal` it.
-    pub fn open(&mut self, name: &'static str, priority: Priority) -> TransferKey {
-        self.serial = self.serial.wrapping_add(1);
-        let serial = self.serial;
-        let slot = self.transfers.insert(Transfer::new(name, serial, priority)) as u32;
+    pub fn open(
+        &mut self,
+        queued: Time,
+        (name, span): (&'static str, Span),
+        priority: Priority,
+    ) -> TransferKey {
+        let flight = self.recorder.open(queued, span);
+        let serial = flight.id as u32;
+        let slot = self.transfers.insert(Transfer::new(name, serial, priority, flight)) as u32;
         TransferKey { slot, serial }
     }
 
@@ -163,8 +175,13 @@ impl Group {
         sink: &dyn Sink,
     ) {
         let peer = op.peer;
+        self.recorder.now = now;
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
+        if !transfer.sealed {
+            let (count, bytes) = op.load();
+            self.recorder.part(&mut transfer.flight, peer, count, bytes);
+        }
         op.join(transfer);
         let route = &mut self.peers[peer as usize];
         transfer.unposted += op.bytes();
@@ -179,6 +196,9 @@ impl Group {
                 Posted::Part(held) => {
                     since = now;
                     self.move_at = self.move_at.min(held.until);
+                    if held.bytes > 0 {
+                        transfer.waits_for_room(route);
+                    }
                 }
             }
         }
@@ -196,8 +216,15 @@ impl Group {
         }
     }
 
-    /// Ends the request's description. `deadline` counts only if it is still going on.
-    pub fn seal(&mut self, now: Time, key: TransferKey, timeout: std::time::Duration) -> Submitted {
+    /// Ends the request's description. `deadline` counts only if it is still going on. `began`: when its description
+    /// did; what was carried out at once took until now.
+    pub fn seal(
+        &mut self,
+        (began, now): (Time, Time),
+        key: TransferKey,
+        timeout: std::time::Duration,
+    ) -> Submitted {
+        self.recorder.now = now;
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.sealed = true;
         if transfer.error.is_some() && transfer.waiting > 0 {
@@ -205,10 +232,14 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
-            let transfer = self.transfers.remove(key.slot as usize);
+            let mut transfer = self.transfers.remove(key.slot as usize);
+            if transfer.error.is_none() {
+                transfer.flight.acknowledged(now);
+            }
+            self.recorder.ended(&mut transfer, true);
             return Submitted::Done(transfer.error.map_or(Ok(()), Err));
         }
-        transfer.deadline = now.after(timeout);
+        transfer.deadline = began.after(timeout);
         transfer.timeout = timeout;
         if transfer.deadline != Time::NEVER {
             self.deadlines.insert((transfer.deadline, key));
@@ -229,6 +260,7 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) -> Result<(), EngineError> {
+        self.recorder.now = now;
         let route = &mut self.peers[peer as usize];
         match route.state {
             State::Up | State::Connecting => Ok(()),
@@ -256,8 +288,12 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
+        self.recorder.now = now;
         match completion {
-            Completion::Count(count) => sink.counted(count),
+            Completion::Count(count) => {
+                self.recorder.arrived(now, rail, count);
+                sink.counted(now, count);
+            }
             Completion::Done { link, token, result } => {
                 let peer = self.links.get(&(rail, link)).copied();
                 self.on_done(now, (rail, peer), token, result, rails, sink);
@@ -269,6 +305,7 @@ impl Group {
             Completion::LinkUp { link, peer, endpoint, name, note } => {
                 let key = self.peer(&peer.address);
                 self.links.insert((rail, link), key);
+                self.recorder.event(EventKind::LinkUp, key, Some(rail), || note.clone());
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
@@ -295,6 +332,7 @@ impl Group {
     /// Moves backlogs on and lets deadlines strike. Call after polling.
     pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn Sink) -> bool {
         let mut moved = false;
+        self.recorder.now = now;
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
             // Peers share rails: each is first in its turn.
@@ -320,7 +358,7 @@ impl Group {
         }
         while let Some((_, key)) = self.deadlines.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
-            self.expire(key);
+            self.expire(now, key);
         }
         while let Some((at, key)) = self.verdicts.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
@@ -354,7 +392,8 @@ impl Group {
     }
 
     /// Fails whatever is left, once and for all.
-    pub fn close(&mut self) {
+    pub fn close(&mut self, now: Time) {
+        self.recorder.now = now;
         for (_, route) in &mut self.peers {
             route.backlog = Backlog::default();
             route.state = State::Lost;
@@ -371,6 +410,7 @@ impl Group {
             // What is under way may still land at its peer.
             transfer.1.unproven |= transfer.1.outstanding > 0;
             transfer.1.fail(EngineError::Closed);
+            self.recorder.ended(&mut transfer.1, false);
             transfer.1.deliver();
         }
         self.links.clear();
@@ -392,6 +432,9 @@ impl Group {
                 let heals = self.policy.receipts(&*rails[rail]) != Receipts::None;
                 let route = &mut self.peers[slice.peer as usize];
                 route.ended(now, &slice, result.is_ok());
+                if result.is_ok() {
+                    self.recorder.slice_done(now, &slice);
+                }
                 if result.as_ref().is_err_and(DomainError::is_loss) && heals && slice.may_return() {
                     // The link goes down next.
                     return route.healing.fall(token, slice);
@@ -401,9 +444,12 @@ impl Group {
         };
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
+        transfer.flight.acknowledged(now);
+        transfer.flight.timed |= Ledger::is_slice(token);
         if let Err(e) = result {
             transfer.unproven |= e.is_loss();
             let peer = peer.unwrap_or(transfer.peer);
+            self.peers[peer as usize].tally.failed(rail, transfer.priority);
             self.fail(now, key, peer, (rails, rail, e));
         }
         self.part_over(now, key, confirm, rails, sink);
@@ -455,44 +501,8 @@ impl Group {
         if transfer.sealed && transfer.is_over() {
             self.deadlines.remove(&(transfer.deadline, key));
             let mut transfer = self.transfers.remove(key.slot as usize);
+            self.recorder.ended(&mut transfer, false);
             transfer.deliver();
         }
-    }
-
-    fn expire(&mut self, key: TransferKey) {
-        let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
-        self.deadlines.remove(&(transfer.deadline, key));
-        let route = &self.peers[transfer.peer as usize];
-        let error = EngineError::Timeout {
-            op: transfer.name,
-            peer: route.address.label(),
-            missing: 0,
-            after: transfer.timeout,
-            quiesced: transfer.outstanding == 0,
-            hint: match (route.state, transfer.name) {
-                (State::Up, "send") => ": see whether the peer's receive pool is open and has room",
-                (State::Up, _) if transfer.outstanding == 0 => "",
-                (State::Up, _) => {
-                    "; it may still touch memory until the link is closed, so keep the buffers"
-                }
-                _ => ": there is no connection to it yet; explain() says what was tried",
-            },
-        };
-        // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
-        // until its link lets go of it (MR-1).
-        transfer.end_early(error);
-        self.settle(key);
-    }
-
-    /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
-    pub fn cancel(&mut self, key: TransferKey) {
-        let transfer = self.transfers.get_mut(key.slot as usize);
-        let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
-        let cause = match transfer.outstanding {
-            0 => "nothing of it is under way".to_owned(),
-            n => format!("{n} work requests are under way, keep the buffers until it is quiet"),
-        };
-        transfer.end_early(EngineError::Cancelled { what: transfer.name, cause });
-        self.settle(key);
     }
 }

@@ -16,6 +16,7 @@ use super::{
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
     domain::{DomainError, LinkId, LinkName, Receipts},
+    flight::PeerTally,
     time::Time,
     EngineError,
 };
@@ -102,6 +103,7 @@ pub(super) struct Route {
     /// It was told that we have much for it.
     pub asking: bool,
     pub healing: Healing,
+    pub tally: PeerTally,
     /// Its last link was lost: what will be said if no other comes up.
     pub reviving: Option<EngineError>,
     /// Until then (RS-4).
@@ -135,6 +137,7 @@ impl Route {
             credit: u64::MAX,
             asking: false,
             healing: Healing::default(),
+            tally: PeerTally::default(),
             reviving: None,
             reviving_until: Time::NEVER,
             cut_off: false,

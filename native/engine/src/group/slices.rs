@@ -95,6 +95,20 @@ impl BoundOp {
         }
     }
 
+    /// What it counts at its peer, of several that share a count only the first; and what it carries there, in
+    /// bytes.
+    #[inline]
+    pub fn load(&self) -> (Option<Count>, u64) {
+        let shared = self.joint.filter(|j| j.first).map(|j| j.count);
+        match &self.wr {
+            WorkRequest::Write { data, count } => (count.or(shared), data.bytes()),
+            WorkRequest::Read { data } => (None, data.bytes()),
+            WorkRequest::Count(count) => (Some(*count), 0),
+            WorkRequest::Send(message) => (None, message.len() as u64),
+            WorkRequest::Prepare { .. } => (None, 0),
+        }
+    }
+
     pub fn ahead(self) -> Self {
         Self { ahead: true, ..self }
     }

@@ -18,6 +18,7 @@ use super::{
 use crate::{
     api::{Spray, MAX_RAILS},
     domain::Receipts,
+    flight::EventKind,
     time::Time,
 };
 
@@ -160,7 +161,7 @@ impl Group {
     /// another way, and their breaker opens.
     pub(super) fn look(&mut self, now: Time, rails: &mut Rails) {
         let mut busy = false;
-        for (_, route) in &mut self.peers {
+        for (key, route) in &mut self.peers {
             let links = route.active();
             if route.state != State::Up || links.len() < 2 {
                 continue;
@@ -179,7 +180,9 @@ impl Group {
                     tracing::warn!(peer = %route.address.label(), device = rails[link.pair.rail].device(), ?waited, "a rail has stalled");
                     let why =
                         format!("nothing was finished for {waited:?} while other rails went on");
-                    rails[link.pair.rail].disconnect(link.id, &why);
+                    let (rail, peer) = (link.pair.rail, key as PeerKey);
+                    rails[rail].disconnect(link.id, &why);
+                    self.recorder.event(EventKind::Stalled, peer, Some(rail), || why);
                 }
             }
         }

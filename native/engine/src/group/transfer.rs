@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use super::{
     policy::admit::urgent_at,
+    recorder::Flight,
     route::Route,
     slices::{BoundOp, Joint},
     Claim, PeerKey,
@@ -63,10 +64,11 @@ pub(super) struct Transfer {
     confirms: SmallVec<[Confirm; 1]>,
     /// The latest of them that several operations share.
     joint: u32,
+    pub flight: Flight,
 }
 
 impl Transfer {
-    pub fn new(name: &'static str, serial: u32, priority: Priority) -> Self {
+    pub fn new(name: &'static str, serial: u32, priority: Priority, flight: Flight) -> Self {
         Self {
             name,
             serial,
@@ -85,6 +87,7 @@ impl Transfer {
             timeout: Duration::MAX,
             confirms: SmallVec::new(),
             joint: 0,
+            flight,
         }
     }
 
@@ -103,6 +106,12 @@ impl Transfer {
             Time::NEVER => Time::NEVER,
             deadline => urgent_at(deadline, route.expects(now, self.unposted)),
         }
+    }
+
+    /// One of its operations found no room in a window.
+    pub fn waits_for_room(&mut self, route: &mut Route) {
+        self.flight.waits += 1;
+        route.tally.waited(self.priority);
     }
 
     /// Ends it before everything of it is over, for whoever waits. The last word: what failed before

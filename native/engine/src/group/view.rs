@@ -1,7 +1,15 @@
 //! What a group says of itself, and the limits that it is told.
 
-use super::{route::Verdict, Group, PeerKey, Rails};
-use crate::{api::TransportKind, time::Time, topology::Tier};
+use super::{
+    route::{Route, State, Verdict},
+    Group, PeerKey, Rails,
+};
+use crate::{
+    api::TransportKind,
+    flight::{Cursor, Metrics, PeerMetrics, RailMetrics, Records},
+    time::Time,
+    topology::Tier,
+};
 
 impl Group {
     pub fn next_deadline(&self) -> Time {
@@ -45,5 +53,50 @@ impl Group {
     pub fn kind(&self, peer: PeerKey, rails: &Rails) -> Option<TransportKind> {
         let route = self.peers.get(peer as usize)?;
         route.active().first().map(|l| rails[l.pair.rail].kind())
+    }
+
+    /// What was recorded since, and what goes on. Of peers the names, by which records call them.
+    pub fn records(&self, since: Cursor, rails: &Rails, out: &mut Records) {
+        // Peers are never forgotten, and so are without gaps.
+        let peers = self.peers.iter().map(|(_, r)| (r.address.id, r.address.name.clone()));
+        out.peers = peers.collect();
+        out.rails = rails.iter().map(|r| (r.kind(), r.device().to_owned())).collect();
+        self.recorder.read(since, self.transfers.iter().map(|(_, t)| t), out);
+    }
+
+    /// What is counted of rails and peers.
+    pub fn metrics(&self, rails: &Rails, out: &mut Metrics) {
+        out.going_on = self.transfers.len();
+        let numbered = rails.iter().enumerate();
+        out.rails = numbered
+            .map(|(number, rail)| self.rail_metrics(number, rail.kind(), rail.device()))
+            .collect();
+        out.peers = self.peers.iter().map(|(_, route)| peer_metrics(route, rails)).collect();
+    }
+
+    fn rail_metrics(&self, rail: usize, transport: TransportKind, device: &str) -> RailMetrics {
+        let (window, under_way) = self.use_of(rail);
+        let stages = self.recorder.stages.get(rail).copied().unwrap_or_default();
+        RailMetrics { transport, device: device.to_owned(), window, under_way, stages }
+    }
+}
+
+fn peer_metrics(route: &Route, rails: &Rails) -> PeerMetrics {
+    let up = route.state == State::Up;
+    let links = route.active();
+    PeerMetrics {
+        id: route.address.id,
+        name: route.address.name.clone(),
+        state: match route.state {
+            State::Idle => "idle",
+            State::Connecting => "connecting",
+            State::Up => "up",
+            State::Lost => "lost",
+        },
+        transport: links.first().filter(|_| up).map(|l| rails[l.pair.rail].kind()),
+        links: if up { links.len() } else { 0 },
+        waiting: route.backlog.len(),
+        under_way: route.under_way.total(),
+        tally: route.tally.clone(),
     }
 }

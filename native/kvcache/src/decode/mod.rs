@@ -12,7 +12,7 @@ use std::{
 };
 
 use fabric_engine::{
-    api::{CounterRef, EngineId},
+    api::{CounterRef, EngineId, Span},
     Counter, EngineError, Handle, Peer, Region, Result,
 };
 use parking_lot::Mutex;
@@ -53,6 +53,8 @@ pub struct Ask {
     pub payload: Vec<u8>,
     /// Seconds until it has failed with [`Cause::TimedOut`].
     pub timeout: std::time::Duration,
+    /// The request that it is made for, in flight records.
+    pub span: Span,
 }
 
 /// A decoder instance's process.
@@ -253,7 +255,7 @@ impl Decoder {
                     "{pages} pieces of pages; ask for fewer tokens at a time"
                 ))
             })?;
-            expectations.push(counter.expect(expected, &writers, ask.timeout)?);
+            expectations.push(counter.expect_for(ask.span, expected, &writers, ask.timeout)?);
             counters.push(counter);
         }
         let references: Vec<CounterRef> = counters.iter().map(Counter::reference).collect();

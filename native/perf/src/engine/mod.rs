@@ -65,6 +65,9 @@ pub struct Options {
     /// Do without retry and revival
     #[arg(long)]
     pub no_heal: bool,
+    /// Do without the flight recorder
+    #[arg(long)]
+    pub no_records: bool,
     /// How large writes are spread over several NICs
     #[arg(long, value_enum, default_value = "adaptive")]
     pub policy: Policy,
@@ -200,6 +203,7 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
         bind: vec![std::net::Ipv4Addr::LOCALHOST.into()],
         spin: Spin::For(Duration::from_micros(options.spin_us)),
         heal: !options.no_heal,
+        records: if options.no_records { 0 } else { EngineConfig::default().records },
         nics: NicConfig {
             names: options.nics.clone(),
             spray: options.policy.spray(),

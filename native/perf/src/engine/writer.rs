@@ -55,6 +55,9 @@ impl Target {
         if options.no_heal {
             command.arg("--no-heal");
         }
+        if options.no_records {
+            command.arg("--no-records");
+        }
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(text)?;
         let to = child.stdin.take().ok_or("no pipe to the target")?;

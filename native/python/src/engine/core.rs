@@ -16,7 +16,7 @@ use super::{
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     requests::{options, PriorityArg},
-    seconds,
+    seconds, seeing,
     segment::{self, RemoteSegment, Segment},
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
@@ -36,7 +36,7 @@ pub(crate) struct Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, nics))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, records, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -54,6 +54,7 @@ impl Engine {
         heal: bool,
         rail_window: u64,
         receive_window: u64,
+        records: usize,
         nics: Nics,
     ) -> PyResult<Self> {
         let defaults = EngineConfig::default();
@@ -78,6 +79,7 @@ impl Engine {
             heal,
             rail_window,
             receive_window,
+            records,
             nics: nics.into(),
         };
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
@@ -476,6 +478,24 @@ impl Engine {
         d.set_item("regions", s.regions)?;
         d.set_item("retiring", s.retiring)?;
         Ok(d)
+    }
+
+    /// All that is counted, as `fabric_ray.engine.seeing` reads it.
+    fn _metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let metrics = py.detach(|| self.engine.metrics());
+        seeing::metrics(py, metrics)
+    }
+
+    /// What the flight recorder has since those numbers of transfers, arrivals, expectations and events.
+    fn _records<'py>(
+        &self,
+        py: Python<'py>,
+        since: (u64, u64, u64, u64),
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let (transfers, arrivals, expectations, events) = since;
+        let since = fe::flight::Cursor { transfers, arrivals, expectations, events };
+        let records = py.detach(|| self.engine.records(since));
+        seeing::records(py, records)
     }
 
     /// Takes nothing new from now on; the transfer is done when all that was begun here is over.

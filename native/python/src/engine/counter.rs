@@ -6,7 +6,7 @@ use pyo3::{
     prelude::*,
 };
 
-use super::{peers::Peer, seconds, transfer::Transfer, values::CounterRef, whole};
+use super::{peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, whole};
 use crate::errors::{raise, OrRaise};
 
 /// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.
@@ -64,7 +64,7 @@ impl Counter {
         let timeout = seconds(py, timeout, self.timeout)?;
         let writers: Vec<fe::Peer> =
             writers.unwrap_or_default().iter().map(|p| p.0.clone()).collect();
-        self.counter.expect(n, &writers, timeout).or_raise(py)
+        self.counter.expect_for(span::current(py)?, n, &writers, timeout).or_raise(py)
     }
 }
 

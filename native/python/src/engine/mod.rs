@@ -19,15 +19,21 @@ mod memory;
 mod peers;
 mod queue;
 mod requests;
+mod seeing;
 mod segment;
+mod span;
 mod transfer;
 mod values;
 mod watcher;
 
-pub(crate) use self::{core::Engine, memory::Region, watcher::Watcher};
+pub(crate) use self::{
+    core::Engine, memory::Region, span::current as current_span, watcher::Watcher,
+};
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     keep::register(m)?;
+    m.add_function(wrap_pyfunction!(span::_span_variable, m)?)?;
+    m.add_function(wrap_pyfunction!(span::span_of, m)?)?;
     m.add_class::<batch::Batch>()?;
     m.add_class::<core::Engine>()?;
     m.add_class::<peers::Message>()?;

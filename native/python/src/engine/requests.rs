@@ -6,7 +6,7 @@ use fabric_engine as fe;
 use fe::{api::Priority, Op, Submit};
 use pyo3::prelude::*;
 
-use super::{core::Engine, seconds, transfer::Transfer};
+use super::{core::Engine, seconds, span, transfer::Transfer};
 use crate::errors::{raise, OrRaise};
 
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
@@ -43,7 +43,7 @@ pub(super) fn options(
         None => None,
         some => Some(seconds(py, some, Duration::ZERO)?),
     };
-    Ok(Submit { timeout, rail, priority: priority.map(|p| p.0) })
+    Ok(Submit { timeout, rail, priority: priority.map(|p| p.0), span: span::current(py)? })
 }
 
 impl Engine {

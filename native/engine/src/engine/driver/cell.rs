@@ -72,9 +72,10 @@ impl Core {
             if self.completions.is_empty() {
                 continue;
             }
+            let seen = shared.seen(now, self.domains[rail].kind());
             let mut completions = std::mem::take(&mut self.completions);
             for c in completions.drain(..) {
-                self.group.on_completion(now, rail, c, &mut self.domains, shared);
+                self.group.on_completion(seen, rail, c, &mut self.domains, shared);
             }
             self.completions = completions;
         }

@@ -261,6 +261,7 @@ impl Decoding {
                 tail_slot: slot,
                 payload: content.to_le_bytes().to_vec(),
                 timeout: Duration::from_nanos(timeout),
+                ..Ask::default()
             };
             let deadline = self.judge.now() + timeout;
             let (at, seen, died) = (At::Waiting, from..tokens, None);

@@ -1,0 +1,154 @@
+"""``fabric-ray trace``: what engines recorded of their transfers, joined at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fabric_ray.cli.options import size
+from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.observe import Flight, ProcessRecords, join, load, story
+from fabric_ray.observe.asking import Silent, ask_records, sockets
+from fabric_ray.observe.chrome import trace as chrome_trace
+from fabric_ray.observe.places import run_dir
+
+_MOST_ROWS = 40
+
+
+def trace(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Records written by --dump or observe.dump(), also of other hosts."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace here: open it in ui.perfetto.dev.")
+    ] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="Write the records here, to be joined elsewhere.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option("--id", help="Only this request, as observe.span() named it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Latest transfers of engines: of running processes of this user, or from files.
+
+    A process can be looked into if FABRIC_RAY_OBSERVE=1 is in its environment. Exits with 1 if
+    there is nothing to show.
+    """
+    console = Console()
+    try:
+        processes = _processes(files or [])
+        if dump:
+            _write(dump, b"".join(msgspec.json.encode(p) + b"\n" for p in processes))
+        flights = join(processes)
+        if request is not None:
+            flights = story(flights, request)
+            if not flights:
+                raise InvalidArgument(
+                    f"nothing is recorded of {request!r}: it may be too long ago, or its process "
+                    "isn't among those that were looked into"
+                )
+        if out:
+            _write(out, msgspec.json.encode(chrome_trace(processes, flights)))
+    except FabricError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        answer = {"processes": len(processes), "flights": flights}
+        typer.echo(msgspec.json.encode(answer).decode())
+        return
+    _show(console, flights)
+    joined = sum(flight.received is not None for flight in flights)
+    console.print(
+        f"{len(flights)} transfers of {len(processes)} processes, {joined} seen from both ends"
+        + (f"; {out} opens in ui.perfetto.dev" if out else "")
+    )
+
+
+def _processes(files: Iterable[Path]) -> list[ProcessRecords]:
+    """From files, or of what runs.
+
+    Raises:
+        DecodeError: a file has no records.
+        InvalidArgument: nobody can be looked into.
+    """
+    files = list(files)
+    if files:
+        return [process for path in files for process in load(path)]
+    found = []
+    for path in sockets():
+        try:
+            found.append(ask_records(path))
+        except Silent as silent:
+            typer.echo(str(silent), err=True)
+    if not found:
+        raise InvalidArgument(nobody())
+    return found
+
+
+def nobody() -> str:
+    """What to do where no process shows itself."""
+    return (
+        f"no process shows itself in {run_dir()}; start some with FABRIC_RAY_OBSERVE=1, or call "
+        "fabric_ray.observe.serve() in them"
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise InvalidArgument(f"{path} can't be written: {error.strerror}") from None
+
+
+def _show(console: Console, flights: list[Flight]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("transfer")
+    table.add_column("from")
+    table.add_column("to")
+    for heading in ("bytes", "queue", "post", "wire", "counted", "delivered"):
+        table.add_column(heading, justify="right")
+    table.add_column("rails")
+    table.add_column("")
+    for flight in flights[-_MOST_ROWS:]:
+        received = flight.received
+        table.add_row(
+            f"{flight.op} {flight.id}",
+            flight.writer.name,
+            flight.peer_name or flight.peer[:8],
+            size(flight.nbytes),
+            _took(flight.queued, flight.posted),
+            _took(flight.posted, flight.all_posted),
+            _took(flight.all_posted, flight.wire),
+            _took(flight.queued, received.last if received else None),
+            _took(flight.queued, received.delivered if received else None),
+            ", ".join(flight.rails),
+            _remark(flight),
+        )
+    if len(flights) > _MOST_ROWS:
+        console.print(f"the latest {_MOST_ROWS} of {len(flights)}; --json or --out has all")
+    console.print(table)
+
+
+def _took(begin: int | None, end: int | None) -> str:
+    if begin is None or end is None:
+        return "-"
+    us = (end - begin) / 1e3
+    return f"{us / 1e3:.2f} ms" if abs(us) >= 1e3 else f"{us:.1f} us"
+
+
+def _remark(flight: Flight) -> str:
+    words = [
+        "" if flight.over else "goes on",
+        f"{flight.again} sent again" if flight.again else "",
+        f"waited for room {flight.waits} times" if flight.waits else "",
+        f"failed: {flight.failure}" if flight.failure else "",
+    ]
+    return "; ".join(filter(None, words))

@@ -1,0 +1,235 @@
+"""Both ends of transfers, joined: what a writer recorded with what its receiver counted.
+
+Nothing on the wire names a transfer. What both ends know is the counter: its owner, its slot and
+its generation. So the writes that name a counter, in the order in which they were posted, are laid
+beside the counts that arrived there. Where two of them were under way at once, which count is whose
+can't be told, and they are taken in their order: ``exact`` says whether it was so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from fabric_ray import _native
+from fabric_ray.engine import EngineRecords
+from fabric_ray.engine.seeing import Arrival, Expected, Part, TransferRecord
+from fabric_ray.observe.process import ProcessRecords
+
+# A poll notes when it began: what it sees may have come that much later.
+_SLACK_NS = 50_000
+
+
+class Place(msgspec.Struct, frozen=True):
+    """An engine, and where it runs."""
+
+    engine: str
+    name: str
+    pid: int
+    host: str
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What the other end saw of a transfer. Times are nanoseconds since 1970."""
+
+    at: Place
+    first: int
+    """The first of its writes was counted."""
+    last: int
+    """The last of them was: all bytes were readable."""
+    delivered: int | None
+    """Whoever expected them was told."""
+    span: int
+    """Of the request that expected them; 0 for none."""
+    exact: bool
+    """No other write to the same counter was under way at the same time."""
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """One part of one transfer, seen from both ends. Times are nanoseconds since 1970."""
+
+    writer: Place
+    id: int
+    op: str
+    priority: str
+    span: int
+    peer: str
+    """The other engine's id, and its name as the writer knows it."""
+    peer_name: str
+    nbytes: int
+    counts: int
+    queued: int
+    posted: int | None
+    all_posted: int | None
+    wire: int | None
+    told: int | None
+    rails: tuple[str, ...]
+    """``verbs mlx5_0``, ``shm``."""
+    slices: int
+    again: int
+    waits: int
+    over: bool
+    weight: int
+    failure: str | None
+    received: Received | None
+    """None where nothing counts, or where the receiver's records weren't at hand or had no room."""
+
+
+class _End(msgspec.Struct, frozen=True, eq=False):
+    """An engine's records, and how far its clock is from 1970."""
+
+    place: Place
+    records: EngineRecords
+    offset: int
+
+    def wall(self, at: int | None) -> int | None:
+        return None if at is None else at + self.offset
+
+
+class _Claim(msgspec.Struct):
+    """A write that is to be counted by a counter."""
+
+    writer: _End
+    record: TransferRecord
+    part: Part
+    index: int
+
+
+def join(processes: Iterable[ProcessRecords]) -> list[Flight]:
+    """All transfers of some processes, oldest first; one with parts for several counters or peers
+    is as many."""
+    ends = {end.records.id: end for end in _ends(processes)}
+    claims: dict[tuple[str, int], list[_Claim]] = defaultdict(list)
+    every: list[_Claim] = []
+    for end in ends.values():
+        for record in end.records.transfers:
+            for index, part in enumerate(record.parts):
+                claim = _Claim(end, record, part, index)
+                every.append(claim)
+                if part.counts and record.posted is not None:
+                    claims[part.peer, part.imm].append(claim)
+    received: dict[int, Received] = {}
+    for (owner, imm), of_counter in claims.items():
+        if owner in ends:
+            received |= _received(ends[owner], imm, of_counter)
+    flights = [_flight(claim, received.get(id(claim))) for claim in every]
+    return sorted(flights, key=lambda flight: (flight.queued, flight.id))
+
+
+def _ends(processes: Iterable[ProcessRecords]) -> Iterator[_End]:
+    offsets: dict[str, int] = {}
+    for process in processes:
+        # Processes of one boot have one clock, and so must have one offset.
+        offset = offsets.setdefault(process.at.boot, process.at.wall - process.at.monotonic)
+        for records in process.engines:
+            place = Place(records.id, records.name, process.pid, process.host)
+            yield _End(place, records, offset)
+
+
+def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received]:
+    """By claim, what a counter's owner saw."""
+
+    def posted(claim: _Claim) -> int:
+        return (claim.record.posted or 0) + claim.writer.offset
+
+    def done(claim: _Claim) -> int:
+        return (claim.record.all_posted or 0) + claim.writer.offset
+
+    claims.sort(key=lambda claim: (done(claim), claim.record.id, claim.index))
+    arrivals = _Arrivals([a for a in owner.records.arrivals if a.imm == imm], owner.offset)
+    waits = [e for e in owner.records.expectations if e.imm == imm and e.failure is None]
+    found: dict[int, Received] = {}
+    latest = 0
+    for claim in claims:
+        span = arrivals.take(claim.part.counts, not_before=posted(claim) - _SLACK_NS)
+        if span is None:
+            break
+        first, last = span
+        wait = _expectation(waits, last - owner.offset)
+        alone = posted(claim) > latest and claim.record.weight == 1
+        latest = max(latest, last, (claim.record.wire or 0) + claim.writer.offset)
+        found[id(claim)] = Received(
+            at=owner.place,
+            first=first,
+            last=last,
+            delivered=owner.wall(wait.told) if wait else None,
+            span=wait.span if wait else 0,
+            exact=alone,
+        )
+    return found
+
+
+class _Arrivals:
+    """The counts of one counter, to be taken in their order."""
+
+    def __init__(self, arrivals: list[Arrival], offset: int) -> None:
+        self._left = [(arrival.at + offset, arrival.counts) for arrival in arrivals]
+        self._at = 0
+
+    def take(self, counts: int, not_before: int) -> tuple[int, int] | None:
+        """When the first and the last of so many came, none of them too early: what came earlier
+        belongs to writes that nobody recorded."""
+        while self._at < len(self._left) and self._left[self._at][0] < not_before:
+            self._at += 1
+        first = last = None
+        while counts > 0 and self._at < len(self._left):
+            at, here = self._left[self._at]
+            taken = min(here, counts)
+            first, last = (at if first is None else first), at
+            counts -= taken
+            self._left[self._at] = (at, here - taken)
+            if here == taken:
+                self._at += 1
+        return (first, last) if first is not None and last is not None and counts == 0 else None
+
+
+def _expectation(waits: list[Expected], counted: int) -> Expected | None:
+    """The one that was met with what was counted then, or next."""
+    later = (wait for wait in waits if wait.told >= counted)
+    return min(later, key=lambda wait: wait.told, default=None)
+
+
+def _flight(claim: _Claim, received: Received | None) -> Flight:
+    record, part, writer = claim.record, claim.part, claim.writer
+    rails = writer.records.rails
+    return Flight(
+        writer=writer.place,
+        id=record.id,
+        op=record.op,
+        priority=record.priority,
+        span=record.span,
+        peer=part.peer,
+        peer_name=writer.records.peers.get(part.peer, ""),
+        nbytes=part.nbytes,
+        counts=part.counts,
+        queued=record.queued + writer.offset,
+        posted=writer.wall(record.posted),
+        all_posted=writer.wall(record.all_posted),
+        wire=writer.wall(record.wire),
+        told=writer.wall(record.told),
+        rails=tuple(" ".join(filter(None, rails[i])) for i in record.rails if i < len(rails)),
+        slices=record.slices,
+        again=record.again,
+        waits=record.waits,
+        over=record.over,
+        weight=record.weight,
+        failure=record.failure,
+        received=received,
+    )
+
+
+def story(flights: Iterable[Flight], request: str | int) -> list[Flight]:
+    """What was done for one request: what it asked for itself, and what others wrote to the
+    counters that it waited on.
+
+    Args:
+        request: as :func:`fabric_ray.observe.span` named it, or the number that it yielded.
+    """
+    span = _native.span_of(request) if isinstance(request, str) else request
+    return [
+        flight
+        for flight in flights
+        if flight.span == span or (flight.received and flight.received.span == span)
+    ]

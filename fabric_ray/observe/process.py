@@ -1,0 +1,111 @@
+"""What a process tells of its engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from fabric_ray.engine import EngineMetrics, EngineRecords, opened
+from fabric_ray.engine.seeing import Cursor
+from fabric_ray.errors import DecodeError
+from fabric_ray.observe.spans import names
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """One moment, as a machine's clocks have it."""
+
+    boot: str
+    """Names the machine and its boot: processes of one boot share their monotonic clock."""
+    monotonic: int
+    """Nanoseconds, as records have them."""
+    wall: int
+    """Nanoseconds since 1970."""
+
+
+class ProcessMetrics(msgspec.Struct, frozen=True):
+    """The numbers of all engines of a process."""
+
+    pid: int
+    host: str
+    command: str
+    at: Clock
+    engines: tuple[EngineMetrics, ...]
+
+
+class ProcessRecords(msgspec.Struct, frozen=True):
+    """The flight records of all engines of a process."""
+
+    pid: int
+    host: str
+    command: str
+    at: Clock
+    spans: dict[int, str]
+    """Names of requests by number, as far as they were used here."""
+    engines: tuple[EngineRecords, ...]
+
+
+@cache
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def clock() -> Clock:
+    """Now."""
+    return Clock(_boot(), time.monotonic_ns(), time.time_ns())
+
+
+def _command() -> str:
+    return Path(sys.argv[0]).name if sys.argv and sys.argv[0] else Path(sys.executable).name
+
+
+def metrics() -> ProcessMetrics:
+    """The numbers of this process's open engines."""
+    engines = tuple(engine.metrics() for engine in opened())
+    return ProcessMetrics(os.getpid(), socket.gethostname(), _command(), clock(), engines)
+
+
+def records(since: Mapping[str, Cursor] | None = None) -> ProcessRecords:
+    """The records of this process's open engines.
+
+    Args:
+        since: of an engine, by id, the cursor of an earlier answer.
+    """
+    since = since or {}
+    engines = tuple(engine.records(since.get(engine.id, (0, 0, 0, 0))) for engine in opened())
+    return ProcessRecords(os.getpid(), socket.gethostname(), _command(), clock(), names(), engines)
+
+
+def dump(path: str | Path) -> ProcessRecords:
+    """Writes the records of this process to a file, for ``fabric-ray trace``. What is there is
+    replaced as a whole."""
+    found = records()
+    path = Path(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(msgspec.json.encode(found))
+    fresh.replace(path)
+    return found
+
+
+def load(path: str | Path) -> list[ProcessRecords]:
+    """The records of a file: of one process, or of several, one a line.
+
+    Raises:
+        DecodeError: it is no such file.
+    """
+    decode = msgspec.json.Decoder(ProcessRecords).decode
+    try:
+        return [decode(line) for line in Path(path).read_bytes().splitlines() if line.strip()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise DecodeError(
+            f"{path} has no flight records: {error}; write some with fabric-ray trace --dump"
+        ) from None

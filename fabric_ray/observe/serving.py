@@ -1,0 +1,146 @@
+"""Letting other processes of this user look: a socket that answers with numbers and records."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+from threading import Lock, Thread
+
+import msgspec
+
+from fabric_ray.errors import FabricError
+from fabric_ray.observe import process
+from fabric_ray.observe.asking import LONGEST_QUESTION, AskMetrics, Question
+from fabric_ray.observe.places import make_run_dir, run_dir, socket_path
+
+_PATIENCE_S = 5.0
+_log = logging.getLogger("fabric_ray.observe")
+
+
+class Window:
+    """A socket of this process, with mode 0600 in a directory with mode 0700. Only processes of the
+    same user, or root, are answered; nothing can be changed through it."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        directory = directory or run_dir()
+        make_run_dir(directory)
+        self.path = socket_path(directory, os.getpid())
+        self._owner = os.getpid()
+        self._listener = socket.socket(socket.AF_UNIX)
+        # A process of the same number may have left one.
+        self.path.unlink(missing_ok=True)
+        self._listener.bind(str(self.path))
+        self.path.chmod(0o600)
+        self._listener.listen(8)
+        Thread(target=self._serve, name="fabric-observe", daemon=True).start()
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a process that was forked off: the socket is its parent's."""
+        return self._owner == os.getpid()
+
+    def close(self) -> None:
+        """Ends it, in the process that opened it."""
+        if self.is_ours:
+            self.path.unlink(missing_ok=True)
+            # Wakes the thread that accepts.
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with peer:
+                try:
+                    self._answer(peer)
+                except OSError:
+                    _log.debug("a process that asked has gone", exc_info=True)
+                except Exception:
+                    _log.exception("a question could not be answered")
+
+    def _answer(self, peer: socket.socket) -> None:
+        peer.settimeout(_PATIENCE_S)
+        if _user(peer) not in (os.geteuid(), 0):
+            return
+        peer.sendall(answer(_question(peer)))
+
+
+def answer(question: bytes) -> bytes:
+    """What a process says to a question, or what is wrong with it."""
+    try:
+        asked = msgspec.json.decode(question, type=Question)
+    except msgspec.DecodeError as error:
+        return msgspec.json.encode({"error": f"the question isn't understood: {error}"})
+    if isinstance(asked, AskMetrics):
+        return msgspec.json.encode(process.metrics())
+    return msgspec.json.encode(process.records(asked.since))
+
+
+def _question(peer: socket.socket) -> bytes:
+    heard = bytearray()
+    while b"\n" not in heard and len(heard) <= LONGEST_QUESTION and (piece := peer.recv(1 << 16)):
+        heard += piece
+    return bytes(heard)
+
+
+def _user(peer: socket.socket) -> int:
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+_lock = Lock()
+_window: Window | None = None
+
+
+def serve(directory: str | Path | None = None) -> Path:
+    """Lets ``fabric-ray top`` and ``fabric-ray trace`` of the same user look into this process.
+
+    May be called again; the directory of the first call stays. With ``FABRIC_RAY_OBSERVE=1`` in the
+    environment it is called when the first engine opens.
+
+    Args:
+        directory: by default ``$FABRIC_RAY_RUN_DIR``, ``$XDG_RUNTIME_DIR/fabric-ray``, or one in
+            ``/tmp``.
+
+    Returns:
+        the socket.
+
+    Raises:
+        InvalidArgument: the directory isn't this user's alone, or its name is too long.
+    """
+    global _window
+    with _lock:
+        if _window is not None and not _window.is_ours:
+            _window.close()
+            _window = None
+        if _window is None:
+            _window = Window(Path(directory) if directory else None)
+            atexit.register(stop)
+        return _window.path
+
+
+def serve_quietly() -> None:
+    """As :func:`serve`; who can't be looked into works all the same, and says so."""
+    try:
+        serve()
+    except (FabricError, OSError) as error:
+        _log.warning("this process can't be looked into: %s", error)
+
+
+def stop() -> None:
+    """Ends what :func:`serve` began."""
+    global _window
+    with _lock:
+        if _window is not None:
+            _window.close()
+            _window = None

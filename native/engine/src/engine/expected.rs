@@ -1,0 +1,57 @@
+//! Expectations that are over, for the flight recorder.
+
+use super::counters::Expectation;
+use crate::{
+    api::Imm,
+    flight::{Cursor, Expected, Histogram, Records, Ring},
+    sync::Mutex,
+    time::Time,
+    EngineError,
+};
+
+/// The latest expectations, and how long those waited that were met.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    on: bool,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    ring: Ring<Expected>,
+    met: Histogram,
+}
+
+impl Log {
+    /// Keeps so many; none for 0.
+    pub fn new(records: usize) -> Self {
+        let kept = Kept { ring: Ring::new(records), met: Histogram::default() };
+        Self { on: records > 0, kept: Mutex::new(kept) }
+    }
+
+    pub(super) fn over(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
+        if !self.on {
+            return;
+        }
+        let failure = error.map(|e| e.to_string().into_boxed_str());
+        let mut kept = self.kept.lock();
+        if failure.is_none() {
+            kept.met.add(now.since(e.begun), 1);
+        }
+        let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
+        let (span, begun, told) = (e.span, e.begun, now);
+        kept.ring.push(Expected { imm, counts, span, begun, told, failure });
+    }
+
+    pub fn read(&self, since: Cursor, out: &mut Records) {
+        let kept = self.kept.lock();
+        out.expectations.extend(kept.ring.since(since.expectations).cloned());
+        out.missed += kept.ring.oldest().saturating_sub(since.expectations);
+        out.cursor.expectations = kept.ring.written();
+    }
+
+    /// How long those waited that were met.
+    pub fn met(&self) -> Histogram {
+        self.kept.lock().met
+    }
+}

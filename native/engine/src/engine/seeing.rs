@@ -1,0 +1,32 @@
+//! What an engine tells of its work: numbers, and the flight recorder's latest records.
+
+use super::TransferEngine;
+use crate::flight::{Cursor, Metrics, Records};
+
+impl TransferEngine {
+    /// Everything that is counted, since the engine was opened.
+    pub fn metrics(&self) -> Metrics {
+        let stats = self.shared.stats();
+        let mut metrics = Metrics {
+            counted: stats.counted,
+            ghosts: stats.ghosts,
+            regions: stats.regions,
+            retiring: stats.retiring,
+            expected: self.shared.counters.log.met(),
+            ..Metrics::default()
+        };
+        let core = self.shared.cell.lock(&self.shared);
+        core.group.metrics(&core.domains, &mut metrics);
+        metrics
+    }
+
+    /// What was recorded since `since`, and the requests that are not over. The engine's lock is held meanwhile, for
+    /// some ten microseconds per hundred records: ask every second, not every millisecond.
+    pub fn records(&self, since: Cursor) -> Records {
+        let mut records = Records::default();
+        self.shared.counters.log.read(since, &mut records);
+        let core = self.shared.cell.lock(&self.shared);
+        core.group.records(since, &core.domains, &mut records);
+        records
+    }
+}

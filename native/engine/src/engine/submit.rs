@@ -1,0 +1,137 @@
+//! Taking a request: checked, bound, and posted by this thread, or left to whoever holds the lock.
+
+use std::{
+    sync::{atomic::Ordering::SeqCst, Arc},
+    time::Duration,
+};
+
+use super::{
+    handle::{self, Handle, Source},
+    Op, Shared,
+};
+use crate::{
+    api::{Priority, Span},
+    group::{Claim, Submitted},
+    EngineError, Result,
+};
+
+/// Options of one request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Submit {
+    /// The engine's `op_timeout` if `None`.
+    pub timeout: Option<Duration>,
+    /// The one rail that may carry it, counted among the NICs of the transport in use.
+    pub rail: Option<u8>,
+    /// If `None`: [`Priority::Latency`] for messages and barriers, [`Priority::Bulk`] for what moves data.
+    pub priority: Option<Priority>,
+    /// The request that it is done for, in flight records.
+    pub span: Span,
+}
+
+/// What moves so many bytes within the call that submits it has taken a while: the clock is read again.
+const LONG: u64 = 32 << 10;
+
+impl Submit {
+    fn priority(&self, ops: &[Op<'_>]) -> Priority {
+        let control = |op: &Op<'_>| matches!(op, Op::Send { .. } | Op::Barrier { .. });
+        self.priority.unwrap_or_else(|| match ops.iter().all(control) {
+            true => Priority::Latency,
+            false => Priority::Bulk,
+        })
+    }
+}
+
+impl Shared {
+    #[inline]
+    pub(super) fn submit(
+        self: &Arc<Self>,
+        ops: &[Op<'_>],
+        options: Submit,
+        only_prepare: bool,
+    ) -> Result<Handle> {
+        self.check_process()?;
+        // Before the lock is tried: who finds it taken must hear it as well.
+        if self.draining.load(SeqCst) {
+            return Err(EngineError::Draining);
+        }
+        for (i, op) in ops.iter().enumerate() {
+            self.check(op).map_err(|e| if ops.len() > 1 { e.in_operation(i) } else { e })?;
+        }
+        let name = match ops {
+            [] => {
+                return Err(EngineError::Invalid("a request needs at least one operation".into()))
+            }
+            [op] => op.name(),
+            _ => "batch",
+        };
+        let timeout = options.timeout.unwrap_or(self.op_timeout);
+        let priority = options.priority(ops);
+        let called = (name, options.span);
+        if let Some(mut core) = self.cell.try_lock(self) {
+            let core = &mut *core;
+            core.check_open()?;
+            let now = self.now();
+            core.domains.iter_mut().for_each(|d| d.begin_request());
+            let key = core.group.open(now, called, priority);
+            let mut bytes = 0;
+            for op in ops {
+                self.bind(op, (options.rail, only_prepare), &mut |bound| {
+                    bytes += bound.bytes();
+                    core.group.push(now, key, bound, &mut core.domains, &**self);
+                });
+            }
+            let end = if bytes < LONG { now } else { self.now() };
+            let sealed = core.group.seal((now, end), key, timeout);
+            core.domains.iter_mut().for_each(|d| d.flush());
+            return Ok(match sealed {
+                Submitted::Done(result) => Handle::done(name, result),
+                Submitted::Pending(key) => {
+                    let pending = handle::Pending::new(self);
+                    pending.needs(self.keep(ops));
+                    pending.is_of(Source::Transfer(key));
+                    core.group.attach(key, pending.clone());
+                    self.cell.set_alarm(core.group.next_deadline());
+                    Handle::pending(name, pending)
+                }
+            });
+        }
+        // Somebody holds the lock: leave the request to them.
+        let mut bound = Vec::with_capacity(ops.len());
+        for op in ops {
+            self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
+        }
+        let pending = handle::Pending::new(self);
+        pending.needs(self.keep(ops));
+        let handle = Handle::pending(name, Arc::clone(&pending));
+        let queued = self.now();
+        self.cell.post(
+            self,
+            Box::new(move |core, shared| {
+                let ended = |result| {
+                    pending.over(true);
+                    pending.complete(result);
+                };
+                if let Err(e) = core.check_open() {
+                    return ended(Err(e));
+                }
+                let now = shared.now();
+                core.domains.iter_mut().for_each(|d| d.begin_request());
+                let key = core.group.open(queued, called, priority);
+                for b in bound {
+                    core.group.push(now, key, b, &mut core.domains, &**shared);
+                }
+                let sealed = core.group.seal((now, shared.now()), key, timeout);
+                core.domains.iter_mut().for_each(|d| d.flush());
+                match sealed {
+                    Submitted::Done(result) => ended(result),
+                    Submitted::Pending(key) => {
+                        pending.is_of(Source::Transfer(key));
+                        core.group.attach(key, pending);
+                        shared.cell.set_alarm(core.group.next_deadline());
+                    }
+                }
+            }),
+        );
+        Ok(handle)
+    }
+}

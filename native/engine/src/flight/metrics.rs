@@ -1,0 +1,49 @@
+//! What an engine says of itself in numbers.
+
+use super::{Histogram, PeerTally, Stages};
+use crate::api::{EngineId, TransportKind};
+
+/// One rail, with how long the stages of its transfers took, by class.
+#[derive(Clone, Debug)]
+pub struct RailMetrics {
+    pub transport: TransportKind,
+    /// The NIC's name; empty where there is none.
+    pub device: String,
+    /// Bytes that may be under way over it, and that are.
+    pub window: u64,
+    pub under_way: u64,
+    pub stages: [Stages; 3],
+}
+
+/// One peer.
+#[derive(Clone, Debug)]
+pub struct PeerMetrics {
+    pub id: EngineId,
+    pub name: String,
+    /// `idle`, `connecting`, `up` or `lost`.
+    pub state: &'static str,
+    /// The transport in use, if it is up, and how many links of it.
+    pub transport: Option<TransportKind>,
+    pub links: usize,
+    /// Operations that wait for room, and bytes under way as far as they are limited.
+    pub waiting: usize,
+    pub under_way: u64,
+    pub tally: PeerTally,
+}
+
+/// All that an engine counts, since it was opened.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// Writes counted here, and immediates of an earlier use of their counter.
+    pub counted: u64,
+    pub ghosts: u64,
+    /// Registered regions, and those whose deregistration isn't over.
+    pub regions: usize,
+    pub retiring: usize,
+    /// Requests that are not over.
+    pub going_on: usize,
+    /// How long expectations waited until they were full.
+    pub expected: Histogram,
+    pub rails: Vec<RailMetrics>,
+    pub peers: Vec<PeerMetrics>,
+}

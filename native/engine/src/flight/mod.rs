@@ -1,0 +1,18 @@
+//! What is kept of transfers for those who ask afterwards: the latest records of each kind, durations by
+//! stage, and counts by peer. Values only; time comes in from whoever records.
+//!
+//! `docs/design/flight.md` says what each moment means and how both ends of a transfer are joined.
+
+mod histogram;
+mod metrics;
+mod records;
+mod ring;
+mod tally;
+
+pub use histogram::{Histogram, BUCKETS};
+pub use metrics::{Metrics, PeerMetrics, RailMetrics};
+pub use records::{
+    Arrival, Cursor, Event, EventKind, Expected, Moments, Part, Records, Stages, TransferRecord,
+};
+pub(crate) use ring::Ring;
+pub use tally::{PeerTally, RailTally, Tally};

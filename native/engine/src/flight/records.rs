@@ -1,0 +1,157 @@
+//! The records themselves.
+
+use super::Histogram;
+use crate::{
+    api::{EngineId, Priority, Span, TransportKind},
+    time::Time,
+};
+
+/// When a transfer went from one state to the next; [`Time::NEVER`] for what has not happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moments {
+    /// The engine was asked.
+    pub queued: Time,
+    /// Its first and its latest work request were given to a link.
+    pub posted: Time,
+    pub all_posted: Time,
+    /// The latest of its work requests was acknowledged.
+    pub wire: Time,
+    /// Whoever waits for it was told.
+    pub told: Time,
+}
+
+impl Moments {
+    pub(crate) fn queued(now: Time) -> Self {
+        let never = Time::NEVER;
+        Self { queued: now, posted: never, all_posted: never, wire: never, told: never }
+    }
+}
+
+/// What of a transfer went to one counter of one peer, or without a count to one peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Part {
+    /// Its place in [`Records::peers`].
+    pub peer: u32,
+    /// The counter there, and how many writes it is to count; 0 where nothing counts.
+    pub imm: u32,
+    pub counts: u32,
+    pub bytes: u64,
+}
+
+/// One request of this engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferRecord {
+    /// Drawn in the order in which requests were opened.
+    pub id: u64,
+    pub op: &'static str,
+    pub priority: Priority,
+    pub span: Span,
+    pub moments: Moments,
+    /// Where it went; the latest of many only.
+    pub parts: Vec<Part>,
+    /// Parts that are no longer known.
+    pub parts_lost: u32,
+    /// Work requests posted, and how many of them were sent before.
+    pub slices: u32,
+    pub again: u32,
+    /// How often it found no room in a window.
+    pub waits: u32,
+    /// One bit for each rail that carried some of it.
+    pub rails: u32,
+    /// Nothing of it is under way.
+    pub over: bool,
+    /// How many transfers like it this one stands for.
+    pub weight: u32,
+    /// Why it failed.
+    pub failure: Option<Box<str>>,
+}
+
+/// Writes that were counted here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    pub at: Time,
+    pub rail: u8,
+    /// The counter, with its generation, and how many writes.
+    pub imm: u32,
+    pub counts: u32,
+}
+
+/// A wait for counts that is over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Expected {
+    pub imm: u32,
+    pub counts: u32,
+    pub span: Span,
+    pub begun: Time,
+    pub told: Time,
+    pub failure: Option<Box<str>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    LinkUp,
+    LinkDown,
+    /// A link that finished nothing while others went on.
+    Stalled,
+    PeerLost,
+}
+
+impl EventKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LinkUp => "link up",
+            Self::LinkDown => "link down",
+            Self::Stalled => "stalled",
+            Self::PeerLost => "peer lost",
+        }
+    }
+}
+
+/// Something that happened to the way to a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    pub at: Time,
+    pub kind: EventKind,
+    /// Its place in [`Records::peers`].
+    pub peer: u32,
+    pub rail: Option<u8>,
+    pub cause: Box<str>,
+}
+
+/// How long the stages of transfers took that one rail carried, or carried last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stages {
+    /// From the request to its first work request.
+    pub queue: Histogram,
+    /// From the first work request to the last.
+    pub post: Histogram,
+    /// Of one work request, until it was acknowledged.
+    pub wire: Histogram,
+    /// From the last acknowledgement until whoever waits was told.
+    pub deliver: Histogram,
+}
+
+/// Up to where records were read: the numbers of the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cursor {
+    pub transfers: u64,
+    pub arrivals: u64,
+    pub expectations: u64,
+    pub events: u64,
+}
+
+/// What an engine has recorded.
+#[derive(Clone, Debug, Default)]
+pub struct Records {
+    /// To be given when asking again.
+    pub cursor: Cursor,
+    /// Records that were written over before they were read.
+    pub missed: u64,
+    pub peers: Vec<(EngineId, String)>,
+    pub rails: Vec<(TransportKind, String)>,
+    /// Those that are over, then those that are not.
+    pub transfers: Vec<TransferRecord>,
+    pub arrivals: Vec<Arrival>,
+    pub expectations: Vec<Expected>,
+    pub events: Vec<Event>,
+}

@@ -1,0 +1,46 @@
+//! Ending transfers before all of them is over: their deadline has passed, or their user gave them up.
+
+use super::{route::State, Group, TransferKey};
+use crate::{time::Time, EngineError};
+
+impl Group {
+    pub(super) fn expire(&mut self, now: Time, key: TransferKey) {
+        let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
+        self.deadlines.remove(&(transfer.deadline, key));
+        let route = &self.peers[transfer.peer as usize];
+        let error = EngineError::Timeout {
+            op: transfer.name,
+            peer: route.address.label(),
+            missing: 0,
+            after: transfer.timeout,
+            quiesced: transfer.outstanding == 0,
+            hint: match (route.state, transfer.name) {
+                (State::Up, "send") => ": see whether the peer's receive pool is open and has room",
+                (State::Up, _) if transfer.outstanding == 0 => "",
+                (State::Up, _) => {
+                    "; it may still touch memory until the link is closed, so keep the buffers"
+                }
+                _ => ": there is no connection to it yet; explain() says what was tried",
+            },
+        };
+        // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
+        // until its link lets go of it (MR-1).
+        transfer.end_early(error);
+        transfer.flight.told(now);
+        self.settle(key);
+    }
+
+    /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
+    pub fn cancel(&mut self, now: Time, key: TransferKey) {
+        self.recorder.now = now;
+        let transfer = self.transfers.get_mut(key.slot as usize);
+        let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
+        let cause = match transfer.outstanding {
+            0 => "nothing of it is under way".to_owned(),
+            n => format!("{n} work requests are under way, keep the buffers until it is quiet"),
+        };
+        transfer.end_early(EngineError::Cancelled { what: transfer.name, cause });
+        transfer.flight.told(now);
+        self.settle(key);
+    }
+}

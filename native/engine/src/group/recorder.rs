@@ -1,0 +1,398 @@
+//! Keeps what happened to the group's transfers, and how long their stages took. Deterministic as the group
+//! itself: its time is the latest that the group was told.
+
+use crate::{
+    api::{Priority, Span},
+    domain::Count,
+    flight::{
+        Arrival, Cursor, Event, EventKind, Moments, Part, Records, Ring, Stages, TransferRecord,
+    },
+    time::Time,
+};
+
+use super::{ledger::Slice, transfer::Transfer, PeerKey};
+
+/// Links and peers change rarely.
+const EVENTS: usize = 256;
+/// A scatter has a part for each peer.
+const PARTS: usize = 4;
+/// Small transfers that are over when their call returns take less time than it takes to keep them: one in
+/// so many is.
+const SAMPLE: u64 = 16;
+/// Which are small; bytes.
+const SMALL: u64 = 4 << 10;
+/// Bits of a set of rails.
+const MOST_RAILS: usize = u32::BITS as usize;
+
+/// What is kept with a transfer while it goes on.
+#[derive(Clone, Debug)]
+pub(super) struct Flight {
+    pub id: u64,
+    pub span: Span,
+    pub moments: Moments,
+    /// Where it goes: so many parts, the first of them, and where the others begin in the recorder's ring.
+    parts: u32,
+    first: Part,
+    others: u64,
+    pub slices: u32,
+    pub again: u32,
+    pub waits: u32,
+    pub rails: u32,
+    /// The latest of them.
+    rail: u8,
+    /// How long its work requests took has been recorded.
+    pub timed: bool,
+}
+
+impl Flight {
+    pub fn new(id: u64, now: Time, span: Span) -> Self {
+        Self {
+            id,
+            span,
+            moments: Moments::queued(now),
+            parts: 0,
+            first: Part::default(),
+            others: 0,
+            slices: 0,
+            again: 0,
+            waits: 0,
+            rails: 0,
+            rail: 0,
+            timed: false,
+        }
+    }
+
+    #[inline]
+    pub fn posted(&mut self, now: Time, rail: usize, again: bool) {
+        self.moments.posted = self.moments.posted.min(now);
+        self.moments.all_posted = now;
+        self.slices += 1;
+        self.again += u32::from(again);
+        self.rails |= 1 << rail.min(MOST_RAILS - 1);
+        self.rail = rail as u8;
+    }
+
+    #[inline]
+    pub fn acknowledged(&mut self, now: Time) {
+        self.moments.wire = now;
+    }
+
+    pub fn told(&mut self, now: Time) {
+        self.moments.told = self.moments.told.min(now);
+    }
+}
+
+/// A transfer that is over, and how many it stands for.
+#[derive(Debug)]
+struct Ended {
+    op: &'static str,
+    priority: Priority,
+    flight: Flight,
+    weight: u32,
+    failure: Option<Box<str>>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Recorder {
+    on: bool,
+    /// The latest time that the group was told.
+    pub now: Time,
+    opened: u64,
+    ended: Ring<Ended>,
+    parts: Ring<Part>,
+    arrivals: Ring<Arrival>,
+    events: Ring<Event>,
+    /// By rail and class.
+    pub stages: Vec<[Stages; 3]>,
+}
+
+impl Recorder {
+    /// Keeps so many transfers, and as many arrivals; nothing for 0.
+    pub fn new(records: usize) -> Self {
+        let events = if records > 0 { EVENTS } else { 0 };
+        Self {
+            on: records > 0,
+            ended: Ring::new(records),
+            parts: Ring::new(records.saturating_mul(PARTS)),
+            arrivals: Ring::new(records),
+            events: Ring::new(events),
+            ..Self::default()
+        }
+    }
+
+    /// A request begins.
+    #[inline]
+    pub fn open(&mut self, now: Time, span: Span) -> Flight {
+        self.opened += 1;
+        Flight::new(self.opened, now, span)
+    }
+
+    /// Something of the request goes to a peer: what goes to the counter of the one before adds up.
+    #[inline]
+    pub fn part(&mut self, flight: &mut Flight, peer: PeerKey, count: Option<Count>, bytes: u64) {
+        if !self.on {
+            return;
+        }
+        let (imm, counts) = count.map_or((0, 0), |c| (c.imm, c.n));
+        // While a request is described nobody else adds parts.
+        let last = match flight.parts {
+            0 => None,
+            1 => Some(&mut flight.first),
+            _ => self.parts.last_mut(),
+        };
+        if let Some(last) = last.filter(|l| l.peer == peer && l.imm == imm) {
+            last.counts += counts;
+            last.bytes += bytes;
+            return;
+        }
+        let part = Part { peer, imm, counts, bytes };
+        match flight.parts {
+            0 => flight.first = part,
+            1 => {
+                flight.others = self.parts.written();
+                self.parts.push(part);
+            }
+            _ => self.parts.push(part),
+        }
+        flight.parts += 1;
+    }
+
+    /// A work request that was kept is acknowledged.
+    #[inline]
+    pub fn slice_done(&mut self, now: Time, slice: &Slice) {
+        if self.on {
+            let wire = &mut self.stages(slice.link.0, slice.priority).wire;
+            wire.add(now.since(slice.posted), 1);
+        }
+    }
+
+    /// A transfer of which nothing is left. `at_once`: it was over when its call returned.
+    #[inline]
+    pub fn ended(&mut self, transfer: &mut Transfer, at_once: bool) {
+        if !self.on {
+            return;
+        }
+        let flight = &mut transfer.flight;
+        flight.told(self.now);
+        let small = flight.parts == 1 && flight.first.bytes < SMALL;
+        // What is done for a request that somebody may ask about is kept.
+        let sampled = at_once && small && flight.span.is_none() && transfer.error.is_none();
+        match sampled {
+            true if flight.id % SAMPLE != 0 => {}
+            true => self.keep(transfer, SAMPLE as u32),
+            false => self.keep(transfer, 1),
+        }
+    }
+
+    fn keep(&mut self, transfer: &Transfer, weight: u32) {
+        let flight = &transfer.flight;
+        let Moments { queued, posted, all_posted, wire, told } = flight.moments;
+        if wire != Time::NEVER && posted != Time::NEVER {
+            let stages = self.stages(usize::from(flight.rail), transfer.priority);
+            stages.queue.add(posted.since(queued), weight);
+            stages.post.add(all_posted.since(posted), weight);
+            if !flight.timed {
+                stages.wire.add(wire.since(all_posted), weight);
+            }
+            stages.deliver.add(told.since(wire), weight);
+        }
+        let failure = transfer.error.as_ref().map(|e| e.to_string().into_boxed_str());
+        let (op, priority, flight) = (transfer.name, transfer.priority, flight.clone());
+        self.ended.push(Ended { op, priority, flight, weight, failure });
+    }
+
+    #[inline]
+    fn stages(&mut self, rail: usize, class: Priority) -> &mut Stages {
+        if self.stages.len() <= rail {
+            self.stages.resize(rail + 1, Default::default());
+        }
+        &mut self.stages[rail][class as usize]
+    }
+
+    /// Writes were counted here; those of one counter that are seen together are one record.
+    #[inline]
+    pub fn arrived(&mut self, now: Time, rail: usize, count: Count) {
+        let rail = rail as u8;
+        let Count { imm, n } = count;
+        match self.arrivals.last_mut() {
+            Some(last) if (last.at, last.rail, last.imm) == (now, rail, imm) => last.counts += n,
+            _ => self.arrivals.push(Arrival { at: now, rail, imm, counts: n }),
+        }
+    }
+
+    pub fn event(
+        &mut self,
+        kind: EventKind,
+        peer: PeerKey,
+        rail: Option<usize>,
+        cause: impl FnOnce() -> String,
+    ) {
+        if self.on {
+            let (at, rail) = (self.now, rail.map(|r| r as u8));
+            self.events.push(Event { at, kind, peer, rail, cause: cause().into_boxed_str() });
+        }
+    }
+
+    /// What was recorded since, and what goes on.
+    pub fn read<'a>(
+        &self,
+        since: Cursor,
+        going_on: impl Iterator<Item = &'a Transfer>,
+        out: &mut Records,
+    ) {
+        let over = self.ended.since(since.transfers).map(|e| {
+            let failure = e.failure.clone();
+            self.record((e.op, e.priority), &e.flight, (true, e.weight), failure)
+        });
+        out.transfers.extend(over);
+        out.transfers.extend(going_on.map(|t| {
+            let failure = t.error.as_ref().map(|e| e.to_string().into_boxed_str());
+            self.record((t.name, t.priority), &t.flight, (false, 1), failure)
+        }));
+        out.arrivals.extend(self.arrivals.since(since.arrivals));
+        out.events.extend(self.events.since(since.events).cloned());
+        out.missed += self.ended.oldest().saturating_sub(since.transfers)
+            + self.arrivals.oldest().saturating_sub(since.arrivals)
+            + self.events.oldest().saturating_sub(since.events);
+        out.cursor.transfers = self.ended.written();
+        out.cursor.arrivals = self.arrivals.written();
+        out.cursor.events = self.events.written();
+    }
+
+    fn record(
+        &self,
+        (op, priority): (&'static str, Priority),
+        flight: &Flight,
+        (over, weight): (bool, u32),
+        failure: Option<Box<str>>,
+    ) -> TransferRecord {
+        let others = u64::from(flight.parts.saturating_sub(1));
+        let known = flight.others.max(self.parts.oldest())..flight.others + others;
+        let first = (flight.parts > 0).then_some(flight.first);
+        let rest = self.parts.since(known.start).take(known.clone().count());
+        let parts: Vec<Part> = first.into_iter().chain(rest.copied()).collect();
+        TransferRecord {
+            id: flight.id,
+            op,
+            priority,
+            span: flight.span,
+            moments: flight.moments,
+            parts_lost: flight.parts - parts.len() as u32,
+            parts,
+            slices: flight.slices,
+            again: flight.again,
+            waits: flight.waits,
+            rails: flight.rails,
+            over,
+            weight,
+            failure,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transfer(recorder: &mut Recorder, at: u64) -> Transfer {
+        let flight = recorder.open(Time(at), Span(9));
+        Transfer::new("write", flight.id as u32, Priority::Bulk, flight)
+    }
+
+    fn read(recorder: &Recorder, since: Cursor) -> Records {
+        let mut out = Records::default();
+        recorder.read(since, std::iter::empty(), &mut out);
+        out
+    }
+
+    #[test]
+    fn a_transfer_is_kept_with_all_its_moments() {
+        let mut r = Recorder::new(4);
+        let mut t = transfer(&mut r, 10);
+        r.part(&mut t.flight, 1, Some(Count { imm: 7, n: 2 }), 100);
+        r.part(&mut t.flight, 1, Some(Count { imm: 7, n: 1 }), 50);
+        r.part(&mut t.flight, 2, None, 8);
+        t.flight.posted(Time(20), 0, false);
+        t.flight.posted(Time(30), 3, true);
+        t.flight.acknowledged(Time(40));
+        r.now = Time(50);
+        r.ended(&mut t, false);
+        let out = read(&r, Cursor::default());
+        let [record] = &out.transfers[..] else { panic!("one transfer") };
+        let moments = [20, 30, 40, 50].map(Time);
+        let m = record.moments;
+        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (moments, Time(10)));
+        let part = |peer, imm, counts, bytes| Part { peer, imm, counts, bytes };
+        assert_eq!(record.parts, [part(1, 7, 3, 150), part(2, 0, 0, 8)]);
+        assert_eq!((record.slices, record.again, record.rails), (2, 1, 0b1001));
+        assert_eq!((record.span, record.over, record.parts_lost), (Span(9), true, 0));
+        // The last rail's, by class.
+        let stages = r.stages[3][Priority::Bulk as usize];
+        assert_eq!(
+            [stages.queue, stages.post, stages.wire, stages.deliver].map(|h| h.total),
+            [10; 4]
+        );
+    }
+
+    #[test]
+    fn what_was_written_over_is_missed_and_not_made_up() {
+        let mut r = Recorder::new(2);
+        for at in 0..5 {
+            let mut t = transfer(&mut r, at);
+            (0..5).for_each(|peer| r.part(&mut t.flight, peer, None, 1 << 20));
+            r.ended(&mut t, false);
+        }
+        let out = read(&r, Cursor { transfers: 1, ..Cursor::default() });
+        assert_eq!((out.transfers.len(), out.missed, out.cursor.transfers), (2, 2, 5));
+        assert_eq!(out.transfers[0].parts.len() + out.transfers[0].parts_lost as usize, 5);
+        let all: Vec<u32> = out.transfers[1].parts.iter().map(|p| p.peer).collect();
+        assert_eq!(all, [0, 1, 2, 3, 4]);
+        assert_eq!(read(&r, out.cursor).transfers.len(), 0);
+    }
+
+    #[test]
+    fn of_small_transfers_that_are_over_at_once_one_stands_for_many() {
+        let mut r = Recorder::new(64);
+        for at in 0..32 {
+            let mut t = transfer(&mut r, at);
+            t.flight.span = Span::NONE;
+            r.part(&mut t.flight, 0, None, 8);
+            t.flight.posted(Time(at), 0, false);
+            t.flight.acknowledged(Time(at));
+            r.now = Time(at);
+            r.ended(&mut t, true);
+        }
+        let out = read(&r, Cursor::default());
+        assert_eq!(out.transfers.iter().map(|t| t.weight).collect::<Vec<_>>(), [16, 16]);
+        assert_eq!(r.stages[0][Priority::Bulk as usize].queue.count(), 32);
+        let mut named = transfer(&mut r, 33);
+        r.part(&mut named.flight, 0, None, 8);
+        r.ended(&mut named, true);
+        let latest = read(&r, out.cursor).transfers;
+        assert_eq!(latest.iter().map(|t| t.weight).collect::<Vec<_>>(), [1]);
+    }
+
+    #[test]
+    fn arrivals_seen_together_are_one() {
+        let mut r = Recorder::new(8);
+        let count = |imm, n| Count { imm, n };
+        r.arrived(Time(1), 0, count(5, 1));
+        r.arrived(Time(1), 0, count(5, 2));
+        r.arrived(Time(1), 1, count(5, 1));
+        r.arrived(Time(2), 1, count(5, 1));
+        let counts: Vec<u32> =
+            read(&r, Cursor::default()).arrivals.iter().map(|a| a.counts).collect();
+        assert_eq!(counts, [3, 1, 1]);
+    }
+
+    #[test]
+    fn without_records_nothing_is_kept() {
+        let mut r = Recorder::new(0);
+        let mut t = transfer(&mut r, 1);
+        r.part(&mut t.flight, 0, None, 8);
+        r.arrived(Time(1), 0, Count { imm: 1, n: 1 });
+        r.event(EventKind::LinkUp, 0, None, || unreachable!("nobody reads it"));
+        r.ended(&mut t, false);
+        assert_eq!(read(&r, Cursor::default()).cursor, Cursor::default());
+    }
+}

@@ -1,0 +1,51 @@
+"""What engines count reaches Ray's own metrics, by the same names."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+
+import pytest
+import ray
+
+pytest.importorskip("prometheus_client", reason="Ray's agents export metrics with it")
+
+
+@ray.remote(num_cpus=1)
+class Worker:
+    """Writes once to itself, and exports."""
+
+    def __init__(self) -> None:
+        from fabric_ray import TransferEngine
+        from fabric_ray.observe.ray_metrics import RayExport
+
+        self.engines = TransferEngine(name="to-ray"), TransferEngine(name="there")
+        self.export = RayExport(interval=0.5)
+
+    def write(self) -> str:
+        a, b = self.engines
+        inbox = b.alloc(1 << 16)
+        a.write(a.alloc(1 << 16), a.import_region(inbox.descriptor())).wait(30)
+        return ray.get_runtime_context().get_node_id()
+
+
+def told(node: str) -> str:
+    [at] = [n for n in ray.nodes() if n["NodeID"] == node]
+    url = f"http://{at['NodeManagerAddress']}:{at['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_what_an_engine_counts_is_exported_by_its_node() -> None:
+    worker = Worker.remote()
+    node = ray.get(worker.write.remote(), timeout=120)
+    wanted = re.compile(r'^ray_fabric_ray_bytes_total\{[^}]*engine="to-ray"[^}]*\} 65536', re.M)
+    end = time.monotonic() + 120
+    while not wanted.search(told(node)):
+        assert time.monotonic() < end, "the metrics don't arrive"
+        time.sleep(1)
+    text = told(node)
+    assert "ray_fabric_ray_transfer_queue_seconds_bucket{" in text
+    assert re.search(r'^ray_fabric_ray_peer_up\{[^}]*peer="there"[^}]*\} 1', text, re.M)
+    ray.kill(worker)
