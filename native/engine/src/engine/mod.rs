@@ -200,6 +200,11 @@ impl TransferEngine {
         self.shared.stats()
     }
 
+    /// The longest message that [`Op::Send`] takes, bytes.
+    pub fn max_message(&self) -> usize {
+        self.shared.max_message
+    }
+
     /// The time by this engine's clock: the machine's monotonic one, or a simulation's.
     #[inline]
     pub fn now(&self) -> Time {
