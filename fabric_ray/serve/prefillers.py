@@ -20,7 +20,7 @@ from fabric_ray.serve.verdicts import Reluctance
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0
-"""Seconds in which somebody may come who wasn't lost, before a prompt ends that finds nobody else."""
+"""Seconds in which somebody may come who wasn't lost, before a prompt ends that finds no other."""
 
 _ASK_AGAIN = 1.0
 """Seconds after which one that was lost may be asked once more, where there is no other."""

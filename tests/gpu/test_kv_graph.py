@@ -1,4 +1,4 @@
-"""Prefill as a captured CUDA graph: its kernels count layers, and each layer's pages leave by that."""
+"""Prefill as a captured CUDA graph: its kernels count layers, whose pages leave by that."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rank(engine: TransferEngine) -> tuple[torch.Tensor, Any, RankCache]:
 
 
 class Captured:
-    """One pass through all layers: writes a chunk's pages, and counts each layer when it is done."""
+    """One pass through all layers: writes a chunk's pages, and counts each layer."""
 
     def __init__(self, cache: torch.Tensor, word: torch.Tensor) -> None:
         self.pages = torch.zeros(CHUNK_PAGES, dtype=torch.int64, device="cuda")

@@ -278,6 +278,25 @@ impl Cell {
         core.drive(shared)
     }
 
+    /// One round on a thread that has news of its own, so that the worker needn't be woken for them: where cores are
+    /// few, it would take one from those who copy.
+    pub fn act(&self, shared: &Arc<Shared>) {
+        if self.bed.is_none() {
+            return;
+        }
+        // Who has the lock may have looked before the news were there.
+        let Some(mut core) = self.try_lock(shared) else { return self.kick() };
+        let armed = core.armed;
+        if armed {
+            core.disarm();
+        }
+        core.drive(shared);
+        // Else there is somebody who looks, or an alarm is set for who is to.
+        if armed && self.pollers.load(SeqCst) == 0 && !self.arm(&mut core, shared) {
+            self.kick_worker();
+        }
+    }
+
     /// Polls until `done` or `deadline`, whichever is first, without ever sleeping.
     pub fn spin(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
         if self.bed.is_none() {
