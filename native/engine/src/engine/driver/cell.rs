@@ -40,6 +40,9 @@ const MISSES: u32 = 16;
 /// After so many polls that found nothing, a spinning thread lets others run between polls.
 const YIELD_AFTER: u32 = 2_000;
 
+/// The worker does so after every few: what it looks for may need its core to come about.
+const WORKER_YIELDS: u32 = 16;
+
 /// What is done under the lock when its holder gets to it.
 pub(crate) type Command = Box<dyn FnOnce(&mut Core, &Arc<Shared>) + Send>;
 
@@ -432,7 +435,7 @@ impl Cell {
             let now = Time::now();
             let since = *idle_since.get_or_insert(now);
             if now.since(since) < spin {
-                match idle > YIELD_AFTER {
+                match idle.is_multiple_of(WORKER_YIELDS) {
                     true => std::thread::yield_now(),
                     false => std::hint::spin_loop(),
                 }
