@@ -47,7 +47,8 @@ def watcher(turns: int, samples: int, say: Callable[[str], None]) -> Sheet:
                 for way, count in (("spinning", samples), ("woken", rested), ("napping", rested)):
                     reply = native.ask({"way": way, "samples": count})
                     _add(found, f"{way}: Rust callback", [ns / 1e3 for ns in reply["callback"]])
-                    _add(found, f"{way}: first post, peer rung", [ns / 1e3 for ns in reply["post"]])
+                    _add(found, f"{way}: first post", [ns / 1e3 for ns in reply["post"]])
+                    _add(found, f"{way}: decoder woken", [ns / 1e3 for ns in reply["rung"]])
                     _add(found, f"{way}: Python callback", called.measure(way, count))
                 for kind, count in (("flag", samples), ("futex", rested)):
                     reply = floors.ask({"kind": kind, "operations": 1, "batches": count})
@@ -78,7 +79,7 @@ def _sheet(found: Samples) -> Sheet:
     rows = []
     for name, values in spreads.items():
         aim = {
-            "spinning: first post, peer rung": RUST_AIM_US,
+            "spinning: first post": RUST_AIM_US,
             "spinning: Python callback": PYTHON_AIM_US,
         }.get(name)
         cells = tuple(f"{values[column]:.2f}" for column in _COLUMNS)

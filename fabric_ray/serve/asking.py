@@ -17,7 +17,7 @@ from fabric_ray.serve.clock import Clock
 from fabric_ray.serve.config import DecodeArgs
 from fabric_ray.serve.errors import BadRequest, Busy, NoPrefill, ServeError
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.prefillers import Offered, Prefillers
+from fabric_ray.serve.prefillers import AllLost, Offered, Prefillers
 from fabric_ray.serve.seats import Seat
 from fabric_ray.serve.verdicts import Reluctance, Verdict, verdict
 from fabric_ray.serve.wire import Generate, Prompt
@@ -51,8 +51,14 @@ class _Attempts:
     def failed(self, who: str, error: Exception, found: Verdict) -> None:
         self.causes.append(f"{who}: {error}")
         self.busy += found is Verdict.BUSY
-        missed = found is Verdict.SLOW
-        self.tried[who] = Reluctance.MISSED if missed else Reluctance.TRIED
+        self.tried[who] = self._reluctance(who, found)
+
+    def _reluctance(self, who: str, found: Verdict) -> Reluctance:
+        if found is Verdict.SLOW:
+            return Reluctance.MISSED
+        # Once more it is asked whether it is back.
+        again = found is Verdict.LOST and who in self.tried
+        return Reluctance.LOST if again else Reluctance.TRIED
 
     def error(self) -> ServeError:
         """Why the request ends."""
@@ -118,15 +124,18 @@ class Asking:
         except TimeoutError as error:
             attempts.causes.append(str(error))
             return Verdict.HERE
+        except AllLost as error:
+            attempts.causes.append(str(error))
+            return Verdict.HERE
         except ServeError as error:
             attempts.causes.append(str(error))
             await asyncio.sleep(_PAUSE)
             return Verdict.FAILED
         clock.attempts += 1
-        if attempts.busy and offered.replica in attempts.tried:
-            await asyncio.sleep(_PAUSE * attempts.busy)
         self._prefillers.begin(offered)
         try:
+            if attempts.busy and offered.replica in attempts.tried:
+                await asyncio.sleep(_PAUSE * attempts.busy)
             return await self._pulled(request, seat, clock, offered)
         except ServeError:
             raise
@@ -141,9 +150,11 @@ class Asking:
             raise BadRequest(f"{offered.replica}: {error}", param="prompt") from error
         attempts.failed(offered.replica, error, found)
         if found is Verdict.LOST:
-            self._prefillers.lost(offered)
+            self._prefillers.lost(offered, str(error))
         elif found is Verdict.SLOW:
             self._prefillers.slow(offered)
+        elif found in (Verdict.BUSY, Verdict.FAILED):
+            self._prefillers.answered(offered)
         return found
 
     async def _pulled(self, request: Generate, seat: Seat, clock: Clock, offered: Offered) -> Tail:
@@ -152,6 +163,7 @@ class Asking:
         pull = self.pull(request, seat, number)
         seat.expect(pull)
         await pull.ready()
+        self._prefillers.answered(offered)
         clock.ready = time.monotonic()
         clock.cached = seat.prefix
         clock.prefill_queue, clock.prefill = self._instance.read_times(seat.slot)

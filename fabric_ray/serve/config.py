@@ -106,7 +106,8 @@ class DecodeArgs(_Args):
     """Prefillers that are asked for one prompt, one after the other, before the request fails."""
 
     avoid_lost: float = Field(default=15.0, ge=0)
-    """Seconds in which a prefiller that was lost isn't asked again."""
+    """Seconds in which a prefiller that was lost is asked only where all are: by one prompt at a
+    time, whether it is back. The others end with the cause of each loss."""
 
     stuck_after: float = Field(default=120.0, gt=0)
     """Seconds that one step may take before the replica counts as unhealthy."""

@@ -14,9 +14,19 @@ import msgspec
 
 from fabric_ray.errors import FabricError
 from fabric_ray.kvcache import Decoder
+from fabric_ray.serve.errors import NoPrefill
 from fabric_ray.serve.verdicts import Reluctance
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 1.0
+"""Seconds in which somebody may come who wasn't lost, before a prompt ends that finds no other."""
+
+_ASK_AGAIN = 1.0
+"""Seconds after which one that was lost may be asked once more, where there is no other."""
+
+_LOOK = 0.1
+"""Seconds between looks at who there is."""
 
 
 class Offered(msgspec.Struct, frozen=True):
@@ -32,8 +42,19 @@ class Offered(msgspec.Struct, frozen=True):
         return f"{self.replica}/{hashlib.blake2b(self.offer, digest_size=8).hexdigest()}"
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """When a prefiller was lost, by the monotonic clock, and why."""
+
+    at: float
+    why: str
+
+
 class Unmet(FabricError):
     """A prefiller and this decoder don't come together; what was to be asked has no part in it."""
+
+
+class AllLost(NoPrefill):
+    """Every prefiller that there is was lost lately; the message has the cause of each."""
 
 
 class Discovery(Protocol):
@@ -69,20 +90,23 @@ class Prefillers:
     Args:
         decoder: which meets them.
         discovery: who there is.
-        avoid_lost: seconds in which a lost one isn't asked again, and one that missed a deadline
-            only if there is no other.
+        avoid_lost: seconds in which a lost one, or one that missed a deadline, is asked only if
+            there is no other.
     """
 
     def __init__(self, decoder: Decoder, discovery: Discovery, *, avoid_lost: float) -> None:
         self._decoder, self._discovery, self._avoid_lost = decoder, discovery, avoid_lost
         self._meetings: dict[str, asyncio.Future[int]] = {}
-        self._lost: dict[str, float] = {}
+        self._lost: dict[str, Loss] = {}
+        self._probed: set[str] = set()
         self._slow: dict[str, float] = {}
         self._asked: dict[str, int] = {}
 
     async def choose(self, *, tried: Mapping[str, int], timeout: float) -> Offered:
-        """The prefiller to ask next: never one that was just lost, and one that was tried or slow
-        only if there is no other.
+        """The prefiller to ask next: one that was tried, slow or lost only if there is no other.
+
+        Of those that were lost, one prompt at a time asks again whether they are back; the others
+        end, for nobody knows whether they ever are.
 
         Args:
             tried: those that this request was asked of, and their :class:`Reluctance`.
@@ -90,9 +114,11 @@ class Prefillers:
 
         Raises:
             TimeoutError: there was none in time.
+            AllLost: there are only those that were lost.
             ServeError: it can't be told who there is.
         """
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = begun + timeout
         while True:
             now = time.monotonic()
             if now >= deadline:
@@ -105,12 +131,31 @@ class Prefillers:
                 offered = await asyncio.wait_for(choice, deadline - now)
             except asyncio.TimeoutError as error:
                 raise TimeoutError(f"no prefiller was found within {timeout:g} s") from error
-            if offered.replica not in self._lost:
+            if offered.replica not in self._lost or self._ask_again(offered.replica, tried):
                 return offered
-            await asyncio.sleep(0.1)
+            if time.monotonic() >= begun + _PATIENCE:
+                raise self._all_lost()
+            await asyncio.sleep(_LOOK)
+
+    def _ask_again(self, replica: str, tried: Mapping[str, int]) -> bool:
+        """Whether to ask a lost one if it is back; who does ends with :meth:`end`."""
+        in_vain = tried.get(replica, 0) >= Reluctance.LOST or replica in self._probed
+        if in_vain or time.monotonic() < self._lost[replica].at + _ASK_AGAIN:
+            return False
+        self._probed.add(replica)
+        return True
+
+    def _all_lost(self) -> AllLost:
+        now = time.monotonic()
+        told = "; ".join(
+            f"{replica} {now - loss.at:.1f} s ago: {loss.why}"
+            for replica, loss in self._lost.items()
+        )
+        return AllLost(f"all prefillers were lost: {told}")
 
     def _avoided(self, now: float) -> dict[str, int]:
-        self._lost = {replica: until for replica, until in self._lost.items() if until > now}
+        since = now - self._avoid_lost
+        self._lost = {replica: loss for replica, loss in self._lost.items() if loss.at > since}
         self._slow = {replica: until for replica, until in self._slow.items() if until > now}
         return {
             **dict.fromkeys(self._slow, int(Reluctance.SLOW)),
@@ -140,6 +185,7 @@ class Prefillers:
         self._asked[offered.replica] = self._asked.get(offered.replica, 0) + 1
 
     def end(self, offered: Offered) -> None:
+        self._probed.discard(offered.replica)
         left = self._asked.get(offered.replica, 1) - 1
         if left > 0:
             self._asked[offered.replica] = left
@@ -150,9 +196,13 @@ class Prefillers:
         """It missed a deadline: others are asked before it for a while."""
         self._slow[offered.replica] = time.monotonic() + self._avoid_lost
 
-    def lost(self, offered: Offered) -> None:
-        """It is gone, or doesn't answer: it isn't asked for a while."""
-        self._lost[offered.replica] = time.monotonic() + self._avoid_lost
+    def lost(self, offered: Offered, why: str) -> None:
+        """It is gone, or doesn't answer: others are asked before it for a while."""
+        self._lost[offered.replica] = Loss(time.monotonic(), why)
+
+    def answered(self, offered: Offered) -> None:
+        """It is there: what was known of its loss is over."""
+        self._lost.pop(offered.replica, None)
 
     @property
     def met(self) -> Sequence[str]:

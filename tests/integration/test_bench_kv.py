@@ -86,12 +86,12 @@ def test_the_way_from_a_store_to_the_first_post_has_tails() -> None:
     us = sheet.figures["us"]
     assert isinstance(us, dict)
     for name in (
-        "spinning: first post, peer rung",
+        "spinning: first post",
         "woken: Python callback",
         "napping: Rust callback",
     ):
         assert 0 < us[name]["min"] <= us[name]["p50"] <= us[name]["p99.9"] <= us[name]["max"]
-    assert us["spinning: Rust callback"]["p50"] <= us["spinning: first post, peer rung"]["p50"]
+    assert us["spinning: Rust callback"]["p50"] <= us["spinning: first post"]["p50"]
     assert any(name.startswith("floor") for name in us)
 
 

@@ -176,6 +176,32 @@ async def test_a_prompt_that_is_too_long_for_a_message_is_refused_here_and_no_sh
         await w.idle()
 
 
+PATIENT = {"prefill_timeout": 600.0, "avoid_lost": 600.0}
+
+
+async def test_prompts_end_with_the_causes_when_all_prefillers_are_lost() -> None:
+    async with world(("p0", "p1"), decode=PATIENT) as w:
+        for name in ("p0", "p1"):
+            await asyncio.to_thread(w.prefill.pop(name).close)
+        asked = [w.ask(request(i, p)) for i, p in enumerate(prompts(6, seed=22))]
+        ends = await asyncio.wait_for(asyncio.gather(*asked), 120)
+        told = [failed(end, "NoPrefill") for end in ends]
+        assert all("p0" in text and "p1" in text for text in told), told
+        await w.idle()
+
+
+async def test_a_lost_prefiller_that_is_back_is_asked_again_where_there_is_no_other() -> None:
+    async with world(decode=PATIENT) as w:
+        await asyncio.to_thread(w.prefill.pop("p0").close)
+        failed(await asyncio.wait_for(w.ask(request(0, (1, 2, 3))), 120), "NoPrefill")
+        w.add_prefiller("p0")
+        asked = [request(i, p) for i, p in enumerate(prompts(3, seed=23))]
+        ends = [await asyncio.wait_for(w.ask(r), 120) for r in asked]
+        assert [e.tokens for e in ends] == expected(w.args, asked)  # type: ignore[union-attr]
+        assert w.decode._prefillers._lost == {}
+        await w.idle()
+
+
 class Lost:
     """Finds nobody."""
 

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
+from ray.serve.request_router import RunningReplica
 
 from fabric_ray.inference.tokenizer import ByteTokenizer
 from fabric_ray.serve import BadRequest, NotFound, ServeArgs, build_app, openai
 from fabric_ray.serve.errors import Busy
 from fabric_ray.serve.prefillers import least_loaded
-from fabric_ray.serve.routing import PrefixMemory, prefer_prefix, prompt_blocks
+from fabric_ray.serve.routing import PrefillRouter, PrefixMemory, prefer_prefix, prompt_blocks
 from fabric_ray.serve.scaling import replicas_for, with_policy
 from fabric_ray.serve.text import Text
 from fabric_ray.serve.wire import Failed
@@ -31,6 +33,24 @@ def test_the_longest_prefix_wins_while_its_holder_is_not_much_busier() -> None:
 def test_replicas_to_avoid_come_last() -> None:
     assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c": 1}) == ["b", "a", "c"]
     assert least_loaded({"a": 2, "b": 1, "c": 0}, avoid={"c": 1, "b": 2}) == ["a", "c", "b"]
+
+
+class Named(RunningReplica):
+    """A replica that nobody calls."""
+
+    def __init__(self, name: str, **told: Any) -> None:
+        of = ReplicaID(name, DeploymentID("Prefill", "app"))
+        self._replica_info = RunningReplicaInfo(of, None, None, None, name, 8, **told)
+
+
+async def test_prefillers_that_have_not_told_how_they_are_met_are_not_named() -> None:
+    router = PrefillRouter.__new__(PrefillRouter)
+    offer = {"replica_metadata": {"name": "prefill-x", "offer": "eA=="}}
+    busy, idle = Named("busy", routing_stats={"load": 3.0}, **offer), Named("idle", **offer)
+    fresh, other = Named("fresh"), Named("other", replica_metadata={"name": "prefill-y"})
+    named = await router.choose_replicas([fresh, busy, other, idle])
+    assert named == [[idle], [busy]]
+    assert await router.choose_replicas([fresh, other]) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 40))

@@ -358,6 +358,7 @@ pub trait Domain: Send {
     fn note(&mut self, _link: LinkId, _frame: Vec<u8>) {}
 
     /// A new request begins: a domain that moves bytes itself may spend its time per call anew.
+    /// `flush` follows when all of the request was posted.
     fn begin_request(&mut self) {}
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
@@ -365,7 +366,7 @@ pub trait Domain: Send {
     /// Moves things on and reports what happened; false if nothing did.
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool;
 
-    /// Pushes out what was held back to be sent in one go (acknowledgements, small frames).
+    /// Pushes out what was held back to be sent in one go (acknowledgements, small frames), and wakes peers.
     fn flush(&mut self) {}
 
     /// Whether a link has work that waits for a disk or a copy engine: it is slow for no fault of its own.

@@ -12,6 +12,7 @@ mod events;
 pub mod fuzzing;
 pub mod layout;
 pub mod pairing;
+mod parts;
 mod prefill;
 mod table;
 mod terms;

@@ -3,7 +3,7 @@
 //! to the post, and not copying.
 //!
 //! `watch` reads one JSON request a line on stdin and writes one JSON reply a line on stdout:
-//! `{"callback": [...], "post": [...]}`, nanoseconds of each sample.
+//! `{"callback": [...], "post": [...], "rung": [...]}`, nanoseconds of each sample.
 
 use std::{
     io::{self, BufRead},
@@ -13,17 +13,17 @@ use std::{
         Arc,
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use clap::Args;
 use fabric_engine::{
     api::{EngineConfig, Spin, TransportKind},
-    TransferEngine, Watcher,
+    Time, TransferEngine, Watcher,
 };
 use fabric_kvcache::{
     layout::{CacheGroup, CacheLayout, CacheTensor, Place},
-    Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms,
+    Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
 };
 use serde::{Deserialize, Serialize};
 
@@ -72,8 +72,10 @@ struct Request {
 struct Reply {
     /// Until the callback runs
     callback: Vec<u64>,
-    /// Until it has posted, and has rung for the decoder if that sleeps
+    /// Until the page and its count are in the decoder's memory
     post: Vec<u64>,
+    /// Until the decoder, if it sleeps, was woken besides
+    rung: Vec<u64>,
 }
 
 const LAYERS: u64 = 64;
@@ -81,7 +83,7 @@ const TOKENS: u64 = 256;
 const PAGE: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The word's value that a callback was about, and when it began and had posted.
+/// The word's value that a callback was about, and when it began and had returned.
 type Told = (u64, u64, u64);
 
 struct World {
@@ -91,9 +93,23 @@ struct World {
     told: Receiver<Told>,
     jobs: Receiver<(u64, JobEvent)>,
     to: u64,
-    start: Instant,
-    /// The job that is being sent, and how many layers are still to come in all its passes.
-    job: Option<(u64, u64)>,
+    job: Option<Sent>,
+}
+
+/// The job that is being sent.
+struct Sent {
+    job: u64,
+    timeline: Arc<Timeline>,
+    /// Layers still to come in all its passes.
+    left: u64,
+}
+
+impl Sent {
+    /// When the layer that was last to come was posted.
+    fn posted(&self) -> Option<u64> {
+        let layer = (TOKENS * LAYERS - self.left - 1) % LAYERS;
+        self.timeline.layers()[layer as usize].posted.map(|time| time.0)
+    }
 }
 
 pub fn run(options: &Options) -> Outcome<()> {
@@ -147,7 +163,6 @@ fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
 
 impl World {
     fn new(options: &Options) -> Outcome<Self> {
-        let start = Instant::now();
         let (layout, local) = rank("prefiller", options)?;
         let engine = Arc::clone(&local.engine);
         let (tell, jobs) = channel();
@@ -158,9 +173,9 @@ impl World {
         let advance = prefiller.advancer();
         let (tell, told) = channel();
         let on_change = move |old, new| {
-            let entered = since(start);
+            let entered = Time::now().0;
             advance(old, new);
-            let _ = tell.send((new, entered, since(start)));
+            let _ = tell.send((new, entered, Time::now().0));
         };
         let word = engine.watch(on_change).map_err(text)?;
         let (layout, local) = rank("decoder", options)?;
@@ -168,7 +183,7 @@ impl World {
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
         let to = decoder.meet(&prefiller.offer()).map_err(text)?;
-        Ok(Self { decoder, prefiller, word, told, jobs, to, start, job: None })
+        Ok(Self { decoder, prefiller, word, told, jobs, to, job: None })
     }
 
     fn measure(&mut self, request: &Request) -> Outcome<Reply> {
@@ -177,7 +192,7 @@ impl World {
             self.make_ready()?;
             request.way.rest();
             let value = self.word.load() + 1;
-            let stored = since(self.start);
+            let stored = Time::now().0;
             match request.way {
                 Way::Woken => self.word.store(value),
                 Way::Spinning | Way::Napping => {
@@ -188,9 +203,12 @@ impl World {
             }
             // Waits asleep: whoever stores is a GPU, or goes on with its own work.
             match self.told.recv_timeout(PATIENCE) {
-                Ok((new, entered, posted)) if new == value => {
+                Ok((new, entered, returned)) if new == value => {
+                    let posted = self.job.as_ref().and_then(Sent::posted);
+                    let posted = posted.ok_or("the layer's page was not posted")?;
                     reply.callback.push(entered.saturating_sub(stored));
                     reply.post.push(posted.saturating_sub(stored));
+                    reply.rung.push(returned.saturating_sub(stored));
                 }
                 Ok((new, ..)) => return Err(format!("the callback saw {new}, not {value}")),
                 Err(_) => return Err("nobody noticed that the word has changed".into()),
@@ -201,24 +219,25 @@ impl World {
 
     /// The next layer is of a pass that has begun, of a job that has pages to send.
     fn make_ready(&mut self) -> Outcome<()> {
-        let (job, left) = match self.job.take() {
-            Some((job, 0)) => {
+        let mut sent = match self.job.take() {
+            Some(Sent { job, left: 0, .. }) => {
                 self.prefiller.finish(job, 0).map_err(text)?;
-                self.hear(|event| matches!(event, JobEvent::Released))?;
+                self.hear(|event| matches!(event, JobEvent::Released).then_some(()))?;
                 self.accept()?
             }
             Some(open) => open,
             None => self.accept()?,
         };
-        if left % LAYERS == 0 {
-            let pass = [(job, TOKENS - left / LAYERS + 1)];
+        if sent.left % LAYERS == 0 {
+            let pass = [(sent.job, TOKENS - sent.left / LAYERS + 1)];
             self.prefiller.begin(&pass, self.word.load()).map_err(text)?;
         }
-        self.job = Some((job, left - 1));
+        sent.left -= 1;
+        self.job = Some(sent);
         Ok(())
     }
 
-    fn accept(&self) -> Outcome<(u64, u64)> {
+    fn accept(&self) -> Outcome<Sent> {
         let table: Vec<u32> = (0..TOKENS as u32).collect();
         let ask = Ask {
             tokens: TOKENS,
@@ -227,20 +246,20 @@ impl World {
             ..Ask::default()
         };
         self.decoder.request(self.to, ask).map_err(text)?;
-        let job = self.hear(|event| matches!(event, JobEvent::Asked(_)))?;
+        let (job, timeline) = self.hear(|event| match event {
+            JobEvent::Asked(asked) => Some(Arc::clone(&asked.timeline)),
+            _ => None,
+        })?;
         self.prefiller.accept(job, vec![table], 0).map_err(text)?;
-        Ok((job, TOKENS * LAYERS))
+        Ok(Sent { job, timeline, left: TOKENS * LAYERS })
     }
 
-    fn hear(&self, wanted: impl Fn(&JobEvent) -> bool) -> Outcome<u64> {
-        match self.jobs.recv_timeout(PATIENCE) {
-            Ok((job, event)) if wanted(&event) => Ok(job),
-            Ok((_, event)) => Err(format!("the prefiller was told {event:?}")),
-            Err(_) => Err("the prefiller was told nothing".into()),
-        }
+    /// The next event, if it is the one that is wanted: its job, and what it brings.
+    fn hear<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> Outcome<(u64, T)> {
+        let Ok((job, event)) = self.jobs.recv_timeout(PATIENCE) else {
+            return Err("the prefiller was told nothing".into());
+        };
+        let brings = wanted(&event).ok_or(format!("the prefiller was told {event:?}"))?;
+        Ok((job, brings))
     }
-}
-
-fn since(start: Instant) -> u64 {
-    start.elapsed().as_nanos() as u64
 }

@@ -152,6 +152,21 @@ def test_a_prefiller_that_gives_up_says_why(stack: ExitStack) -> None:
     pull.wait_released(10)
 
 
+def test_a_payload_longer_than_any_links_messages_arrives_whole(stack: ExitStack) -> None:
+    terms = TERMS.model_copy(update={"max_message": 2 << 20, "silence": 30.0})
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=terms))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=terms))
+    prompt = msgspec.msgpack.encode([n * 7919 % 150_000 for n in range(200_000)])
+    to = decoder.meet(prefiller.offer())
+    decoder.pull(to, tokens=8, tables=[[0, 1]], payload=prompt, timeout=30)
+    deadline = time.monotonic() + 30
+    while not (jobs := prefiller.take()):
+        assert time.monotonic() < deadline, "no request came"
+        time.sleep(0.001)
+    assert jobs[0].payload == prompt
+
+
 def test_what_is_wrong_with_a_request_is_said_before_anything_is_sent(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))

@@ -22,7 +22,10 @@ mod submit;
 mod watcher;
 
 use std::{
-    sync::{atomic::Ordering::SeqCst, Arc, Weak},
+    sync::{
+        atomic::{AtomicU64, Ordering::SeqCst},
+        Arc, Weak,
+    },
     time::Duration,
 };
 
@@ -194,6 +197,11 @@ impl TransferEngine {
         self.shared.stats()
     }
 
+    /// The longest message that [`Op::Send`] takes, bytes.
+    pub fn max_message(&self) -> usize {
+        self.shared.max_message
+    }
+
     /// The time by this engine's clock: the machine's monotonic one, or a simulation's.
     #[inline]
     pub fn now(&self) -> Time {
@@ -309,14 +317,28 @@ impl TransferEngine {
     /// Whatever can be found wrong without asking the peer, before anything is sent.
     #[inline]
     pub fn submit(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
-        self.shared.submit(ops, options, false)
+        self.shared.submit(ops, options, (false, None))
+    }
+
+    /// As [`TransferEngine::submit`]; `posted` gets the time, in nanoseconds of this engine's clock, when all that the links
+    /// take now was given to them. Peers that sleep are woken after that.
+    ///
+    /// # Errors
+    /// As [`TransferEngine::submit`].
+    pub fn submit_timed(
+        &self,
+        ops: &[Op<'_>],
+        options: Submit,
+        posted: &AtomicU64,
+    ) -> Result<Handle> {
+        self.shared.submit(ops, options, (false, Some(posted)))
     }
 
     /// Makes everything ready that writes of `ops` will need: connections, keys, mappings, page
     /// tables. The first of many pushes over the same ranges is then as quick as the others. No byte
     /// moves and nothing is counted; operations other than writes are passed over.
     pub fn prepare(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
-        self.shared.submit(ops, options, true)
+        self.shared.submit(ops, options, (true, None))
     }
 
     /// A word that others write and this engine watches; see [`Watcher`].

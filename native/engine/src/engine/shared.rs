@@ -23,7 +23,7 @@ use crate::{
     group::{Claim, Sink},
     memory::{Backing, RegionMemory},
     time::Time,
-    wake::Waker,
+    wake::{News, Waker},
     EngineError, Result,
 };
 
@@ -107,9 +107,11 @@ impl Shared {
             draining: AtomicBool::new(false),
         });
         let engine = Arc::downgrade(&shared);
-        waker.set(move || {
-            if let Some(engine) = engine.upgrade() {
-                engine.cell.kick();
+        waker.set(move |news| {
+            let Some(engine) = engine.upgrade() else { return };
+            match news {
+                News::Wake => engine.cell.kick(),
+                News::Act => engine.cell.act(&engine),
             }
         });
         shared

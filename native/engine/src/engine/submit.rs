@@ -1,7 +1,13 @@
 //! Taking a request: checked, bound, and posted by this thread, or left to whoever holds the lock.
 
 use std::{
-    sync::{atomic::Ordering::SeqCst, Arc},
+    sync::{
+        atomic::{
+            AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
+        Arc,
+    },
     time::Duration,
 };
 
@@ -43,11 +49,18 @@ impl Submit {
 
 impl Shared {
     #[inline]
+    fn mark(&self, at: Option<&AtomicU64>) {
+        if let Some(at) = at {
+            at.store(self.now().0.max(1), Relaxed);
+        }
+    }
+
+    #[inline]
     pub(super) fn submit(
         self: &Arc<Self>,
         ops: &[Op<'_>],
         options: Submit,
-        only_prepare: bool,
+        (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
         self.check_process()?;
         // Before the lock is tried: who finds it taken must hear it as well.
@@ -82,6 +95,7 @@ impl Shared {
             }
             let end = if bytes < LONG { now } else { self.now() };
             let sealed = core.group.seal((now, end), key, timeout);
+            self.mark(posted);
             core.domains.iter_mut().for_each(|d| d.flush());
             return Ok(match sealed {
                 Submitted::Done(result) => Handle::done(name, result),
@@ -100,6 +114,7 @@ impl Shared {
         for op in ops {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
+        self.mark(posted);
         let pending = handle::Pending::new(self);
         pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));

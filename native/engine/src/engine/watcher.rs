@@ -20,6 +20,8 @@ use crate::{memory::device::DeviceWord, EngineError, Result};
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
+/// Looks in a row; then others may have the core, for whom the change that is looked for may mean work.
+const LOOKS: u32 = 32;
 /// How long the thread spins after a change, and its longest sleep between looks when all is quiet.
 const SPIN: Duration = Duration::from_micros(200);
 const LONGEST_NAP: Duration = Duration::from_millis(2);
@@ -203,16 +205,16 @@ impl Watchers {
 
     fn work(&self) {
         let (state, wake) = &*self.inner;
-        let mut watches = Vec::new();
+        let mut watches: Vec<Arc<Watch>> = Vec::new();
         let mut changed_at = Instant::now();
         loop {
-            if watches.iter().any(|w: &Arc<Watch>| w.look()) {
+            if (0..LOOKS).any(|_| look(&watches)) {
                 changed_at = Instant::now();
                 continue;
             }
             let quiet = changed_at.elapsed();
             if quiet < SPIN && !watches.is_empty() {
-                std::hint::spin_loop();
+                std::thread::yield_now();
                 continue;
             }
             let mut state = state.lock();
@@ -232,6 +234,15 @@ impl Watchers {
             watches.clone_from(&state.watches);
         }
     }
+}
+
+/// Whether one has changed, once its callback has run.
+fn look(watches: &[Arc<Watch>]) -> bool {
+    let changed = watches.iter().any(|w| w.look());
+    if !changed {
+        std::hint::spin_loop();
+    }
+    changed
 }
 
 impl Watch {

@@ -22,6 +22,7 @@ use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
     pairing::Pairing,
+    parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
     wire::{Grant, Hello, Message, Offer, PageTable, Request},
 };
@@ -78,6 +79,7 @@ struct Inner {
     groups: Vec<CacheGroup>,
     state: Mutex<State>,
     events: Arc<Events<Event>>,
+    parts: Parts,
 }
 
 impl Decoder {
@@ -106,7 +108,8 @@ impl Decoder {
         });
         let name = name.to_owned();
         let groups = common_groups(&layouts, local.iter().map(|r| r.rank));
-        let inner = Arc::new(Inner { name, groups, layouts, local, terms, state, events });
+        let parts = Parts::new(&terms);
+        let inner = Arc::new(Inner { name, groups, layouts, local, terms, state, events, parts });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
             if let Some(inner) = weak.upgrade() {

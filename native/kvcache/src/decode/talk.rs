@@ -10,6 +10,7 @@ use super::{
     Inner,
 };
 use crate::{
+    parts::cut,
     terms::Cause,
     timer::after,
     wire::{Message, State as At, BEAT_REQUESTS},
@@ -25,8 +26,10 @@ impl Inner {
         for act in acts {
             match act {
                 Act::Send { meeting, end, peer, bytes, request } => {
-                    let op = Op::Send { peer: &peer, message: &bytes };
-                    let sent = self.control().submit(&[op], Submit::default());
+                    let parts = cut(&bytes, self.control());
+                    let send = |message| Op::Send { peer: &peer, message };
+                    let ops: Vec<Op<'_>> = parts.iter().map(|part| send(part)).collect();
+                    let sent = self.control().submit(&ops, Submit::default());
                     let weak = Arc::downgrade(self);
                     let told = move |result: Result<()>| {
                         if let (Err(error), Some(inner)) = (result, weak.upgrade()) {
@@ -92,8 +95,11 @@ impl Inner {
 
     /// A message has come.
     pub(super) fn hear(self: &Arc<Self>, from: EngineId, bytes: &[u8]) {
-        let message = match Message::from_bytes(bytes) {
-            Ok(message) => message,
+        let whole = self.parts.join(from, bytes, self.control().now());
+        let message = whole.and_then(|w| w.map(|w| Message::from_bytes(&w)).transpose());
+        let message = match message {
+            Ok(None) => return,
+            Ok(Some(message)) => message,
             Err(error) => {
                 tracing::warn!(%from, %error, "what a peer sent is no message of a prefiller");
                 return;
@@ -124,6 +130,7 @@ impl Inner {
         let mut acts = Vec::new();
         let goes_on = self.state.lock().beat(meeting, self.terms.silent_beats(), &mut acts);
         self.run(acts);
+        self.parts.expire(self.control().now());
         if goes_on {
             self.beat_later(meeting);
         }

@@ -25,6 +25,7 @@ use self::{
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
+    parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
     wire::{reason, Offer, OfferEnd, State as At},
 };
@@ -78,6 +79,7 @@ struct Inner {
     lane: Mutex<Lane>,
     counts: Counted,
     events: Events<JobEvent>,
+    parts: Parts,
 }
 
 #[derive(Default)]
@@ -143,6 +145,7 @@ impl Prefiller {
         let groups = common_groups(&layouts, local.iter().map(|r| r.rank));
         let inner = Arc::new(Inner {
             name: name.to_owned(),
+            parts: Parts::new(&terms),
             groups,
             layouts,
             local,

@@ -1,6 +1,6 @@
 //! Writing pages: what has been computed and not sent, to every rank of the decoder that needs it.
 
-use std::sync::Arc;
+use std::sync::{atomic::Ordering::Relaxed, Arc};
 
 use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit, Time};
 
@@ -68,7 +68,8 @@ impl Inner {
                 if ops.is_empty() {
                     continue;
                 }
-                match rank.engine.submit(&ops, Submit::default()) {
+                let posted = job.timeline.posted(step);
+                match rank.engine.submit_timed(&ops, Submit::default(), posted) {
                     Ok(handle) => handles.push(progress.track(handle, Some(step))),
                     Err(error) => {
                         failed = Some(error);
@@ -77,10 +78,10 @@ impl Inner {
                 }
             }
             if failed.is_none() {
-                let now = self.control().now();
-                job.timeline.posted(step, now);
                 // Other processes have all that is needed of it.
                 if progress.open[step] == 0 {
+                    let now = self.control().now();
+                    job.timeline.posted(step).store(now.0, Relaxed);
                     job.timeline.delivered(step, now);
                 }
             }

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     pairing::Pairing,
+    parts::cut,
     terms::{common_groups, Cause},
     timer::after,
     wire::{reason, Hello, Message, Request, State as At},
@@ -74,7 +75,8 @@ impl Inner {
     /// As `say`; calls `taken` when the other end has the message, or will never have it.
     fn say_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
         let bytes = message.to_bytes();
-        let op = Op::Send { peer, message: &bytes };
+        let parts = cut(&bytes, self.control());
+        let ops: Vec<Op<'_>> = parts.iter().map(|message| Op::Send { peer, message }).collect();
         // A message that is lost is asked for by the next beat, and a lost peer beats no more.
         let told = |result: Result<(), EngineError>| {
             taken();
@@ -82,7 +84,7 @@ impl Inner {
                 tracing::debug!(%error, "a message to a decoder was not sent");
             }
         };
-        match self.control().submit(&[op], Submit::default()) {
+        match self.control().submit(&ops, Submit::default()) {
             Ok(handle) => handle.on_done(told),
             Err(error) => told(Err(error)),
         }
@@ -101,8 +103,11 @@ impl Inner {
     }
 
     pub(super) fn hear(self: &Arc<Self>, from: EngineId, bytes: &[u8]) {
-        let message = match Message::from_bytes(bytes) {
-            Ok(message) => message,
+        let whole = self.parts.join(from, bytes, self.control().now());
+        let message = whole.and_then(|w| w.map(|w| Message::from_bytes(&w)).transpose());
+        let message = match message {
+            Ok(None) => return,
+            Ok(Some(message)) => message,
             Err(error) => {
                 tracing::warn!(%from, %error, "what a peer sent is no message of a decoder");
                 return;
@@ -479,6 +484,7 @@ impl Inner {
             let silent = state.meetings.iter().filter(|(_, m)| m.silent > limit);
             silent.map(|(key, _)| *key).collect()
         };
+        self.parts.expire(self.control().now());
         for meeting in silent {
             self.part(meeting, "it has not been heard for too long", true);
         }

@@ -75,8 +75,9 @@ impl Timeline {
         self.layers[step].computed.store(now.0.max(1), Relaxed);
     }
 
-    pub(super) fn posted(&self, step: usize, now: Time) {
-        self.layers[step].posted.store(now.0.max(1), Relaxed);
+    /// Where the time goes when the pages of a layer were given to the engines.
+    pub(super) fn posted(&self, step: usize) -> &AtomicU64 {
+        &self.layers[step].posted
     }
 
     pub(super) fn delivered(&self, step: usize, now: Time) {
@@ -134,12 +135,12 @@ mod tests {
         };
         assert_eq!(times(&timeline), [None, None, None]);
         timeline.computed(0, Time(1));
-        timeline.posted(0, Time(2));
+        timeline.posted(0).store(2, Relaxed);
         timeline.delivered(0, Time(3));
         assert_eq!(times(&timeline), [Some(1), Some(2), Some(3)]);
         timeline.computed(0, Time(4));
         assert_eq!(times(&timeline), [Some(4), None, None]);
-        timeline.posted(0, Time(5));
+        timeline.posted(0).store(5, Relaxed);
         assert_eq!(times(&timeline), [Some(4), Some(5), None]);
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     world::{ask, engines, Cut, DecodeNode, PrefillNode, TAIL},
 };
 
-fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
+pub fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         if let Some(value) = f() {
@@ -29,7 +29,7 @@ fn timeline(prefill: &PrefillNode, of: u64) -> Vec<LayerTimes> {
     found.unwrap()
 }
 
-fn asked(prefill: &PrefillNode, nth: usize) -> u64 {
+pub fn asked(prefill: &PrefillNode, nth: usize) -> u64 {
     until("a request", || {
         let events = prefill.events.lock();
         let mut asked = events.iter().filter(|(_, e)| matches!(e, JobEvent::Asked(_)));

@@ -74,7 +74,7 @@ fn ranks(
 pub fn terms() -> Terms {
     let (beat, silence) =
         (std::time::Duration::from_millis(100), std::time::Duration::from_secs(20));
-    Terms { beat, silence, tail_nbytes: TAIL, ..Terms::default() }
+    Terms { beat, silence, max_message: 4 << 20, tail_nbytes: TAIL, ..Terms::default() }
 }
 
 impl DecodeNode {
@@ -137,12 +137,21 @@ pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     };
     let transports: Vec<TransportKind> =
         named.as_deref().unwrap_or("shm,tcp").split(',').map(kind).collect();
+    engines_over(&transports, count, name)
+}
+
+/// As `engines`, over these transports.
+pub fn engines_over(
+    transports: &[TransportKind],
+    count: u32,
+    name: &str,
+) -> Vec<Arc<TransferEngine>> {
     let side = if name == "prefill" { "FABRIC_TEST_NICS_A" } else { "FABRIC_TEST_NICS_B" };
     let nics = std::env::var(side).unwrap_or_default();
     let names: Vec<String> =
         nics.split(',').filter(|nic| !nic.is_empty()).map(str::to_owned).collect();
     let open = |i: u32| {
-        let (name, transports) = (format!("{name}-{i}"), transports.clone());
+        let (name, transports) = (format!("{name}-{i}"), transports.to_vec());
         let nics = NicConfig { names: names.clone(), ..NicConfig::default() };
         let config = EngineConfig { name, transports, nics, ..EngineConfig::default() };
         Arc::new(TransferEngine::open(config).unwrap())

@@ -40,6 +40,9 @@ const MISSES: u32 = 16;
 /// After so many polls that found nothing, a spinning thread lets others run between polls.
 const YIELD_AFTER: u32 = 2_000;
 
+/// The worker does so after every few: what it looks for may need its core to come about.
+const WORKER_YIELDS: u32 = 16;
+
 /// What is done under the lock when its holder gets to it.
 pub(crate) type Command = Box<dyn FnOnce(&mut Core, &Arc<Shared>) + Send>;
 
@@ -279,6 +282,25 @@ impl Cell {
         core.drive(shared)
     }
 
+    /// One round on a thread that has news of its own, so that the worker needn't be woken for them: where cores are
+    /// few, it would take one from those who copy.
+    pub fn act(&self, shared: &Arc<Shared>) {
+        if self.bed.is_none() {
+            return;
+        }
+        // Who has the lock may have looked before the news were there.
+        let Some(mut core) = self.try_lock(shared) else { return self.kick() };
+        let armed = core.armed;
+        if armed {
+            core.disarm();
+        }
+        core.drive(shared);
+        // Else there is somebody who looks, or an alarm is set for who is to.
+        if armed && self.pollers.load(SeqCst) == 0 && !self.arm(&mut core, shared) {
+            self.kick_worker();
+        }
+    }
+
     /// Polls until `done` or `deadline`, whichever is first, without ever sleeping.
     pub fn spin(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
         if self.bed.is_none() {
@@ -414,7 +436,7 @@ impl Cell {
             let now = Time::now();
             let since = *idle_since.get_or_insert(now);
             if now.since(since) < spin {
-                match idle > YIELD_AFTER {
+                match idle.is_multiple_of(WORKER_YIELDS) {
                     true => std::thread::yield_now(),
                     false => std::hint::spin_loop(),
                 }

@@ -181,7 +181,7 @@ impl Pool {
                 if last {
                     self.remove(&job);
                     self.done.push(job);
-                    self.waker.wake();
+                    self.waker.act();
                 }
                 true
             }

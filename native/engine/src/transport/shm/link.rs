@@ -22,6 +22,7 @@ use crate::{
         Admit, Completion, Count, DomainError, LinkId, MessageRoom, PeerIdentity, Token,
         WorkRequest,
     },
+    sync::atomic::fence,
     time::Time,
     transport::handshake::{Acceptor, Initiator},
 };
@@ -271,14 +272,17 @@ impl Link {
     }
 
     /// Sends a count; there must be room. False if its work is not over: the peer has left, perhaps
-    /// before it took the count, so the work ends with the link.
+    /// before it took the count, so the work ends with the link. Without `now`, `ring` is to follow.
     #[inline]
-    pub fn push_count(&mut self, token: Token, count: Count) -> bool {
+    pub fn push_count(&mut self, token: Token, count: Count, now: bool) -> bool {
         let Stage::Up(lines) = &mut self.stage else { return false };
         let (slots, tail) = counts(&lines.outbox);
         lines.produce.push(slots, count);
-        // Its fence is the one that `is_closed` needs.
-        lines.bell.ring();
+        match now {
+            // Its fence is the one that `is_closed` needs.
+            true => lines.bell.ring(),
+            false => fence(SeqCst),
+        }
         if !Producer::is_closed(tail) {
             return true;
         }
@@ -286,6 +290,13 @@ impl Link {
         let cause = "its other end has left it".to_owned();
         self.closing.get_or_insert(DomainError::LinkDown(cause));
         false
+    }
+
+    /// Wakes the peer if it sleeps.
+    pub fn ring(&self) {
+        if let Stage::Up(lines) = &self.stage {
+            lines.bell.ring();
+        }
     }
 
     /// Begins no more copies; those under way end with the chunk that they are at.
@@ -311,7 +322,7 @@ impl Link {
     /// Counts a finished copy, now or as soon as the ring has room.
     pub fn count_copy(&mut self, token: Token, count: Count, out: &mut Vec<Completion>) {
         if self.has_room() {
-            if self.push_count(token, count) {
+            if self.push_count(token, count, true) {
                 out.push(Completion::Done { link: self.id, token, result: Ok(()) });
             }
         } else {
@@ -326,7 +337,7 @@ impl Link {
                 self.uncounted.push_front((token, count));
                 break;
             }
-            if self.push_count(token, count) {
+            if self.push_count(token, count, true) {
                 out.push(Completion::Done { link: self.id, token, result: Ok(()) });
             }
             moved = true;

@@ -29,13 +29,13 @@ use std::{
 
 use rustix::event::epoll;
 use slab::Slab;
-use smallvec::smallvec;
+use smallvec::{smallvec, SmallVec};
 
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
-        Post, Quiet, Seq, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys,
+        Pinned, Post, Quiet, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
@@ -76,6 +76,10 @@ pub struct ShmDomain {
     pool: Arc<Pool>,
     inline_bytes: u64,
     inline_left: u64,
+    /// A request is being posted: its peers are woken when all of it is.
+    holding: bool,
+    /// Whom to wake then.
+    held: SmallVec<[LinkId; 4]>,
     /// Something to be reported at the next poll.
     news: Vec<Completion>,
     /// Whispers that nobody has taken yet.
@@ -129,6 +133,8 @@ impl ShmDomain {
             pool: Pool::new(config.copy_threads, waker),
             inline_bytes: config.inline_bytes,
             inline_left: config.inline_bytes,
+            holding: false,
+            held: SmallVec::new(),
             news: Vec::new(),
             whispers: VecDeque::new(),
             look_at: Time(0),
@@ -204,8 +210,8 @@ impl ShmDomain {
             Copy { data, import, motion, device }.run(&pool.copier)?;
             self.inline_left -= data.bytes();
             return Ok(match count {
-                Some(count) if !link.push_count(token, count) => Post::Queued,
-                _ => Post::Done,
+                Some(count) => self.post_count(id, token, count),
+                None => Post::Done,
             });
         }
         let import = Arc::clone(import);
@@ -213,6 +219,21 @@ impl ShmDomain {
         link.jobs.push(Arc::clone(&job));
         pool.submit(job);
         Ok(Post::Queued)
+    }
+
+    /// Sends a count of a link that has room for it.
+    #[inline]
+    fn post_count(&mut self, id: LinkId, token: Token, count: Count) -> Post {
+        let holding = self.holding;
+        let Some(link) = self.link(id) else { return Post::Full };
+        let over = link.push_count(token, count, !holding);
+        if holding && self.held.last() != Some(&id) {
+            self.held.push(id);
+        }
+        match over {
+            true => Post::Done,
+            false => Post::Queued,
+        }
     }
 
     /// Reports a copy that has ended. On a link that goes down its chunks may have been left out, so
@@ -327,6 +348,16 @@ impl Domain for ShmDomain {
 
     fn begin_request(&mut self) {
         self.inline_left = self.inline_bytes;
+        self.holding = true;
+    }
+
+    fn flush(&mut self) {
+        self.holding = false;
+        for id in std::mem::take(&mut self.held) {
+            if let Some(link) = self.link(id) {
+                link.ring();
+            }
+        }
     }
 
     #[inline]
@@ -342,10 +373,7 @@ impl Domain for ShmDomain {
                 if !link.has_room() {
                     return Ok(Post::Full);
                 }
-                Ok(match link.push_count(token, *count) {
-                    true => Post::Done,
-                    false => Post::Queued,
-                })
+                Ok(self.post_count(id, token, *count))
             }
             WorkRequest::Send(message) => match link.push_message(token, message) {
                 true => Ok(Post::Queued),

@@ -28,6 +28,8 @@ pub struct SimConfig {
     /// Bytes of one work request; small, so that writes are cut.
     pub max_bytes: u64,
     pub max_pages: u32,
+    /// The longest message.
+    pub max_message: usize,
     /// Work requests that a link takes at a time.
     pub window: usize,
     /// Bytes are carried. Else only time passes: for measuring rates that no memory keeps up with.
@@ -58,6 +60,7 @@ impl Default for SimConfig {
             free: false,
             max_bytes: 4096,
             max_pages: 4,
+            max_message: 1 << 16,
             window: 16,
             carries: true,
         }

@@ -165,8 +165,8 @@ impl World {
     }
 
     pub fn caps(&self) -> Caps {
-        let SimConfig { max_bytes, max_pages, .. } = self.config;
-        Caps { max_bytes, max_pages, max_message: 1 << 16 }
+        let SimConfig { max_bytes, max_pages, max_message, .. } = self.config;
+        Caps { max_bytes, max_pages, max_message }
     }
 
     /// A number that two runs share only if the same things happened at the same times.

@@ -112,6 +112,8 @@ impl Run {
             half_open: if rng.u8(..4) == 0 { 8 } else { 0 },
             max_bytes: 1 << rng.u32(6..14),
             max_pages: rng.u32(1..8),
+            // Some have nearly all that is said go in parts.
+            max_message: if seed % 5 == 3 { 700 } else { 1 << 16 },
             window: rng.usize(4..32),
             ..SimConfig::default()
         };
