@@ -150,12 +150,6 @@ def too_much(stack: ExitStack) -> Pull:
     return it.pull(bytes(3000))
 
 
-def wrong(stack: ExitStack) -> Pull:
-    # More than any engine sends in one message.
-    it = pair(stack, theirs=TERMS.model_copy(update={"max_message": 1 << 24}))
-    return it.pull(bytes(10 << 20))
-
-
 def closed_here(stack: ExitStack) -> Pull:
     it = pair(stack)
     pull = it.pull()
@@ -188,7 +182,8 @@ ROWS: list[tuple[str, bool, dict[Scenario, str]]] = [
     ("PullTimeout", True, {late: "did not finish within 50ms"}),
     ("PrefillFailed", True, {failed: "out of pages", left_in_the_middle: "in the middle"}),
     ("PullRefused", True, {too_much: "would pass 4096 bytes"}),
-    ("PullRefused", False, {wrong: "over the limit"}),
+    # A decoder finds out itself what is wrong with a request, and raises: below.
+    ("PullRefused", False, {}),
     ("DecoderClosed", False, {closed_here: "closed", engine_closed_here: "closed"}),
 ]
 
@@ -225,3 +220,9 @@ def test_a_pull_ends_as_the_table_says(
         pull.wait_ready(30)
     assert (type(error.value).__name__, error.value.retryable) == (raised, retryable)
     pull.wait_released(30)
+
+
+def test_what_is_refused_as_wrong_is_refused_by_others_as_well() -> None:
+    error = errors.of_cause("refused", "page 8 of 8")
+    assert (type(error), str(error)) == (errors.PullRefused, "page 8 of 8")
+    assert not error.retryable

@@ -159,10 +159,10 @@ def test_a_payload_longer_than_any_links_messages_arrives_whole(stack: ExitStack
     decoder = stack.enter_context(Decoder(decode.ranks, terms=terms))
     prompt = msgspec.msgpack.encode([n * 7919 % 150_000 for n in range(200_000)])
     to = decoder.meet(prefiller.offer())
-    decoder.pull(to, tokens=8, tables=[[0, 1]], payload=prompt, timeout=30)
+    pull = decoder.pull(to, tokens=8, tables=[[0, 1]], payload=prompt, timeout=30)
     deadline = time.monotonic() + 30
     while not (jobs := prefiller.take()):
-        assert time.monotonic() < deadline, "no request came"
+        assert time.monotonic() < deadline, f"no request came: {pull.error}"
         time.sleep(0.001)
     assert jobs[0].payload == prompt
 
