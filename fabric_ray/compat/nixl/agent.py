@@ -87,7 +87,9 @@ class nixl_agent_config:
         capture_telemetry: for :meth:`nixl_agent.get_xfer_telemetry`.
         backends: any of `nixl_agent.get_plugin_list`; all are one engine, which is configured by
             ``FABRIC_RAY_*``.
-        enable_prog_thread, num_threads, sync_mode: without effect.
+        enable_prog_thread: without effect; the engine has threads of its own.
+        num_threads: without effect.
+        sync_mode: without effect; an agent may be used from any thread.
     """
 
     def __init__(
