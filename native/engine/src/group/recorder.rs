@@ -178,7 +178,7 @@ impl Recorder {
         // What is done for a request that somebody may ask about is kept.
         let sampled = at_once && small && flight.span.is_none() && transfer.error.is_none();
         match sampled {
-            true if flight.id % SAMPLE != 0 => {}
+            true if !flight.id.is_multiple_of(SAMPLE) => {}
             true => self.keep(transfer, SAMPLE as u32),
             false => self.keep(transfer, 1),
         }
