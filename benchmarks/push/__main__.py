@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.push.memory import Temporary
 from benchmarks.push.tiny import Overhead, overhead
-from benchmarks.push.ways import MIB, Way, World, every_way
+from benchmarks.push.ways import MIB, PEERS, Way, World, floor
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -33,6 +34,8 @@ class Found(msgspec.Struct, frozen=True):
     what: str
     seconds: list[float]
     """By turn."""
+    ours: list[float]
+    """Of a push of ours from and to the same processes, right before each turn."""
     verified: bool
     temporary: Temporary | None
     """Of the trainer that took most memory; ``None`` for floors."""
@@ -62,23 +65,20 @@ def push(
         head_dim=64,
         intermediate=8192,
     )
-    with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
-        world = World(
-            config,
-            trainers=trainers,
-            tp=tp,
-            engines=engines,
-            fp8=fp8,
-            transport=transport,
-            watermark=watermark * MIB,
-            scratch=Path(scratch),
-        )
-        try:
-            ways = every_way(world, fp8=fp8)
-            found = _measure(ways if peers or fp8 else ways[:2], turns, verify=not fp8)
-            sent = world.connected.nbytes
-        finally:
-            world.close()
+    open_world = partial(
+        World,
+        config,
+        trainers=trainers,
+        tp=tp,
+        engines=engines,
+        fp8=fp8,
+        transport=transport,
+        watermark=watermark * MIB,
+    )
+    sent, found = _beside(open_world, partial(floor, fp8=fp8), turns, verify=not fp8)
+    for peer in PEERS if peers and not fp8 else ():
+        # Its own ours is verified by the first world's, and only its figures are new.
+        found += _beside(open_world, peer, turns, verify=True, train=False)[1][1:]
     _show(found, sent)
     _save(out, found)
 
@@ -94,6 +94,25 @@ def tiny(
         found: Overhead = overhead(tensors, turns)
     _console.print(found)
     _save(out, [found])
+
+
+def _beside(
+    open_world: Callable[..., World],
+    other: Callable[[World], Way],
+    turns: int,
+    *,
+    verify: bool,
+    train: bool = True,
+) -> tuple[int, list[Found]]:
+    """Measures ours and another way turn by turn, in processes of their own; returns the bytes of a
+    push as well."""
+    with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
+        world = open_world(scratch=Path(scratch))
+        try:
+            found = _measure([world.ours(train=train), other(world)], turns, verify=verify)
+            return world.connected.nbytes, found
+        finally:
+            world.close()
 
 
 def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
@@ -117,6 +136,7 @@ def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
             way.name,
             way.what,
             seconds[way.name],
+            seconds[ways[0].name],
             verified=not wrong[way.name],
             temporary=temporary.get(way.name),
         )
@@ -128,15 +148,15 @@ def _show(found: list[Found], nbytes: int) -> None:
     table = Table(title=f"{nbytes / 1e9:.2f} GB into all rollouts", title_justify="left")
     for column in ("way", "median s", "fastest s", "GB/s", "of ours", "trainer MB", "bytes"):
         table.add_column(column, justify="left" if column == "way" else "right")
-    ours = statistics.median(found[0].seconds)
     for one in found:
         median = statistics.median(one.seconds)
+        ratios = [theirs / ours for theirs, ours in zip(one.seconds, one.ours, strict=True)]
         table.add_row(
             one.name,
             f"{median:.3f}",
             f"{min(one.seconds):.3f}",
             f"{nbytes / median / 1e9:.2f}",
-            f"{median / ours:.2f}",
+            f"{statistics.median(ratios):.2f}",
             "" if one.temporary is None else f"{one.temporary.peak / 1e6:.0f}",
             "right" if one.verified else "[red]wrong[/]",
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,13 +102,17 @@ class World:
         for actor in (*self.rollouts, *self.trainers):
             ray.kill(actor)
 
-    def ours(self) -> Way:
+    def ours(self, *, train: bool = True) -> Way:
+        """``train``: whether what is compared was trained; gradients stay, as large as weights."""
+
         def wrong() -> list[str]:
-            self.train()
+            if train:
+                self.train()
             self.sync.push()
             reference = self.scratch / "reference"
             self.each(self.trainers, "export", reference)
             found = self.each(self.rollouts, "wrong_push", reference)
+            shutil.rmtree(reference)
             return sorted({name for names in found for name in names})
 
         def run() -> float:
@@ -208,9 +214,15 @@ class World:
         return wrong
 
 
-def every_way(world: World, *, fp8: bool) -> list[Way]:
-    """Ours first, then the floor, then the peers."""
-    if fp8:
-        return [world.ours(), world.quantise_floor()]
-    peers = [world.store(), world.broadcast(), world.broadcast(_BUCKET), world.checkpoint()]
-    return [world.ours(), world.floor(), *peers]
+def floor(world: World, *, fp8: bool) -> Way:
+    """What no push is faster than."""
+    return world.quantise_floor() if fp8 else world.floor()
+
+
+PEERS: list[Callable[[World], Way]] = [
+    World.store,
+    World.broadcast,
+    partial(World.broadcast, bucket=_BUCKET),
+    World.checkpoint,
+]
+"""Other ways to bring weights over. Each takes gigabytes, so each has a world of its own."""

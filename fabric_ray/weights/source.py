@@ -42,7 +42,8 @@ class WeightSource:
             rank's part, under the names of the side's containers. All trainers are given the same.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
-        watermark: bytes of temporary memory for tensors that change their dtype on the way.
+        watermark: bytes of temporary memory that a push may take: for tensors that change their
+            dtype on the way, and up to 8 MiB of it for what it needs besides.
 
     Raises:
         InvalidArgument: a parameter that can't be pushed as it is, by name.

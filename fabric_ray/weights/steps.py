@@ -15,6 +15,8 @@ from fabric_ray.weights.watermark import ALIGN, Place, places
 _STEPS_UNDER_WAY = 4
 # More at once gains nothing.
 _LARGEST_STEP = 64 << 20
+# What a trainer takes besides what it has made ready: requests, working memory of conversions.
+_BESIDE = 8 << 20
 
 
 class Unit(msgspec.Struct, frozen=True):
@@ -106,6 +108,14 @@ class Division:
         self._at[unit.name] = len(self.members) - 1
 
 
+def room(units: Iterable[Unit], watermark: int) -> int:
+    """Bytes of the watermark in which units are made ready. The rest is left to what a push takes
+    besides, except where the largest unit needs it.
+    """
+    rest = watermark - min(_BESIDE, watermark // 8)
+    return min(watermark, max(rest, *(unit.nbytes for unit in units), 0))
+
+
 def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list[Step]:
     """Divides a rank's copies into steps, so that what is made ready but not sent stays below the
     watermark.
@@ -118,7 +128,7 @@ def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list
     Raises:
         InvalidArgument: a container needs more than the watermark.
     """
-    division = Division(units, watermark)
+    division = Division(units, room(units, watermark))
     sent: defaultdict[int, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in copies:
         sent[division.step_of(copy.src_container)][copy.peer].append(copy)

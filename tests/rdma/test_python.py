@@ -17,6 +17,7 @@ import pytest
 from tests.rdma.boot import ROOT, guest_run, need_guest
 
 PUSH = ROOT / "tests/rdma/programs/push.py"
+RELAY = ROOT / "tests/rdma/programs/relay.py"
 _DOCTOR = [str(Path(sys.executable).with_name("fabric-ray")), "doctor", "--json", "--budget", "60"]
 
 
@@ -82,6 +83,14 @@ def test_weights_are_pushed_over_two_rails(tmp_path: Path) -> None:
     said = steps.output("push")
     assert "transport verbs" in said
     assert "3 versions, every byte as expected" in said
+
+
+@pytest.mark.rdma_full
+def test_rollouts_pass_a_version_on_and_give_it_to_one_who_joins(tmp_path: Path) -> None:
+    relay = shlex.join([sys.executable, str(RELAY), "verbs", "rxe_h0r0", "rxe_h1r0"])
+    said = _run({"relay": relay}, tmp_path, rails=1, timeout=600).output("relay")
+    assert "transport verbs" in said
+    assert "4 rollouts at version 3, every byte as expected" in said
 
 
 @pytest.mark.rdma_full

@@ -4,22 +4,28 @@ watermark, and what cannot be converted reaches nobody."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
+from fabric_ray.plan import Side
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.quant import Cast, Format, Fp8, Int8, quantise, quantised_target
+from fabric_ray.weights.quant import Cast, Format, Fp8, Int8, quantised_target
 from tests.unit.weights.local_sync import InProcess
+from tests.unit.weights.quantised_model import (
+    CONVERTED,
+    ROLLOUTS,
+    SHAPES,
+    TRAINERS,
+    full,
+    shard,
+    side,
+    whole,
+)
+from tests.unit.weights.quantised_model import wrong as wrong_at
 
-TRAINERS, ROLLOUTS = 3, 2
-BF16 = DType.of("bfloat16")
-# 22 rows are 8, 8 and 6 on the trainers: blocks of 3 rows lie on two of them.
-SHAPES = {f"layers.{i}.weight": (12 + 10 * (i % 2), 9) for i in range(5)} | {"norm": (6,)}
 FORMATS: list[Format] = [
     Fp8((3, 3)),
     Fp8((5, 4), "ue8m0_byte"),
@@ -30,44 +36,13 @@ FORMATS: list[Format] = [
 ]
 
 
-def side(ranks: int) -> Side:
-    mesh = Mesh.line(range(ranks))
-
-    def container(name: str, placement: Any) -> Container:
-        return Container(name, BF16, Leaf(Tensor(name, SHAPES[name], BF16), mesh, (placement,)))
-
-    sharded = [container(n, Shard(0) if n != "norm" else Replicate()) for n in SHAPES]
-    return Side.of(ranks, sharded)
-
-
-def whole(ranks: int) -> Side:
-    """Rollouts that hold everything."""
-    mesh = Mesh.line(range(ranks))
-    return Side.of(
-        ranks,
-        [
-            Container(name, BF16, Leaf(Tensor(name, shape, BF16), mesh, (Replicate(),)))
-            for name, shape in SHAPES.items()
-        ],
-    )
-
-
-def full(name: str, version: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * version + list(SHAPES).index(name))
-    return torch.randn(SHAPES[name], generator=generator).to(torch.bfloat16)
-
-
-def shard(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-    return tensor if name == "norm" else tensor.chunk(TRAINERS)[rank]
-
-
 class Setup:
     def __init__(self, fmt: Format, watermark: int, target: Side, digest: bool) -> None:
         self.engines: list[TransferEngine] = []
         self.tensors = [
             {n: shard(full(n, 0), n, r).clone() for n in SHAPES} for r in range(TRAINERS)
         ]
-        formats = {"layers.*.weight": fmt}
+        formats = {CONVERTED: fmt}
         self.sources = [
             WeightSource(
                 tensors,
@@ -128,26 +103,7 @@ def set_up() -> Iterator[Callable[..., Setup]]:
 
 def wrong(setup: Setup, fmt: Format, version: int) -> list[str]:
     """What the rollouts hold that isn't made of whole tensors."""
-    out = []
-    for target in setup.targets:
-        expected: dict[str, torch.Tensor] = {"norm": full("norm", version)}
-        for name in SHAPES:
-            if name != "norm":
-                values, scales = quantise(full(name, version), fmt)
-                expected[name] = values
-                found = [n for n in target.weights if n.startswith(name + "_")]
-                if scales is not None:
-                    expected[found[0]] = scales.reshape(target.weights[found[0]].shape)
-        assert set(expected) == set(target.weights)
-        out += [
-            f"{name} at {target.rank}"
-            for name, tensor in expected.items()
-            if not torch.equal(
-                target.weights[name].contiguous().view(torch.uint8),
-                tensor.contiguous().view(torch.uint8),
-            )
-        ]
-    return out
+    return [name for target in setup.targets for name in wrong_at(target, fmt, version)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.weights.steps import Unit, room
 from fabric_ray.weights.watermark import ALIGN, places
 
 SIZES = st.lists(st.integers(0, 4096), max_size=60)
@@ -46,6 +47,20 @@ def test_a_ring_is_used_to_its_end_before_it_is_used_again() -> None:
         (0, 2),
         (512, 3),
     ]
+
+
+@pytest.mark.parametrize("watermark", [64 << 20, 128 << 20, 256 << 20])
+def test_of_a_watermark_some_is_left_to_what_a_push_takes_besides(watermark: int) -> None:
+    small = [Unit(str(i), i, 1 << 20) for i in range(300)]
+    assert room(small, watermark) == watermark - (8 << 20)
+    assert room([], 1024) == 1024 - 128
+    assert room([], watermark) < watermark
+
+
+def test_a_unit_as_large_as_the_watermark_has_room() -> None:
+    assert room([Unit("w", 0, 4096)], 4096) == 4096
+    assert room([Unit("w", 0, 3840)], 4096) == 3840
+    assert room([Unit("w", 0, 8192)], 4096) == 4096  # and is refused by name later
 
 
 def test_a_step_larger_than_the_watermark_is_refused_in_words() -> None:

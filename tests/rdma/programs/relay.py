@@ -1,0 +1,163 @@
+"""A version that rollouts pass on to one another, and one who joins and is given it, without torch
+or Ray, for the guest: real rollouts, each with an engine of its own, every byte compared.
+
+    relay.py TRANSPORT NICS NICS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+
+from fabric_ray import CounterRef, RegionDescriptor, TransferEngine
+from fabric_ray.plan import (
+    Container,
+    DType,
+    Leaf,
+    LocalContainer,
+    Mesh,
+    Replicate,
+    Side,
+    Tensor,
+    first_twins,
+    plan,
+)
+from fabric_ray.weights.feeding import Feeding
+from fabric_ray.weights.report import Arm
+from fabric_ray.weights.routing import outgoing
+from fabric_ray.weights.slab import Slab
+from fabric_ray.weights.target import WeightTarget
+
+F32 = DType.of("float32")
+MODEL = [Tensor(f"layers.{i}", (96, 128 + 16 * i), F32) for i in range(6)]
+ROLLOUTS, JOINER = (0, 1, 2), 3
+TOKEN = "relay"
+TIMEOUT = 60.0
+
+
+def everything(ranks: int) -> Side:
+    """Each rank holds all tensors, so that all are twins."""
+    mesh = Mesh.line(range(ranks))
+    return Side.of(ranks, [Container(t.name, F32, Leaf(t, mesh, (Replicate(),))) for t in MODEL])
+
+
+def full(tensor: Tensor, version: int) -> np.ndarray:
+    """A tensor of a version: no two elements are alike."""
+    start = version * 1e7 + 1e6 * MODEL.index(tensor)
+    count = int(np.prod(tensor.shape))
+    return (start + np.arange(count, dtype=np.float32)).reshape(tensor.shape)
+
+
+class NumpySlab(Slab):
+    """Shows its memory as arrays: torch takes minutes to load on an emulated CPU."""
+
+    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, np.ndarray]:  # type: ignore[override]
+        flat = self._memory.numpy()
+        return {
+            c.name: flat[self.offsets[c.index] :][: c.nbytes].view(np.float32).reshape(c.shape)
+            for c in containers
+        }
+
+
+class World:
+    def __init__(self, transport: str, nics: tuple[str, str]) -> None:
+        self._transport, self._nics = transport, nics
+        self.target = everything(len(ROLLOUTS))
+        self.plan = plan(everything(1), first_twins(self.target))
+        self.trainer = self._engine("trainer", 0)
+        self.rollouts = {n: self._rollout(n, rank=n) for n in ROLLOUTS}
+        self.feeding = Feeding(
+            self.plan,
+            self.target,
+            relay=True,
+            ranks={n: n for n in ROLLOUTS},
+            trainers=[self.trainer.address.to_bytes()],
+            rollouts={n: rollout.address() for n, rollout in self.rollouts.items()},
+        )
+        self.arms = {n: self._accept(n) for n in ROLLOUTS}
+        self.version = 0
+
+    def _engine(self, name: str, host: int) -> TransferEngine:
+        nics = tuple(nic for nic in self._nics[host].split(",") if nic)
+        return TransferEngine(name=name, transport=self._transport, nics=nics, token=TOKEN)
+
+    def _rollout(self, number: int, rank: int) -> WeightTarget:
+        # Neighbours in the chain are on different hosts.
+        engine = self._engine(f"rollout-{number}", (number + 1) % 2)
+        name = f"rollout {number}"
+        return WeightTarget(self.target, rank=rank, name=name, engine=engine)
+
+    def _accept(self, number: int, giver: int | None = None) -> Arm:
+        feeding, name = self.feeding, f"rollout {number}"
+        feed = feeding.feed(number) if giver is None else feeding.given_by(number, giver)
+        share = feeding.share("session", number, name, feed, self.plan.to_bytes())
+        return self.rollouts[number].accept(share)
+
+    def push(self) -> None:
+        """The trainer writes to the head, who passes on what has arrived; then all flip."""
+        self.version += 1
+        for number, children in self.feeding.fed_by.items():
+            arms = [self.arms[child] for child in children]
+            self.rollouts[number].pass_on(arms, timeout=TIMEOUT)
+        [head] = self.feeding.heads.values()
+        digest = self._write(self.arms[head])
+        for number, rollout in self.rollouts.items():
+            rollout.confirm(self.version, timeout=TIMEOUT, digest=digest)
+            print(f"rollout {number} has version {self.version}", flush=True)
+        self.arms = {n: rollout.commit(self.version) for n, rollout in self.rollouts.items()}
+        self.check()
+
+    def _write(self, arm: Arm) -> int:
+        tensors = [full(tensor, self.version) for tensor in MODEL]
+        sources = {i: (self.trainer.register(array), 0) for i, array in enumerate(tensors)}
+        there = self.trainer.import_region(RegionDescriptor.from_bytes(arm.region))
+        sent, total = [], 0
+        for stripe, counter in enumerate(arm.counters):
+            copies = [c for c in self.plan.for_source(0) if arm.stripes[c.dst_container] == stripe]
+            if copies:
+                batch, digest = outgoing(copies, sources, there, arm.offsets)
+                total += digest.compute()
+                imm = CounterRef.from_bytes(counter)
+                sent.append(self.trainer.submit(batch, imm=imm, timeout=TIMEOUT))
+        for transfer in sent:
+            transfer.wait()
+        print("transport", sent[-1].transport)
+        return total & ((1 << 64) - 1)
+
+    def join(self) -> None:
+        """Another one is given the version by the last in the chain, and stands behind it then."""
+        giver = max(self.feeding.alike(0))
+        self.rollouts[JOINER] = joiner = self._rollout(JOINER, rank=0)
+        self.feeding.join(JOINER, 0, joiner.address())
+        arm = self._accept(JOINER, giver)
+        digest = self.rollouts[giver].give(arm, self.version, timeout=TIMEOUT)
+        joiner.confirm(self.version, timeout=TIMEOUT, digest=digest)
+        joiner.commit(self.version, joining=True)
+        self.check()
+        self.arms = {n: rollout.feed(self.feeding.feed(n)) for n, rollout in self.rollouts.items()}
+
+    def check(self) -> None:
+        for number, rollout in self.rollouts.items():
+            held: Mapping[str, object] = rollout.weights
+            for tensor in MODEL:
+                if not np.array_equal(held[tensor.name], full(tensor, self.version)):
+                    raise SystemExit(f"rollout {number}: `{tensor.name}` of {self.version} differs")
+
+
+def main() -> None:
+    import fabric_ray.weights.target
+
+    fabric_ray.weights.target.Slab = NumpySlab  # type: ignore[misc]
+    transport, a, b = sys.argv[1:4]
+    world = World(transport, (a, b))
+    world.push()
+    world.push()
+    world.join()
+    world.push()
+    print(f"{len(world.rollouts)} rollouts at version {world.version}, every byte as expected")
+
+
+if __name__ == "__main__":
+    main()
