@@ -11,10 +11,6 @@ use super::{
 };
 use crate::{kernels::add, routes::Routes};
 
-/// A rank that something hangs on, and how soon it may be taken for stalled: 1 if it waits for nobody itself, 2 if for
-/// sources, 4 if for those who wait for others.
-pub type Suspect = (u32, u32);
-
 #[derive(Debug)]
 pub struct Channel {
     number: u32,
@@ -127,7 +123,12 @@ impl Channel {
     }
 
     /// Does what can be done about answers; whether that was anything.
-    pub fn combine(&mut self, ctx: &Context, io: &Io<'_, '_>, sums: &mut Sums) -> Result<bool, Stop> {
+    pub fn combine(
+        &mut self,
+        ctx: &Context,
+        io: &Io<'_, '_>,
+        sums: &mut Sums,
+    ) -> Result<bool, Stop> {
         let mut moved = false;
         for take in &mut self.takes {
             moved |= take.answer(ctx, &mut self.commands, io, &mut self.scratch[0])?;
@@ -233,41 +234,24 @@ impl Channel {
         all.node_answers += self.takes.iter().map(Take::sent_answers).sum::<u64>();
     }
 
-    /// Whom tokens are awaited from.
-    pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<Suspect> {
-        let grid = ctx.grid;
-        let source = |g: &Gateway| {
-            let soon = if g.waits_for_source() { 1 } else { 4 };
-            (g.source(ctx), soon)
-        };
-        let waiting = self.gateways.iter().filter(|g| !g.is_done() && g.node != grid.node());
-        let mut all: Vec<Suspect> = waiting.map(source).collect();
-        for take in self.takes.iter().filter(|t| !t.is_done()) {
-            let itself = grid.node_of(take.source) == grid.node() && !take.is_announced();
-            all.push((take.gateway(), if itself { 1 } else { 4 }));
-        }
-        let feeds = self.feeds.iter().filter(|f| !f.is_done());
-        all.extend(feeds.map(|f| (f.ring.place.partner, 4)));
-        let own = self.gateways.iter().filter(|g| !g.is_done());
-        all.extend(own.flat_map(Gateway::full).map(|rank| (rank, 4)));
+    /// Whom tokens are awaited from, or room for them.
+    pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
+        let gateways = self.gateways.iter().filter(|g| !g.is_done());
+        let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
+        all.extend(self.takes.iter().filter(|t| !t.is_done()).map(Take::gateway));
+        all.extend(self.feeds.iter().filter(|f| !f.is_done()).map(|f| f.ring.place.partner));
         all
     }
 
-    /// Whom answers are awaited from.
-    pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<Suspect> {
-        let ranks = self.gateways.iter().flat_map(|g| g.awaited(ctx));
-        let mut all: Vec<Suspect> = ranks.map(|rank| (rank, 2)).collect();
-        let full = self.gateways.iter().filter(|g| !g.is_summed() && g.is_full());
-        all.extend(full.map(|g| (g.source(ctx), 4)));
-        let takes = self.takes.iter().filter(|t| !t.is_answered());
-        all.extend(takes.map(|t| (t.gateway(), 4)));
+    /// Whom answers are awaited from, or room for them.
+    pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
+        let gateways = self.gateways.iter().filter(|g| !g.is_summed());
+        let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_answers(ctx)).collect();
+        all.extend(self.takes.iter().filter(|t| !t.is_answered()).map(Take::gateway));
         if !self.part.is_empty() {
-            all.extend(self.feeds.iter().filter(|f| self.awaits(f)).map(|f| (f.sums.place.partner, 4)));
+            let awaited = |f: &&Feed| self.next[f.node as usize] < f.tokens().len();
+            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.place.partner));
         }
         all
-    }
-
-    fn awaits(&self, feed: &Feed) -> bool {
-        self.next[feed.node as usize] < feed.tokens().len()
     }
 }

@@ -76,11 +76,10 @@ impl Commands {
         Ok(moved)
     }
 
-    /// Takes back what wasn't handed over; what was pushed after it would find another index.
-    pub fn forget(&mut self) {
-        self.next -= self.queue.len() as u64;
-        self.queue.clear();
-        self.drained = (0, 0);
+    /// Whether all there is has arrived; nothing is awaited of a proxy that is closed.
+    pub fn has_left(&mut self) -> bool {
+        let drain = self.drain();
+        self.flush().is_err() || self.is_complete(drain)
     }
 
     pub fn is_flushed(&self) -> bool {

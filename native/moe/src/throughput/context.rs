@@ -20,7 +20,10 @@ use crate::{
 #[derive(Debug)]
 pub enum Stop {
     /// A rank broke the protocol.
-    Peer { rank: u32, cause: String },
+    Peer {
+        rank: u32,
+        cause: String,
+    },
     Engine(EngineError),
 }
 
@@ -158,7 +161,12 @@ impl Arrivals {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if an expert gets more rows than a stride has.
-    pub fn place(&mut self, experts: u32, order: Order, begun: bool) -> Result<Arc<Placing>, EngineError> {
+    pub fn place(
+        &mut self,
+        experts: u32,
+        order: Order,
+        begun: bool,
+    ) -> Result<Arc<Placing>, EngineError> {
         if let Some(placing) = self.placing.as_ref().filter(|p| p.order == order || begun) {
             if placing.order != order {
                 let text = "rows are being handed out in another order; go on with that";

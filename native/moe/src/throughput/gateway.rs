@@ -17,7 +17,10 @@ use crate::kernels::{add, store};
 #[derive(Debug)]
 enum Input {
     /// This rank is the source: its own tokens that go to ranks of its node, and its preamble.
-    Own { tokens: Vec<u32>, preamble: Preamble },
+    Own {
+        tokens: Vec<u32>,
+        preamble: Preamble,
+    },
     Ring(Inbound),
 }
 
@@ -26,7 +29,10 @@ enum Input {
 enum Output {
     /// This rank is the source.
     Own,
-    Ring { ring: Outbound, outbox: u64 },
+    Ring {
+        ring: Outbound,
+        outbox: u64,
+    },
 }
 
 /// Slots that were forwarded, and when they may be given back.
@@ -69,14 +75,15 @@ impl Gateway {
             })
         };
         let (input, output) = match node == grid.node() {
-            true => {
-                (Input::Own { tokens: Vec::new(), preamble: Preamble::default() }, Output::Own)
-            }
+            true => (Input::Own { tokens: Vec::new(), preamble: Preamble::default() }, Output::Own),
             false => {
                 let from = ctx.inbound(channel, Family::RailOut, node, source);
                 let back = ctx.outbound(channel, Family::RailBack, node, source);
                 let outbox = ctx.outbox(channel, Family::RailBack, node, source);
-                (Input::Ring(Inbound::new(from)), Output::Ring { ring: Outbound::new(back), outbox })
+                (
+                    Input::Ring(Inbound::new(from)),
+                    Output::Ring { ring: Outbound::new(back), outbox },
+                )
             }
         };
         Self {
@@ -127,14 +134,37 @@ impl Gateway {
         !self.received.tokens.is_empty()
     }
 
-    /// The source if this waits for it alone.
-    pub fn waits_for_source(&self) -> bool {
-        matches!(self.input, Input::Ring(_)) && !self.is_done() && self.forwarded.is_empty()
+    /// Whom tokens of the lane are awaited from, or room for them.
+    pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
+        let Input::Ring(ring) = &self.input else { return self.full().collect() };
+        match ring.ready(&ctx.words) {
+            Ok(0) if self.forwarded.is_empty() => vec![ring.place.partner],
+            Ok(0) => {
+                let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
+                uncleared.map(|t| t.place.partner).chain([ring.place.partner]).collect()
+            }
+            _ => self.full().collect(),
+        }
     }
 
     /// Ranks of this node whose rings are full.
-    pub fn full(&self) -> impl Iterator<Item = u32> + '_ {
+    fn full(&self) -> impl Iterator<Item = u32> + '_ {
         self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.place.partner)
+    }
+
+    /// Whom answers are awaited from, or room for their sums.
+    pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
+        let Some((_, mask)) = self.records.get(self.summed) else { return Vec::new() };
+        let missing = |local: &u32| {
+            let ring = self.answers[*local as usize].as_ref();
+            ring.is_some_and(|r| r.ready(&ctx.words).is_ok_and(|n| n == 0))
+        };
+        let missing = bits(*mask).filter(missing);
+        let mut all: Vec<u32> = missing.map(|local| ctx.grid.at(ctx.grid.node(), local)).collect();
+        if let Output::Ring { ring, .. } = &self.output {
+            all.extend((ring.room() == 0).then_some(ring.place.partner));
+        }
+        all
     }
 
     /// Slots that were ever sent to each rank of this node.
@@ -147,21 +177,6 @@ impl Gateway {
             Output::Own => 0,
             Output::Ring { ring, .. } => ring.sent,
         }
-    }
-
-    /// Whether sums wait for the source to give slots back.
-    pub fn is_full(&self) -> bool {
-        matches!(&self.output, Output::Ring { ring, .. } if ring.room() == 0)
-    }
-
-    /// Ranks whose answers are awaited.
-    pub fn awaited(&self, ctx: &Context) -> Vec<u32> {
-        let Some((_, mask)) = self.records.get(self.summed) else { return Vec::new() };
-        let missing = |local: &u32| {
-            let ring = self.answers[*local as usize].as_ref();
-            ring.is_some_and(|r| r.ready(&ctx.words).is_ok_and(|n| n == 0))
-        };
-        bits(*mask).filter(missing).map(|local| ctx.grid.at(ctx.grid.node(), local)).collect()
     }
 
     /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
@@ -312,7 +327,9 @@ impl Gateway {
         for (local, want) in preamble.rows_to.iter().enumerate() {
             let got = self.records.iter().filter(|(_, mask)| mask >> local & 1 == 1).count();
             if got != *want as usize {
-                let cause = format!("it announced {want} tokens for rank {local} of a node, and sent {got}");
+                let cause = format!(
+                    "it announced {want} tokens for rank {local} of a node, and sent {got}"
+                );
                 return Err(by(self.source(ctx))(cause));
             }
         }

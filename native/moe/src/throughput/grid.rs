@@ -59,8 +59,7 @@ impl Grid {
     /// channel; `partner` is the other end, `source` the node of the lane's source.
     pub fn ring(self, family: Family, source: u32, partner: u32) -> u64 {
         let across = || skip(self.node_of(partner), self.node());
-        let within =
-            || source * (self.per_node - 1) + skip(self.local_of(partner), self.local());
+        let within = || source * (self.per_node - 1) + skip(self.local_of(partner), self.local());
         u64::from(match family {
             Family::RailOut | Family::RailBack => across(),
             Family::NodeOut | Family::NodeBack => self.nodes() - 1 + within(),

@@ -104,6 +104,11 @@ impl Layout {
         2 * self.spec.rings() + u64::from(rank)
     }
 
+    /// The word that a rank moves while it is in a call.
+    pub fn beat(&self, rank: u32) -> u64 {
+        2 * self.spec.rings() + u64::from(self.spec.shape.ranks + rank)
+    }
+
     /// What each area is for, and its bytes.
     pub fn explain(&self) -> Vec<(&'static str, String, u64)> {
         let s = &self.spec;

@@ -4,17 +4,14 @@
 use std::{sync::atomic::Ordering::Acquire, sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, Result, Time};
-use fabric_proxy::{
-    command::{Add, Command},
-    fifo::Pusher,
-    raw::AtomicWords,
-};
+use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 
 use super::{
-    channel::{Channel, Suspect, Sums},
+    channel::{Channel, Sums},
     commands::Commands,
     context::{Arrivals, Context, Io, Stop},
     layout::Layout,
+    signals::Signals,
     slots::{head, put_experts, Kind},
     spec::Spec,
 };
@@ -33,6 +30,9 @@ enum Step {
     Answering,
     Answered,
 }
+
+/// Timeouts after which somebody is given up even if all are in calls.
+const LAST: u32 = 8;
 
 /// Why an exchange has ended for good.
 #[derive(Clone, Debug)]
@@ -60,6 +60,7 @@ pub struct Traffic {
 pub struct Machine {
     ctx: Context,
     channels: Vec<Channel>,
+    signals: Signals,
     step: Step,
     tokens: u32,
     arrivals: Arrivals,
@@ -72,8 +73,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// `region` is this rank's part of symmetric memory, `words` its atomic words, `pushers` one FIFO for each channel,
-    /// which nobody else pushes into and nobody has pushed into.
+    /// `region` is this rank's part of symmetric memory, `words` its atomic words, `pushers` one FIFO for each channel and
+    /// one more, which nobody else pushes into and nobody has pushed into.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or too little of either.
@@ -82,15 +83,18 @@ impl Machine {
         rank: u32,
         region: Region,
         words: AtomicWords,
-        pushers: Vec<Pusher>,
+        mut pushers: Vec<Pusher>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
         if rank >= spec.shape.ranks {
-            return Err(EngineError::Invalid(format!("rank {rank} is none of {}", spec.shape.ranks)));
+            return Err(EngineError::Invalid(format!(
+                "rank {rank} is none of {}",
+                spec.shape.ranks
+            )));
         }
         if region.len() < layout.nbytes()
             || (words.len() as u64) < spec.words()
-            || pushers.len() != spec.channels as usize
+            || pushers.len() != spec.channels as usize + 1
         {
             return Err(EngineError::Invalid(format!(
                 "{} bytes, {} words and {} FIFOs are too few: give {}, {} and {}",
@@ -99,9 +103,11 @@ impl Machine {
                 pushers.len(),
                 layout.nbytes(),
                 spec.words(),
-                spec.channels
+                spec.channels + 1
             )));
         }
+        let signals = pushers.pop().map(|pusher| Signals::new(pusher, spec.shape.ranks));
+        let signals = signals.ok_or(EngineError::Closed)?;
         let ctx = Context { spec, grid: spec.grid(rank), layout, region, words, exchange: 0 };
         let channel = |(i, pusher)| Channel::new(&ctx, i as u32, Commands::new(pusher));
         let channels = pushers.into_iter().enumerate().map(channel).collect();
@@ -109,6 +115,7 @@ impl Machine {
             arrivals: Arrivals::default(),
             ctx,
             channels,
+            signals,
             step: Step::Idle,
             tokens: 0,
             sums: Sums::default(),
@@ -240,8 +247,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Does what can be done now; whether that was anything. `timeout` is how long nothing may happen before somebody is
-    /// given up: sources after that, those who depend on others after twice or four times as long.
+    /// Does what can be done now; whether that was anything. When nothing has happened for `timeout`, whoever is waited
+    /// for and has been in no call for so long is given up. Who is waits for somebody else, who gives up whom he waits for.
     ///
     /// # Errors
     /// [`EngineError::PeerLost`]: somebody was given up, here or by others, and the exchange has ended for good.
@@ -251,27 +258,34 @@ impl Machine {
             Ok(moved) => moved,
             Err(stop) => return Err(self.stop(stop)),
         };
+        self.signals.beat(&self.ctx, now, timeout);
+        self.signals.commands.flush().map_err(|_| EngineError::Closed)?;
         if moved {
             self.quiet_since = None;
             return Ok(true);
         }
         let suspects = self.suspects();
-        let is_gone = |(rank, _): &&(u32, String)| suspects.iter().any(|s| s.0 == *rank);
+        let is_gone = |(rank, _): &&(u32, String)| suspects.contains(rank);
         if let Some((rank, cause)) = self.gone.iter().find(is_gone).cloned() {
             self.fail(rank, cause);
             self.check()?;
         }
         let since = *self.quiet_since.get_or_insert(now);
         let quiet = now.since(since);
-        let late = |(_, soon): &Suspect| quiet >= timeout.saturating_mul(*soon);
+        let late = |rank: &u32| {
+            // Whatever goes round in circles ends, too (RS-4).
+            quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
+        };
         if quiet >= timeout {
-            if let Some((rank, _)) = suspects.into_iter().filter(late).min_by_key(|s| s.1) {
+            if let Some(rank) = suspects.into_iter().find(late) {
                 let what = match self.step {
                     Step::Idle | Step::Dispatched => "tokens",
                     _ => "answers",
                 };
-                let cause = format!("it did not do its part in moving {what} within {quiet:?}");
-                self.fail(rank, cause);
+                self.fail(
+                    rank,
+                    format!("it did not do its part in moving {what} within {quiet:?}"),
+                );
                 self.check()?;
             }
         }
@@ -297,7 +311,8 @@ impl Machine {
         Ok(moved)
     }
 
-    fn suspects(&self) -> Vec<Suspect> {
+    /// Whom something is awaited from.
+    fn suspects(&self) -> Vec<u32> {
         let ctx = &self.ctx;
         let of = |c: &Channel| match self.step {
             Step::Dispatched => c.suspects_of_tokens(ctx),
@@ -435,42 +450,27 @@ impl Machine {
         Ok(())
     }
 
-    /// Gives a rank up. The exchange ends with it: who forwards, forwards for others. They are told whom it is about, so
-    /// that all name the same one.
+    /// Gives a rank up. The exchange ends with it: who forwards, forwards for others. All are told whom it is about, so
+    /// that they name the same one; that rank too, which may live.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if self.broken.is_some() {
             return;
         }
         tracing::warn!(rank, %cause, "a rank was given up");
         self.broken = Some(Broken { rank, cause });
-        let slot = self.ctx.layout.given_up(rank) as u16;
-        let own = self.ctx.grid.rank;
-        let others = (0..self.ctx.grid.ranks).filter(|r| *r != own && *r != rank);
-        let add = Add { slot, value: 1, ordered: false };
-        let commands = &mut self.channels[0].commands;
-        commands.forget();
-        for other in others {
-            commands.push(Command::Atomic { rank: other as u16, channel: 0, add });
-        }
+        self.signals.give_up(&self.ctx, rank);
         // What can't be told now is found out by the others themselves.
-        let _ = commands.flush();
+        let _ = self.signals.commands.flush();
     }
 
-    /// Nothing will be sent any more.
-    pub fn say_farewell(&mut self) {
-        for channel in &mut self.channels {
-            channel.settled = Some(channel.commands.drain());
-        }
-    }
-
-    /// Whether all that was sent has arrived.
-    pub fn has_told(&mut self) -> bool {
-        // Of a proxy that is closed nothing is awaited.
-        let mut told = true;
-        for channel in &mut self.channels {
-            told &= channel.commands.flush().is_err() || channel.is_settled();
-        }
-        told
+    /// Nothing will be sent any more; whether all that was has arrived.
+    pub fn has_left(&mut self) -> bool {
+        let broken = self.broken.is_some();
+        let of_channels = self.channels.iter_mut().map(|c| &mut c.commands);
+        // Tokens that will never be asked for needn't arrive.
+        let of_channels = of_channels.filter(|_| !broken);
+        let all = of_channels.chain([&mut self.signals.commands]);
+        all.map(Commands::has_left).fold(true, |all, one| all & one)
     }
 
     /// A rank is gone. That ends the exchange once something is awaited of it.
@@ -497,7 +497,8 @@ impl Machine {
         match stop {
             Stop::Engine(error) => error,
             Stop::Peer { rank, cause } => {
-                let cause = format!("it broke the protocol: {cause}; run the same version everywhere");
+                let cause =
+                    format!("it broke the protocol: {cause}; run the same version everywhere");
                 self.fail(rank, cause);
                 self.check().err().unwrap_or(EngineError::Closed)
             }

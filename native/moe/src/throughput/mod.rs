@@ -22,6 +22,7 @@ mod layout;
 mod machine;
 mod received;
 mod ring;
+mod signals;
 mod slots;
 mod spec;
 mod take;
@@ -69,7 +70,8 @@ pub fn proxy_config(spec: &Spec, rank: u32, deadline: Duration) -> Config {
         ranks: spec.shape.ranks as usize,
         per_node: spec.ranks_per_node as usize,
         threads: spec.threads as usize,
-        fifos: spec.channels.div_ceil(spec.threads) as usize,
+        // The last one of the first thread is for signals.
+        fifos: spec.channels.div_ceil(spec.threads) as usize + 1,
         capacity: IN_FLIGHT,
         words: spec.words() as usize,
         deadline,
@@ -102,30 +104,44 @@ impl fmt::Debug for Throughput {
 impl Throughput {
     /// Opens engines like `engine`, one for each proxy thread, and allocates this rank's part of the memory.
     ///
-    /// `timeout` is how long a rank may do nothing while it is waited for; those who depend on others four times as long.
+    /// `timeout` is how long a rank may be in no call while it is waited for.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine says.
     pub fn open(engine: &EngineConfig, spec: Spec, rank: u32, timeout: Duration) -> Result<Self> {
         let layout = Layout::new(spec)?;
         if rank >= spec.shape.ranks {
-            return Err(EngineError::Invalid(format!("rank {rank} is none of {}", spec.shape.ranks)));
+            return Err(EngineError::Invalid(format!(
+                "rank {rank} is none of {}",
+                spec.shape.ranks
+            )));
         }
         let config = proxy_config(&spec, rank, timeout.saturating_mul(4));
-        let engines = Engines::open(engine, config.threads, layout.nbytes()).map_err(engine_error)?;
+        let engines =
+            Engines::open(engine, config.threads, layout.nbytes()).map_err(engine_error)?;
         let device = DeviceMemory::host(&config).map_err(engine_error)?;
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
         let on_event = Arc::new(move |event| told.lock().push(event));
         let proxy = Proxy::open(&config, engines, device, on_event).map_err(engine_error)?;
-        let pusher = |c: u32| proxy.pusher((c % spec.threads) as usize, (c / spec.threads) as usize);
-        let pushers = (0..spec.channels).map(pusher).collect::<Result<_, _>>().map_err(engine_error)?;
+        let pusher =
+            |c: u32| proxy.pusher((c % spec.threads) as usize, (c / spec.threads) as usize);
+        let signals = proxy.pusher(0, config.fifos - 1);
+        let pushers = (0..spec.channels).map(pusher).chain([signals]);
+        let pushers = pushers.collect::<Result<_, _>>().map_err(engine_error)?;
         let (memory, words) = (proxy.memory().clone(), proxy.words().clone());
         let machine = Machine::new(spec, rank, memory, words, pushers)?;
         let mut here = vec![false; spec.shape.ranks as usize];
         here[rank as usize] = true;
         let timeout = AtomicU64::new(timeout.as_nanos() as u64);
-        Ok(Self { proxy, machine: Mutex::new(machine), events, here: Mutex::new(here), rank, timeout })
+        Ok(Self {
+            proxy,
+            machine: Mutex::new(machine),
+            events,
+            here: Mutex::new(here),
+            rank,
+            timeout,
+        })
     }
 
     pub fn spec(&self) -> Spec {
@@ -329,8 +345,7 @@ impl Throughput {
     /// Waits until what others are told has left, but not for ever.
     fn take_leave(&self, machine: &mut Machine) {
         let end = Instant::now() + FAREWELL.min(self.timeout());
-        machine.say_farewell();
-        while !machine.has_told() && Instant::now() < end {
+        while !machine.has_left() && Instant::now() < end {
             std::thread::sleep(Duration::from_micros(50));
         }
     }

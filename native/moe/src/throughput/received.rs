@@ -66,7 +66,14 @@ impl Received {
     }
 
     /// This rank's answer to a token: its experts' answers, each times its weight, summed in 32-bit floats in their order.
-    pub fn answer(&self, ctx: &Context, i: usize, answers: &Part<'_>, sum: &mut [f32], out: &mut [u8]) {
+    pub fn answer(
+        &self,
+        ctx: &Context,
+        i: usize,
+        answers: &Part<'_>,
+        sum: &mut [f32],
+        out: &mut [u8],
+    ) {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
         let float = ctx.spec.shape.back.float;
         sum.fill(0.0);

@@ -76,7 +76,8 @@ impl Preamble {
         let (ranks, experts) = (spec.ranks_per_node as usize, spec.node_experts() as usize);
         let first = HEAD as usize / 4;
         let words = |from: usize, n: usize| (from..from + n).map(|i| word(bytes, i)).collect();
-        let this = Self { rows, rows_to: words(first, ranks), counts: words(first + ranks, experts) };
+        let this =
+            Self { rows, rows_to: words(first, ranks), counts: words(first + ranks, experts) };
         let local = spec.shape.local_experts() as usize;
         let pair = spec.shape.pair_rows();
         let fits = this.rows_to.iter().zip(this.counts.chunks(local)).all(|(rows, counts)| {

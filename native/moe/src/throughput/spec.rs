@@ -29,7 +29,8 @@ impl Spec {
         self.shape.check()?;
         let wrong = |text: String| Err(EngineError::Invalid(text));
         let ranks = self.shape.ranks;
-        let channels = CHANNELS as u32 / command_channels(1);
+        // One is left over for signals.
+        let channels = (CHANNELS as u32 - 1) / command_channels(1);
         let limits = [
             ("ranks", ranks, 1, RANKS as u32),
             ("ranks_per_node", self.ranks_per_node, 1, ranks.min(64)),
@@ -104,17 +105,15 @@ impl Spec {
         2 * u64::from(self.channels) * u64::from(self.shape.ranks - 1)
     }
 
-    /// Atomic words of a rank: a tail for each ring that ends there, a head for each that begins there, and one for
-    /// each rank that others have given up.
+    /// Atomic words of a rank: a tail for each ring that ends there, a head for each that begins there, and of each rank
+    /// whether others have given it up and whether it is in a call.
     pub fn words(&self) -> u64 {
-        2 * self.rings() + u64::from(self.shape.ranks)
+        2 * (self.rings() + u64::from(self.shape.ranks))
     }
 
     /// Which of a rank's tokens go over a channel.
     pub(super) fn part(&self, channel: u32, tokens: u32) -> std::ops::Range<u32> {
-        let cut = |c: u32| {
-            (u64::from(tokens) * u64::from(c) / u64::from(self.channels)) as u32
-        };
+        let cut = |c: u32| (u64::from(tokens) * u64::from(c) / u64::from(self.channels)) as u32;
         cut(channel)..cut(channel + 1)
     }
 }

@@ -50,10 +50,6 @@ impl Take {
         self.ring.place.partner
     }
 
-    pub fn is_announced(&self) -> bool {
-        self.rows.is_some()
-    }
-
     pub fn is_done(&self) -> bool {
         self.rows.is_some_and(|rows| self.received.tokens.len() == rows as usize)
     }

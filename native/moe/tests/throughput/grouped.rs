@@ -73,7 +73,10 @@ impl Batch {
         self.extra.len() / EXTRA
     }
 
-    pub fn with_parts<T>(&self, send: impl FnOnce(&[Part<'_>], &[i64], Option<Part<'_>>) -> T) -> T {
+    pub fn with_parts<T>(
+        &self,
+        send: impl FnOnce(&[Part<'_>], &[i64], Option<Part<'_>>) -> T,
+    ) -> T {
         let values: Vec<u8> = self.values.iter().flat_map(|v| v.to_ne_bytes()).collect();
         let weights: Vec<u8> = self.weights.iter().flat_map(|v| v.to_ne_bytes()).collect();
         let parts = [
@@ -88,7 +91,8 @@ impl Batch {
     pub fn crossings(&self, node: u32) -> u64 {
         let topk = self.spec.shape.topk as usize;
         let nodes_of = |experts: &[i64]| {
-            let mut nodes: Vec<u32> = experts.iter().filter(|e| **e >= 0).map(|e| self.node(*e)).collect();
+            let mut nodes: Vec<u32> =
+                experts.iter().filter(|e| **e >= 0).map(|e| self.node(*e)).collect();
             nodes.sort_unstable();
             nodes.dedup();
             nodes.iter().filter(|n| **n != node).count() as u64
@@ -198,7 +202,10 @@ pub fn rows_of_answers(bytes: &[u8]) -> Part<'_> {
 }
 
 /// What `take` puts there for each of a batch's tokens.
-pub fn sums(tokens: usize, take: impl FnOnce(&mut PartMut<'_>) -> fabric_engine::Result<()>) -> fabric_engine::Result<Vec<f32>> {
+pub fn sums(
+    tokens: usize,
+    take: impl FnOnce(&mut PartMut<'_>) -> fabric_engine::Result<()>,
+) -> fabric_engine::Result<Vec<f32>> {
     let mut out = vec![0xeeu8; tokens * WIDE * 4];
     take(&mut PartMut { bytes: &mut out, stride: WIDE * 4, width: WIDE * 4 })?;
     Ok(floats(&out))

@@ -64,7 +64,7 @@ impl Rank {
         let part = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
         let common = Common::new(&config);
         let bed = Arc::new(Bed::default());
-        let fifos = (0..spec.channels).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
+        let fifos = (0..=spec.channels).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
         let (pushers, poppers): (Vec<_>, Vec<_>) = fifos.unzip();
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
@@ -80,7 +80,19 @@ impl Rank {
         let machine = Machine::new(spec, rank, part, common.words, pushers).unwrap();
         let without = without.to_vec();
         let (turn, exchange, error) = (Turn::Dispatch, 0, None);
-        Self { rank, spec, engine, executor, machine, events, turn, exchange, batches, without, error }
+        Self {
+            rank,
+            spec,
+            engine,
+            executor,
+            machine,
+            events,
+            turn,
+            exchange,
+            batches,
+            without,
+            error,
+        }
     }
 
     fn is_over(&self) -> bool {
@@ -112,7 +124,9 @@ impl Rank {
         self.machine.hear()?;
         for event in self.events.lock().unwrap().drain(..) {
             match event {
-                Event::Lost { rank, error, .. } => self.machine.lose(rank as u32, error.to_string()),
+                Event::Lost { rank, error, .. } => {
+                    self.machine.lose(rank as u32, error.to_string())
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -345,7 +359,8 @@ fn tokens_flow_through_rings_of_two_chunks() {
 fn sums_do_not_depend_on_what_arrives_first() {
     for network in 0..12 {
         let mut run = Run::new(spec(2, 2, 2, 4, 20), 5, SimConfig::default());
-        let config = SimConfig { seed: network, delay: 500..MS, max_bytes: 64, ..SimConfig::default() };
+        let config =
+            SimConfig { seed: network, delay: 500..MS, max_bytes: 64, ..SimConfig::default() };
         let batches: Vec<Vec<Batch>> = run.ranks.iter().map(|r| r.batches.clone()).collect();
         run = Run::new(spec(2, 2, 2, 4, 20), network, config);
         for (rank, batches) in run.ranks.iter_mut().zip(batches) {

@@ -93,7 +93,10 @@ fn rs_4_a_rank_that_is_gone_is_named_by_all_others() {
         for (rank, all) in [0, 2, 3].into_iter().zip(ranks) {
             scope.spawn(move || {
                 let error = exchange(&all, rank, &batch(&spec, rank, 5), 5).unwrap_err();
-                assert!(matches!(&error, EngineError::PeerLost { peer, .. } if peer == "rank 1"), "{error}");
+                assert!(
+                    matches!(&error, EngineError::PeerLost { peer, .. } if peer == "rank 1"),
+                    "{error}"
+                );
                 assert_eq!(all.broken().unwrap().rank, 1);
                 // It has ended for good.
                 assert!(exchange(&all, rank, &batch(&spec, rank, 6), 6).is_err());

@@ -35,7 +35,11 @@ fn of_line(line: &str) -> Vec<u8> {
 }
 
 /// Takes part until somebody is gone; what the last exchange says.
-fn take_part(rank: u32, transport: TransportKind, lines: &mut dyn Iterator<Item = String>) -> EngineError {
+fn take_part(
+    rank: u32,
+    transport: TransportKind,
+    lines: &mut dyn Iterator<Item = String>,
+) -> EngineError {
     let spec = shape();
     let all = open(spec, rank, transport, Duration::from_secs(30));
     println!("\n{MARK}{}", to_line(&all.card()));
