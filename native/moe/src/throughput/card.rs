@@ -3,7 +3,6 @@
 //! Cards come from peers: decoding is bounded by the message, and what they say is checked where it is used.
 
 use fabric_engine::{EngineError, Result};
-use fabric_proxy::RankDescriptor;
 use serde::{Deserialize, Serialize};
 
 use super::spec::Spec;
@@ -16,7 +15,8 @@ pub const VERSION: u8 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     pub spec: Spec,
-    pub proxy: RankDescriptor,
+    /// A [`RankDescriptor`](fabric_proxy::RankDescriptor).
+    pub proxy: Vec<u8>,
 }
 
 impl Card {

@@ -37,7 +37,7 @@ use std::{
 };
 
 use fabric_engine::{api::EngineConfig, EngineError, Result, Time};
-use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
+use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError, RankDescriptor};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
@@ -154,7 +154,7 @@ impl Throughput {
 
     /// What others need to know of this rank.
     pub fn card(&self) -> Vec<u8> {
-        Card { spec: self.spec(), proxy: self.proxy.descriptor().clone() }.to_bytes()
+        Card { spec: self.spec(), proxy: self.proxy.descriptor().to_bytes() }.to_bytes()
     }
 
     /// Takes a rank in by its card; returns its number. All are there before the first dispatch.
@@ -163,7 +163,8 @@ impl Throughput {
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already.
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let card = Card::from_bytes(card)?;
-        let (spec, rank) = (self.spec(), u32::from(card.proxy.rank));
+        let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
+        let (spec, rank) = (self.spec(), u32::from(proxy.rank));
         let unlike = |cause: String| EngineError::Handshake { peer: format!("rank {rank}"), cause };
         if card.spec != spec {
             return Err(unlike(format!(
@@ -179,7 +180,7 @@ impl Throughput {
             }
             Some(false) => {}
         }
-        self.proxy.join(&card.proxy).map_err(engine_error)?;
+        self.proxy.join(&proxy).map_err(engine_error)?;
         here[rank as usize] = true;
         Ok(rank)
     }

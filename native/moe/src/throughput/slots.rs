@@ -110,3 +110,77 @@ pub fn experts<'a>(spec: &Spec, bytes: &'a [u8]) -> impl Iterator<Item = (u32, f
     };
     (0..spec.shape.topk as usize).map(pair).filter(|(expert, _)| *expert != NONE)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{kernels::Float, Back, Shape};
+
+    fn spec() -> Spec {
+        let back = Back { elements: 4, float: Float::F32 };
+        let shape = Shape {
+            ranks: 4,
+            experts: 8,
+            topk: 3,
+            max_tokens: 5,
+            row_nbytes: 16,
+            back,
+            private_rows: 0,
+            shared_rows: None,
+        };
+        Spec { shape, ranks_per_node: 2, channels: 1, chunk: 2, ring_chunks: 2, threads: 1 }
+    }
+
+    #[test]
+    fn a_preamble_says_what_it_was_made_of() {
+        let preamble = Preamble { rows: 4, rows_to: vec![3, 2], counts: vec![3, 1, 0, 2] };
+        let bytes = preamble.to_bytes(7);
+        assert_eq!(Preamble::read(&spec(), 7, &bytes), Ok(preamble));
+        assert!(Preamble::read(&spec(), 8, &bytes).unwrap_err().contains("exchange 7"));
+        assert!(read_head(&bytes, Kind::Token, 7).unwrap_err().contains("can't be read"));
+    }
+
+    #[test]
+    fn a_token_names_its_experts_and_their_weights() {
+        let mut bytes = head(Kind::Token, 1, 3).to_vec();
+        put_experts(&mut bytes, &[6, -1, 2], |k| k as f32);
+        assert_eq!(read_head(&bytes, Kind::Token, 1), Ok(3));
+        assert_eq!(experts(&spec(), &bytes).collect::<Vec<_>>(), [(6, 0.0), (2, 2.0)]);
+    }
+
+    #[test]
+    fn mr_3_counts_that_can_not_be_are_refused() {
+        let of = |rows, rows_to: [u32; 2], counts: [u32; 4]| {
+            let preamble = Preamble { rows, rows_to: rows_to.into(), counts: counts.into() };
+            Preamble::read(&spec(), 1, &preamble.to_bytes(1))
+        };
+        assert!(of(5, [5, 5], [5, 5, 5, 5]).is_ok());
+        for wrong in [
+            of(6, [6, 0], [5, 1, 0, 0]),
+            of(2, [3, 0], [3, 0, 0, 0]),
+            of(2, [1, 0], [2, 0, 0, 0]),
+            of(2, [2, 1], [2, 0, 0, 0]),
+        ] {
+            assert!(wrong.unwrap_err().contains("can't be"));
+        }
+    }
+
+    proptest! {
+        /// Whatever a peer writes down, no more rows are made room for than a source can have.
+        #[test]
+        fn mr_3_no_preamble_passes_what_a_source_can_send(words in prop::collection::vec(0u32..8, 0..12)) {
+            let s = spec();
+            let head = [Kind::Preamble as u32, 1];
+            let bytes: Vec<u8> = head.iter().chain(&words).flat_map(|w| w.to_le_bytes()).collect();
+            if let Ok(preamble) = Preamble::read(&s, 1, &bytes) {
+                prop_assert!(preamble.rows <= s.shape.max_tokens);
+                for counts in preamble.counts.chunks(2) {
+                    let sum: u64 = counts.iter().map(|n| u64::from(*n)).sum();
+                    prop_assert!(sum <= s.shape.pair_rows());
+                }
+            }
+        }
+    }
+}
