@@ -25,6 +25,7 @@ __all__ = [
     "KvTimeline",
     "Message",
     "MoeExchange",
+    "MoeThroughput",
     "Pages",
     "Peer",
     "PeerGroup",
@@ -1062,6 +1063,52 @@ class MoeExchange:
     def combine_send(self, answers: _MoePart) -> None: ...
     def combine_answers(self, out: _MoePart) -> None: ...
     def combine_recv(self, weights: _MoePart | None, out: _MoePart, dtype: str) -> list[int]: ...
+
+@final
+class MoeThroughput:
+    """The native half of `fabric_ray.moe.ThroughputAllToAll`."""
+
+    def __new__(
+        cls,
+        engine: Engine,
+        *,
+        rank: int,
+        ranks: int,
+        ranks_per_node: int,
+        experts: int,
+        topk: int,
+        max_tokens: int,
+        row_nbytes: int,
+        elements: int,
+        dtype: str,
+        channels: int,
+        chunk: int,
+        ring_chunks: int,
+        threads: int,
+        timeout: float,
+    ) -> Self: ...
+    @property
+    def areas(self) -> list[tuple[str, str, int]]: ...
+    def card(self) -> bytes: ...
+    def admit(self, card: bytes) -> int: ...
+    def set_timeout(self, seconds: float) -> None: ...
+    def mask(self, rank: int, cause: str) -> None: ...
+    @property
+    def broken(self) -> tuple[int, str] | None: ...
+    @property
+    def traffic(self) -> tuple[int, int, int, int]: ...
+    def dispatch_send(
+        self,
+        parts: Sequence[_MoePart],
+        indices: tuple[int, int],
+        weights: _MoePart | None,
+    ) -> None: ...
+    def arriving(
+        self, *, multiple: int, stride: int | None
+    ) -> tuple[list[int], list[int], int]: ...
+    def dispatch_recv(self, parts: Sequence[_MoePart]) -> None: ...
+    def combine_send(self, answers: _MoePart) -> None: ...
+    def combine_recv(self, out: _MoePart, dtype: str) -> None: ...
 
 # observe
 

@@ -11,8 +11,9 @@ import msgspec
 import typer
 
 from benchmarks import sheets
+from benchmarks.moe.nodes import NODES, crossings
 from benchmarks.moe.ranks import Times, measure
-from benchmarks.moe.shape import Shape
+from benchmarks.moe.shape import Shape, batch
 from benchmarks.moe.simulated import NICS
 from benchmarks.moe.simulated import simulate as run
 
@@ -24,6 +25,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="A file for all figure
 Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
 
 CONTENDERS = ["shm", "tcp", "gloo", "floor"]
+OF_NODES = ["nodes shm", "shm", "gloo", "floor"]
 MOST_ROWS = 100_000
 """Rows of all ranks in one exchange: what fits this benchmark's memory, some 80 KiB for each."""
 
@@ -51,6 +53,23 @@ def exchange(
         for t in lengths.split(",")
     ]
     out.add(lambda: _exchanges(cases, turns, out.say))
+    out.end()
+
+
+@app.command()
+def throughput(
+    ranks: Annotated[str, typer.Option(help="Ranks of two nodes, commas between")] = "4,8",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank")] = 4096,
+    turns: Turns = 5,
+    quick: Quick = False,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """The high-throughput mode over two nodes (uccl-ep), beside the other one and gloo."""
+    out = sheets.Output(json, markdown=markdown)
+    small = {"hidden": 512, "experts": 16, "tokens": min(tokens, 64)} if quick else {}
+    cases = [Shape(**{"ranks": int(r), "tokens": tokens, **small}) for r in ranks.split(",")]
+    out.add(lambda: _throughput(cases, turns, out.say))
     out.end()
 
 
@@ -117,6 +136,49 @@ def _exchanges(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sh
     )
     return sheets.Sheet(
         title="Dispatch and combine, DeepSeek-V3",
+        columns=columns,
+        rows=tuple(rows),
+        notes=notes,
+        figures=figures,
+    )
+
+
+def _throughput(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sheets.Sheet:
+    rows, figures = [], {}
+    for case in cases:
+        say(f"{case.ranks} ranks of {case.tokens} tokens on {NODES} nodes")
+        times = measure(case, OF_NODES, turns)
+        crossed = [crossings(case, batch(case, r, 0), r) for r in range(case.ranks)]
+        once, each = (sum(c[i] for c in crossed) for i in (0, 1))
+        figures[f"ep{case.ranks}"] = {**times, "rows between nodes": [once, each]}
+        for half, what in enumerate(("dispatch", "combine")):
+            ms = _medians(times, half)
+            size = (case.row_nbytes, case.back_nbytes)[half]
+            rows.append(
+                (
+                    f"{case.ranks} x {case.tokens}",
+                    what,
+                    *(f"{ms[n]:.1f}" for n in OF_NODES),
+                    *(f"{ms[OF_NODES[0]] / ms[n]:.2f}" for n in ("gloo", "floor")),
+                    f"{once * size / 2**20:.0f}",
+                    f"{each * size / 2**20:.0f}",
+                )
+            )
+    columns = (
+        "ranks x tokens",
+        "",
+        *(f"{n} ms" for n in OF_NODES),
+        "nodes/gloo",
+        "nodes/floor",
+        "MiB between nodes",
+        "without dedup",
+    )
+    notes = (
+        "medians of the slowest rank's times; the nodes are halves of this machine's ranks: bytes "
+        "between them cost what those within do; floor: a row for each expert copied once",
+    )
+    return sheets.Sheet(
+        title="The high-throughput mode, DeepSeek-V3",
         columns=columns,
         rows=tuple(rows),
         notes=notes,

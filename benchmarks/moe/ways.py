@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.moe.nodes import Nodes
 from benchmarks.moe.shape import Batch, Shape, answers
 from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, RowPart
@@ -119,7 +120,9 @@ class Floor:
 
 
 def make(name: str, shape: Shape, rank: int) -> Way:
-    """A contender by name: ``shm``, ``tcp``, ``gloo``, ``floor``."""
+    """A contender by name: ``shm``, ``tcp``, ``nodes shm``, ``nodes tcp``, ``gloo``, ``floor``."""
+    if name.startswith("nodes "):
+        return Nodes(shape, rank, name.removeprefix("nodes "))
     if name == "gloo":
         return Gloo(shape, rank)
     if name == "floor":

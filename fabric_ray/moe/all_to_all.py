@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,48 +10,8 @@ from torch import Tensor
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe import rows
-
-_SUMS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """What goes with a token beside its activations: scales, weights, indices."""
-
-    name: str
-    width: int
-    """Elements for each token."""
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """The tokens for this rank's experts, in the order of experts."""
-
-    x: Tensor
-    """``[rows, hidden]``, those that fill up included; what is in those is not defined."""
-    parts: dict[str, Tensor]
-    """By name, ``[rows, width]``."""
-    counts: Tensor
-    """Rows of each local expert, int64 on the host."""
-    starts: Tensor
-    """The first row of each local expert, int64 on the host."""
-
-    def of(self, expert: int) -> slice:
-        """The rows of a local expert."""
-        start = int(self.starts[expert])
-        return slice(start, start + int(self.counts[expert]))
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A rank that was given up."""
-
-    rank: int
-    stage: str
-    """What was under way with it."""
-    cause: str
+from fabric_ray.moe import rows, tokens
+from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
 
 
 class AllToAll:
@@ -104,17 +63,8 @@ class AllToAll:
         shared_rows: int | None = None,
         timeout: float = 30.0,
     ) -> None:
-        if answer_dtype not in _SUMS:
-            raise InvalidArgument(
-                f"answers of {answer_dtype} can't be summed; use one of {[*_SUMS]}"
-            )
-        names = [p.name for p in parts]
-        if len({*names, "x"}) != len(names) + 1:
-            raise InvalidArgument(f"parts {names} need names of their own, other than x")
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
-        for name, value in {**limits, "max_tokens": max_tokens}.items():
-            if not 0 < value < 1 << 31:
-                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
         if not 0 <= rank < ranks or private_rows < 0 or (shared_rows or 1) < 1:
             raise InvalidArgument(
                 f"rank {rank} of {ranks}, {private_rows} private and {shared_rows} shared rows: "
@@ -137,7 +87,7 @@ class AllToAll:
             max_tokens=max_tokens,
             row_nbytes=sum(p.width * p.dtype.itemsize for p in self._parts),
             elements=hidden,
-            dtype=_SUMS[answer_dtype],
+            dtype=SUMS[answer_dtype],
             private_rows=private_rows,
             shared_rows=shared_rows,
         )
@@ -229,23 +179,10 @@ class AllToAll:
         Raises:
             InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
         """
-        tensors = {"x": x, **parts}
-        if {*tensors} != {p.name for p in self._parts}:
-            wanted = [p.name for p in self._parts]
-            raise InvalidArgument(f"a token is made of {wanted}; {[*tensors]} was given")
         experts = rows.indices(indices, self._topk)
-        tokens = experts.shape[0]
-        given = []
-        for p in self._parts:
-            tensor = tensors[p.name]
-            if tensor.shape[:1] != (tokens,):
-                shape = tuple(tensor.shape)
-                raise InvalidArgument(
-                    f"{p.name} of {shape} for {tokens} tokens; give one row for each"
-                )
-            given.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype))
+        given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
         self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()))
-        self._tokens = tokens
+        self._tokens = len(experts)
 
     def dispatch_recv(
         self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
@@ -263,18 +200,9 @@ class AllToAll:
         Raises:
             InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
         """
-        for name, value in (("multiple", multiple), ("stride", stride)):
-            if value is not None and not 0 < value < 1 << 31:
-                raise InvalidArgument(f"{name} is {value}; give at least 1")
+        tokens.check_order(multiple, stride)
         counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
-        tensors = {}
-        for p in self._parts:
-            given = x if p.name == "x" else None
-            tensors[p.name] = torch.empty(total, p.width, dtype=p.dtype) if given is None else given
-        room = [
-            rows.part(p.name, tensors[p.name], width=p.width, dtype=p.dtype, rows=total)
-            for p in self._parts
-        ]
+        tensors, room = tokens.room(self._parts, total, x)
         self._native.dispatch_recv(room)
         self._rows = total
         return Dispatched(
@@ -328,18 +256,11 @@ class AllToAll:
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
         """
-        tokens = self._tokens
-        if out is None:
-            out = torch.empty(tokens, self._hidden, dtype=dtype or self._answers)
-        elif dtype not in (None, out.dtype):
-            raise InvalidArgument(f"sums of {dtype} don't go into {out.dtype}; leave dtype out")
-        if out.dtype not in _SUMS:
-            raise InvalidArgument(f"sums of {out.dtype} can't be made; use one of {[*_SUMS]}")
-        room = rows.part("sums", out, width=self._hidden, dtype=out.dtype, rows=tokens)
+        out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
         weight = None
         if weights is not None:
             weight = rows.part(
-                "weights", weights, width=self._topk, dtype=torch.float32, rows=tokens
+                "weights", weights, width=self._topk, dtype=torch.float32, rows=self._tokens
             )
-        self._left_out = tuple(self._native.combine_recv(weight, room, _SUMS[out.dtype]))
-        return out[:tokens]
+        self._left_out = tuple(self._native.combine_recv(weight, room, SUMS[out.dtype]))
+        return out[: self._tokens]

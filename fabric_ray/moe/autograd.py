@@ -27,7 +27,8 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
 from fabric_ray.moe import rows
-from fabric_ray.moe.all_to_all import AllToAll, Dispatched, RowPart
+from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.tokens import Dispatched, RowPart
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _LENGTH = struct.Struct("<I")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,12 @@ import torch.distributed as dist
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
 from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.throughput import ThroughputAllToAll
 
 _GOOD, _BAD = b"+", b"-"
+
+AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
+Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
 
 
 @runtime_checkable
@@ -95,6 +100,20 @@ def agree(comm: Comm, value: bytes | FabricError) -> list[bytes]:
     return [one[1:] for one in said]
 
 
+def ranks_per_node(comm: Comm) -> int:
+    """How many neighbouring ranks each host has, by the hosts' names; all of them if hosts have
+    different numbers, or ranks aren't in the order of hosts. All ranks call it together.
+
+    Which ranks are a node decides how often bytes cross between nodes, and never what arrives.
+    """
+    hosts = comm.all_gather(socket.gethostname().encode())
+    size = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    nodes = [hosts[i : i + size] for i in range(0, len(hosts), size)]
+    alike = all(len({*node}) == 1 and len(node) == size for node in nodes)
+    apart = len({node[0] for node in nodes}) == len(nodes)
+    return size if alike and apart else len(hosts)
+
+
 class Exchanges:
     """The exchanges that one rank's face makes as shapes come up; all ranks make the same."""
 
@@ -103,7 +122,7 @@ class Exchanges:
         self._engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
         self._owned = engine is None
         self._timeout = timeout
-        self._made: list[AllToAll] = []
+        self._made: list[AnyExchange] = []
         self._masked: set[int] = set()
         self._closed = False
 
@@ -114,10 +133,20 @@ class Exchanges:
             InvalidArgument: a shape that can't be.
             HandshakeError: ranks disagree; the text lists in what.
         """
+        made = self._connected(AllToAll, **shape)
+        for rank in self._masked:
+            made.mask(rank)
+        return made
+
+    def make_throughput(self, **shape: Any) -> ThroughputAllToAll:
+        """As :meth:`make`, an exchange for many tokens on many nodes."""
+        return self._connected(ThroughputAllToAll, **shape)
+
+    def _connected(self, kind: Callable[..., Made], **shape: Any) -> Made:
         if self._closed:
             raise InvalidArgument("this was destroyed; make another one")
         try:
-            made = AllToAll(
+            made = kind(
                 self._engine,
                 rank=self.comm.rank(),
                 ranks=self.comm.size(),
@@ -135,12 +164,10 @@ class Exchanges:
             connected = error
         # Who isn't known yet must not be written to.
         agree(self.comm, connected)
-        for rank in self._masked:
-            made.mask(rank)
         self._made.append(made)
         return made
 
-    def forget(self, exchanges: Sequence[AllToAll]) -> None:
+    def forget(self, exchanges: Sequence[AnyExchange]) -> None:
         """Lets go of exchanges that no rank uses any more."""
         self._made = [one for one in self._made if one not in exchanges]
 

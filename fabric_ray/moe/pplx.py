@@ -11,8 +11,8 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.moe import rows
-from fabric_ray.moe.all_to_all import RowPart
 from fabric_ray.moe.comm import Comm, Exchanges, comm_of
+from fabric_ray.moe.tokens import RowPart
 
 # Tokens are bytes to the exchange; whoever dispatches says what they are.
 _BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,6 +12,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Unsupported
 from fabric_ray.moe import rows
 from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
 from fabric_ray.moe.deepep.event import EventOverlap
 from fabric_ray.moe.deepep.normal import Form, Handle
@@ -41,6 +42,9 @@ class Buffer:
         engine: this rank's; one of its own if ``None``.
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
             many they have before each dispatch that makes a handle.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; by the hosts' names if
+            ``None``. With several nodes, normal calls send a token once to each node, and a rank
+            that is lost ends them (:class:`~fabric_ray.moe.ThroughputAllToAll`).
         timeout: seconds after which a silent rank is given up.
     """
 
@@ -61,6 +65,7 @@ class Buffer:
         *,
         engine: TransferEngine | None = None,
         max_tokens: int | None = None,
+        ranks_per_node: int | None = None,
         timeout: float = 30.0,
     ) -> None:
         if max_tokens is not None and max_tokens < 1:
@@ -73,7 +78,13 @@ class Buffer:
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self._exchanges = Exchanges(found, engine, timeout)
-        self._normal = normal.Normal(self._exchanges, max_tokens)
+        if ranks_per_node is None:
+            ranks_per_node = nodes_of(found)
+        elif ranks_per_node < 1 or self.group_size % ranks_per_node:
+            raise InvalidArgument(
+                f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
+            )
+        self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes)
 
     # What has no rank
@@ -135,14 +146,19 @@ class Buffer:
         """Counts where tokens go.
 
         Returns:
-            int32 tokens for each rank ``[ranks]``; ``None`` (there is one kind of link); int32
-            tokens for each expert ``[experts]``; whether each token goes to each rank, bool
+            int32 tokens for each rank ``[ranks]``; for each node ``[nodes]``, ``None`` if there is
+            one; for each expert ``[experts]``; whether each token goes to each rank, bool
             ``[tokens, ranks]``; an event.
         """
         layout = normal.layout_of(topk_idx, num_experts, self.group_size)
+        per_node = self._normal.ranks_per_node
+        of_nodes = None
+        if per_node < self.group_size:
+            in_node = layout.in_rank.view(len(layout.in_rank), -1, per_node).any(2)
+            of_nodes = in_node.sum(0).to(torch.int32)
         return (
             layout.tokens_per_rank,
-            None,
+            of_nodes,
             layout.tokens_per_expert,
             layout.in_rank,
             EventOverlap(),

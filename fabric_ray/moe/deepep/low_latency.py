@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe import cast, rows
-from fabric_ray.moe.all_to_all import AllToAll, RowPart
+from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
+from fabric_ray.moe.tokens import RowPart
 
 BLOCK = 128
 ALIVE = 2

@@ -1,7 +1,8 @@
 """DeepEP's normal calls: each token goes once to each rank that hosts one of its experts.
 
 It is an exchange whose experts are the ranks; which of a rank's experts a token is for, and their
-weights, go with it. Ranks sum up their experts' answers, and combine adds up ranks.
+weights, go with it. Ranks sum up their experts' answers, and combine adds up ranks. On several
+nodes it is one for high throughput: a token goes once to each node, and one sum comes back.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
-from fabric_ray.moe.all_to_all import AllToAll, Dispatched, RowPart
-from fabric_ray.moe.comm import Comm, Exchanges, agree
+from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, agree
+from fabric_ray.moe.tokens import Dispatched, RowPart
 
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST_TOKENS = 128
@@ -107,7 +108,7 @@ class Form:
 class _Lane:
     """An exchange, and whose answers it can take."""
 
-    exchange: AllToAll
+    exchange: AnyExchange
     handle: Handle | None = None
     taken: int = 0
     """When, counted in dispatches."""
@@ -120,8 +121,12 @@ class Normal:
     buffers grow with it; with ``max_tokens`` that is settled, and nothing is gathered.
     """
 
-    def __init__(self, exchanges: Exchanges, max_tokens: int | None) -> None:
+    def __init__(
+        self, exchanges: Exchanges, max_tokens: int | None, ranks_per_node: int | None = None
+    ) -> None:
         self._exchanges = exchanges
+        self.ranks_per_node = ranks_per_node or exchanges.comm.size()
+        """All, if they are on one node."""
         self._fixed = max_tokens
         self._room = max_tokens or 0
         self._lanes: dict[Form, list[_Lane]] = {}
@@ -201,24 +206,30 @@ class Normal:
         lanes = self._lanes.setdefault(form, [])
         lane = next((lane for lane in lanes if lane.handle is None), None)
         if lane is None and len(lanes) < 2:
-            exchange = self._exchanges.make(
-                experts=self.comm.size(),
-                topk=form.width,
-                hidden=form.hidden,
-                max_tokens=self._room,
-                dtype=form.dtype,
-                parts=form.parts,
-                answer_dtype=form.answers,
-            )
-            lane = _Lane(exchange)
+            lane = _Lane(self._make(form))
             lanes.append(lane)
         lane = lane or min(lanes, key=lambda one: one.taken)
         self._taken += 1
         lane.taken, lane.handle = self._taken, None
         return lane
 
+    def _make(self, form: Form) -> AnyExchange:
+        shape = {
+            "experts": self.comm.size(),
+            "topk": form.width,
+            "hidden": form.hidden,
+            "max_tokens": self._room,
+            "dtype": form.dtype,
+            "parts": form.parts,
+            "answer_dtype": form.answers,
+        }
+        # Ranks that forward for others can't be left out.
+        if self.ranks_per_node == self.comm.size() or self._exchanges.masked:
+            return self._exchanges.make(**shape)
+        return self._exchanges.make_throughput(ranks_per_node=self.ranks_per_node, **shape)
 
-def _answer(exchange: AllToAll, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+
+def _answer(exchange: AnyExchange, y: Tensor, dtype: torch.dtype | None) -> Tensor:
     exchange.combine_send(y)
     return exchange.combine_recv(dtype=dtype)
 

@@ -1,10 +1,16 @@
 //! What a fuzzer calls: everything that reads bytes of a peer's. It must return, however odd its input, and holds
 //! what it says as assertions.
 
-use crate::card::Card;
+use crate::{card::Card, throughput};
 
-/// Cards: refused, or what encodes to the same.
+/// Cards of either mode: refused, or what encodes to the same.
 pub fn cards(bytes: &[u8]) {
+    for bytes in [bytes.to_vec(), throughput::Card::sealed(bytes)] {
+        if let Ok(card) = throughput::Card::from_bytes(&bytes) {
+            drop(card.spec.check());
+            assert_eq!(throughput::Card::from_bytes(&card.to_bytes()), Ok(card));
+        }
+    }
     for bytes in [bytes.to_vec(), Card::sealed(bytes)] {
         if let Ok(card) = Card::from_bytes(&bytes) {
             drop(card.shape.check());

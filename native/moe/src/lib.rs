@@ -5,6 +5,8 @@
 //! the symmetric memory), [`routes`] (which row goes where), [`kernels`] (what a device does with rows; here, a CPU),
 //! and [`AllToAll`], the exchange itself: a state machine that completions of the engine drive. Nothing in it blocks
 //! but the calls that say so, so that it runs in the simulator as it does over links.
+//!
+//! [`throughput`] is the mode for many tokens on many nodes.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +19,7 @@ pub mod kernels;
 pub mod memory;
 pub mod routes;
 mod shape;
+pub mod throughput;
 
 pub use exchange::{AllToAll, Dispatched, Lost, Stage};
 pub use shape::{Back, Shape};

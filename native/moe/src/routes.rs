@@ -193,6 +193,11 @@ impl Placing {
         of.iter().map(|n| u64::from(*n)).sum()
     }
 
+    /// Where a source's first row for each expert goes.
+    pub fn firsts(&self, source: u32) -> &[u32] {
+        self.sources.get(source as usize).map_or(&[], Vec::as_slice)
+    }
+
     /// Where rows `begin..end` of a source go.
     pub fn runs(&self, source: u32, begin: u64, end: u64) -> impl Iterator<Item = Run> + '_ {
         let places = self.sources.get(source as usize).map(Vec::as_slice).unwrap_or(&[]);

@@ -11,6 +11,7 @@ mod moe;
 mod plan;
 mod simulate;
 mod survey;
+mod throughput;
 mod topology;
 
 #[pymodule]
@@ -23,5 +24,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     topology::register(m)?;
     kvcache::register(m)?;
     moe::register(m)?;
+    throughput::register(m)?;
     engine::register(m)
 }

@@ -20,7 +20,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// Address, bytes from the first row to the end of the last, bytes between rows, bytes of a row.
-type PartArg = (usize, usize, usize, usize);
+pub(crate) type PartArg = (usize, usize, usize, usize);
 
 /// # Safety
 /// The bytes must stay readable, and be written by nobody, for as long as the slice is used.
@@ -34,14 +34,14 @@ unsafe fn slice<'a>(address: usize, nbytes: usize) -> &'a [u8] {
 
 /// # Safety
 /// As for [`slice`].
-unsafe fn part<'a>((address, nbytes, stride, width): PartArg) -> Part<'a> {
+pub(crate) unsafe fn part<'a>((address, nbytes, stride, width): PartArg) -> Part<'a> {
     // SAFETY: the caller's promise.
     Part { bytes: unsafe { slice(address, nbytes) }, stride, width }
 }
 
 /// # Safety
 /// The bytes must stay writable, and be used by nobody else, for as long as the part is used.
-unsafe fn part_mut<'a>((address, nbytes, stride, width): PartArg) -> PartMut<'a> {
+pub(crate) unsafe fn part_mut<'a>((address, nbytes, stride, width): PartArg) -> PartMut<'a> {
     let bytes: &mut [u8] = match nbytes {
         0 => &mut [],
         // SAFETY: the caller's promise.
@@ -50,17 +50,38 @@ unsafe fn part_mut<'a>((address, nbytes, stride, width): PartArg) -> PartMut<'a>
     PartMut { bytes, stride, width }
 }
 
-fn float(py: Python<'_>, name: &str) -> PyResult<Float> {
+pub(crate) fn float(py: Python<'_>, name: &str) -> PyResult<Float> {
     Float::named(name).ok_or_else(|| {
         let text = format!("answers of {name} can't be summed; use float32, bfloat16 or float16");
         raise(py, &fe::EngineError::Invalid(text))
     })
 }
 
-/// Rows of each expert, the first of each, all.
-type PlacingResult = (Vec<u32>, Vec<u32>, u64);
+pub(crate) fn timeout(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    let timeout = Duration::try_from_secs_f64(seconds).ok().filter(|t| !t.is_zero());
+    timeout.ok_or_else(|| {
+        let text =
+            format!("a timeout of {seconds} seconds is not a length of time: give more than 0");
+        raise(py, &fe::EngineError::Invalid(text))
+    })
+}
 
-fn placing(placing: &moe::Dispatched) -> PlacingResult {
+/// The integers at an address.
+///
+/// # Safety
+/// It must be that of so many 64-bit integers, which nobody writes to as long as the slice is used.
+pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
+    match n {
+        0 => &[],
+        // SAFETY: the caller's promise; every bit pattern is an integer.
+        _ => unsafe { std::slice::from_raw_parts(address as *const i64, n) },
+    }
+}
+
+/// Rows of each expert, the first of each, all.
+pub(crate) type PlacingResult = (Vec<u32>, Vec<u32>, u64);
+
+pub(crate) fn placing(placing: &moe::Dispatched) -> PlacingResult {
     (placing.counts.clone(), placing.starts.clone(), placing.rows)
 }
 
@@ -121,13 +142,7 @@ impl MoeExchange {
     }
 
     fn set_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
-        let timeout = Duration::try_from_secs_f64(seconds).ok().filter(|t| !t.is_zero());
-        let timeout = timeout.ok_or_else(|| {
-            let text =
-                format!("a timeout of {seconds} seconds is not a length of time: give more than 0");
-            raise(py, &fe::EngineError::Invalid(text))
-        })?;
-        self.0.set_timeout(timeout);
+        self.0.set_timeout(timeout(py, seconds)?);
         Ok(())
     }
 
@@ -159,12 +174,8 @@ impl MoeExchange {
         py.detach(|| {
             // SAFETY: the Python caller holds the tensors during the call.
             let parts: Vec<Part<'_>> = parts.into_iter().map(|p| unsafe { part(p) }).collect();
-            let indices = match indices {
-                (_, 0) => &[],
-                // SAFETY: as above; every bit pattern is an integer, and the address is that of an int64 tensor.
-                (address, n) => unsafe { std::slice::from_raw_parts(address as *const i64, n) },
-            };
-            self.0.dispatch_send(&parts, indices)
+            // SAFETY: as above; the address is that of an int64 tensor.
+            self.0.dispatch_send(&parts, unsafe { integers(indices) })
         })
         .or_raise(py)
     }

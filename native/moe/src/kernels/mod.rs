@@ -6,5 +6,6 @@ mod reduce;
 mod rows;
 
 pub use float::Float;
+pub(crate) use reduce::{add, store};
 pub use reduce::{weighted_sum, Answers};
 pub use rows::{Part, PartMut};

@@ -43,7 +43,8 @@ fn weight_of(weights: &Part<'_>, token: usize, k: usize) -> f32 {
     bytes.map_or(0.0, f32::from_ne_bytes)
 }
 
-fn add(sum: &mut [f32], answer: &[u8], float: Float, weight: f32, weighted: bool) {
+/// Adds an answer, times its weight if it is weighted.
+pub(crate) fn add(sum: &mut [f32], answer: &[u8], float: Float, weight: f32, weighted: bool) {
     // One loop for each format, so that each is a row of vector instructions.
     macro_rules! over {
         ($nbytes:literal, $read:expr) => {{
@@ -61,7 +62,8 @@ fn add(sum: &mut [f32], answer: &[u8], float: Float, weight: f32, weighted: bool
     }
 }
 
-fn store(sum: &[f32], out: &mut [u8], float: Float) {
+/// Rounds a sum to a format.
+pub(crate) fn store(sum: &[f32], out: &mut [u8], float: Float) {
     macro_rules! over {
         ($nbytes:literal, $write:expr) => {{
             let (places, _) = out.as_chunks_mut::<$nbytes>();

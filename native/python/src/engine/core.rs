@@ -29,6 +29,8 @@ use crate::errors::{raise, OrRaise};
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
     pub(crate) engine: Arc<fe::TransferEngine>,
+    /// As it was opened, for engines like it.
+    pub(crate) config: EngineConfig,
     op_timeout: Duration,
 }
 
@@ -82,8 +84,9 @@ impl Engine {
             records,
             nics: nics.into(),
         };
+        let like = config.clone();
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
-        Ok(Self { engine: Arc::new(engine), op_timeout })
+        Ok(Self { engine: Arc::new(engine), config: like, op_timeout })
     }
 
     /// To be sent to peers.

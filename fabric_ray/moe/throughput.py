@@ -1,0 +1,260 @@
+"""One rank of an exchange for many tokens on many nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fabric_ray._native import MoeThroughput
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe import rows, tokens
+from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Rows that a rank has sent."""
+
+    rail_tokens: int
+    """Its tokens, to other nodes: each once to each node."""
+    node_tokens: int
+    """Tokens, to ranks of its node: its own and those that it forwards."""
+    node_answers: int
+    """Answers, to ranks of its node."""
+    rail_sums: int
+    """Sums, to other nodes: one for each token that came from there."""
+
+
+class ThroughputAllToAll:
+    """One rank of a high-throughput exchange: the calls of :class:`~fabric_ray.moe.AllToAll`, in
+    the same turns (uccl-ep §3 to §5).
+
+    A token goes once to each node that has experts of it, to the rank there with its source's
+    place, which forwards it; on the way back each node sends one sum for it. Tokens go in chunks,
+    through rings.
+
+    Ranks forward for one another while they are in a call. Between calls, as much moves as rings
+    hold. A rank that dies or does nothing for ``timeout`` seconds while it is waited for ends the
+    exchange on all ranks: calls raise :class:`~fabric_ray.errors.PeerLost`, which names it, and
+    go on raising it. Make an exchange of the others then.
+
+    Args:
+        engine: what the engines of this exchange are like; it opens one for each proxy thread.
+        rank, ranks: this one, and how many there are.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+        experts, topk, hidden, max_tokens, dtype, parts, answer_dtype: as for ``AllToAll``.
+        channels: rings of each pair of ranks, 1 to 4; each takes a part of the tokens.
+        chunk: tokens that are sent, given back and summed together.
+        ring_chunks: chunks that a ring holds, 2 at least.
+        threads: proxy threads, ``channels`` at most.
+        timeout: seconds; :meth:`set_timeout` changes it.
+
+    Raises:
+        InvalidArgument: sizes that don't go together.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        *,
+        rank: int,
+        ranks: int,
+        ranks_per_node: int,
+        experts: int,
+        topk: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        parts: Sequence[RowPart] = (),
+        answer_dtype: torch.dtype = torch.bfloat16,
+        channels: int = 2,
+        chunk: int = 32,
+        ring_chunks: int = 4,
+        threads: int = 1,
+        timeout: float = 30.0,
+    ) -> None:
+        sizes = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
+        rings = {"channels": channels, "chunk": chunk, "ring_chunks": ring_chunks}
+        tokens.check_sizes(
+            parts,
+            answer_dtype,
+            **sizes,
+            **rings,
+            max_tokens=max_tokens,
+            ranks_per_node=ranks_per_node,
+            threads=threads,
+        )
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
+        self._parts = (RowPart("x", hidden, dtype), *parts)
+        self._topk, self._hidden, self._ranks = topk, hidden, ranks
+        self._local = experts // ranks
+        self._rank = rank
+        self._answers = answer_dtype
+        self._tokens = 0
+        self._rows = 0
+        self._native = MoeThroughput(
+            engine,
+            rank=rank,
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            experts=experts,
+            topk=topk,
+            max_tokens=max_tokens,
+            row_nbytes=sum(p.width * p.dtype.itemsize for p in self._parts),
+            elements=hidden,
+            dtype=SUMS[answer_dtype],
+            channels=channels,
+            chunk=chunk,
+            ring_chunks=ring_chunks,
+            threads=threads,
+            timeout=timeout,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._ranks
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank hosts."""
+        return range(self._rank * self._local, (self._rank + 1) * self._local)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's buffers."""
+        return sum(nbytes for _, _, nbytes in self._native.areas)
+
+    def explain(self) -> str:
+        """What the buffers are for, and what makes them as large as they are."""
+        lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
+        return "\n".join([*lines, f"{self.nbytes:>16,}  bytes in all"])
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent so far."""
+        return Traffic(*self._native.traffic)
+
+    def card(self) -> bytes:
+        """What the other ranks need to know of this one."""
+        return self._native.card()
+
+    def admit(self, card: bytes) -> int:
+        """Takes a rank in by its card, before the first dispatch; returns its number.
+
+        Raises:
+            HandshakeError: it is of another shape; the text lists what differs.
+            InvalidArgument: it is here already.
+        """
+        return self._native.admit(card)
+
+    def connect(self, cards: Iterable[bytes | None]) -> None:
+        """Takes all ranks in by their cards; this one's is passed over."""
+        for rank, card in enumerate(cards):
+            if card is not None and rank != self._rank:
+                self.admit(card)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long nothing may happen before a rank that is waited for is given up. One that
+        depends on others may take four times as long."""
+        self._native.set_timeout(seconds)
+
+    def mask(self, rank: int, cause: str = "it was masked") -> None:
+        """Gives a rank up, which ends the exchange on all ranks."""
+        self._native.mask(rank, cause)
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """The rank that has ended the exchange, if one has."""
+        broken = self._native.broken
+        return () if broken is None else (Lost(broken[0], "the exchange", broken[1]),)
+
+    def dispatch_send(
+        self, x: Tensor, indices: Tensor, *, weights: Tensor | None = None, **parts: Tensor
+    ) -> None:
+        """Sends tokens to the ranks of their experts.
+
+        Args:
+            x: ``[tokens, hidden]``.
+            indices: ``[tokens, topk]``, the experts of each token; -1 for none.
+            weights: float32 ``[tokens, topk]``, of the sums; one for each if ``None``. They go with
+                the tokens, for sums are made where the experts are.
+            parts: by name, ``[tokens, width]``.
+
+        Raises:
+            InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
+            PeerLost: a rank has ended the exchange.
+        """
+        experts = rows.indices(indices, self._topk)
+        given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
+        weight = None
+        if weights is not None:
+            weight = rows.part(
+                "weights", weights, width=self._topk, dtype=torch.float32, rows=len(experts)
+            )
+        self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()), weight)
+        self._tokens = len(experts)
+
+    def dispatch_recv(
+        self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
+    ) -> Dispatched:
+        """Waits for the tokens of all ranks, and until those that pass through this one have gone
+        on. Rows and arguments are as for ``AllToAll``.
+
+        Raises:
+            InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
+            PeerLost: a rank has ended the exchange.
+        """
+        tokens.check_order(multiple, stride)
+        counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
+        tensors, room = tokens.room(self._parts, total, x)
+        self._native.dispatch_recv(room)
+        self._rows = total
+        return Dispatched(
+            x=tensors.pop("x")[:total],
+            parts=tensors,
+            counts=torch.tensor(counts, dtype=torch.int64),
+            starts=torch.tensor(starts, dtype=torch.int64),
+        )
+
+    def combine_send(self, y: Tensor) -> None:
+        """Sends the experts' answers, ``[rows, hidden]``, each where its token was. Returns when
+        those of this node are summed.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or it isn't combine's turn.
+            PeerLost: a rank has ended the exchange.
+        """
+        answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
+        self._native.combine_send(answers)
+
+    def combine_recv(
+        self, *, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Waits for the sums of all nodes: for each token their sum, ``[tokens, hidden]``.
+
+        Sums are made in float32: over a token's experts on a rank in their order, times their
+        weights; over a node's ranks; over nodes. The first two are rounded to ``answer_dtype``. It
+        is the same bits whatever arrives first.
+
+        Args:
+            out: where to put the sums.
+            dtype: of the sums: ``answer_dtype`` if ``None``.
+
+        Raises:
+            InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
+            PeerLost: a rank has ended the exchange.
+        """
+        out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
+        self._native.combine_recv(room, SUMS[out.dtype])
+        return out[: self._tokens]

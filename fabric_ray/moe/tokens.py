@@ -1,0 +1,135 @@
+"""What a token is made of on its way to experts, and what comes of it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe import rows
+
+SUMS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""What answers and sums may be."""
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What goes with a token beside its activations: scales, weights, indices."""
+
+    name: str
+    width: int
+    """Elements for each token."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The tokens for this rank's experts, in the order of experts."""
+
+    x: Tensor
+    """``[rows, hidden]``, those that fill up included; what is in those is not defined."""
+    parts: dict[str, Tensor]
+    """By name, ``[rows, width]``."""
+    counts: Tensor
+    """Rows of each local expert, int64 on the host."""
+    starts: Tensor
+    """The first row of each local expert, int64 on the host."""
+
+    def of(self, expert: int) -> slice:
+        """The rows of a local expert."""
+        start = int(self.starts[expert])
+        return slice(start, start + int(self.counts[expert]))
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was given up."""
+
+    rank: int
+    stage: str
+    """What was under way with it."""
+    cause: str
+
+
+def check_sizes(parts: Sequence[RowPart], answer_dtype: torch.dtype, **sizes: int) -> None:
+    """That an exchange can carry such tokens and answers, and each size is at least 1.
+
+    Raises:
+        InvalidArgument: it can't.
+    """
+    if answer_dtype not in SUMS:
+        raise InvalidArgument(f"answers of {answer_dtype} can't be summed; use one of {[*SUMS]}")
+    names = [p.name for p in parts]
+    if len({*names, "x"}) != len(names) + 1:
+        raise InvalidArgument(f"parts {names} need names of their own, other than x")
+    for name, value in sizes.items():
+        if not 0 < value < 1 << 31:
+            raise InvalidArgument(f"{name} is {value}; give at least 1")
+
+
+def given(parts: Sequence[RowPart], tensors: Mapping[str, Tensor], tokens: int) -> list[rows.Part]:
+    """The parts of ``tokens`` tokens as the native exchange takes them.
+
+    Raises:
+        InvalidArgument: others are given, or they don't fit.
+    """
+    if {*tensors} != {p.name for p in parts}:
+        wanted = [p.name for p in parts]
+        raise InvalidArgument(f"a token is made of {wanted}; {[*tensors]} was given")
+    found = []
+    for p in parts:
+        tensor = tensors[p.name]
+        if tensor.shape[:1] != (tokens,):
+            shape = tuple(tensor.shape)
+            raise InvalidArgument(f"{p.name} of {shape} for {tokens} tokens; give one row for each")
+        found.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype))
+    return found
+
+
+def room(
+    parts: Sequence[RowPart], total: int, x: Tensor | None
+) -> tuple[dict[str, Tensor], list[rows.Part]]:
+    """Tensors for ``total`` rows by part, ``x`` in place of a new one, and the same as the native
+    exchange takes them.
+
+    Raises:
+        InvalidArgument: ``x`` is too small, or no such tensor.
+    """
+    tensors = {p.name: torch.empty(total, p.width, dtype=p.dtype) for p in parts if p.name != "x"}
+    found = []
+    for p in parts:
+        if p.name == "x":
+            tensors["x"] = torch.empty(total, p.width, dtype=p.dtype) if x is None else x
+        tensor = tensors[p.name]
+        found.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype, rows=total))
+    return tensors, found
+
+
+def check_order(multiple: int, stride: int | None) -> None:
+    """
+    Raises:
+        InvalidArgument: no rows can be laid out so.
+    """
+    for name, value in (("multiple", multiple), ("stride", stride)):
+        if value is not None and not 0 < value < 1 << 31:
+            raise InvalidArgument(f"{name} is {value}; give at least 1")
+
+
+def sums(
+    out: Tensor | None, dtype: torch.dtype | None, default: torch.dtype, shape: tuple[int, int]
+) -> tuple[Tensor, rows.Part]:
+    """Where sums ``[tokens, hidden]`` go: ``out``, or a new tensor of ``dtype``, or of the default.
+
+    Raises:
+        InvalidArgument: they don't go there.
+    """
+    if out is None:
+        out = torch.empty(shape, dtype=dtype or default)
+    elif dtype not in (None, out.dtype):
+        raise InvalidArgument(f"sums of {dtype} don't go into {out.dtype}; leave dtype out")
+    if out.dtype not in SUMS:
+        raise InvalidArgument(f"sums of {out.dtype} can't be made; use one of {[*SUMS]}")
+    return out, rows.part("sums", out, width=shape[1], dtype=out.dtype, rows=shape[0])

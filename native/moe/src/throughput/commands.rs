@@ -1,0 +1,88 @@
+//! The commands of one channel: in their order, with their indexes, kept while the FIFO is full.
+
+use std::collections::VecDeque;
+
+use fabric_proxy::{
+    command::{Add, Command},
+    fifo::{FifoError, Pusher},
+};
+
+#[derive(Debug)]
+pub struct Commands {
+    /// Whose only user this is: so it knows the index that each command will have.
+    pusher: Pusher,
+    queue: VecDeque<Command>,
+    next: u64,
+    /// What a drain has been asked for: all commands before this, by the drain with that index.
+    drained: (u64, u64),
+}
+
+impl Commands {
+    pub fn new(pusher: Pusher) -> Self {
+        Self { pusher, queue: VecDeque::new(), next: 0, drained: (0, 0) }
+    }
+
+    pub fn push(&mut self, command: Command) -> u64 {
+        self.queue.push_back(command);
+        self.next += 1;
+        self.next - 1
+    }
+
+    pub fn add(&mut self, rank: u32, channel: u8, slot: u64, value: u64) {
+        let add = Add { slot: slot as u16, value: value as i64, ordered: true };
+        self.push(Command::Atomic { rank: rank as u16, channel, add });
+    }
+
+    /// A drain that is over when the commands up to one are, so that what they read may be written again.
+    pub fn drain_up_to(&mut self, index: u64) -> u64 {
+        if self.drained.0 <= index {
+            let drain = self.push(Command::Drain { up_to: Some(index as u32) });
+            self.drained = (index + 1, drain);
+        }
+        self.drained.1
+    }
+
+    /// The same for all commands so far.
+    pub fn drain(&mut self) -> u64 {
+        match self.next {
+            0 => self.push(Command::Drain { up_to: None }),
+            next => self.drain_up_to(next - 1),
+        }
+    }
+
+    /// The index of the last command.
+    pub fn last(&self) -> Option<u64> {
+        self.next.checked_sub(1)
+    }
+
+    pub fn is_complete(&self, index: u64) -> bool {
+        self.pusher.is_complete(index)
+    }
+
+    /// Hands over what the FIFO has room for; whether that was anything.
+    ///
+    /// # Errors
+    /// [`FifoError::Closed`].
+    pub fn flush(&mut self) -> Result<bool, FifoError> {
+        let mut moved = false;
+        while let Some(command) = self.queue.front() {
+            match self.pusher.try_push(command) {
+                Ok(_) => moved = true,
+                Err(FifoError::Full(_)) => break,
+                Err(error) => return Err(error),
+            }
+            self.queue.pop_front();
+        }
+        Ok(moved)
+    }
+
+    /// Whether all there is has arrived; nothing is awaited of a proxy that is closed.
+    pub fn has_left(&mut self) -> bool {
+        let drain = self.drain();
+        self.flush().is_err() || self.is_complete(drain)
+    }
+
+    pub fn is_flushed(&self) -> bool {
+        self.queue.is_empty()
+    }
+}

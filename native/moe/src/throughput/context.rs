@@ -1,0 +1,211 @@
+//! What the lanes of all channels share.
+
+use std::sync::Arc;
+
+use fabric_engine::{EngineError, Region};
+use fabric_proxy::raw::AtomicWords;
+
+use super::{
+    grid::{Family, Grid},
+    layout::Layout,
+    ring::Place,
+    spec::Spec,
+};
+use crate::{
+    kernels::{Part, PartMut},
+    routes::{Order, Placing},
+};
+
+/// Why an exchange can't go on.
+#[derive(Debug)]
+pub enum Stop {
+    /// A rank broke the protocol.
+    Peer {
+        rank: u32,
+        cause: String,
+    },
+    Engine(EngineError),
+}
+
+impl From<EngineError> for Stop {
+    fn from(error: EngineError) -> Self {
+        Self::Engine(error)
+    }
+}
+
+/// Says of which rank something can't be.
+pub fn by(rank: u32) -> impl Fn(String) -> Stop {
+    move |cause| Stop::Peer { rank, cause }
+}
+
+/// What the caller's call gives.
+#[derive(Debug)]
+pub enum Io<'a, 'b> {
+    Nothing,
+    /// Room for the rows that come.
+    Rows(&'a mut [PartMut<'b>]),
+    /// The answers to them.
+    Answers(Part<'a>),
+}
+
+/// What doesn't change in an exchange.
+#[derive(Debug)]
+pub struct Context {
+    pub spec: Spec,
+    pub grid: Grid,
+    pub layout: Layout,
+    pub region: Region,
+    pub words: AtomicWords,
+    /// Which one it is.
+    pub exchange: u32,
+}
+
+impl Context {
+    /// A ring that begins here.
+    pub fn outbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+        let (here, there) = self.numbers(channel, family, source, partner);
+        let ring = self.grid.ring_at(partner, family, source);
+        Place {
+            word: self.layout.head(here),
+            partners_word: self.layout.tail(there),
+            ..self.place(channel, family, ring, partner)
+        }
+    }
+
+    /// A ring that ends here.
+    pub fn inbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+        let (here, there) = self.numbers(channel, family, source, partner);
+        let ring = self.grid.ring(family, source, partner);
+        Place {
+            word: self.layout.tail(here),
+            partners_word: self.layout.head(there),
+            ..self.place(channel, family, ring, partner)
+        }
+    }
+
+    /// Where what goes out by a ring back lies until then: as it will lie there.
+    pub fn outbox(&self, channel: u32, family: Family, source: u32, partner: u32) -> u64 {
+        self.layout.outbox(channel, self.grid.ring(family, source, partner))
+    }
+
+    fn numbers(&self, channel: u32, family: Family, source: u32, partner: u32) -> (u64, u64) {
+        let number = |ring| self.layout.number(channel, family.is_back(), ring);
+        let (grid, back) = (self.grid, number);
+        (back(grid.ring(family, source, partner)), back(grid.ring_at(partner, family, source)))
+    }
+
+    fn place(&self, channel: u32, family: Family, ring: u64, partner: u32) -> Place {
+        let (base, stride) = match family.is_back() {
+            true => (self.layout.ring_back(channel, ring), self.spec.back_stride()),
+            false => (self.layout.ring_out(channel, ring), self.spec.out_stride()),
+        };
+        let data = (super::command_channels(channel) + family as u32) as u8;
+        let credits = data + Family::ALL.len() as u8;
+        let slots = self.spec.slots();
+        Place { partner, base, slots, stride, word: 0, partners_word: 0, data, credits }
+    }
+
+    /// What `f` makes of a slot.
+    pub fn read<T>(&self, place: u64, stride: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T, Stop> {
+        Ok(self.region.with_bytes(place, stride, f)?)
+    }
+
+    /// The ranks of this node that a token goes to, a bit for each.
+    pub fn targets(&self, slot: &[u8]) -> u64 {
+        let (grid, shape) = (self.grid, self.spec.shape);
+        super::slots::experts(&self.spec, slot)
+            .filter(|(expert, _)| *expert < shape.experts)
+            .map(|(expert, _)| shape.rank_of(expert))
+            .filter(|rank| grid.node_of(*rank) == grid.node())
+            .fold(0, |mask, rank| mask | 1 << grid.local_of(rank))
+    }
+}
+
+/// The ranks of a mask, in their order.
+pub fn bits(mask: u64) -> impl Iterator<Item = u32> {
+    (0..64).filter(move |i| mask >> i & 1 == 1)
+}
+
+/// Which rows come from all lanes, and where they go.
+#[derive(Debug, Default)]
+pub struct Arrivals {
+    ranks: usize,
+    /// By channel and source: rows for each of this rank's experts, once known.
+    counts: Vec<Option<Vec<u32>>>,
+    placing: Option<Arc<Placing>>,
+    /// By channel, source and expert: where the next row goes, and how many more there are.
+    next: Vec<Vec<(u32, u32)>>,
+}
+
+impl Arrivals {
+    pub fn new(spec: &Spec) -> Self {
+        let ranks = spec.shape.ranks as usize;
+        let counts = vec![None; ranks * spec.channels as usize];
+        Self { ranks, counts, ..Self::default() }
+    }
+
+    fn lane(&self, channel: u32, source: u32) -> usize {
+        channel as usize * self.ranks + source as usize
+    }
+
+    pub fn announce(&mut self, channel: u32, source: u32, counts: &[u32]) {
+        let lane = self.lane(channel, source);
+        self.counts[lane] = Some(counts.to_vec());
+    }
+
+    pub fn are_known(&self) -> bool {
+        self.counts.iter().all(Option::is_some)
+    }
+
+    /// The placing in this order, made anew unless rows were handed out by another.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if an expert gets more rows than a stride has.
+    pub fn place(
+        &mut self,
+        experts: u32,
+        order: Order,
+        begun: bool,
+    ) -> Result<Arc<Placing>, EngineError> {
+        if let Some(placing) = self.placing.as_ref().filter(|p| p.order == order || begun) {
+            if placing.order != order {
+                let text = "rows are being handed out in another order; go on with that";
+                return Err(EngineError::Invalid(text.into()));
+            }
+            return Ok(Arc::clone(placing));
+        }
+        let of_source = |source: usize| {
+            let mut sum = vec![0; experts as usize];
+            for counts in self.counts.iter().skip(source).step_by(self.ranks).flatten() {
+                sum.iter_mut().zip(counts).for_each(|(s, n)| *s += n);
+            }
+            sum
+        };
+        let incoming = (0..self.ranks).map(of_source).collect();
+        let placing = Arc::new(Placing::new(experts, incoming, order)?);
+        let mut firsts: Vec<Vec<u32>> =
+            (0..self.ranks).map(|s| placing.firsts(s as u32).to_vec()).collect();
+        let place = |(lane, counts): (usize, &Option<Vec<u32>>)| {
+            let counts = counts.as_deref().unwrap_or(&[]);
+            let firsts = &mut firsts[lane % self.ranks];
+            let each = firsts.iter_mut().zip(counts);
+            each.map(|(first, n)| (std::mem::replace(first, *first + n), *n)).collect()
+        };
+        self.next = self.counts.iter().enumerate().map(place).collect();
+        self.placing = Some(Arc::clone(&placing));
+        Ok(placing)
+    }
+
+    pub fn placing(&self) -> Option<&Arc<Placing>> {
+        self.placing.as_ref()
+    }
+
+    /// Where the next row of a lane for an expert of this rank goes; `None` if it has had all.
+    pub fn take(&mut self, channel: u32, source: u32, expert: u32) -> Option<u32> {
+        let lane = self.lane(channel, source);
+        let (next, left) = self.next.get_mut(lane)?.get_mut(expert as usize)?;
+        *left = left.checked_sub(1)?;
+        *next += 1;
+        Some(*next - 1)
+    }
+}

@@ -1,0 +1,67 @@
+//! A source's tokens on their way to another node: each once, over the rail, in chunks.
+
+use super::{
+    commands::Commands,
+    context::{by, Context, Stop},
+    grid::Family,
+    ring::{Inbound, Outbound},
+};
+
+/// One lane of this rank's own to its gateway on another node.
+#[derive(Debug)]
+pub struct Feed {
+    channel: u32,
+    pub node: u32,
+    pub ring: Outbound,
+    /// Those that go there, in order.
+    tokens: Vec<u32>,
+    /// Slots that were sent: the preamble, then the tokens.
+    sent: usize,
+    /// The node's sums of their answers.
+    pub sums: Inbound,
+}
+
+impl Feed {
+    pub fn new(ctx: &Context, channel: u32, node: u32) -> Self {
+        let gateway = ctx.grid.at(node, ctx.grid.local());
+        let own = ctx.grid.node();
+        let ring = Outbound::new(ctx.outbound(channel, Family::RailOut, own, gateway));
+        let sums = Inbound::new(ctx.inbound(channel, Family::RailBack, own, gateway));
+        Self { channel, node, ring, tokens: Vec::new(), sent: 1, sums }
+    }
+
+    pub fn begin(&mut self, tokens: Vec<u32>) {
+        self.tokens = tokens;
+        self.sent = 0;
+    }
+
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.sent == 1 + self.tokens.len()
+    }
+
+    /// Sends whole chunks, as far as the ring has room; whether it sent any.
+    pub fn step(&mut self, ctx: &Context, commands: &mut Commands) -> Result<bool, Stop> {
+        let mut moved =
+            self.ring.update(&ctx.words, commands).map_err(by(self.ring.place.partner))?;
+        let all = 1 + self.tokens.len();
+        while self.sent < all {
+            let n = (all - self.sent).min(ctx.spec.chunk as usize);
+            if (self.ring.room() as usize) < n {
+                break;
+            }
+            let place = |i: usize| match i.checked_sub(1) {
+                None => ctx.layout.preamble(self.channel, self.node),
+                Some(i) => ctx.layout.own(self.tokens[i]),
+            };
+            let from: Vec<u64> = (self.sent..self.sent + n).map(place).collect();
+            self.ring.send(&from, commands);
+            self.sent += n;
+            moved = true;
+        }
+        Ok(moved)
+    }
+}

@@ -1,0 +1,145 @@
+//! What is refused before anything is done: calls out of turn, tensors that don't fit.
+
+use std::sync::Arc;
+
+use fabric_engine::{EngineError, Result};
+
+use super::{Broken, Machine, Step};
+use crate::{
+    exchange::Dispatched,
+    kernels::{Float, Part, PartMut},
+    routes::Routes,
+};
+
+impl Machine {
+    /// # Errors
+    /// [`EngineError::PeerLost`] once the exchange has ended for good.
+    pub fn check(&self) -> Result<()> {
+        match &self.broken {
+            None => Ok(()),
+            Some(Broken { rank, cause }) => Err(EngineError::PeerLost {
+                peer: format!("rank {rank}"),
+                transport: "the high-throughput exchange".into(),
+                cause: format!("{cause}; make an exchange of the others"),
+            }),
+        }
+    }
+
+    /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have left.
+    ///
+    /// # Errors
+    /// [`EngineError::PeerLost`], [`EngineError::Invalid`].
+    pub fn check_turn(&mut self, call: &str) -> Result<()> {
+        if !matches!(self.step, Step::Idle | Step::Collected) {
+            self.check()?;
+            return Err(self.out_of_turn(call));
+        }
+        if let Some((rank, cause)) = self.gone.first().cloned() {
+            self.fail(rank, cause);
+        }
+        self.check()
+    }
+
+    /// That these tokens fit the shape; nothing is changed.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`].
+    pub fn check_tokens(
+        &self,
+        parts: &[Part<'_>],
+        indices: &[i64],
+        weights: Option<Part<'_>>,
+    ) -> Result<Routes> {
+        let shape = &self.ctx.spec.shape;
+        let routes = Routes::new(shape, indices)?;
+        let width: usize = parts.iter().map(|p| p.width).sum();
+        if width != shape.row_nbytes as usize {
+            return Err(EngineError::Invalid(format!(
+                "a token has {width} bytes here, and {} in the exchange",
+                shape.row_nbytes
+            )));
+        }
+        for part in parts {
+            part.check("tokens", routes.tokens.into())?;
+        }
+        if let Some(weights) = weights {
+            if weights.width != 4 * shape.topk as usize {
+                return Err(EngineError::Invalid(format!(
+                    "weights of {} bytes for each token; give {} 32-bit floats",
+                    weights.width, shape.topk
+                )));
+            }
+            weights.check("weights", routes.tokens.into())?;
+        }
+        Ok(routes)
+    }
+
+    /// That there is room for the rows that come.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    pub fn check_room(&self, out: &[PartMut<'_>]) -> Result<Dispatched> {
+        let placing = self.arrivals.placing().filter(|_| self.step == Step::Dispatched);
+        let Some(placing) = placing else {
+            return Err(self.out_of_turn("to collect rows before they are placed"));
+        };
+        let width: usize = out.iter().map(|p| p.width).sum();
+        if width != self.ctx.spec.shape.row_nbytes as usize {
+            return Err(EngineError::Invalid(format!(
+                "there is room for rows of {width} bytes, and they have {}",
+                self.ctx.spec.shape.row_nbytes
+            )));
+        }
+        out.iter().try_for_each(|part| part.check("room for rows", placing.rows))?;
+        Ok(Arc::clone(placing))
+    }
+
+    /// That these are answers to the rows that came, and it is their turn.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
+    pub(super) fn check_answers(&self, answers: &Part<'_>) -> Result<()> {
+        self.check()?;
+        let placing = self.arrivals.placing().filter(|_| self.step == Step::Collected);
+        let Some(placing) = placing else { return Err(self.out_of_turn("combine_send")) };
+        let shape = &self.ctx.spec.shape;
+        if answers.width as u64 != shape.back_nbytes() {
+            return Err(EngineError::Invalid(format!(
+                "an answer has {} bytes here, and {} in the exchange",
+                answers.width,
+                shape.back_nbytes()
+            )));
+        }
+        answers.check("answers", placing.rows)
+    }
+
+    /// That the sums fit, and it is their turn.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`].
+    pub fn check_sums(&self, out: &PartMut<'_>, float: Float) -> Result<()> {
+        self.check()?;
+        if self.step != Step::Answered {
+            return Err(self.out_of_turn("combine_recv"));
+        }
+        let wide = u64::from(self.ctx.spec.shape.back.elements) * float.nbytes();
+        if out.width as u64 != wide {
+            return Err(EngineError::Invalid(format!(
+                "there is room for sums of {} bytes, and they have {wide}",
+                out.width
+            )));
+        }
+        out.check("room for sums", self.tokens.into())
+    }
+
+    pub(super) fn out_of_turn(&self, call: &str) -> EngineError {
+        let next = match self.step {
+            Step::Idle => "dispatch_send",
+            Step::Dispatched => "dispatch_recv",
+            Step::Answering => "combine_send",
+            Step::Collected => "combine_send, or dispatch_send if every rank leaves combine out",
+            Step::Answered => "combine_recv",
+        };
+        EngineError::Invalid(format!("{call} is not next; it is {next}"))
+    }
+}

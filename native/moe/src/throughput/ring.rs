@@ -1,0 +1,179 @@
+//! The two ends of a ring. Its tail is a word at the receiver: slots filled so far. Its head is a word at the sender:
+//! slots read so far. Both only grow, by atomics in order behind the bytes they stand for.
+//!
+//! A slot is written again when the receiver has given it back *and* the write before is over at the sender, so that no
+//! late copy of that can land on its successor, nor is what it was sent from read any more (MR-1).
+
+use std::{collections::VecDeque, sync::atomic::Ordering::Acquire};
+
+use fabric_proxy::{
+    command::{Add, Command, MAX_LEN},
+    raw::AtomicWords,
+};
+
+use super::commands::Commands;
+
+/// Where a ring lies, and the words of its two ends.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    pub partner: u32,
+    /// Of the ring, in the part of whoever receives.
+    pub base: u64,
+    pub slots: u64,
+    pub stride: u64,
+    /// The word that the partner moves, and the one there that this end moves.
+    pub word: u64,
+    pub partners_word: u64,
+    /// The command channels of its slots and of its credits.
+    pub data: u8,
+    pub credits: u8,
+}
+
+impl Place {
+    /// Where a slot is, counted from the first that ever was.
+    pub fn slot(&self, i: u64) -> u64 {
+        self.base + i % self.slots * self.stride
+    }
+
+    fn read(&self, words: &AtomicWords) -> u64 {
+        words[self.word as usize].load(Acquire)
+    }
+}
+
+/// The sender's end.
+#[derive(Debug)]
+pub struct Outbound {
+    pub place: Place,
+    pub sent: u64,
+    /// Slots before this may be written again.
+    cleared: u64,
+    /// What was sent: up to which slot, by commands up to which one.
+    batches: VecDeque<(u64, u64)>,
+    /// What was given back: up to which slot, when which drain is over.
+    draining: VecDeque<(u64, u64)>,
+}
+
+impl Outbound {
+    pub fn new(place: Place) -> Self {
+        let (batches, draining) = (VecDeque::new(), VecDeque::new());
+        Self { place, sent: 0, cleared: 0, batches, draining }
+    }
+
+    /// Slots that may be written.
+    pub fn room(&self) -> u64 {
+        self.place.slots - (self.sent - self.cleared)
+    }
+
+    /// Whether slots up to one may be written again.
+    pub fn is_cleared(&self, up_to: u64) -> bool {
+        self.cleared >= up_to
+    }
+
+    /// Takes in what the receiver has given back; whether that was anything.
+    ///
+    /// # Errors
+    /// The receiver gave back more than it was sent.
+    pub fn update(&mut self, words: &AtomicWords, commands: &mut Commands) -> Result<bool, String> {
+        let head = self.place.read(words);
+        if head > self.sent {
+            return Err(format!("it gave back {head} slots of a ring, and was sent {}", self.sent));
+        }
+        let mut back = None;
+        while let Some(batch) = self.batches.front().filter(|(end, _)| *end <= head) {
+            back = Some(*batch);
+            self.batches.pop_front();
+        }
+        if let Some((end, command)) = back {
+            self.draining.push_back((end, commands.drain_up_to(command)));
+        }
+        let before = self.cleared;
+        while let Some((end, _)) =
+            self.draining.front().filter(|(_, drain)| commands.is_complete(*drain))
+        {
+            self.cleared = *end;
+            self.draining.pop_front();
+        }
+        Ok(back.is_some() || before != self.cleared)
+    }
+
+    /// Sends slots that lie at `from`, each place once, and says so by the tail.
+    pub fn send(&mut self, from: &[u64], commands: &mut Commands) {
+        let (place, first) = (self.place, self.sent);
+        let at = |i: usize| (from[i], place.slot(first + i as u64));
+        let most = (MAX_LEN / place.stride) as usize;
+        let mut begin = 0;
+        while begin < from.len() {
+            // What lies together on both sides is one write.
+            let (src, dst) = at(begin);
+            let mut n = 1;
+            while n < most && begin + n < from.len() {
+                let ahead = n as u64 * place.stride;
+                if at(begin + n) != (src + ahead, dst + ahead) {
+                    break;
+                }
+                n += 1;
+            }
+            let slot = place.partners_word as u16;
+            let last = begin + n == from.len();
+            commands.push(Command::Write {
+                rank: place.partner as u16,
+                channel: place.data,
+                from: src,
+                to: dst,
+                len: n as u64 * place.stride,
+                add: last.then_some(Add { slot, value: from.len() as i64, ordered: true }),
+            });
+            begin += n;
+        }
+        self.sent += from.len() as u64;
+        if let Some(last) = commands.last() {
+            self.batches.push_back((self.sent, last));
+        }
+    }
+}
+
+/// The receiver's end.
+#[derive(Debug)]
+pub struct Inbound {
+    pub place: Place,
+    /// Slots that were read.
+    pub taken: u64,
+    /// Slots that were given back.
+    credited: u64,
+}
+
+impl Inbound {
+    pub fn new(place: Place) -> Self {
+        Self { place, taken: 0, credited: 0 }
+    }
+
+    /// Slots that have come and weren't read.
+    ///
+    /// # Errors
+    /// The sender wrote more than the ring holds.
+    pub fn ready(&self, words: &AtomicWords) -> Result<u64, String> {
+        let tail = self.place.read(words);
+        match tail.checked_sub(self.taken).filter(|_| tail - self.credited <= self.place.slots) {
+            Some(ready) => Ok(ready),
+            None => Err(format!(
+                "it filled {tail} slots of a ring of {}, of which {} were given back",
+                self.place.slots, self.credited
+            )),
+        }
+    }
+
+    /// Where the next slot but `ahead` is.
+    pub fn next(&self, ahead: u64) -> u64 {
+        self.place.slot(self.taken + ahead)
+    }
+
+    /// Gives back the slots before `up_to`, a chunk at a time, or all if they are the last of an exchange.
+    pub fn credit(&mut self, up_to: u64, chunk: u32, last: bool, commands: &mut Commands) {
+        let slots = up_to - self.credited;
+        if slots >= u64::from(chunk) || last && slots > 0 {
+            let place = &self.place;
+            commands.add(place.partner, place.credits, place.partners_word, slots);
+            self.credited = up_to;
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What ranks tell each other beside tokens: that they are in a call, and whom they have given up. In a FIFO and on a command
+//! channel of their own, so that they don't wait behind tokens that somebody doesn't take.
+
+use std::{sync::atomic::Ordering::Acquire, time::Duration};
+
+use fabric_engine::Time;
+use fabric_proxy::{
+    command::{Add, Command, CHANNELS},
+    fifo::Pusher,
+};
+
+use super::{commands::Commands, context::Context};
+
+const CHANNEL: u8 = CHANNELS as u8 - 1;
+/// Times in a timeout that a rank says that it is in a call.
+const BEATS: u32 = 4;
+
+#[derive(Debug)]
+pub struct Signals {
+    pub commands: Commands,
+    /// When this rank last said that it is in a call.
+    said: Option<Time>,
+    /// By rank: how often it said so, and when that was seen.
+    heard: Vec<(u64, Time)>,
+}
+
+impl Signals {
+    pub fn new(pusher: Pusher, ranks: u32) -> Self {
+        let heard = vec![(0, Time(0)); ranks as usize];
+        Self { commands: Commands::new(pusher), said: None, heard }
+    }
+
+    /// Says that this rank is in a call, if it is time to, and hears who else is.
+    pub fn beat(&mut self, ctx: &Context, now: Time, timeout: Duration) {
+        for (rank, (beats, when)) in self.heard.iter_mut().enumerate() {
+            let word = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
+            if word != *beats {
+                (*beats, *when) = (word, now);
+            }
+        }
+        let due = self.said.is_none_or(|said| now.since(said) >= timeout / BEATS);
+        if due && self.commands.is_flushed() {
+            self.said = Some(now);
+            self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank));
+        }
+    }
+
+    /// Whether nothing was heard of a rank for so long.
+    pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
+        now.since(self.heard[rank as usize].1) >= timeout
+    }
+
+    /// Tells all others whom this rank has given up; that rank too, which may live.
+    pub fn give_up(&mut self, ctx: &Context, rank: u32) {
+        self.tell_all(ctx, ctx.layout.given_up(rank));
+    }
+
+    fn tell_all(&mut self, ctx: &Context, slot: u64) {
+        let add = Add { slot: slot as u16, value: 1, ordered: false };
+        for other in (0..ctx.grid.ranks).filter(|r| *r != ctx.grid.rank) {
+            self.commands.push(Command::Atomic { rank: other as u16, channel: CHANNEL, add });
+        }
+    }
+}

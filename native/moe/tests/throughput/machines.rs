@@ -1,0 +1,417 @@
+//! Exchanges in the simulator, whose links deliver in any order; with ranks that die or stall at any moment. A schedule
+//! is replayed by its seed, which a failure prints:
+//!
+//! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test throughput machines`
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, EngineError, Time,
+    TransferEngine,
+};
+use fabric_moe::{
+    kernels::Float,
+    throughput::{proxy_config, Io, Layout, Machine, Spec},
+};
+use fabric_proxy::{fifo::fifo, Bed, Common, Event, Executor};
+
+use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
+
+const MS: u64 = 1_000_000;
+/// How long nothing may happen.
+const TIMEOUT: Duration = Duration::from_millis(200);
+/// All exchanges end so soon, whoever dies.
+const BOUND: u64 = 30_000 * MS;
+const EXCHANGES: usize = 3;
+
+/// What a rank does next.
+enum Turn {
+    Dispatch,
+    Arrive,
+    Collect(Handed),
+    Answer(Vec<u8>),
+    Sum,
+    /// It has done all exchanges, or been told that they have ended.
+    Over,
+}
+
+struct Rank {
+    rank: u32,
+    spec: Spec,
+    engine: Arc<TransferEngine>,
+    executor: Executor,
+    machine: Machine,
+    events: Arc<Mutex<Vec<Event>>>,
+    turn: Turn,
+    exchange: usize,
+    batches: Vec<Batch>,
+    without: Vec<bool>,
+    error: Option<EngineError>,
+}
+
+impl Rank {
+    fn new(net: &mut SimNet, spec: Spec, rank: u32, batches: Vec<Batch>, without: &[bool]) -> Self {
+        let engine = EngineConfig { op_timeout: Duration::from_secs(60), ..Default::default() };
+        let engine = net.engine(engine).unwrap();
+        let config = fabric_proxy::Config {
+            capacity: 16,
+            max_outstanding: 12,
+            ..proxy_config(&spec, rank, 4 * TIMEOUT)
+        };
+        let part = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
+        let common = Common::new(&config);
+        let bed = Arc::new(Bed::default());
+        let fifos = (0..=spec.channels).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
+        let (pushers, poppers): (Vec<_>, Vec<_>) = fifos.unzip();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let told = Arc::clone(&events);
+        let executor = Executor::new(
+            Arc::clone(&engine),
+            part.clone(),
+            &config,
+            common.clone(),
+            (bed, poppers),
+            Arc::new(move |e| told.lock().unwrap().push(e)),
+        )
+        .unwrap();
+        let machine = Machine::new(spec, rank, part, common.words, pushers).unwrap();
+        let without = without.to_vec();
+        let (turn, exchange, error) = (Turn::Dispatch, 0, None);
+        Self {
+            rank,
+            spec,
+            engine,
+            executor,
+            machine,
+            events,
+            turn,
+            exchange,
+            batches,
+            without,
+            error,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.turn, Turn::Over)
+    }
+
+    /// Lets the proxy and its device do what they can; whether they did anything.
+    fn go_on(&mut self, now: Time) -> Result<bool, String> {
+        let mut moved = self.executor.step(now);
+        if self.error.is_some() {
+            return Ok(moved);
+        }
+        match self.device(now) {
+            Ok(did) => moved |= did,
+            Err(error) => {
+                self.error = Some(error);
+                self.turn = Turn::Over;
+                return Ok(true);
+            }
+        }
+        let turned = self.turn_over()?;
+        if turned {
+            self.machine.resume();
+        }
+        Ok(moved | turned)
+    }
+
+    fn device(&mut self, now: Time) -> Result<bool, EngineError> {
+        self.machine.hear()?;
+        for event in self.events.lock().unwrap().drain(..) {
+            match event {
+                Event::Lost { rank, error, .. } => {
+                    self.machine.lose(rank as u32, error.to_string())
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        match &mut self.turn {
+            Turn::Collect(handed) => {
+                self.machine.step(now, TIMEOUT, &mut Io::Rows(&mut handed.parts()))
+            }
+            Turn::Answer(answers) => {
+                self.machine.step(now, TIMEOUT, &mut Io::Answers(rows_of_answers(answers)))
+            }
+            _ => self.machine.step(now, TIMEOUT, &mut Io::Nothing),
+        }
+    }
+
+    /// Makes the next call if it is time for it.
+    fn turn_over(&mut self) -> Result<bool, String> {
+        let rank = self.rank;
+        let said = |e: EngineError| format!("rank {rank}: {e}");
+        match &mut self.turn {
+            Turn::Over => return Ok(false),
+            Turn::Dispatch => {
+                if !self.machine.may_begin() {
+                    return Ok(false);
+                }
+                let batch = &self.batches[self.exchange];
+                match batch.with_parts(|p, i, w| self.machine.begin(p, i, w)) {
+                    Ok(()) => self.turn = Turn::Arrive,
+                    Err(error) => (self.error, self.turn) = (Some(error), Turn::Over),
+                }
+            }
+            Turn::Arrive => {
+                let order = ORDERS[self.exchange % 2];
+                let Some(placing) = self.machine.arriving(order).map_err(said)? else {
+                    return Ok(false);
+                };
+                let mut handed = Handed::room(placing.rows);
+                self.machine.check_room(&handed.parts()).map_err(said)?;
+                self.turn = Turn::Collect(handed);
+            }
+            Turn::Collect(handed) => {
+                if !self.machine.is_collected() {
+                    return Ok(false);
+                }
+                if self.without[self.exchange] {
+                    self.next();
+                    return Ok(true);
+                }
+                let placing = self.machine.placing().unwrap();
+                let answers = handed.answers(&self.spec, rank, &placing);
+                self.machine.begin_answers(&rows_of_answers(&answers)).map_err(said)?;
+                self.turn = Turn::Answer(answers);
+            }
+            Turn::Answer(_) => {
+                if !self.machine.is_answered() {
+                    return Ok(false);
+                }
+                self.turn = Turn::Sum;
+            }
+            Turn::Sum => {
+                if !self.machine.is_summed() {
+                    return Ok(false);
+                }
+                let batch = &self.batches[self.exchange];
+                let found = sums(batch.tokens(), |out| self.machine.take_sums(out, Float::F32));
+                if found.map_err(said)? != batch.sums() {
+                    return Err(format!("rank {rank}: wrong sums in exchange {}", self.exchange));
+                }
+                self.next();
+            }
+        }
+        Ok(true)
+    }
+
+    fn next(&mut self) {
+        self.exchange += 1;
+        self.turn = match self.exchange < self.batches.len() {
+            true => Turn::Dispatch,
+            false => Turn::Over,
+        };
+    }
+
+    fn standing(&self) -> String {
+        let turn = match &self.turn {
+            Turn::Dispatch => "dispatches",
+            Turn::Arrive => "awaits counts",
+            Turn::Collect(_) => "collects",
+            Turn::Answer(_) => "answers",
+            Turn::Sum => "sums",
+            Turn::Over => "is over",
+        };
+        format!("rank {} {turn} in exchange {}, {:?}", self.rank, self.exchange, self.error)
+    }
+}
+
+/// What happens to one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Accident {
+    Dies,
+    /// It lives, and does nothing any more.
+    Stalls,
+}
+
+struct Run {
+    net: SimNet,
+    ranks: Vec<Rank>,
+    /// Who, after how many steps.
+    accident: Option<(u32, Accident, u32)>,
+    gone: Vec<Rank>,
+}
+
+impl Run {
+    fn new(spec: Spec, seed: u64, config: SimConfig) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut net = SimNet::new(SimConfig { seed, ..config });
+        let without: Vec<bool> = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
+        let hot = (rng.u32(..3) == 0).then(|| rng.u32(..spec.shape.experts));
+        let ranks = (0..spec.shape.ranks).map(|rank| {
+            let batches = (0..EXCHANGES).map(|_| Batch::random(&mut rng, &spec, hot)).collect();
+            Rank::new(&mut net, spec, rank, batches, &without)
+        });
+        let ranks: Vec<Rank> = ranks.collect();
+        for a in &ranks {
+            for b in &ranks {
+                a.executor.membership().join(b.rank as usize, 1, b.executor.descriptor());
+            }
+        }
+        Self { net, ranks, accident: None, gone: Vec::new() }
+    }
+
+    /// Until all exchanges are over, or have ended with an error that names whom they should; steps that it took.
+    fn go(&mut self) -> Result<u32, String> {
+        let (mut steps, mut since) = (0, Time(0));
+        loop {
+            let now = self.net.now();
+            let go_on = |moved, rank: &mut Rank| Ok::<_, String>(moved | rank.go_on(now)?);
+            while self.ranks.iter_mut().try_fold(false, go_on)? {}
+            if self.ranks.iter().all(Rank::is_over) {
+                break;
+            }
+            if let Some((rank, accident, _)) = self.accident.filter(|(.., at)| *at == steps) {
+                let at = self.ranks.iter().position(|r| r.rank == rank).unwrap();
+                let gone = self.ranks.remove(at);
+                if accident == Accident::Dies {
+                    self.net.kill(gone.engine.id());
+                }
+                self.gone.push(gone);
+                since = self.net.now();
+            }
+            steps += 1;
+            if !self.net.step() {
+                // Only who waits for a deadline is left.
+                self.net.advance(Time(self.net.now().0 + MS));
+            }
+            if self.net.now() > Time(since.0 + BOUND) {
+                let all: Vec<String> = self.ranks.iter().map(Rank::standing).collect();
+                return Err(format!("it stands still after {steps} steps: {}", all.join("; ")));
+            }
+        }
+        for rank in &self.ranks {
+            let Some(error) = &rank.error else { continue };
+            let named = self.gone.iter().map(|r| format!("peer rank {} ", r.rank));
+            if !named.into_iter().any(|name| error.to_string().contains(&name)) {
+                return Err(format!("it names somebody else: {}", rank.standing()));
+            }
+        }
+        Ok(steps)
+    }
+}
+
+/// Whatever shape, links and accident a seed says.
+fn random(seed: u64) -> Result<bool, String> {
+    let mut rng = fastrand::Rng::with_seed(seed ^ 0x7e57);
+    let (nodes, per_node) = (rng.u32(1..4), rng.u32(1..4));
+    let local = rng.u32(1..3);
+    let topk = rng.u32(1..=(nodes * per_node * local).min(4));
+    let spec = Spec {
+        channels: rng.u32(1..3),
+        chunk: rng.u32(1..5),
+        ring_chunks: rng.u32(2..4),
+        ..spec(nodes, per_node, local, topk, rng.u32(1..24))
+    };
+    let config = SimConfig {
+        delay: 500..[2_000, 50_000, MS][rng.usize(..3)],
+        ordered: rng.u32(..5) == 0,
+        max_bytes: 1 << rng.u32(6..13),
+        ..SimConfig::default()
+    };
+    let mut run = Run::new(spec, seed, config.clone());
+    if rng.bool() && spec.shape.ranks > 1 {
+        // At any of the steps that it takes without an accident.
+        let steps = Run::new(spec, seed, config).go()?;
+        let accident = if rng.bool() { Accident::Dies } else { Accident::Stalls };
+        run.accident = Some((rng.u32(..spec.shape.ranks), accident, rng.u32(..steps.max(1))));
+    }
+    run.go().map_err(|what| format!("{what}; {:?}, {spec:?}", run.accident))?;
+    Ok(run.ranks.iter().any(|r| r.error.is_some()))
+}
+
+fn env(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().map_or(default, |v| v.parse().unwrap())
+}
+
+#[test]
+fn rs_1_rs_4_random_schedules_give_the_sums_of_the_order_or_name_who_is_gone() {
+    let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 300));
+    let mut ended = 0;
+    for seed in first..first + runs {
+        let outcome = std::panic::catch_unwind(|| random(seed));
+        match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
+            Ok(early) => ended += u32::from(early),
+            Err(what) => panic!("seed {seed}: {what}"),
+        }
+    }
+    println!("{runs} schedules, {ended} ended early");
+}
+
+/// The smallest rings there are: two chunks of one token each, and many tokens to one expert.
+#[test]
+fn tokens_flow_through_rings_of_two_chunks() {
+    for seed in 0..10 {
+        let spec = Spec { chunk: 1, ring_chunks: 2, ..spec(2, 2, 2, 3, 60) };
+        let mut run = Run::new(spec, seed, SimConfig::default());
+        run.go().unwrap();
+        assert!(run.ranks.iter().all(|r| r.error.is_none()));
+    }
+}
+
+/// The same tokens, whatever order their bytes arrive in: the same bits, which are those of the order written down.
+#[test]
+fn sums_do_not_depend_on_what_arrives_first() {
+    for network in 0..12 {
+        let mut run = Run::new(spec(2, 2, 2, 4, 20), 5, SimConfig::default());
+        let config =
+            SimConfig { seed: network, delay: 500..MS, max_bytes: 64, ..SimConfig::default() };
+        let batches: Vec<Vec<Batch>> = run.ranks.iter().map(|r| r.batches.clone()).collect();
+        run = Run::new(spec(2, 2, 2, 4, 20), network, config);
+        for (rank, batches) in run.ranks.iter_mut().zip(batches) {
+            rank.batches = batches;
+        }
+        run.go().unwrap();
+        assert!(run.ranks.iter().all(|r| r.error.is_none()));
+    }
+}
+
+#[test]
+fn a_token_goes_once_to_each_node_and_one_sum_comes_back() {
+    let spec = spec(3, 2, 2, 6, 30);
+    let mut run = Run::new(spec, 11, SimConfig::default());
+    run.ranks.iter_mut().for_each(|r| r.without = vec![false; EXCHANGES]);
+    run.go().unwrap();
+    let mut crossings = 0;
+    for rank in &run.ranks {
+        let node = rank.rank / spec.ranks_per_node;
+        let out: u64 = rank.batches.iter().map(|b| b.crossings(node)).sum();
+        assert_eq!(rank.machine.traffic().rail_tokens, out);
+        crossings += out;
+    }
+    let sums: u64 = run.ranks.iter().map(|r| r.machine.traffic().rail_sums).sum();
+    assert_eq!(sums, crossings);
+    assert!(crossings > 0);
+}
+
+#[test]
+fn what_is_wrong_is_refused_before_anything_is_sent() {
+    let mut run = Run::new(spec(2, 1, 2, 2, 4), 0, SimConfig::default());
+    let machine = &mut run.ranks[0].machine;
+    let said = |e: EngineError| e.to_string();
+    let narrow = [fabric_moe::kernels::Part { bytes: &[0; 40], stride: 4, width: 4 }];
+    assert!(said(machine.begin(&narrow, &[0, 1], None).unwrap_err()).contains("4 bytes"));
+    assert!(said(machine.begin(&narrow, &[0, 9], None).unwrap_err()).contains("expert 9"));
+    let batch = Batch::random(&mut fastrand::Rng::with_seed(3), &spec(2, 1, 2, 2, 4), None);
+    batch.with_parts(|parts, indices, _| {
+        let weights = fabric_moe::kernels::Part { bytes: &[0; 400], stride: 4, width: 4 };
+        let wrong = machine.begin(parts, indices, Some(weights)).unwrap_err();
+        assert!(said(wrong).contains("2 32-bit floats"));
+    });
+    let none = fabric_moe::kernels::Part { bytes: &[], stride: 0, width: 0 };
+    assert!(said(machine.begin_answers(&none).unwrap_err()).contains("dispatch_send"));
+    for (wrong, word) in [
+        (Spec { ranks_per_node: 2, ..spec(3, 1, 1, 1, 1) }, "whole number"),
+        (Spec { ring_chunks: 1, ..spec(2, 1, 1, 1, 1) }, "ring_chunks"),
+        (Spec { channels: 9, ..spec(2, 1, 1, 1, 1) }, "channels"),
+        (Spec { threads: 3, ..spec(2, 1, 1, 1, 1) }, "threads"),
+    ] {
+        let error = said(Layout::new(wrong).unwrap_err());
+        assert!(error.contains(word), "{error}");
+    }
+}

@@ -1,0 +1,6 @@
+//! The high-throughput exchange: its sums against those made in one place in the same order.
+
+mod grouped;
+mod machines;
+mod nodes;
+mod processes;

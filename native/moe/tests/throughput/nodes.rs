@@ -1,0 +1,121 @@
+//! Ranks as threads, over the transports of this machine, grouped into nodes.
+
+use std::time::Duration;
+
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    EngineError, Result,
+};
+use fabric_moe::{
+    kernels::Float,
+    throughput::{Spec, Throughput},
+};
+
+use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
+
+pub fn open(spec: Spec, rank: u32, transport: TransportKind, timeout: Duration) -> Throughput {
+    let name = format!("rank-{rank}");
+    let config = EngineConfig { name, transports: vec![transport], ..EngineConfig::default() };
+    Throughput::open(&config, spec, rank, timeout).unwrap()
+}
+
+/// Ranks that know one another.
+fn ranks(spec: Spec, transport: TransportKind, timeout: Duration) -> Vec<Throughput> {
+    let ranks: Vec<_> = (0..spec.shape.ranks).map(|r| open(spec, r, transport, timeout)).collect();
+    let cards: Vec<Vec<u8>> = ranks.iter().map(Throughput::card).collect();
+    for (i, rank) in ranks.iter().enumerate() {
+        for (j, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(rank.admit(card).unwrap(), j as u32);
+        }
+    }
+    ranks
+}
+
+/// One exchange of one rank; returns the sums.
+pub fn exchange(all: &Throughput, rank: u32, batch: &Batch, turn: usize) -> Result<Vec<f32>> {
+    batch.with_parts(|parts, indices, weights| all.dispatch_send(parts, indices, weights))?;
+    let placing = all.wait_arriving(ORDERS[turn % ORDERS.len()])?;
+    let mut handed = Handed::room(placing.rows);
+    all.dispatch_recv(&mut handed.parts())?;
+    let answers = handed.answers(&all.spec(), rank, &placing);
+    all.combine_send(rows_of_answers(&answers))?;
+    sums(batch.tokens(), |out| all.combine_recv(out, Float::F32))
+}
+
+pub fn batch(spec: &Spec, rank: u32, turn: usize) -> Batch {
+    let mut rng = fastrand::Rng::with_seed(turn as u64 * 64 + u64::from(rank));
+    Batch::random(&mut rng, spec, (turn % 3 == 1).then_some(1))
+}
+
+fn all_sums_are_right(spec: Spec, transport: TransportKind, turns: usize) {
+    let ranks = ranks(spec, transport, Duration::from_secs(60));
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                for turn in 0..turns {
+                    let batch = batch(&spec, rank as u32, turn);
+                    let sums = exchange(all, rank as u32, &batch, turn).unwrap();
+                    assert_eq!(sums, batch.sums(), "rank {rank} in exchange {turn}");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn sums_are_those_of_the_order_over_shared_memory() {
+    all_sums_are_right(spec(2, 2, 2, 4, 200), TransportKind::Shm, 12);
+}
+
+#[test]
+fn sums_are_those_of_the_order_over_tcp() {
+    all_sums_are_right(spec(2, 2, 2, 4, 100), TransportKind::Tcp, 8);
+}
+
+#[test]
+fn several_proxy_threads_share_the_channels() {
+    let spec = Spec { channels: 3, threads: 2, chunk: 8, ..spec(2, 1, 3, 3, 150) };
+    all_sums_are_right(spec, TransportKind::Shm, 8);
+}
+
+#[test]
+fn one_node_or_one_rank_is_enough() {
+    all_sums_are_right(spec(1, 3, 2, 4, 40), TransportKind::Shm, 6);
+    all_sums_are_right(spec(1, 1, 4, 2, 10), TransportKind::Shm, 4);
+}
+
+#[test]
+fn rs_4_a_rank_that_is_gone_is_named_by_all_others() {
+    let spec = spec(2, 2, 2, 4, 40);
+    let mut ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(10));
+    drop(ranks.remove(1));
+    std::thread::scope(|scope| {
+        for (rank, all) in [0, 2, 3].into_iter().zip(ranks) {
+            scope.spawn(move || {
+                let error = exchange(&all, rank, &batch(&spec, rank, 5), 5).unwrap_err();
+                assert!(
+                    matches!(&error, EngineError::PeerLost { peer, .. } if peer == "rank 1"),
+                    "{error}"
+                );
+                assert_eq!(all.broken().unwrap().rank, 1);
+                // It has ended for good.
+                assert!(exchange(&all, rank, &batch(&spec, rank, 6), 6).is_err());
+            });
+        }
+    });
+}
+
+#[test]
+fn cards_of_another_shape_are_refused() {
+    let shape = spec(2, 1, 2, 2, 4);
+    let patience = Duration::from_secs(10);
+    let one = open(shape, 0, TransportKind::Shm, patience);
+    let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, patience);
+    let said = |e: EngineError| e.to_string();
+    assert!(said(one.admit(&other.card()).unwrap_err()).contains("chunk: 9"));
+    assert!(said(one.admit(&one.card()).unwrap_err()).contains("already"));
+    assert!(said(one.admit(b"FET\x09rest").unwrap_err()).contains("version 9"));
+    assert!(said(one.admit(b"what").unwrap_err()).contains("begin"));
+    let absent = batch(&shape, 0, 0).with_parts(|p, i, w| one.dispatch_send(p, i, w)).unwrap_err();
+    assert!(said(absent).contains("rank 1 is not connected"));
+}

@@ -1,0 +1,159 @@
+//! One rank of a high-throughput exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
+
+use fabric_moe::{
+    self as moe,
+    kernels::{Part, PartMut},
+    routes::Order,
+    throughput::{Spec, Throughput},
+};
+use pyo3::{prelude::*, types::PyBytes};
+
+use crate::{
+    engine::Engine,
+    errors::OrRaise,
+    moe::{float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
+};
+
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<MoeThroughput>()
+}
+
+/// One rank of an exchange; `fabric_ray.moe.ThroughputAllToAll` is the class to use.
+#[pyclass(frozen, module = "fabric_ray._native")]
+struct MoeThroughput(Throughput);
+
+#[pymethods]
+impl MoeThroughput {
+    /// `engine` says what the engines of the proxy's threads are like.
+    #[new]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout))]
+    fn new(
+        py: Python<'_>,
+        engine: &Engine,
+        rank: u32,
+        ranks: u32,
+        ranks_per_node: u32,
+        experts: u32,
+        topk: u32,
+        max_tokens: u32,
+        row_nbytes: u32,
+        elements: u32,
+        dtype: &str,
+        channels: u32,
+        chunk: u32,
+        ring_chunks: u32,
+        threads: u32,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let back = moe::Back { elements, float: float(py, dtype)? };
+        let shape = moe::Shape {
+            ranks,
+            experts,
+            topk,
+            max_tokens,
+            row_nbytes,
+            back,
+            private_rows: 0,
+            shared_rows: None,
+        };
+        let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
+        let patience = self::timeout(py, timeout)?;
+        let config = engine.config.clone();
+        py.detach(|| Throughput::open(&config, spec, rank, patience)).map(Self).or_raise(py)
+    }
+
+    /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.
+    #[getter]
+    fn areas(&self) -> Vec<(&'static str, String, u64)> {
+        self.0.layout().explain()
+    }
+
+    /// What other ranks need to know of this one.
+    fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let card = py.detach(|| self.0.card());
+        PyBytes::new(py, &card)
+    }
+
+    /// Takes a rank in by its card; returns its number.
+    fn admit(&self, py: Python<'_>, card: &[u8]) -> PyResult<u32> {
+        py.detach(|| self.0.admit(card)).or_raise(py)
+    }
+
+    fn set_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+        self.0.set_timeout(timeout(py, seconds)?);
+        Ok(())
+    }
+
+    /// Gives a rank up, which ends the exchange.
+    fn mask(&self, py: Python<'_>, rank: u32, cause: &str) -> PyResult<()> {
+        py.detach(|| self.0.mask(rank, cause)).or_raise(py)
+    }
+
+    /// The rank that has ended the exchange, and why.
+    #[getter]
+    fn broken(&self, py: Python<'_>) -> Option<(u32, String)> {
+        py.detach(|| self.0.broken()).map(|b| (b.rank, b.cause))
+    }
+
+    /// Rows sent so far: tokens to other nodes, tokens on this node, answers on this node, sums to other nodes.
+    #[getter]
+    fn traffic(&self, py: Python<'_>) -> (u64, u64, u64, u64) {
+        let t = py.detach(|| self.0.traffic());
+        (t.rail_tokens, t.node_tokens, t.node_answers, t.rail_sums)
+    }
+
+    /// # Errors
+    /// As `Throughput::dispatch_send`. `indices`: address and number of 64-bit integers.
+    #[pyo3(signature = (parts, indices, weights))]
+    fn dispatch_send(
+        &self,
+        py: Python<'_>,
+        parts: Vec<PartArg>,
+        indices: (usize, usize),
+        weights: Option<PartArg>,
+    ) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call.
+            let parts: Vec<Part<'_>> = parts.into_iter().map(|p| unsafe { part(p) }).collect();
+            // SAFETY: as above.
+            let weights = weights.map(|w| unsafe { part(w) });
+            // SAFETY: as above; the address is that of an int64 tensor.
+            self.0.dispatch_send(&parts, unsafe { integers(indices) }, weights)
+        })
+        .or_raise(py)
+    }
+
+    /// As `MoeExchange.arriving`.
+    #[pyo3(signature = (*, multiple, stride))]
+    fn arriving(
+        &self,
+        py: Python<'_>,
+        multiple: u32,
+        stride: Option<u32>,
+    ) -> PyResult<PlacingResult> {
+        let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
+        py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
+    }
+
+    fn dispatch_recv(&self, py: Python<'_>, parts: Vec<PartArg>) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses them.
+            let mut parts: Vec<PartMut<'_>> =
+                parts.into_iter().map(|p| unsafe { part_mut(p) }).collect();
+            self.0.dispatch_recv(&mut parts).map(drop)
+        })
+        .or_raise(py)
+    }
+
+    fn combine_send(&self, py: Python<'_>, answers: PartArg) -> PyResult<()> {
+        // SAFETY: the Python caller holds the tensor during the call.
+        py.detach(|| self.0.combine_send(unsafe { part(answers) })).or_raise(py)
+    }
+
+    fn combine_recv(&self, py: Python<'_>, out: PartArg, dtype: &str) -> PyResult<()> {
+        let float = float(py, dtype)?;
+        // SAFETY: the Python caller holds the tensor during the call, and nobody else uses it.
+        py.detach(|| self.0.combine_recv(&mut unsafe { part_mut(out) }, float)).or_raise(py)
+    }
+}

@@ -1,0 +1,205 @@
+"""The high-throughput exchange, against sums made by torch in the order that it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import RowPart, ThroughputAllToAll
+from fabric_ray.moe.comm import ranks_per_node
+from fabric_ray.moe.deepep import Buffer
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+
+HIDDEN = 24
+SOURCE = [RowPart("source", 1, torch.int64)]
+
+
+@contextmanager
+def rank_of(
+    comm: ThreadComm, transport: str = "shm", **options: Any
+) -> Iterator[ThroughputAllToAll]:
+    with TransferEngine(name=f"rank-{comm.rank()}", transport=transport) as engine:
+        given = {"hidden": HIDDEN, "chunk": 4, "ring_chunks": 2, "timeout": 60.0, **options}
+        one = ThroughputAllToAll(engine, rank=comm.rank(), ranks=comm.size(), **given)
+        one.connect(comm.all_gather(one.card()))
+        comm.all_gather(b"")
+        yield one
+
+
+def hierarchical(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, *, local: int, per_node: int, nodes: int
+) -> torch.Tensor:
+    """Over a rank's experts as the token names them, a node's ranks, the nodes."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for node in range(nodes):
+        of_node = torch.zeros_like(total)
+        for rank in range(node * per_node, (node + 1) * per_node):
+            of_rank = torch.zeros_like(total)
+            for t in range(len(x)):
+                for k in range(idx.shape[1]):
+                    if idx[t, k] >= 0 and idx[t, k] // local == rank:
+                        of_rank[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
+            of_node += of_rank.to(torch.bfloat16).float()
+        total += of_node.to(torch.bfloat16).float()
+    return total
+
+
+def layer(
+    one: ThroughputAllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    source = torch.full((len(x), 1), one.rank)
+    one.dispatch_send(x, idx, weights=w, source=source)
+    got = one.dispatch_recv(multiple=4)
+    y = torch.zeros(len(got.x), HIDDEN, dtype=torch.bfloat16)
+    for local, number in enumerate(one.local_experts):
+        rows = got.of(local)
+        y[rows] = expert(number, got.x[rows])
+        sources = got.parts["source"][rows].flatten()
+        assert torch.equal(sources, sources.sort().values), "not in the order of ranks"
+    one.combine_send(y)
+    return one.combine_recv(dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "transport"), [(2, 2, "shm"), (3, 1, "shm"), (1, 2, "shm"), (2, 1, "tcp")]
+)
+def test_sums_are_those_of_the_order_bit_by_bit(nodes: int, per_node: int, transport: str) -> None:
+    local, topk = 2, 4 if nodes * per_node > 2 else 3
+    experts = nodes * per_node * local
+
+    def work(comm: ThreadComm) -> None:
+        options: dict[str, Any] = {
+            "experts": experts,
+            "topk": topk,
+            "max_tokens": 64,
+            "ranks_per_node": per_node,
+            "parts": SOURCE,
+        }
+        with rank_of(comm, transport, **options) as one:
+            for turn, tokens in enumerate((40 + comm.rank(), 0, 64, 1)):
+                x, idx, w = batch(turn * 9 + comm.rank(), tokens, experts, topk, HIDDEN)
+                if turn == 2:
+                    idx[:, 0], idx[:, 1:] = 1, -1
+                want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=nodes)
+                assert torch.equal(layer(one, x, idx, w), want)
+            assert one.lost == ()
+            assert one.traffic.rail_tokens == 0 or nodes > 1
+            comm.all_gather(b"")
+
+    on_ranks(nodes * per_node, work)
+
+
+def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
+    def work(comm: ThreadComm) -> None:
+        sizes = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 1}
+        for wrong, word in (
+            ({"ranks_per_node": 3}, "ranks_per_node"),
+            ({"ring_chunks": 1}, "ring_chunks"),
+            ({"channels": 5}, "channels"),
+            ({"chunk": 0}, "chunk"),
+            ({"answer_dtype": torch.int8}, "summed"),
+            ({"timeout": 0.0}, "timeout"),
+        ):
+            with (
+                pytest.raises(errors.InvalidArgument, match=word),
+                rank_of(comm, **{**sizes, **wrong}),
+            ):
+                pass
+        with rank_of(comm, **sizes) as one:
+            x, idx, w = batch(1, 5, 4, 2, HIDDEN)
+            for call, word in (
+                (lambda: one.dispatch_send(x[:, 1:], idx), "x"),
+                (lambda: one.dispatch_send(x, idx, weights=w[:, :1]), "weights"),
+                (lambda: one.dispatch_send(x, idx, scales=w), "made of"),
+                (lambda: one.dispatch_recv(), "dispatch_send"),
+                (lambda: one.combine_send(x), "dispatch_send"),
+                (lambda: one.combine_recv(), "dispatch_send"),
+            ):
+                with pytest.raises(errors.InvalidArgument, match=word):
+                    call()
+            comm.all_gather(b"")
+
+    on_ranks(2, work)
+
+
+def test_rs_4_a_masked_rank_ends_the_exchange_of_all_by_its_name() -> None:
+    def work(comm: ThreadComm) -> None:
+        sizes = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}
+        with rank_of(comm, parts=SOURCE, **sizes) as one:
+            x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
+            if comm.rank() == 0:
+                one.mask(3, "its node is gone")
+                assert "its node is gone" in one.lost[0].cause
+            else:
+                with pytest.raises(errors.PeerLost, match="rank 3"):
+                    layer(one, x, idx, w)
+            assert [lost.rank for lost in one.lost] == [3]
+            comm.all_gather(b"")
+
+    on_ranks(4, work)
+
+
+def test_deepeps_normal_calls_send_a_token_once_to_each_node() -> None:
+    experts, topk, ranks, per_node = 8, 4, 4, 2
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(comm=comm, ranks_per_node=per_node, timeout=60.0)
+        for turn in range(3):
+            x, idx, w = batch(turn * 7 + comm.rank(), 20 + comm.rank(), experts, topk, HIDDEN)
+            per_rank, of_nodes, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, experts)
+            assert of_nodes is not None
+            in_node = in_rank.view(-1, ranks // per_node, per_node).any(2)
+            assert torch.equal(of_nodes.long(), in_node.sum(0))
+            got, got_idx, got_w, _, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+                topk_weights=w,
+            )
+            assert isinstance(got, torch.Tensor)
+            assert got_idx is not None
+            assert got_w is not None
+            assert handle is not None
+            first = comm.rank() * experts // ranks
+            y = torch.zeros(got.shape)
+            for t in range(len(got)):
+                for k in range(topk):
+                    if got_idx[t, k] >= 0:
+                        y[t] += got_w[t, k] * expert(first + int(got_idx[t, k]), got[t]).float()
+            sums, _, _ = buffer.combine(y.to(torch.bfloat16), handle)
+            local = experts // ranks
+            want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=ranks // per_node)
+            assert torch.equal(sums, want.to(torch.bfloat16))
+        assert "rings out" in buffer.explain()
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def test_ranks_of_one_host_are_one_node() -> None:
+    assert on_ranks(3, ranks_per_node) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("abc", 1), ("aab", 3), ("abab", 4), ("aaaa", 4), ("aabbaa", 6)],
+)
+def test_nodes_are_neighbours_of_equally_many_hosts(hosts: str, expected: int) -> None:
+    class Hosts:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return len(hosts)
+
+        def all_gather(self, value: bytes, /) -> list[bytes]:
+            return [host.encode() for host in hosts]
+
+    assert ranks_per_node(Hosts()) == expected
