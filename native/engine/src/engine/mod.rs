@@ -5,6 +5,7 @@ mod bind;
 mod callbacks;
 mod counters;
 mod driver;
+mod grants;
 mod handle;
 mod op;
 mod open;
@@ -34,6 +35,7 @@ use crate::{
     EngineError, Result,
 };
 
+pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};

@@ -198,11 +198,12 @@ impl TcpDomain {
         index: Index,
     ) -> Result<Option<Body>, DomainError> {
         let n = header.body();
+        let peer = self.links.get(Self::slot(id)).and_then(|l| Some(l.peer.as_ref()?.id()));
         Ok(match header.kind {
             Kind::Write => {
                 let place = self
                     .book
-                    .lookup(header.key)
+                    .lookup_for(peer, header.key)
                     .and_then(|region| Walk::in_region(region, header, index));
                 Some(match place {
                     Ok(walk) => Body::Place(walk),
@@ -213,7 +214,7 @@ impl TcpDomain {
                 })
             }
             Kind::Read => {
-                let place = self.book.lookup(header.key).cloned();
+                let place = self.book.lookup_for(peer, header.key).cloned();
                 let place =
                     place.and_then(|r: Arc<RegionMemory>| Walk::in_region(&r, header, index));
                 match place {
