@@ -31,7 +31,7 @@ impl TcpDomain {
             WorkRequest::Send(message) => {
                 let Some(link) = self.link(id) else { return };
                 link.messages += 1;
-                let op = link.open(token, 1);
+                let op = link.open_unnumbered(token, 1);
                 let header = Header { op, len: message.len() as u64, ..Header::new(Kind::Message) };
                 let Some(key) = link.quick() else { return };
                 let stream = &mut self.sockets[key].stream;
@@ -92,7 +92,7 @@ impl TcpDomain {
         let streams = link.bulk();
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
-        let op = link.open_read(token, cut as u16);
+        let op = link.open_unnumbered(token, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
             let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
