@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak \
+.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -122,12 +122,23 @@ ONLY ?=
 mutations: $(DONE)/venv
 	$(BIN)/python scripts/mutations.py --only "$(ONLY)"
 
+# The engine's tests under a sanitizer, "address" or "thread". It sees what our own code does to memory, and none of what
+# kernels, NICs and other processes do to it, nor what the Python layer does.
+SANITIZER ?= address
+TARGET := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+
+sanitize: $(DONE)/tools
+	cd native && RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=$(SANITIZER) CARGO_TARGET_DIR=target/$(SANITIZER) \
+		cargo test -p fabric-engine --target $(TARGET) $(ARGS)
+
 # Random schedules of faults, and every order of events at a larger scope: RUNS schedules from SEED on, at most
-# MODEL_RUNS for each scope, of those whose name has MODEL in it. What is found prints how to replay it.
+# MODEL_RUNS for each scope, of those whose name has MODEL in it. What is found prints how to replay it. At last HOURS of
+# processes whose memory, descriptors and threads must not grow.
 RUNS ?= 1000000
 SEED ?= 0
 MODEL ?=
 MODEL_RUNS ?= 200000
+HOURS ?= 1
 
 soak: export FABRIC_SIM_SEED = $(SEED)
 soak: export FABRIC_SIM_RUNS = $(RUNS)
@@ -138,6 +149,7 @@ soak: $(DONE)/native
 	cd native && cargo test --quiet -p fabric-engine --test sim -- --nocapture --ignored larger_scope
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.chaos --kv --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED)
 
 setup: $(DONE)/native
 

@@ -210,6 +210,33 @@ class Region:
         Raises:
             OutOfBounds: the part doesn't lie inside.
         """
+    def grant(
+        self,
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        peer: Peer | EngineAddress | str | None = None,
+        ttl: float | None = None,
+    ) -> Region:
+        """A part of it as a registration of its own, under a key that reaches nothing beside it.
+
+        It ends with its last view, when it or this region is revoked, or by itself after ``ttl``;
+        its descriptor is ``Stale`` from then on. Revoking this region is over when all grants from
+        it are; dropping this region leaves them as they are.
+
+        Args:
+            offset: bytes from the start of this region.
+            nbytes: bytes; all from ``offset`` on if not named.
+            peer: the one engine that may use it: a peer, its address, or its id as hex. Others are
+                refused by tcp, shm and staging, whose software sees who writes; a NIC knows keys
+                only.
+            ttl: seconds until it ends by itself.
+
+        Raises:
+            OutOfBounds: the part doesn't lie inside.
+            InvalidArgument: no bytes, no time, no engine's id, or a region of a file.
+            Stale: the region has ended.
+        """
     def descriptor(self) -> RegionDescriptor:
         """What a peer needs to write here."""
     def sync(self) -> None:

@@ -241,7 +241,8 @@ class TransferEngine(_native.Engine):
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
 
         def deliver(message: Message) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, message)
+            with contextlib.suppress(RuntimeError):  # the loop may be gone, and its reader
+                loop.call_soon_threadsafe(queue.put_nowait, message)
 
         def end() -> None:
             with contextlib.suppress(RuntimeError):  # the loop may be gone

@@ -110,12 +110,16 @@ class Inbox:
                 if letter.index != index:
                     raise DecodeError(f"bucket {letter.index} came in place of bucket {index}")
                 if answer is None:
-                    reply = letter.replies[self._counters[0].ref.to_bytes()]
+                    reply = letter.replies.get(self._counters[0].ref.to_bytes())
+                    if reply is None:
+                        raise DecodeError("the first letter names no way to answer this receiver")
                     answer = self._answer = _Answer(self._engine, reply)
                 _check(letter, version)
                 for piece in letter.pieces:
                     if (tensor := parts.join(slot, piece)) is not None:
                         yield piece.name, tensor
+                if letter.last:
+                    parts.end()
                 freed = answer.give(FREE)
                 yield freed
                 freed.result()
@@ -176,25 +180,62 @@ class _Parts:
     """A tensor that comes in several buckets."""
 
     def __init__(self) -> None:
+        self._first: Piece | None = None
         self._whole: torch.Tensor | None = None
         self._got = 0
 
     def join(self, slot: torch.Tensor, piece: Piece) -> torch.Tensor | None:
-        """The tensor, if it is complete with this piece."""
+        """The tensor, if it is complete with this piece.
+
+        Raises:
+            DecodeError: the piece can't be one of this slot and this tensor.
+        """
+        dtype, nbytes = _form(piece)
+        if not 0 <= piece.offset <= piece.offset + piece.nbytes <= len(slot):
+            raise DecodeError(f"`{piece.name}` lies outside its bucket")
+        data = slot[piece.offset : piece.offset + piece.nbytes]
+        try:
+            if piece.nbytes == nbytes and self._first is None:
+                return data.view(dtype).view(piece.shape)
+            return self._add(data, piece, dtype, nbytes)
+        except RuntimeError as error:
+            raise DecodeError(f"`{piece.name}` can't be what its letter says: {error}") from error
+
+    def _add(
+        self, data: torch.Tensor, piece: Piece, dtype: torch.dtype, nbytes: int
+    ) -> torch.Tensor | None:
         import torch
 
-        data = slot[piece.offset : piece.offset + piece.nbytes]
-        dtype: torch.dtype = getattr(torch, piece.dtype)
-        nbytes = math.prod(piece.shape) * dtype.itemsize
-        if piece.nbytes == nbytes:
-            return data.view(dtype).view(piece.shape)
-        if self._whole is None:
-            self._whole, self._got = torch.empty(nbytes, dtype=torch.uint8), 0
-        if piece.start != self._got or len(self._whole) != nbytes:
+        if self._first is None:
+            self._first, self._got = piece, 0
+            self._whole = torch.empty(nbytes, dtype=torch.uint8)
+        whole, first = self._whole, self._first
+        same = (piece.name, piece.dtype, piece.shape) == (first.name, first.dtype, first.shape)
+        if whole is None or not same or piece.start != self._got:
             raise DecodeError(f"a part of `{piece.name}` came out of order")
-        self._whole[piece.start : piece.start + piece.nbytes] = data
+        whole[piece.start : piece.start + piece.nbytes] = data
         self._got += piece.nbytes
         if self._got < nbytes:
             return None
-        whole, self._whole = self._whole, None
+        self._first = self._whole = None
         return whole.view(dtype).view(piece.shape)
+
+    def end(self) -> None:
+        """
+        Raises:
+            DecodeError: a tensor lacks some of its parts.
+        """
+        if self._first is not None:
+            raise DecodeError(f"the rest of `{self._first.name}` never came")
+
+
+def _form(piece: Piece) -> tuple[torch.dtype, int]:
+    """A tensor's dtype and bytes, by a letter that may say anything."""
+    import torch
+
+    dtype = getattr(torch, piece.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DecodeError(f"`{piece.name}` is of dtype {piece.dtype!r}, which there is not")
+    if min(piece.shape, default=0) < 0:
+        raise DecodeError(f"`{piece.name}` is of shape {piece.shape}, which can't be")
+    return dtype, math.prod(piece.shape) * dtype.itemsize

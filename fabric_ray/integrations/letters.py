@@ -79,7 +79,7 @@ class Invitation(msgspec.Struct, frozen=True):
     def from_bytes(cls, data: bytes) -> Invitation:
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DecodeError(f"not an invitation to send weights: {error}") from error
 
 
@@ -107,7 +107,7 @@ def read_letter(slot: torch.Tensor) -> Letter:
     try:
         data = slot[start : start + nbytes].numpy().tobytes()
         return msgspec.msgpack.decode(data, type=Letter)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"a bucket came with a broken letter: {error}") from error
 
 

@@ -247,5 +247,5 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
 def _read(data: bytes) -> _Hello:
     try:
         return msgspec.msgpack.decode(data, type=_Hello)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"not a worker's word: {error}") from error

@@ -23,17 +23,28 @@ def joined(offers: Sequence[bytes]) -> bytes:
 
     Raises:
         InvalidArgument: they are of different instances, or of none.
+        DecodeError: one isn't an offer.
     """
     if not offers:
         raise InvalidArgument("no worker has offered anything; give the prefiller's workers first")
     heads = {offer[:_HEAD] for offer in offers}
-    bodies: list[dict[str, Any]] = [msgspec.msgpack.decode(offer[_HEAD:]) for offer in offers]
+    bodies = [_body(offer) for offer in offers]
     ends = [end for body in bodies for end in body["ends"]]
     if len(heads) > 1 or any({**body, "ends": []} != {**bodies[0], "ends": []} for body in bodies):
         raise InvalidArgument(
             "workers of one prefiller offer different caches; start them with one configuration"
         )
     return heads.pop() + msgspec.msgpack.encode({**bodies[0], "ends": ends})
+
+
+def _body(offer: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.msgpack.decode(offer[_HEAD:], type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DecodeError(f"not a prefiller's offer: {error}") from error
+    if not isinstance(body.get("ends"), list):
+        raise DecodeError("not a prefiller's offer: it names no ends")
+    return body
 
 
 def instance(offers: Mapping[int, bytes]) -> str:

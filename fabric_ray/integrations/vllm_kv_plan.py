@@ -35,7 +35,7 @@ class Claim(msgspec.Struct, frozen=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=Claim)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DecodeError(f"not a claim of a vLLM decoder: {error}") from error
 
 

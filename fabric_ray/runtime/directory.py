@@ -7,7 +7,6 @@ data.
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any, Literal
 
@@ -159,18 +158,3 @@ def directory() -> Directory:
         lifetime="detached",
     ).remote()
     return Directory(actor)
-
-
-def cluster_token() -> bytes:
-    """The secret that all engines of this Ray cluster share: made by the first who asks, kept in
-    the cluster's control store."""
-    from ray.experimental import internal_kv
-
-    key = b"fabric_ray:token"
-    if not internal_kv._internal_kv_initialized():  # type: ignore[no-untyped-call]
-        raise InvalidArgument("call ray.init() first: the token is the cluster's")
-    internal_kv._internal_kv_put(key, secrets.token_bytes(32), overwrite=False)
-    token = internal_kv._internal_kv_get(key)
-    if not token:
-        raise InvalidArgument("the Ray cluster keeps no token; set FABRIC_RAY_TOKEN everywhere")
-    return bytes(token)

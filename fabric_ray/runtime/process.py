@@ -13,7 +13,8 @@ from ray.util import get_node_ip_address
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.runtime.directory import LEASE_S, cluster_token, directory
+from fabric_ray.runtime.directory import LEASE_S, directory
+from fabric_ray.runtime.token import cluster_token
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from fabric_ray.inference.tokenizer import Tokenizer, load_tokenizer
 from fabric_ray.kvcache import RankCache, Terms
 from fabric_ray.models.checkpoint import Checkpoint
 from fabric_ray.models.config import ModelConfig
-from fabric_ray.runtime.directory import cluster_token
 from fabric_ray.runtime.process import node_address
+from fabric_ray.runtime.token import cluster_token
 from fabric_ray.serve.config import CacheArgs, ServeArgs
 from fabric_ray.serve.errors import BadRequest
 

@@ -87,7 +87,7 @@ class PrefillLoop:
     async def _take(self, job: Job) -> None:
         try:
             prompt = msgspec.msgpack.decode(job.payload, type=Prompt)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             job.fail(f"the request's payload is no prompt ({error}); use the same release")
             return
         if len(prompt.tokens) != job.tokens:

@@ -165,6 +165,37 @@ def test_another_token_is_a_handshake_error_that_both_sides_hear_of(
     assert e.value.peer.startswith("b#")
 
 
+def visit_as_another_user(connection: Connection, token: str | None) -> None:
+    """Gives up this process's user, and tells what a write came to."""
+    os.setgid(1000)
+    os.setuid(1000)
+    with TransferEngine(name="other", transport="shm", token=token) as engine:
+        there = engine.import_region(connection.recv())
+        try:
+            engine.write(engine.alloc(8), there, 8).wait(10)
+        except FabricError as error:
+            connection.send((type(error).__name__, str(error)))
+        else:
+            connection.send(None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("token", [None, "t"])
+def test_without_a_token_another_users_process_is_a_stranger(
+    token: str | None, open_engine: Callable[..., TransferEngine]
+) -> None:
+    engine = open_engine("owner", transport="shm", token=token)
+    region = engine.alloc(8)
+    with Other(visit_as_another_user, token) as visitor:
+        said = visitor.ask(region.descriptor())
+    if token:
+        assert said is None
+    else:
+        kind, text = said
+        assert kind == "HandshakeError"
+        assert "user 0's and not this one's; give both engines the same token" in text
+
+
 # damaged values
 
 

@@ -14,7 +14,7 @@ from fabric_ray.integrations.miles import UpdateWeightFabric
 from fabric_ray.integrations.sglang import FabricWorker
 from fabric_ray.models import ModelConfig, parameter_shapes
 from fabric_ray.plan import Side
-from fabric_ray.runtime.directory import cluster_token
+from fabric_ray.runtime.token import cluster_token
 from fabric_ray.weights import WeightSource
 from fabric_ray.weights.families import target_containers, target_side
 

@@ -6,8 +6,12 @@ use crate::{
     transport::handshake::{Acceptor, Credentials, Initiator},
 };
 
-pub use crate::transport::{
-    shm::fuzz::peer_does as shm, tcp::fuzz::peer_says as tcp, verbs::fuzz::peer_says as verbs,
+pub use crate::{
+    memory::fuzz::peer_names as regions,
+    transport::{
+        shm::fuzz::peer_does as shm, staged::fuzz::peer_whispers as staging,
+        tcp::fuzz::peer_says as tcp, verbs::fuzz::peer_says as verbs,
+    },
 };
 
 /// An intact envelope around any body: the checksum would turn away nearly everything.
@@ -93,12 +97,14 @@ mod tests {
     /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
     #[test]
     fn the_seeds_are_what_peers_say_today() {
-        let targets: [(&str, Target); 5] = [
+        let targets: [(&str, Target); 7] = [
             ("values", values),
             ("handshake", handshake),
             ("tcp", tcp),
             ("verbs", verbs),
             ("shm", shm),
+            ("staging", staging),
+            ("regions", regions),
         ];
         for (target, run) in targets {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
@@ -121,7 +127,7 @@ mod tests {
         use super::super::*;
         use crate::{
             api::{Endpoint, Imm, Place, RailKey, RegionKey, SegmentPart, TransportKind},
-            transport::{shm, tcp, verbs},
+            transport::{shm, staged, tcp, verbs},
         };
 
         type Seeds = Vec<(&'static str, Vec<u8>)>;
@@ -132,6 +138,8 @@ mod tests {
                 "handshake" => handshake(),
                 "tcp" => tcp::fuzz::seeds(),
                 "verbs" => verbs::fuzz::seeds(),
+                "staging" => staged::fuzz::seeds(),
+                "regions" => crate::memory::fuzz::seeds(),
                 _ => shm::fuzz::seeds(),
             }
         }

@@ -22,9 +22,9 @@ pub mod transport;
 mod wake;
 
 pub use engine::{
-    Counter, Delivery, Explanation, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet, Rail,
-    Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats, Submit,
-    TransferEngine, Transports, Watcher, Way,
+    Counter, Delivery, Explanation, Grant, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet,
+    Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats,
+    Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, Result};
 pub use group::Verdict;

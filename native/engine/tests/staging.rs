@@ -4,8 +4,8 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, PageIndices, Pages, TransportKind},
-    EngineError, Local, Op, Region, Remote, Submit, TransferEngine,
+    api::{EngineConfig, PageIndices, Pages, RegionDescriptor, TransportKind},
+    EngineError, Grant, Local, Op, Region, Remote, Submit, TransferEngine,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -173,5 +173,34 @@ fn rs_4_a_closed_peer_ends_what_is_staged() {
             );
         }
         src.deregister(PATIENCE).unwrap();
+    });
+}
+
+#[test]
+fn mr_3_staged_memory_granted_to_one_peer_is_refused_to_all_others() {
+    on_both(|transport| {
+        let (a, b, c) = (engine(transport), engine(transport), engine(transport));
+        let memory = foreign(&b, vec![0; 4096]);
+        let grant =
+            memory.grant(1024, 64, Grant { peer: Some(a.id()), ..Default::default() }).unwrap();
+        let write = |by: &TransferEngine, len| {
+            let src = foreign(by, vec![1; 4096]);
+            let there = RegionDescriptor { len, ..grant.descriptor() };
+            let remote = by.import(&there).unwrap();
+            let (src, dst) =
+                (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 0 });
+            let op = Op::Write { src, dst, len, imm: None };
+            by.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap()
+        };
+        for (by, len) in [(&c, 64), (&a, 65)] {
+            let e = write(by, len).unwrap_err();
+            assert!(matches!(e, EngineError::Refused { .. }), "{e}");
+        }
+        assert_eq!(memory.get(0, 4096).unwrap(), [0; 4096]);
+        write(&a, 64).unwrap();
+        assert_eq!(memory.get(1024, 64).unwrap(), [1; 64]);
+        memory.deregister(PATIENCE).unwrap();
+        let e = write(&a, 64).unwrap_err();
+        assert!(matches!(e, EngineError::Stale { .. }), "{e}");
     });
 }

@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[World, int], object]] = {
     "scatter": lambda w, n: w.a.scatter(w.src, [(w.there, 0, n, 1)]),
     "batch": lambda w, n: Batch().write(w.src, w.there, n),
     "slice": lambda w, n: w.src.slice(0, n),
+    "grant": lambda w, n: w.src.grant(0, n),
     "remote slice": lambda w, n: w.there.slice(n, 1),
     "descriptor slice": lambda w, n: w.keep[0].descriptor().slice(n, 1),
     "expect": lambda w, n: w.counter.expect(n),

@@ -22,6 +22,10 @@ impl Landed {
     /// A work request is over here: carried out in full, or refused.
     #[inline]
     pub fn note(&mut self, number: u64, done: bool) {
+        if self.lost_track {
+            self.upto = self.upto.max(number);
+            return;
+        }
         if !done {
             self.refused.insert(number);
         }
@@ -33,7 +37,16 @@ impl Landed {
                 self.upto += 1;
             }
         }
-        self.lost_track |= self.beyond.len() > MOST || self.refused.len() > MOST;
+        if self.remembered() > MOST {
+            // Nobody will be told anything: nothing is worth remembering.
+            self.lost_track = true;
+            (self.beyond, self.refused) = Default::default();
+        }
+    }
+
+    /// How many numbers are kept one by one.
+    pub fn remembered(&self) -> usize {
+        self.beyond.len() + self.refused.len()
     }
 
     /// The number that ends in these `bits` bits and is nearest to those of late.
@@ -71,6 +84,7 @@ mod tests {
         assert_eq!((landed.contains(3), landed.contains(4)), (Some(true), Some(false)));
         (10..10 + 2 * MOST as u64).for_each(|n| landed.note(n, true));
         assert_eq!(landed.contains(1), None, "too much to remember");
+        assert_eq!((landed.remembered(), landed.widen(5, 31)), (0, 5));
     }
 
     #[test]

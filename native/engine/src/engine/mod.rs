@@ -6,6 +6,7 @@ mod callbacks;
 mod counters;
 mod driver;
 mod expected;
+mod grants;
 mod handle;
 mod op;
 mod open;
@@ -40,6 +41,7 @@ use crate::{
     EngineError, Result,
 };
 
+pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};

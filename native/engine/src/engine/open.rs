@@ -197,7 +197,8 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
     }
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let public = config.bind.iter().find(|ip| !ip.is_loopback());
-    if let Some(ip) = public.filter(|_| !secret && kinds.contains(&TransportKind::Tcp)) {
+    let listens = kinds.iter().any(|k| matches!(k, TransportKind::Tcp | TransportKind::Verbs));
+    if let Some(ip) = public.filter(|_| !secret && listens) {
         return Err(EngineError::Invalid(format!(
             "without a token whoever reaches {ip} could write to this engine's memory; give all \
              engines the same token, or bind a loopback address"

@@ -1,7 +1,7 @@
 use std::{
     sync::{
         atomic::{AtomicBool, Ordering::SeqCst},
-        Arc,
+        Arc, Weak,
     },
     time::Duration,
 };
@@ -20,7 +20,27 @@ pub(crate) struct RegionInner {
     pub closed: AtomicBool,
     /// What everybody waits for who wants to know that it is over.
     pub retirement: Mutex<Option<HandleRef>>,
+    /// What was granted from it, to end with it.
+    pub grants: Mutex<Vec<Weak<RegionInner>>>,
     pub shared: Arc<Shared>,
+}
+
+impl RegionInner {
+    /// Ends the registration, and all that was granted from it, once.
+    pub fn revoke(&self) -> HandleRef {
+        let mut retirement = self.retirement.lock();
+        if let Some(pending) = &*retirement {
+            return Arc::clone(pending);
+        }
+        let pending = super::handle::Pending::new(&self.shared);
+        *retirement = Some(Arc::clone(&pending));
+        self.closed.store(true, SeqCst);
+        drop(retirement);
+        let grants = std::mem::take(&mut *self.grants.lock());
+        grants.iter().filter_map(Weak::upgrade).for_each(|g| drop(g.revoke()));
+        self.shared.retire(&self.memory, Some(Arc::clone(&pending)));
+        pending
+    }
 }
 
 impl Drop for RegionInner {
@@ -61,6 +81,7 @@ impl Region {
             memory,
             closed: AtomicBool::new(false),
             retirement: Mutex::default(),
+            grants: Mutex::default(),
             shared,
         };
         Self { inner: Arc::new(inner), offset: 0, len }
@@ -131,16 +152,8 @@ impl Region {
     /// reach the memory any more and nothing of ours uses it (MR-1). New uses fail with [`EngineError::Stale`]
     /// from now on, here and at peers. Asked for again, the answer is the same.
     pub fn revoke(&self) -> Result<Handle> {
-        let inner = &self.inner;
-        inner.shared.check_process()?;
-        let mut retirement = inner.retirement.lock();
-        let pending = retirement.get_or_insert_with(|| {
-            let pending = super::handle::Pending::new(&inner.shared);
-            inner.closed.store(true, SeqCst);
-            inner.shared.retire(&inner.memory, Some(Arc::clone(&pending)));
-            pending
-        });
-        Ok(Handle::pending("revocation", Arc::clone(pending)))
+        self.inner.shared.check_process()?;
+        Ok(Handle::pending("revocation", self.inner.revoke()))
     }
 
     /// Copies `bytes` to `offset` of this view; for tests and small headers.
@@ -204,7 +217,10 @@ impl Region {
         if self.inner.closed.load(SeqCst) {
             return Err(EngineError::Stale {
                 what: "the local region".into(),
-                cause: "it was deregistered".into(),
+                cause: match self.inner.memory.grantor {
+                    None => "it was deregistered".into(),
+                    Some(_) => "its grant has ended".into(),
+                },
                 remedy: "register the memory again",
             });
         }

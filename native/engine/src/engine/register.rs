@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 
 use super::{
     regions::{Region, RegionInner},
-    TransferEngine,
+    Shared, TransferEngine,
 };
 use crate::{
-    api::{RailKey, RegionKey},
+    api::{EngineId, RailKey, RegionKey},
     memory::{
         device::{self, Location, Nature},
         file::{FileMemory, FileOptions},
@@ -188,6 +188,27 @@ impl TransferEngine {
         backing: Backing,
         keep: Keep,
     ) -> Result<Region> {
+        let nature = Nature::of(&location, &backing, self.stage_foreign);
+        self.shared.register(Stretch { location, base, len, backing, keep, nature, grant: None })
+    }
+}
+
+/// What is to be registered.
+pub(super) struct Stretch {
+    pub location: Location,
+    pub base: usize,
+    pub len: u64,
+    pub backing: Backing,
+    pub keep: Keep,
+    pub nature: Nature,
+    /// From what it is granted, and to whom alone.
+    pub grant: Option<(Arc<RegionMemory>, Option<EngineId>)>,
+}
+
+impl Shared {
+    /// Makes a stretch of memory reachable by every domain, under a key drawn for it.
+    pub(super) fn register(self: &Arc<Self>, stretch: Stretch) -> Result<Region> {
+        let Stretch { location, base, len, backing, keep, nature, grant } = stretch;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
             call: "getrandom",
@@ -195,21 +216,24 @@ impl TransferEngine {
             hint: "the system's random source must be readable".into(),
         })?;
         let in_file = location.file().is_some();
-        let nature = Nature::of(&location, &backing, self.stage_foreign);
         let rkey = nature.mark(u64::from_le_bytes(rkey));
-        let key = RegionKey { index: self.shared.take_region_index(), rkey };
-        let memory = Arc::new(RegionMemory::new(key, base, len, backing, keep).at(location));
+        let key = RegionKey { index: self.take_region_index(), rkey };
+        let memory = RegionMemory::new(key, base, len, backing, keep).at(location);
+        let memory = Arc::new(match grant {
+            Some((grantor, only)) => memory.granted(grantor, only),
+            None => memory,
+        });
         let refused = |e| EngineError::Resource {
             call: "register",
             cause: format!("{len} bytes at {base:#x}: {e}"),
             hint: "see the cause; no transport has kept the registration".into(),
         };
-        let pinners = self.shared.cell.pinners().iter();
+        let pinners = self.cell.pinners().iter();
         let pinned: Vec<_> = pinners
             .map(|p| p.as_ref().filter(|_| !in_file).map(|p| p.pin(&memory)).transpose())
             .collect::<Result<_, _>>()
             .map_err(refused)?;
-        let mut core = self.shared.cell.lock(&self.shared);
+        let mut core = self.cell.lock(self);
         if core.closed {
             return Err(EngineError::Closed);
         }
@@ -230,7 +254,10 @@ impl TransferEngine {
         }
         let _ = memory.rail_keys.set(keys.into());
         drop(core);
-        self.shared.remember(&memory);
-        Ok(Region::new(memory, Arc::clone(&self.shared)))
+        if let Some(grantor) = &memory.grantor {
+            grantor.grants.fetch_add(1, SeqCst);
+        }
+        self.remember(&memory);
+        Ok(Region::new(memory, Arc::clone(self)))
     }
 }

@@ -14,8 +14,8 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, counters::Counters, driver::Cell, receives::Receives, watcher::Watchers,
-    Handle, HandleRef, Peer, Region,
+    callbacks::Callbacks, counters::Counters, driver::Cell, grants::Leases, receives::Receives,
+    watcher::Watchers, Handle, HandleRef, Peer, Region,
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
@@ -45,6 +45,14 @@ struct Retiring {
     handle: Option<HandleRef>,
 }
 
+impl Retiring {
+    /// Whether nothing can land there any more. Whoever asked to be told is told for the grants as well.
+    fn is_over(&self) -> bool {
+        let granted = self.handle.is_some() && self.memory.grants.load(SeqCst) > 0;
+        self.rails == 0 && self.memory.users.load(SeqCst) == 0 && !granted
+    }
+}
+
 pub(crate) struct Shared {
     pub address: EngineAddress,
     pub cell: Cell,
@@ -52,6 +60,7 @@ pub(crate) struct Shared {
     pub callbacks: Callbacks,
     pub receives: Receives,
     pub watchers: Watchers,
+    pub leases: Leases,
     pub op_timeout: Duration,
     pub max_message: usize,
     /// Virtual time where the engine is driven by hand.
@@ -94,6 +103,7 @@ impl Shared {
             callbacks,
             receives: Receives::new(waker.clone()),
             watchers: Watchers::default(),
+            leases: Leases::default(),
             op_timeout,
             max_message,
             clock,
@@ -265,6 +275,10 @@ impl Shared {
             1 => why.push("a transfer of this engine uses it".to_owned()),
             n => why.push(format!("{n} uses of it by transfers of this engine are not over")),
         }
+        match memory.grants.load(SeqCst) {
+            0 => {}
+            n => why.push(format!("{n} grants from it are not over")),
+        }
         let core = self.cell.lock(self);
         for domain in &core.domains {
             let Some(reason) = domain.waits_for(memory.key.index) else { continue };
@@ -286,22 +300,29 @@ impl Shared {
             let mut retiring = self.retiring.lock();
             let mut i = 0;
             while i < retiring.len() {
-                let r = &retiring[i];
-                match r.rails == 0 && r.memory.users.load(SeqCst) == 0 {
+                match retiring[i].is_over() {
                     true => over.push(retiring.swap_remove(i)),
                     false => i += 1,
                 }
             }
         }
+        let mut more = false;
         for Retiring { memory, handle, .. } in over {
+            if let Some(grantor) = &memory.grantor {
+                more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
+            }
             if let Some(handle) = handle {
                 handle.over(true);
                 handle.complete(Ok(()));
             }
-            if memory.keep.is_some() {
+            if memory.keep.is_some() || memory.grantor.is_some() {
                 // What a user gave us to keep may run any code when dropped: not on this thread.
                 self.callbacks.push(Box::new(move || drop(memory)));
             }
+        }
+        if more {
+            // Who granted them may have waited for the last of them.
+            self.reap();
         }
     }
 

@@ -5,6 +5,8 @@ mod choice;
 mod copy;
 pub mod device;
 pub mod file;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod headroom;
 mod heat;
 mod node;

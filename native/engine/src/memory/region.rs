@@ -5,7 +5,7 @@ use std::{
 
 use super::{device::Location, Allocation};
 use crate::{
-    api::{RailKeys, RegionKey},
+    api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
 };
 
@@ -35,17 +35,51 @@ pub struct RegionMemory {
     pub rail_keys: OnceLock<RailKeys>,
     /// Requests under way that use it as their local side.
     pub users: AtomicU32,
+    /// The one peer that may reach it, if not all; refused by whoever of ours sees the peer.
+    pub only: Option<EngineId>,
+    /// What it was granted from, whose memory it keeps.
+    pub grantor: Option<Arc<RegionMemory>>,
+    /// Grants from it that are not over.
+    pub grants: AtomicU32,
 }
 
 impl RegionMemory {
     pub fn new(key: RegionKey, base: usize, len: u64, backing: Backing, keep: Keep) -> Self {
-        let (rail_keys, users) = (OnceLock::new(), AtomicU32::new(0));
-        Self { key, base, len, backing, location: Location::Host, keep, rail_keys, users }
+        Self {
+            key,
+            base,
+            len,
+            backing,
+            location: Location::Host,
+            keep,
+            rail_keys: OnceLock::new(),
+            users: AtomicU32::new(0),
+            only: None,
+            grantor: None,
+            grants: AtomicU32::new(0),
+        }
     }
 
     /// The same, elsewhere than on the host.
     pub fn at(self, location: Location) -> Self {
         Self { location, ..self }
+    }
+
+    /// The same, as a grant from `grantor` for one peer or for all.
+    pub fn granted(self, grantor: Arc<Self>, only: Option<EngineId>) -> Self {
+        Self { grantor: Some(grantor), only, ..self }
+    }
+
+    /// Whether a peer may reach it: what was granted to one is refused to all others (MR-3).
+    #[inline]
+    pub fn check_peer(&self, peer: Option<EngineId>) -> Result<(), DomainError> {
+        if self.only.is_none() || self.only == peer {
+            return Ok(());
+        }
+        Err(DomainError::Refused(format!(
+            "region {} was granted to another engine; ask its owner for a grant",
+            self.key.index
+        )))
     }
 }
 
@@ -103,9 +137,26 @@ impl RegionBook {
         }
     }
 
-    /// The address of `len` bytes at `offset` of a region, if they lie inside it (MR-3).
-    pub fn resolve(&self, key: RegionKey, offset: u64, len: u64) -> Result<usize, DomainError> {
-        let r = self.lookup(key)?;
+    /// The same for a peer that has proven who it is, which may not be the one it was granted to.
+    #[inline]
+    pub fn lookup_for(
+        &self,
+        peer: Option<EngineId>,
+        key: RegionKey,
+    ) -> Result<&Arc<RegionMemory>, DomainError> {
+        let region = self.lookup(key)?;
+        region.check_peer(peer).map(|()| region)
+    }
+
+    /// The address of `len` bytes at `offset` of a region that a peer names, if they lie inside it (MR-3).
+    pub fn resolve(
+        &self,
+        peer: EngineId,
+        key: RegionKey,
+        offset: u64,
+        len: u64,
+    ) -> Result<usize, DomainError> {
+        let r = self.lookup_for(Some(peer), key)?;
         if offset.checked_add(len).is_some_and(|end| end <= r.len) {
             return Ok(r.base + offset as usize);
         }

@@ -3,6 +3,7 @@
 //! some.
 
 mod admission;
+mod grants;
 mod losses;
 mod nics;
 mod opening;
@@ -80,6 +81,10 @@ on_every_transport! {
     mr_2_what_one_peer_was_given_is_taken_back_from_it_alone,
     mr_3_bounds_hold_on_both_sides,
     mr_3_memory_beside_a_region_is_out_of_reach,
+    mr_3_a_grant_reaches_no_further_than_its_part,
+    mr_3_what_was_granted_to_one_peer_is_refused_to_all_others,
+    mr_2_a_grant_ends_by_itself,
+    mr_1_a_region_is_quiet_when_all_its_grants_are,
     rs_1_no_read_ends_well_without_its_bytes,
     rs_2_the_transport_in_use_is_visible,
     rs_4_a_closed_peer_ends_everything,

@@ -36,6 +36,11 @@ pub trait World {
         64 << 20
     }
 
+    /// Whether the owner's software sees who writes: a NIC knows keys only.
+    fn sees_writers(&self) -> bool {
+        true
+    }
+
     /// Whether large writes are cut on this transport.
     fn cuts(&self) -> bool {
         false
@@ -95,6 +100,10 @@ impl World for Threads {
         } else {
             50_000
         }
+    }
+
+    fn sees_writers(&self) -> bool {
+        !self.transport.has_nics()
     }
 
     fn large(&self) -> u64 {

@@ -9,7 +9,12 @@ use pyo3::{
 };
 
 use super::{
-    peers::Peer, seconds, transfer::Transfer, values::RegionDescriptor, watcher::gpu_array, whole,
+    peers::{Peer, Whom},
+    seconds,
+    transfer::Transfer,
+    values::RegionDescriptor,
+    watcher::gpu_array,
+    whole,
 };
 use crate::errors::{raise, OrRaise};
 
@@ -62,6 +67,22 @@ impl Region {
         #[pyo3(from_py_with = whole)] nbytes: u64,
     ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
+    }
+
+    /// A part of it as a registration of its own, for one peer, or for a while, or both.
+    #[pyo3(signature = (offset=0, nbytes=None, *, peer=None, ttl=None))]
+    fn grant(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
+        peer: Option<Whom>,
+        ttl: Option<f64>,
+    ) -> PyResult<Self> {
+        let ttl = ttl.map(|s| lifetime(py, s)).transpose()?;
+        let terms = fe::Grant { peer: peer.map(|whom| whom.0), ttl };
+        let nbytes = nbytes.unwrap_or_else(|| self.0.len().saturating_sub(offset));
+        py.detach(|| self.0.grant(offset, nbytes, terms)).map(Self).or_raise(py)
     }
 
     /// What a peer needs to write here.
@@ -183,6 +204,14 @@ impl Region {
         );
         Err(raise(py, &fe::EngineError::Invalid(text)))
     }
+}
+
+/// How long a grant lasts.
+fn lifetime(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).ok().filter(|ttl| !ttl.is_zero()).ok_or_else(|| {
+        let text = format!("a grant for {seconds} seconds: give a ttl above 0, or none");
+        raise(py, &fe::EngineError::Invalid(text))
+    })
 }
 
 /// A peer's region, ready to be named in requests.

@@ -1,9 +1,11 @@
 //! Other engines, and what they send.
 
 use fabric_engine as fe;
-use pyo3::{prelude::*, types::PyBytes};
+use fe::api::EngineId;
+use pyo3::{exceptions::PyTypeError, prelude::*, types::PyBytes};
 
-use super::values::{hex, EngineAddress};
+use super::values::{hex, unhex, EngineAddress};
+use crate::errors::raise;
 
 /// Another engine, as this one knows it.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -44,6 +46,31 @@ impl Peer {
 
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
+    }
+}
+
+/// An engine, by whatever names one life of it: a `Peer`, an `EngineAddress`, or its id as hex.
+pub(super) struct Whom(pub EngineId);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Whom {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(peer) = obj.cast::<Peer>() {
+            return Ok(Self(peer.get().0.id()));
+        }
+        if let Ok(address) = obj.cast::<EngineAddress>() {
+            return Ok(Self(address.get().0.id));
+        }
+        let Ok(id) = obj.extract::<&str>() else {
+            let kind = obj.get_type().name()?;
+            let text = format!("a peer is a Peer, an EngineAddress or an engine's id, not {kind}");
+            return Err(PyTypeError::new_err(text));
+        };
+        unhex(id).map(|id| Self(EngineId(id))).ok_or_else(|| {
+            let text = format!("{id:?} is no engine's id, which has 32 hex digits");
+            raise(obj.py(), &fe::EngineError::Invalid(text))
+        })
     }
 }
 

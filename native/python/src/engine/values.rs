@@ -152,3 +152,10 @@ value! {
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
+
+/// What [`hex`] wrote, if it is 16 bytes.
+pub fn unhex(text: &str) -> Option<[u8; 16]> {
+    let digits = text.bytes().map(|b| (b as char).to_digit(16)).collect::<Option<Vec<_>>>()?;
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|d| (d[0] << 4 | d[1]) as u8).collect();
+    bytes.try_into().ok().filter(|_| digits.len() == 32)
+}

@@ -84,6 +84,7 @@ impl Core {
         }
         moved |= self.group.progress(now, &mut self.domains, shared);
         moved |= shared.counters.expire(now);
+        moved |= shared.leases.end(now);
         for (rail, share) in &mut self.shares {
             share.publish(now, self.group.demand(*rail));
             self.group.limit(*rail, share.window(self.rail_window, Priority::Bulk));
@@ -114,6 +115,7 @@ impl Core {
     pub(crate) fn next_timer(&self, shared: &Shared) -> Time {
         let domains = self.domains.iter().map(|d| d.next_timer());
         let ours = self.group.next_deadline().min(shared.counters.next_deadline());
+        let ours = ours.min(shared.leases.next_end());
         let shares = self.shares.iter().map(|(_, share)| share.next_timer());
         domains.chain(shares).fold(ours, Time::min)
     }

@@ -72,7 +72,8 @@ impl LibfabricDomain {
         match heard {
             Ok(Heard::Nothing) => {}
             Ok(Heard::Ask { key, offset, len }) => {
-                let verdict = self.regions.verdict(key, offset, len);
+                let Some(peer) = self.link(id).map(|l| l.peer.id()) else { return };
+                let verdict = self.regions.verdict(peer, key, (offset, len));
                 let why = verdict.err().unwrap_or(DomainError::Refused(BLAMELESS.into()));
                 if let Some(link) = self.link(id) {
                     link.mail.answer(&why);

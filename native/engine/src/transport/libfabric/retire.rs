@@ -101,7 +101,12 @@ impl Regions {
     }
 
     /// The region behind a key that a peer has shown, or why it was refused.
-    pub fn verdict(&self, key: RegionKey, offset: u64, len: u64) -> Result<(), DomainError> {
+    pub fn verdict(
+        &self,
+        peer: EngineId,
+        key: RegionKey,
+        (offset, len): (u64, u64),
+    ) -> Result<(), DomainError> {
         let region = self.all.get(key.index as usize).and_then(Option::as_ref);
         match region.filter(|r| !r.retiring && r.memory.key.rkey == key.rkey) {
             None => Err(DomainError::Stale(format!(
@@ -114,7 +119,7 @@ impl Regions {
                     key.index, r.memory.len
                 )))
             }
-            Some(_) => Ok(()),
+            Some(r) => r.memory.check_peer(Some(peer)),
         }
     }
 

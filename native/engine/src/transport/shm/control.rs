@@ -85,6 +85,11 @@ pub(super) enum Frame {
     },
     /// Something for the layer above this transport.
     Whisper(Vec<u8>),
+    /// You may not: another engine may.
+    Denied {
+        key: RegionKey,
+        reason: String,
+    },
 }
 
 impl Frame {
@@ -181,6 +186,14 @@ impl Control {
     pub fn peer_pid(&self) -> Option<i32> {
         let cred = net::sockopt::socket_peercred(&self.socket).ok()?;
         Some(cred.pid.as_raw_nonzero().get())
+    }
+
+    /// The user at the other end, if it isn't this process's. Names without a file have no permissions, so
+    /// that anybody in the network namespace can be there.
+    pub fn other_user(&self) -> Option<u32> {
+        let cred = net::sockopt::socket_peercred(&self.socket).ok();
+        let (own, peer) = (rustix::process::geteuid(), cred.map(|c| c.uid));
+        (peer != Some(own)).then(|| peer.map_or(u32::MAX, |uid| uid.as_raw()))
     }
 
     pub fn wants_write(&self) -> bool {

@@ -206,8 +206,10 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         ),
         (
             "unknown",
-            [write, frame(0, Frame::Unknown { key: KEY, reason: "it is gone".into() })].concat(),
+            [write.clone(), frame(0, Frame::Unknown { key: KEY, reason: "it is gone".into() })]
+                .concat(),
         ),
+        ("denied", [write, frame(0, Frame::Denied { key: KEY, reason: "no".into() })].concat()),
         ("rings", [count, message.concat()].concat()),
         ("bye", frame(0, Frame::Bye { reason: "over".into() })),
     ]

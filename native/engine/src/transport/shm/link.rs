@@ -17,7 +17,7 @@ use super::{
     ring::{Consumer, Producer},
 };
 use crate::{
-    api::RegionKey,
+    api::{EngineId, RegionKey},
     domain::{
         Admit, Completion, Count, DomainError, LinkId, MessageRoom, PeerIdentity, Token,
         WorkRequest,
@@ -52,6 +52,8 @@ pub(super) struct Link {
     pub id: LinkId,
     pub control: Control,
     pub stage: Stage,
+    /// Who it proved to be.
+    pub peer: Option<EngineId>,
     inbox: Map,
     consume: Consumer,
     receiver: Receiver,
@@ -97,6 +99,7 @@ impl Link {
             id,
             control,
             stage,
+            peer: None,
             inbox,
             consume: Consumer::new(),
             receiver: Receiver::new(MESSAGE_RING),

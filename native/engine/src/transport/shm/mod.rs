@@ -468,6 +468,10 @@ impl Whispers for ShmDomain {
         link.is_some_and(|l| l.is_up() && l.closing.is_none())
     }
 
+    fn peer(&self, id: LinkId) -> Option<EngineId> {
+        self.links.get(Self::slot(id)).filter(|l| l.id == id)?.peer
+    }
+
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
             // If the other end is gone, the socket says so soon.

@@ -15,7 +15,7 @@ use super::{
     ShmDomain, BELL, LISTENER, PATIENCE,
 };
 use crate::{
-    api::{EngineAddress, RegionKey},
+    api::{EngineAddress, EngineId, RegionKey},
     domain::{Completion, DomainError, LinkId},
     memory::{device::Driver, Backing},
     time::Time,
@@ -30,6 +30,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 impl ShmDomain {
     pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
         let control = Control::connect(&socket_name(self.kind, &peer.id))?;
+        self.check_user(&control)?;
         let (init, hello) = Initiator::start(&self.credentials, peer.id, Vec::new())?;
         let id = self.add(now, control, Stage::AwaitWelcome(init))?;
         let link = &mut self.links[Self::slot(id)];
@@ -99,9 +100,23 @@ impl ShmDomain {
 
     fn accept_all(&mut self, now: Time) {
         while let Some(socket) = self.listener.as_mut().and_then(|l| l.accept(now, &self.epoll)) {
-            if let Err(e) = self.add(now, Control::new(socket), Stage::AwaitHello) {
+            let control = Control::new(socket);
+            let added =
+                self.check_user(&control).and_then(|()| self.add(now, control, Stage::AwaitHello));
+            if let Err(e) = added {
                 tracing::warn!(error = %e, "a connection was turned away");
             }
+        }
+    }
+
+    /// Without a token, one user's processes alone are believed.
+    fn check_user(&self, control: &Control) -> Result<(), DomainError> {
+        let other = control.other_user().filter(|_| self.credentials.token.is_empty());
+        match other {
+            None => Ok(()),
+            Some(uid) => Err(DomainError::Handshake(format!(
+                "its process is user {uid}'s and not this one's; give both engines the same token"
+            ))),
         }
     }
 
@@ -188,6 +203,7 @@ impl ShmDomain {
             Stage::AwaitSetup(peer) => match Frame::decode(bytes).map_err(silent)? {
                 Frame::Setup(setup) => {
                     link.bring_up(&setup, fds).map_err(silent)?;
+                    link.peer = Some(peer.id());
                     let note = "the shared-memory handshake worked".to_owned();
                     let endpoint = peer.address.first_of(self.kind);
                     out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
@@ -230,9 +246,10 @@ impl ShmDomain {
         match frame {
             Frame::Setup(_) => return Err(DomainError::Handshake("a second setup".into())),
             Frame::Resolve(key) => {
-                let (frame, fds) = self.resolve(key);
+                let peer = link.peer;
+                let (frame, fds) = self.resolve(peer, key);
                 let link = &mut self.links[Self::slot(id)];
-                if !matches!(frame, Frame::Unknown { .. }) {
+                if !matches!(frame, Frame::Unknown { .. } | Frame::Denied { .. }) {
                     link.exported.insert(key.index);
                 }
                 link.send(&frame, fds).map_err(|Gone(why)| DomainError::LinkDown(why))?;
@@ -269,6 +286,10 @@ impl ShmDomain {
             Frame::Unknown { key, reason } => {
                 self.resolved(id, key, Err(DomainError::Stale(reason)), out);
             }
+            Frame::Denied { key, reason } => {
+                let reason: String = reason.chars().take(200).collect();
+                self.resolved(id, key, Err(DomainError::Refused(reason)), out);
+            }
             Frame::Revoke { index } => {
                 if link.imports.revoke(index) {
                     link.send(&Frame::Revoked { index }, smallvec![])
@@ -287,11 +308,15 @@ impl ShmDomain {
         Ok(())
     }
 
-    /// What to answer to a peer that asks for a region: its key is its right to know.
-    fn resolve(&self, key: RegionKey) -> (Frame, Fds) {
+    /// What to answer to a peer that asks for a region: its key is its right to know, unless another was
+    /// granted it (MR-3).
+    fn resolve(&self, peer: Option<EngineId>, key: RegionKey) -> (Frame, Fds) {
         let unknown = |reason: String| (Frame::Unknown { key, reason }, smallvec![]);
-        let region = match self.book.lookup(key) {
+        let region = match self.book.lookup_for(peer, key) {
             Ok(r) => r,
+            Err(DomainError::Refused(reason)) => {
+                return (Frame::Denied { key, reason }, smallvec![])
+            }
             Err(e) => return unknown(e.to_string()),
         };
         if let Some(range) = region.location.cuda() {

@@ -174,7 +174,7 @@ impl World {
     pub(crate) fn land(&mut self, job: &Arc<Job>, at: usize) {
         let sending =
             self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
-        let (to, back) = job.to;
+        let ((to, back), from) = (job.to, job.from.0.engine);
         let Some(target) = self.nodes.get(&to).filter(|n| n.links.contains_key(&back)) else {
             return;
         };
@@ -182,7 +182,7 @@ impl World {
         let mut found = None;
         if let Some(piece) = job.pieces.get(at) {
             let mut bytes = piece.bytes.lock();
-            match target.book.resolve(job.key, piece.there, piece.len as u64) {
+            match target.book.resolve(from, job.key, piece.there, piece.len as u64) {
                 Err(e) => error = Some(e),
                 Ok(addr) => {
                     // SAFETY: the book holds the peer's region registered, and the range lies inside. While

@@ -8,6 +8,8 @@
 //! time, so that copy engines and wire overlap. Everything else goes to the transport untouched.
 
 mod far;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod job;
 mod near;
 #[cfg(test)]
@@ -19,7 +21,7 @@ use std::{collections::HashMap, sync::Arc};
 use slab::Slab;
 
 use crate::{
-    api::{Endpoint, EngineAddress, RegionKey, TransportKind},
+    api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
         Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
         NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
@@ -46,6 +48,9 @@ const MAX_JOBS: usize = 1 << 12;
 pub(crate) trait Whispers: Domain {
     /// Whether a link is up; no longer once its `LinkDown` is among what `poll` has reported.
     fn is_up(&self, link: LinkId) -> bool;
+
+    /// Who is at the other end of a link that is up.
+    fn peer(&self, link: LinkId) -> Option<EngineId>;
 
     /// Sends a frame of at most 3584 bytes; forgotten if the link is going down.
     fn whisper(&mut self, link: LinkId, frame: Vec<u8>);

@@ -64,8 +64,8 @@ impl<D: Whispers> Staged<D> {
         Ok(())
     }
 
-    /// Begins a copy that a peer asked for, if its key is that of a region (MR-2) and its pages lie in there
-    /// (MR-3). An error means that the peer is broken.
+    /// Begins a copy that a peer asked for, if its key is that of a region (MR-2) that it may reach, and
+    /// its pages lie in there (MR-3). An error means that the peer is broken.
     pub(super) fn land(
         &mut self,
         link: LinkId,
@@ -79,7 +79,7 @@ impl<D: Whispers> Staged<D> {
             return Err(DomainError::Handshake("it uses a slot that isn't its own".into()));
         };
         let at = window.memory.base() + slot_offset(slot) as usize;
-        let begun = self.book.lookup(pages.key).and_then(|region| {
+        let begun = self.book.lookup_for(self.inner.peer(link), pages.key).and_then(|region| {
             let pieces = pages.pieces(region, at, inward)?;
             // SAFETY: the pieces lie in the region, which the landing keeps registered, and in the
             // slot, whose window is kept while the bit is set; a peer that writes to the slot

@@ -131,8 +131,10 @@ impl Link {
         u64::from(serial) << 32 | slot as u64
     }
 
-    /// A new read: it isn't numbered, for its bytes land here.
-    pub fn open_read(&mut self, token: Token, parts: u16) -> u64 {
+    /// A new operation that receipts say nothing of, and that has no number: a read, for its bytes land here,
+    /// or a message, for none is sent again. A number that is never over there would be a gap for ever,
+    /// and everything beyond it remembered one by one.
+    pub fn open_unnumbered(&mut self, token: Token, parts: u16) -> u64 {
         self.reads = self.reads.wrapping_add(1);
         let serial = self.reads | 1 << NUMBER_BITS;
         let slot = self.ops.insert(Op { serial, number: 0, token, parts, error: None });
@@ -174,7 +176,7 @@ impl Link {
         self.next_fetch
     }
 
-    /// Everything under way, to be failed.
+    /// Everything under way, to be failed; what has no number is under 0.
     pub fn abandon(&mut self) -> Vec<(Token, u64)> {
         self.fetches.clear();
         self.messages = 0;
@@ -212,5 +214,30 @@ impl Link {
             return self.deadline;
         }
         self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ic_3_messages_and_reads_leave_no_gaps_in_what_came() {
+        let link = || Link::new(1, [0; 16], 2, true, Time(0));
+        let (mut here, mut there) = (link(), link());
+        for _ in 0..1000 {
+            let write = here.open(Token::default(), 1);
+            here.open_unnumbered(Token::default(), 1);
+            there.over_here(write, true);
+            here.part_done(write);
+        }
+        let last = here.open(Token::default(), 1);
+        let numbers: Vec<u64> = here.abandon().into_iter().map(|(_, n)| n).collect();
+        assert_eq!(numbers.iter().filter(|n| **n != 0).collect::<Vec<_>>(), [&1001]);
+        assert_eq!(numbers.len(), 1001);
+        there.over_here(last, false);
+        let Receipt::Landed(landed) = there.receipt() else { panic!("it knows") };
+        assert_eq!((landed.contains(1000), landed.contains(1001)), (Some(true), Some(false)));
+        assert_eq!(landed.remembered(), 1, "one that was refused, and nothing else");
     }
 }

@@ -407,6 +407,11 @@ impl Whispers for TcpDomain {
         link.is_some_and(|l| l.is_complete())
     }
 
+    fn peer(&self, id: LinkId) -> Option<EngineId> {
+        let link = self.links.get(Self::slot(id)).filter(|l| l.id == id)?;
+        Some(link.peer.as_ref()?.id())
+    }
+
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         let Some(key) = self.link(id).filter(|l| l.is_complete()).and_then(|l| l.quick()) else {
             return;

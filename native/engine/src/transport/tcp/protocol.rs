@@ -31,7 +31,7 @@ impl TcpDomain {
             WorkRequest::Send(message) => {
                 let Some(link) = self.link(id) else { return };
                 link.messages += 1;
-                let op = link.open(token, 1);
+                let op = link.open_unnumbered(token, 1);
                 let header = Header { op, len: message.len() as u64, ..Header::new(Kind::Message) };
                 let Some(key) = link.quick() else { return };
                 let stream = &mut self.sockets[key].stream;
@@ -92,7 +92,7 @@ impl TcpDomain {
         let streams = link.bulk();
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
-        let op = link.open_read(token, cut as u16);
+        let op = link.open_unnumbered(token, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
             let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
@@ -198,11 +198,12 @@ impl TcpDomain {
         index: Index,
     ) -> Result<Option<Body>, DomainError> {
         let n = header.body();
+        let peer = self.links.get(Self::slot(id)).and_then(|l| Some(l.peer.as_ref()?.id()));
         Ok(match header.kind {
             Kind::Write => {
                 let place = self
                     .book
-                    .lookup(header.key)
+                    .lookup_for(peer, header.key)
                     .and_then(|region| Walk::in_region(region, header, index));
                 Some(match place {
                     Ok(walk) => Body::Place(walk),
@@ -213,7 +214,7 @@ impl TcpDomain {
                 })
             }
             Kind::Read => {
-                let place = self.book.lookup(header.key).cloned();
+                let place = self.book.lookup_for(peer, header.key).cloned();
                 let place =
                     place.and_then(|r: Arc<RegionMemory>| Walk::in_region(&r, header, index));
                 match place {

@@ -398,12 +398,13 @@ impl TcpDomain {
         for key in halves {
             self.sockets.remove(key);
         }
-        let unfinished = link.abandon();
+        let mut unfinished = link.abandon();
         for (token, _) in &unfinished {
             let token = *token;
             let result = Err(cause.clone());
             self.news.push(Completion::Done { link: id, token, result });
         }
+        unfinished.retain(|(_, number)| *number != 0);
         let receipt = link.receipt();
         self.news.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
     }

@@ -89,7 +89,8 @@ impl VerbsDomain {
         match heard {
             Heard::Nothing => Ok(()),
             Heard::Ask { key, offset, len } => {
-                let why = match self.regions.book.resolve(key, offset, len) {
+                let peer = link.peer.id();
+                let why = match self.regions.book.resolve(peer, key, offset, len) {
                     Err(why) => why,
                     Ok(_) => DomainError::Refused(
                         "the peer's NIC refused the access, though the region is registered and \
