@@ -303,7 +303,7 @@ mod tests {
                 let pieces = cut_up(message, number);
                 let Some(piece) = pieces.get(turn) else { continue };
                 if let Some(joined) = parts.join(from, piece, Time(1)).unwrap() {
-                    assert_eq!(joined, message[..]);
+                    assert_eq!(&joined[..], &message[..]);
                     whole += 1;
                 }
             }
