@@ -36,7 +36,7 @@ MAY_USE = {
 }
 CRATES_MAY_USE = {
     "fabric-kvcache": {"fabric-engine"},
-    "fabric-moe": {"fabric-engine"},
+    "fabric-moe": {"fabric-engine", "fabric-proxy"},
     "fabric-python": {
         "fabric-engine",
         "fabric-kvcache",

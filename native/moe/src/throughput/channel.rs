@@ -143,7 +143,7 @@ impl Channel {
         Ok(moved)
     }
 
-    /// Sums up the nodes' sums of the next token, in their order, if all are there.
+    /// Sums up the nodes' sums of the next token, in their order, if all are there (RS-1).
     fn sum_one(&mut self, ctx: &Context, sums: &mut Sums) -> Result<bool, Stop> {
         let token = self.part.start;
         let grid = ctx.grid;

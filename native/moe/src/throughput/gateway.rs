@@ -378,7 +378,7 @@ impl Gateway {
         Ok(moved)
     }
 
-    /// How many tokens all have answered and there is room for, up to a chunk.
+    /// How many tokens all have answered and there is room for, up to a chunk (RS-1).
     fn summable(&self, ctx: &Context, io: &Io<'_, '_>) -> Result<usize, Stop> {
         let most = match &self.output {
             Output::Own => ctx.spec.chunk as usize,

@@ -50,7 +50,7 @@ impl Signals {
         now.since(self.heard[rank as usize].1) >= timeout
     }
 
-    /// Tells all others whom this rank has given up; that rank too, which may live.
+    /// Tells all others whom this rank has given up, so that all name the same one (RS-4); that rank too, which may live.
     pub fn give_up(&mut self, ctx: &Context, rank: u32) {
         self.tell_all(ctx, ctx.layout.given_up(rank));
     }

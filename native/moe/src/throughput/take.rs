@@ -86,7 +86,7 @@ impl Take {
             }
         }
         // All of it: a gateway gives back what it forwarded when everybody has read it, and would wait for those who
-        // have less than a chunk.
+        // have less than a chunk (IC-4).
         self.ring.credit(self.ring.taken, ctx.spec.chunk, true, commands);
         Ok(self.ring.taken != before)
     }
