@@ -47,7 +47,7 @@ class ThroughputAllToAll:
         rank, ranks: this one, and how many there are.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
         experts, topk, hidden, max_tokens, dtype, parts, answer_dtype: as for ``AllToAll``.
-        channels: rings of each pair of ranks, 1 to 4; each takes a part of the tokens.
+        channels: rings of each pair of ranks, 1 to 3; each takes a part of the tokens.
         chunk: tokens that are sent, given back and summed together.
         ring_chunks: chunks that a ring holds, 2 at least.
         threads: proxy threads, ``channels`` at most.

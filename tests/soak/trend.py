@@ -9,7 +9,7 @@ from statistics import median
 MIB = 1 << 20
 # Samples of which the first are left out: caches fill, allocators find their size.
 WARM = 0.25
-# What a living engine keeps of each peer that it ever met, bytes: see the gaps of docs/design/engine.md.
+# What a living engine keeps of each peer that it ever met, bytes: a gap of docs/design/engine.md.
 PER_PEER = 2048
 
 

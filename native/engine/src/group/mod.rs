@@ -242,6 +242,7 @@ impl Group {
         transfer.deadline = began.after(timeout);
         transfer.timeout = timeout;
         if transfer.deadline != Time::NEVER {
+            // Whatever becomes of it, it is over by then (IC-4).
             self.deadlines.insert((transfer.deadline, key));
         }
         Submitted::Pending(key)
