@@ -28,7 +28,8 @@ class AllToAll:
 
     Args:
         engine: this rank's; each rank has one of its own.
-        rank, ranks: this one, and how many there are.
+        rank: this one, from 0.
+        ranks: how many there are.
         experts: of all ranks, ``experts / ranks`` on each; rank 0 hosts the first ones.
         topk: experts of each token.
         hidden: elements of a token.

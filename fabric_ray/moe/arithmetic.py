@@ -56,7 +56,8 @@ class Arithmetic(Protocol):
 
         Args:
             q: ``[tokens, heads, width]``.
-            k, v: ``[positions, kv heads, width]``, those of ``q`` last.
+            k: ``[positions, kv heads, width]``, those of ``q`` last.
+            v: likewise.
 
         Returns:
             ``[tokens, heads * width]``.

@@ -57,8 +57,16 @@ class Differentiable:
     dispatch (no token, no parameter that needs a gradient) leaves the others waiting.
 
     Args:
-        engine, rank, ranks, experts, topk, hidden, max_tokens, private_rows, shared_rows, timeout:
-            as for :class:`AllToAll`.
+        engine: as for :class:`AllToAll`.
+        rank: as for :class:`AllToAll`.
+        ranks: as for :class:`AllToAll`.
+        experts: as for :class:`AllToAll`.
+        topk: as for :class:`AllToAll`.
+        hidden: as for :class:`AllToAll`.
+        max_tokens: as for :class:`AllToAll`.
+        private_rows: as for :class:`AllToAll`.
+        shared_rows: as for :class:`AllToAll`.
+        timeout: as for :class:`AllToAll`.
         dtype: of tokens, answers and all gradients: float32, bfloat16 or float16.
     """
 

@@ -99,9 +99,11 @@ class AllToAll:
 
         Args:
             max_num_tokens: of a rank, at most.
-            num_experts, experts_per_token: of all ranks, and of a token.
+            num_experts: of all ranks.
+            experts_per_token: those that a token goes to.
             dp_size: ranks that share tokens; only 1.
-            hidden_dim, hidden_dim_bytes: elements of a token, and its bytes.
+            hidden_dim: elements of a token.
+            hidden_dim_bytes: its bytes.
             hidden_dim_scale_bytes: bytes of its scales; 0 for none.
             group_name: of a ``torch.distributed`` group with a backend for CPU tensors (gloo); the
                 default group if ``None``.
@@ -152,7 +154,8 @@ class AllToAll:
             dp_x_scale: ``[tokens, scales]``, likewise.
             indices: integers ``[tokens, experts_per_token]``; unsigned ones too.
             bound_m: one element: how many of the tokens there are; all if ``None``.
-            do_send, do_recv: the halves; the second one is called with the same arguments.
+            do_send: whether to do the first half.
+            do_recv: whether to do the second one; it is called with the same arguments.
 
         Raises:
             InvalidArgument: what doesn't fit; or a half out of turn.
@@ -196,7 +199,9 @@ class AllToAll:
             indices: those of the dispatch.
             weights: float32 ``[tokens, experts_per_token]``.
             expert_y: ``[local experts, rows, hidden]`` of ``out_dtype``; rows as at dispatch.
-            bound_m, do_send, do_recv: as at dispatch.
+            bound_m: as at dispatch.
+            do_send: as at dispatch.
+            do_recv: as at dispatch.
 
         Raises:
             InvalidArgument: what doesn't fit; or a half out of turn.

@@ -44,9 +44,16 @@ class ThroughputAllToAll:
 
     Args:
         engine: what the engines of this exchange are like; it opens one for each proxy thread.
-        rank, ranks: this one, and how many there are.
+        rank: this one, from 0.
+        ranks: how many there are.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
-        experts, topk, hidden, max_tokens, dtype, parts, answer_dtype: as for ``AllToAll``.
+        experts: as for ``AllToAll``.
+        topk: as for ``AllToAll``.
+        hidden: as for ``AllToAll``.
+        max_tokens: as for ``AllToAll``.
+        dtype: as for ``AllToAll``.
+        parts: as for ``AllToAll``.
+        answer_dtype: as for ``AllToAll``.
         channels: rings of each pair of ranks, 1 to 3; each takes a part of the tokens.
         chunk: tokens that are sent, given back and summed together.
         ring_chunks: chunks that a ring holds, 2 at least.

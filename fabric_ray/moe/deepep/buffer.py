@@ -34,8 +34,9 @@ class Buffer:
         num_nvl_bytes: taken; normal calls' buffers grow with the tokens (see :meth:`explain`).
         num_rdma_bytes: what low-latency calls of one shape may take; 0 for no limit.
         low_latency_mode: whether low-latency calls will be made.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: taken; the engine chooses
-            links.
+        num_qps_per_rank: taken; the engine chooses links.
+        allow_nvlink_for_low_latency_mode: likewise.
+        allow_mnnvl: likewise.
         explicitly_destroy: taken; :meth:`destroy` may always be called.
         enable_shrink: taken; ranks may always be masked.
         comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
