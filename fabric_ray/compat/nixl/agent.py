@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fabric_ray.compat.inbox import MOST, MOST_BYTES
 from fabric_ray.compat.nixl import bindings
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
@@ -392,8 +393,11 @@ class nixl_agent:
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """What has come and was not found by :meth:`check_remote_xfer_done`."""
-        self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
+        """What has come and was not found by :meth:`check_remote_xfer_done`. So much of it is kept
+        (65,536, and 64 MiB); more waits, and is dropped when as much waits again."""
+        kept = [len(message) for messages in self.notifs.values() for message in messages]
+        if len(kept) < MOST and sum(kept) < MOST_BYTES:
+            self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
     def check_remote_xfer_done(
@@ -409,6 +413,8 @@ class nixl_agent:
         for message in messages:
             if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
                 messages.remove(message)
+                if not messages:  # Names are the peers' choice: none is kept for nothing.
+                    self.notifs.pop(remote_agent_name, None)
                 return True
         return False
 

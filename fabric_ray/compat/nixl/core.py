@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.inbox import Inbox
 from fabric_ray.compat.nixl import exchange
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
@@ -105,7 +106,7 @@ class nixlAgent:
         self._remotes: dict[str, Remote] = {}
         self._prepared: dict[int, Prepared[Any]] = {}
         self._requests: dict[int, Request] = {}
-        self._notifications: dict[str, list[bytes]] = {}
+        self._notifications = Inbox[tuple[str, bytes]](_log)
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         if config.useListenThread:
@@ -312,10 +313,9 @@ class nixlAgent:
     def getNotifs(
         self, notif_map: dict[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
-        with self._lock:
-            new, self._notifications = self._notifications, {}
-        for agent, messages in new.items():
-            notif_map.setdefault(agent, []).extend(messages)
+        """Adds what has come and was kept: 65,536, and 64 MiB, are the most."""
+        for agent, message in self._notifications.take():
+            notif_map.setdefault(agent, []).append(message)
         return notif_map
 
     def genNotif(self, remote_agent: Name, msg: Name, backends: Any = ()) -> nixl_status_t:
@@ -471,8 +471,7 @@ class nixlAgent:
         return lambda message: engine.send(peer, msgspec.msgpack.encode(_Notification(me, message)))
 
     def _keep(self, agent: str, message: bytes) -> None:
-        with self._lock:
-            self._notifications.setdefault(agent, []).append(message)
+        self._notifications.add((agent, message), len(agent) + len(message))
 
     def _hear(self, message: Message) -> None:
         try:
