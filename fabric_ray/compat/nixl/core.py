@@ -16,6 +16,7 @@ import numpy as np
 from fabric_ray.compat.addresses import Op, Registered, add_copies
 from fabric_ray.compat.inbox import Inbox
 from fabric_ray.compat.nixl import exchange
+from fabric_ray.compat.nixl.config import nixlAgentConfig
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
     nixlRegDList,
@@ -25,11 +26,9 @@ from fabric_ray.compat.nixl.metadata import Memory, Metadata, Remote
 from fabric_ray.compat.nixl.prepared import Prepared
 from fabric_ray.compat.nixl.request import Request, nixlXferTelemetry
 from fabric_ray.compat.nixl.status import (
-    DEFAULT_COMM_PORT,
     as_nixl,
     nixl_mem_t,
     nixl_status_t,
-    nixl_thread_sync_t,
     nixl_xfer_op_t,
     nixlBackendError,
     nixlInvalidParamError,
@@ -50,33 +49,6 @@ _QUIESCE_S = 10.0
 _LONGEST_NOTIFICATION = 65536 - 1024
 Name: TypeAlias = str | bytes
 T = TypeVar("T")
-
-
-class nixlAgentConfig:
-    """How an agent is opened. What isn't said below has no effect: the engine has threads of its
-    own, and an agent may be used from any thread.
-
-    Args:
-        useListenThread: whether other agents may send and fetch metadata at ``listenPort``.
-        captureTelemetry: unless ``NIXL_TELEMETRY_ENABLE`` says otherwise.
-    """
-
-    def __init__(
-        self,
-        useProgThread: bool = False,
-        useListenThread: bool = False,
-        listenPort: int = DEFAULT_COMM_PORT,
-        syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT,
-        numWorkers: int = 1,
-        pthrDelay: int = 0,
-        lthrDelay: int = 100000,
-        captureTelemetry: bool = False,
-    ) -> None:
-        self.useProgThread, self.useListenThread = useProgThread, useListenThread
-        self.listenPort, self.syncMode, self.numWorkers = listenPort, syncMode, numWorkers
-        self.pthrDelay, self.lthrDelay = pthrDelay, lthrDelay
-        self.captureTelemetry = captureTelemetry
-        self.etcdWatchTimeout = 0
 
 
 class _Notification(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fabric_ray.compat.mooncake import TransferEngine, TransferOpcode
+from fabric_ray.compat.moves import Move
 
 HOST = "127.0.0.1"
 SIZE = 4096
@@ -95,3 +96,19 @@ def test_nothing_to_copy_is_done(lengths: list[int]) -> None:
     assert number > 0
     assert here.transfer_check_status(number) == 1
     assert here.transfer_check_status(number) == -1, "it is forgotten"
+
+
+def test_mr_1_memory_that_was_registered_anew_is_not_tried_again_while_the_first_may_land(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = arrays()
+    here, there = opened(ours), opened(theirs)
+    session = f"{HOST}:{there.get_rpc_port()}"
+    where = session, ours.ctypes.data, theirs.ctypes.data, SIZE
+    for quiet, code in ((True, 0), (False, -1)):
+        assert here.transfer_sync_write(*where) == 0
+        assert there.unregister_memory(theirs.ctypes.data) == 0
+        assert there.register_memory(theirs.ctypes.data, SIZE) == 0
+        monkeypatch.setattr(Move, "quiet", quiet)
+        assert here.transfer_sync_write(*where) == code
+    assert here.transfer_sync_write(*where) == 0
