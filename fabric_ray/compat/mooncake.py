@@ -20,18 +20,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.addresses import Op, Registered
+from fabric_ray.compat.inbox import Inbox
+from fabric_ray.compat.moves import Copies, Move, moved
 from fabric_ray.compat.sessions import Sessions, host_and_port
-from fabric_ray.engine import Batch, EngineConfig, Message, Transfer
+from fabric_ray.engine import EngineConfig, Message
 from fabric_ray.errors import (
     FabricError,
     InvalidArgument,
     NotQuiesced,
-    OutOfBounds,
-    PeerLost,
-    Stale,
     TransferTimeout,
     Unsupported,
 )
@@ -75,9 +73,9 @@ class TransferEngine:
     def __init__(self) -> None:
         self._registered = Registered()
         self._sessions: Sessions | None = None
-        self._batches: dict[int, Transfer] = {}
+        self._batches: dict[int, Move] = {}
         self._numbers = itertools.count(1)
-        self._notifies: list[TransferNotify] = []
+        self._notifies = Inbox[TransferNotify](_log)
         self._lock = threading.Lock()
         self._timeout = max(5.0, float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")))
 
@@ -218,7 +216,7 @@ class TransferEngine:
         none."""
 
         def find() -> int:
-            return self._opened().at(segment_name, fresh=True).first or 0
+            return self._opened().learn(segment_name).first or 0
 
         return self._tried("get_first_buffer_address", find, 0)
 
@@ -249,21 +247,19 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """As :meth:`transfer_sync`, of many ranges at once: 0 if all are in place."""
-        where = (buffers, peer_buffer_addresses, lengths)
+        """As :meth:`transfer_sync`, of many ranges at once: 0 if all are in place.
+
+        A peer that has restarted is written to from the second call on: the first returns -1, for
+        the addresses may be those of its last life and have to be asked for again.
+        """
 
         def transfer() -> int:
+            here = self._opened()
             note = None if notify is None else _note(notify)
-            try:
-                self._finish(self._submit(opcode, target_hostname, where))
-            except (Stale, PeerLost):
-                # It restarted, or registered anew: what it says now holds for the whole batch.
-                self._opened().at(target_hostname, fresh=True)
-                self._finish(self._submit(opcode, target_hostname, where))
+            copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
+            there = moved(here, self._registered, target_hostname, copies, self._timeout)
             if note is not None:
-                here = self._opened()
-                peer = here.at(target_hostname).peer
-                here.engine.send(peer, note, timeout=self._timeout).wait()
+                here.engine.send(there.peer, note, timeout=self._timeout).wait()
             return 0
 
         return self._tried("batch_transfer_sync", transfer, _FAILED)
@@ -330,13 +326,14 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Begins; returns a number to ask by, or 0 if it can't."""
-        where = (buffers, peer_buffer_addresses, lengths)
 
         def begin() -> int:
-            transfer = self._submit(opcode, target_hostname, where)
+            here = self._opened()
+            copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
+            move = Move(here, self._registered, target_hostname, copies, timeout=self._timeout)
             with self._lock:
                 number = next(self._numbers)
-                self._batches[number] = transfer
+                self._batches[number] = move
             return number
 
         return self._tried("batch_transfer_async", begin, 0)
@@ -393,8 +390,8 @@ class TransferEngine:
         """1 when it is done, 0 while it is under way, -1 if it failed, -2 if it took too long. What
         is over is forgotten."""
         with self._lock:
-            transfer = self._batches.get(batch_id)
-        if transfer is not None and not transfer.done():
+            move = self._batches.get(batch_id)
+        if move is not None and not move.done():
             return 0
         try:
             return 1 + self._end(batch_id)
@@ -405,16 +402,15 @@ class TransferEngine:
     # peers
 
     def get_notifies(self) -> list[TransferNotify]:
-        """Those that have come since the last call."""
-        with self._lock:
-            notifies, self._notifies = self._notifies, []
-        return notifies
+        """Those that have come since the last call, as far as they were kept: 65,536, and 64 MiB,
+        are the most."""
+        return self._notifies.take()
 
     def send_probe(self, peer_server_name: str) -> int:
         """0 if the peer answers."""
 
         def probe() -> int:
-            self._opened().at(peer_server_name, fresh=True)
+            self._opened().ask(peer_server_name)  # Not kept: addresses of a last life end there.
             return 0
 
         return self._tried("send_probe", probe, _NO_METADATA)
@@ -436,42 +432,12 @@ class TransferEngine:
             raise InvalidArgument("it is not initialized; call initialize() first")
         return self._sessions
 
-    def _submit(
-        self, opcode: int, target: str, where: tuple[Sequence[int], Sequence[int], Sequence[int]]
-    ) -> Transfer:
-        sessions = self._opened()
-        op = _op(opcode)
-        buffers, peers, lengths = where
-        if not len(buffers) == len(peers) == len(lengths):
-            raise InvalidArgument("there must be as many buffers as peer addresses and lengths")
-        here = self._registered.space
-        local = here.find(buffers, lengths, "this process")
-        there = sessions.at(target).space
-        try:
-            remote = there.find(peers, lengths, target)
-        except OutOfBounds:  # It may have registered more since.
-            there = sessions.at(target, fresh=True).space
-            remote = there.find(peers, lengths, target)
-        nbytes = np.asarray(lengths, dtype=np.int64)
-        batch = Batch()
-        add_copies(batch, op, (here.regions, local), (there.regions, remote), nbytes)
-        # A gigabyte a second at least, as Mooncake reckons.
-        return sessions.engine.submit(batch, timeout=self._timeout + float(nbytes.sum()) / 1e9)
-
-    def _finish(self, transfer: Transfer) -> None:
-        try:
-            transfer.wait()
-        except FabricError:
-            if transfer.wait_quiesced(_QUIESCE_S) is not True:
-                _log.error("bytes of the failed transfer may still land; keep its buffers")
-            raise
-
     def _end(self, number: int) -> int:
         with self._lock:
-            transfer = self._batches.pop(number, None)
-        if transfer is None:
+            move = self._batches.pop(number, None)
+        if move is None:
             raise InvalidArgument(f"there is no transfer {number}, or it was over before")
-        self._finish(transfer)
+        move.finish()
         return 0
 
     def _host_memory(self, address: int, nbytes: int) -> None:
@@ -525,8 +491,7 @@ def _keep_notify(engine: TransferEngine | None, message: Message) -> None:
         return
     with contextlib.suppress(msgspec.MsgspecError):
         note = TransferNotify(*msgspec.msgpack.decode(message.data, type=tuple[str, str]))
-        with engine._lock:
-            engine._notifies.append(note)
+        engine._notifies.add(note, len(message.data))
 
 
 __all__ = ["TransferEngine", "TransferNotify", "TransferOpcode"]

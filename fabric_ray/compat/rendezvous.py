@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from fabric_ray.errors import (
@@ -32,6 +33,12 @@ _NONCE = 32
 _MAC = 32
 _MOST_BYTES = 256 << 20
 _HANDSHAKE_S = 5.0
+_EXCHANGE_S = 60.0
+_MOST_UNPROVEN = 64
+"""Who isn't proven may hold so many threads and files; others wait in the kernel's queue."""
+_REST_S = 0.1
+"""Before trying again where the system has no file or thread to give."""
+_ANSWERING = "fabric-answering"
 _DONE, _FAILED = b"\x00", b"\x01"
 
 
@@ -68,17 +75,20 @@ class Rendezvous:
             ) from error
         self.port: int = self._held.getsockname()[1]
         self._closed = False
+        self._process = os.getpid()
+        self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
         for listener in self._listeners:
             threading.Thread(
                 target=self._accept, args=(listener,), name="fabric-rendezvous", daemon=True
             ).start()
 
     def close(self) -> None:
-        """Answers nobody any more."""
+        """Answers nobody any more. A forked child only closes its own files: its parent goes on."""
         self._closed = True
         for listener in {*self._listeners, self._held}:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            if os.getpid() == self._process:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -86,20 +96,32 @@ class Rendezvous:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                if self._closed:
-                    return
+                if not self._closed:
+                    time.sleep(_REST_S)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            self._unproven.acquire()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name=_ANSWERING, daemon=True
+                ).start()
+            except RuntimeError:  # no thread can be had
+                connection.close()
+                self._unproven.release()
+                time.sleep(_REST_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, HandshakeError, DecodeError):
-            connection.settimeout(_HANDSHAKE_S)
-            channel = _answering(connection, self._token)
+            try:
+                channel = _answering(_Wire(connection, _HANDSHAKE_S), self._token)
+            finally:
+                self._unproven.release()
+            channel.wire.within(_EXCHANGE_S)
             request = channel.receive()
             try:
                 reply = _DONE + self._answer(request)
             except Exception as error:
                 reply = _FAILED + str(error).encode()
+            channel.wire.within(_EXCHANGE_S)
             channel.send(reply)
 
 
@@ -112,12 +134,12 @@ def ask(
         Unreachable: nobody listens.
         HandshakeError: it knows another token, or is another user's.
         Refused: it can't answer that; the message says why.
-        TransferTimeout: it said nothing for ``timeout`` seconds.
+        TransferTimeout: its answer wasn't whole within ``timeout`` seconds.
     """
     peer = f"{host}:{port}"
     try:
         with _connect(host, port, token, timeout) as connection:
-            channel = _asking(connection, token, peer)
+            channel = _asking(_Wire(connection, timeout), token, peer)
             channel.send(request)
             reply = channel.receive()
     except TimeoutError as error:
@@ -142,23 +164,55 @@ def ask(
     return reply[1:]
 
 
+class _Wire:
+    """A connection on which everything has to be over at one time, however slowly bytes come."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self.connection = connection
+        self.within(seconds)
+
+    def within(self, seconds: float) -> None:
+        """Sets the deadline, from now."""
+        self._deadline = time.monotonic() + seconds
+
+    def send(self, data: bytes) -> None:
+        self._limit()
+        self.connection.sendall(data)
+
+    def exactly(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            self._limit()
+            part = self.connection.recv(min(nbytes - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def _limit(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+
+
 class _Channel:
     """Frames over a connection: a length, the bytes, and what authenticates them."""
 
-    def __init__(self, connection: socket.socket, key: bytes | None, asks: bool) -> None:
-        self._connection, self._key = connection, key
+    def __init__(self, wire: _Wire, key: bytes | None, asks: bool) -> None:
+        self.wire, self._key = wire, key
         self._out, self._in = (b"ask", b"answer") if asks else (b"answer", b"ask")
 
     def send(self, body: bytes) -> None:
-        self._connection.sendall(struct.pack("<Q", len(body)) + body + self._mac(self._out, body))
+        self.wire.send(struct.pack("<Q", len(body)) + body + self._mac(self._out, body))
 
     def receive(self) -> bytes:
-        (nbytes,) = struct.unpack("<Q", _exactly(self._connection, 8))
+        (nbytes,) = struct.unpack("<Q", self.wire.exactly(8))
         if nbytes > _MOST_BYTES:
             raise DecodeError(f"a frame of {nbytes} bytes is longer than any can be")
-        body = _exactly(self._connection, nbytes)
+        body = self.wire.exactly(nbytes)
         mac = self._mac(self._in, body)
-        if not hmac.compare_digest(mac, _exactly(self._connection, len(mac))):
+        if not hmac.compare_digest(mac, self.wire.exactly(len(mac))):
             raise DecodeError("a frame came changed")
         return body
 
@@ -167,51 +221,41 @@ class _Channel:
         return b"" if self._key is None else _sign(self._key, way, body)
 
 
-def _asking(connection: socket.socket, token: bytes | None, peer: str) -> _Channel:
+def _asking(wire: _Wire, token: bytes | None, peer: str) -> _Channel:
     if token is None:
-        _same_user(connection, peer)
-        connection.sendall(_MAGIC)
-        return _Channel(connection, None, asks=True)
+        _same_user(wire.connection, peer)
+        wire.send(_MAGIC)
+        return _Channel(wire, None, asks=True)
     mine = secrets.token_bytes(_NONCE)
-    connection.sendall(_MAGIC + mine)
-    theirs = _exactly(connection, _NONCE)
-    proof = _exactly(connection, _MAC)
+    wire.send(_MAGIC + mine)
+    theirs = wire.exactly(_NONCE)
+    proof = wire.exactly(_MAC)
     if not hmac.compare_digest(proof, _sign(token, b"answers", mine, theirs)):
         raise HandshakeError(
             f"{peer} knows another token; both ends need the same FABRIC_RAY_TOKEN", peer=peer
         )
-    connection.sendall(_sign(token, b"asks", theirs, mine))
-    return _Channel(connection, _sign(token, b"key", mine, theirs), asks=True)
+    wire.send(_sign(token, b"asks", theirs, mine))
+    return _Channel(wire, _sign(token, b"key", mine, theirs), asks=True)
 
 
-def _answering(connection: socket.socket, token: bytes | None) -> _Channel:
+def _answering(wire: _Wire, token: bytes | None) -> _Channel:
     if token is None:
-        _same_user(connection, "who asks")
-    if _exactly(connection, len(_MAGIC)) != _MAGIC:
+        _same_user(wire.connection, "who asks")
+    if wire.exactly(len(_MAGIC)) != _MAGIC:
         raise HandshakeError("who asks speaks something else", peer="")
     if token is None:
-        return _Channel(connection, None, asks=False)
-    theirs = _exactly(connection, _NONCE)
+        return _Channel(wire, None, asks=False)
+    theirs = wire.exactly(_NONCE)
     mine = secrets.token_bytes(_NONCE)
-    connection.sendall(mine + _sign(token, b"answers", theirs, mine))
-    proof = _exactly(connection, _MAC)
+    wire.send(mine + _sign(token, b"answers", theirs, mine))
+    proof = wire.exactly(_MAC)
     if not hmac.compare_digest(proof, _sign(token, b"asks", mine, theirs)):
         raise HandshakeError("who asks knows another token", peer="")
-    return _Channel(connection, _sign(token, b"key", theirs, mine), asks=False)
+    return _Channel(wire, _sign(token, b"key", theirs, mine), asks=False)
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, _MAGIC + b"".join(parts), hashlib.sha256)
-
-
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        part = connection.recv(min(nbytes - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 def _same_user(connection: socket.socket, peer: str) -> None:

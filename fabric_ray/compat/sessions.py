@@ -18,7 +18,7 @@ from fabric_ray.engine import (
     RemoteRegion,
     TransferEngine,
 )
-from fabric_ray.errors import DecodeError, InvalidArgument
+from fabric_ray.errors import DecodeError, InvalidArgument, Stale, Unreachable
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
@@ -75,8 +75,8 @@ class Sessions:
             raise
         weakref.finalize(self, _shut, self._rendezvous, self.engine)
 
-    def at(self, name: str, *, fresh: bool = False) -> Session:
-        """The peer of that session id; asked again if ``fresh``.
+    def at(self, name: str) -> Session:
+        """The peer of that session id; asked if it isn't known.
 
         Raises:
             Unreachable: nobody answers there.
@@ -84,12 +84,24 @@ class Sessions:
         """
         with self._lock:
             known = self._known.get(name)
-        if known is not None and not fresh:
-            return known
-        life, version = (known.peer.id, known.version) if known else ("", -1)
-        question = msgspec.msgpack.encode(_Question(life, version))
-        host, port = host_and_port(name)
-        table = _decoded(ask(host, port, question, token=self._token))
+        return known or self.learn(name)
+
+    def again(self, name: str, last: Session) -> Session:
+        """The same life of a peer, as it is now.
+
+        Raises:
+            Stale: it is another; addresses of the last one mean nothing there.
+        """
+        session = self.learn(name)
+        if session.peer.id != last.peer.id:
+            raise Stale(f"{name} has restarted; ask it for its addresses again before you use them")
+        return session
+
+    def learn(self, name: str) -> Session:
+        """The peer, asked anew, whatever life it is."""
+        with self._lock:
+            known = self._known.get(name)
+        table = self.ask(name, known)
         if table.regions is None and known is not None:
             return known
         regions = [
@@ -102,6 +114,24 @@ class Sessions:
         with self._lock:
             self._known[name] = session
         return session
+
+    def ask(self, name: str, known: Session | None = None) -> _Table:
+        """What the peer says to who knows this of it; nothing is kept."""
+        life, version = (known.peer.id, known.version) if known else ("", -1)
+        question = msgspec.msgpack.encode(_Question(life, version))
+        host, port = host_and_port(name)
+        try:
+            return _decoded(ask(host, port, question, token=self._token))
+        except Unreachable:
+            self.forget(name, known)
+            raise
+
+    def forget(self, name: str, session: Session | None) -> None:
+        """Lets go of a peer that is lost, unless another life was found there since."""
+        with self._lock:
+            known = self._known.get(name)
+            if known is not None and session is not None and known.peer.id == session.peer.id:
+                del self._known[name]
 
     def answer(self, request: bytes) -> bytes:
         """This engine's address and memory, for who asks."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
 
+from fabric_ray.compat.inbox import MOST, MOST_BYTES
 from fabric_ray.compat.nixl import bindings
+from fabric_ray.compat.nixl.config import nixl_agent_config, nixl_thread_sync_t
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
     nixlRegDList,
     nixlRemoteDList,
     nixlXferDList,
 )
+from fabric_ray.compat.nixl.handles import nixl_prepped_dlist_handle, nixl_xfer_handle
 from fabric_ray.compat.nixl.request import nixlXferTelemetry
 from fabric_ray.compat.nixl.status import (
     DEFAULT_COMM_PORT,
@@ -30,86 +31,6 @@ _log = logging.getLogger("nixl.fabric_ray")
 
 nixl_backend_handle = int
 L = TypeVar("L", bound=DescriptorList)
-
-
-class nixl_thread_sync_t(Enum):
-    """How threads share an agent; here they always may."""
-
-    NIXL_THREAD_SYNC_NONE = bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
-    NIXL_THREAD_SYNC_STRICT = bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    NIXL_THREAD_SYNC_RW = bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
-    NIXL_THREAD_SYNC_DEFAULT = bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT
-
-
-class _Handle:
-    """What a caller holds; its end releases what it stands for."""
-
-    def __init__(self, agent: bindings.nixlAgent, value: int) -> None:
-        self._agent, self._handle, self._released = agent, value, False
-
-    def release(self) -> None:
-        """May be called more than once."""
-        if not self._released:
-            self._give_back()
-            self._released = True
-
-    def _give_back(self) -> None:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._handle}, released={self._released})"
-
-    def __del__(self) -> None:
-        # The agent keeps what can't be released, until it is closed.
-        with contextlib.suppress(Exception):
-            self.release()
-
-
-class nixl_prepped_dlist_handle(_Handle):
-    """A prepared list of descriptors."""
-
-    def _give_back(self) -> None:
-        self._agent.releasedDlistH(self._handle)
-
-
-class nixl_xfer_handle(_Handle):
-    """A transfer."""
-
-    def _give_back(self) -> None:
-        self._agent.releaseXferReq(self._handle)
-
-
-class nixl_agent_config:
-    """How an agent is opened.
-
-    Args:
-        enable_listen_thread: other agents may send and fetch metadata at ``listen_port``.
-        capture_telemetry: for :meth:`nixl_agent.get_xfer_telemetry`.
-        backends: any of `nixl_agent.get_plugin_list`; all are one engine, which is configured by
-            ``FABRIC_RAY_*``.
-        enable_prog_thread: without effect; the engine has threads of its own.
-        num_threads: without effect.
-        sync_mode: without effect; an agent may be used from any thread.
-    """
-
-    def __init__(
-        self,
-        enable_prog_thread: bool = True,
-        enable_listen_thread: bool = False,
-        listen_port: int = DEFAULT_COMM_PORT,
-        capture_telemetry: bool = False,
-        num_threads: int = 0,
-        backends: Sequence[str] = ("UCX",),
-        sync_mode: nixl_thread_sync_t | None = None,
-    ) -> None:
-        if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
-            raise TypeError(
-                f"sync_mode must be a nixl_thread_sync_t, not a {type(sync_mode).__name__}"
-            )
-        self.backends = list(backends)
-        self.enable_pthread, self.enable_listen = enable_prog_thread, enable_listen_thread
-        self.port, self.capture_telemetry = listen_port, capture_telemetry
-        self.num_threads, self.sync_mode = num_threads, sync_mode
 
 
 class nixl_agent:
@@ -392,8 +313,11 @@ class nixl_agent:
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """What has come and was not found by :meth:`check_remote_xfer_done`."""
-        self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
+        """What has come and was not found by :meth:`check_remote_xfer_done`. So much of it is kept
+        (65,536, and 64 MiB); more waits, and is dropped when as much waits again."""
+        kept = [len(message) for messages in self.notifs.values() for message in messages]
+        if len(kept) < MOST and sum(kept) < MOST_BYTES:
+            self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
     def check_remote_xfer_done(
@@ -409,6 +333,8 @@ class nixl_agent:
         for message in messages:
             if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
                 messages.remove(message)
+                if not messages:  # Names are the peers' choice: none is kept for nothing.
+                    self.notifs.pop(remote_agent_name, None)
                 return True
         return False
 

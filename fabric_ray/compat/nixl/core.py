@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 
 from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.inbox import Inbox
 from fabric_ray.compat.nixl import exchange
+from fabric_ray.compat.nixl.config import nixlAgentConfig
 from fabric_ray.compat.nixl.descriptors import (
     DescriptorList,
     nixlRegDList,
@@ -24,11 +26,9 @@ from fabric_ray.compat.nixl.metadata import Memory, Metadata, Remote
 from fabric_ray.compat.nixl.prepared import Prepared
 from fabric_ray.compat.nixl.request import Request, nixlXferTelemetry
 from fabric_ray.compat.nixl.status import (
-    DEFAULT_COMM_PORT,
     as_nixl,
     nixl_mem_t,
     nixl_status_t,
-    nixl_thread_sync_t,
     nixl_xfer_op_t,
     nixlBackendError,
     nixlInvalidParamError,
@@ -49,33 +49,6 @@ _QUIESCE_S = 10.0
 _LONGEST_NOTIFICATION = 65536 - 1024
 Name: TypeAlias = str | bytes
 T = TypeVar("T")
-
-
-class nixlAgentConfig:
-    """How an agent is opened. What isn't said below has no effect: the engine has threads of its
-    own, and an agent may be used from any thread.
-
-    Args:
-        useListenThread: whether other agents may send and fetch metadata at ``listenPort``.
-        captureTelemetry: unless ``NIXL_TELEMETRY_ENABLE`` says otherwise.
-    """
-
-    def __init__(
-        self,
-        useProgThread: bool = False,
-        useListenThread: bool = False,
-        listenPort: int = DEFAULT_COMM_PORT,
-        syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT,
-        numWorkers: int = 1,
-        pthrDelay: int = 0,
-        lthrDelay: int = 100000,
-        captureTelemetry: bool = False,
-    ) -> None:
-        self.useProgThread, self.useListenThread = useProgThread, useListenThread
-        self.listenPort, self.syncMode, self.numWorkers = listenPort, syncMode, numWorkers
-        self.pthrDelay, self.lthrDelay = pthrDelay, lthrDelay
-        self.captureTelemetry = captureTelemetry
-        self.etcdWatchTimeout = 0
 
 
 class _Notification(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +78,7 @@ class nixlAgent:
         self._remotes: dict[str, Remote] = {}
         self._prepared: dict[int, Prepared[Any]] = {}
         self._requests: dict[int, Request] = {}
-        self._notifications: dict[str, list[bytes]] = {}
+        self._notifications = Inbox[tuple[str, bytes]](_log)
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         if config.useListenThread:
@@ -312,10 +285,9 @@ class nixlAgent:
     def getNotifs(
         self, notif_map: dict[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
-        with self._lock:
-            new, self._notifications = self._notifications, {}
-        for agent, messages in new.items():
-            notif_map.setdefault(agent, []).extend(messages)
+        """Adds what has come and was kept: 65,536, and 64 MiB, are the most."""
+        for agent, message in self._notifications.take():
+            notif_map.setdefault(agent, []).append(message)
         return notif_map
 
     def genNotif(self, remote_agent: Name, msg: Name, backends: Any = ()) -> nixl_status_t:
@@ -471,8 +443,7 @@ class nixlAgent:
         return lambda message: engine.send(peer, msgspec.msgpack.encode(_Notification(me, message)))
 
     def _keep(self, agent: str, message: bytes) -> None:
-        with self._lock:
-            self._notifications.setdefault(agent, []).append(message)
+        self._notifications.add((agent, message), len(agent) + len(message))
 
     def _hear(self, message: Message) -> None:
         try:

@@ -36,6 +36,24 @@ class nixlXferTelemetry(NamedTuple):
     descCount: int
 
 
+class Nothing:
+    """The transfer of no bytes: over when it begins."""
+
+    quiesced = True
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        return None
+
+    def cancel(self) -> None:
+        return None
+
+    def wait_quiesced(self, timeout: float | None = None) -> bool:
+        return True
+
+
 class Request:
     """What is copied where, and whom to tell. For any thread.
 
@@ -59,7 +77,7 @@ class Request:
         self._engine, self._batch, self._size, self._notify = engine, batch, size, notify
         self.message, self.backend = message, backend
         self._lock = threading.Lock()
-        self._transfer: Transfer | None = None
+        self._transfer: Transfer | Nothing | None = None
         self._notice: Transfer | None = None
         self._error: NixlError | None = None
         self._over = False
@@ -80,13 +98,14 @@ class Request:
             self._notice, self._error, self._over = None, None, False
             self._epoch, self._started = time.time(), time.perf_counter()
             try:
-                self._transfer = self._engine.submit(self._batch)
+                self._transfer = self._engine.submit(self._batch) if len(self._batch) else Nothing()
             except FabricError as error:
                 self._transfer = None
                 raise as_nixl(error) from error
             transfer = self._transfer
             self._posted = time.perf_counter()
-        transfer.add_done_callback(lambda _: self._advance(transfer))
+        if not isinstance(transfer, Nothing):
+            transfer.add_done_callback(lambda _: self._advance(transfer))
         return self.check()
 
     def check(self) -> bool:
@@ -134,7 +153,7 @@ class Request:
             round(1e6 * self._epoch), _microseconds(post), _microseconds(whole), *self._size
         )
 
-    def _advance(self, transfer: Transfer) -> None:
+    def _advance(self, transfer: Transfer | Nothing) -> None:
         """Tells the peer when the bytes are in place: from whichever thread sees that first."""
         with self._lock:
             if transfer is not self._transfer or self._over or not transfer.done():
@@ -158,7 +177,7 @@ class Request:
             self._ended = time.perf_counter()
             self._over = True
 
-    def _later(self, transfer: Transfer) -> None:
+    def _later(self, transfer: Transfer | Nothing) -> None:
         # A callback that is hung on what is over runs at once, while the lock is held.
         if self._lock.acquire(blocking=False):
             self._lock.release()

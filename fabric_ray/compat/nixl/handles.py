@@ -1,0 +1,45 @@
+"""What callers of ``nixl_agent`` hold: its end gives back what it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fabric_ray.compat.nixl.core import nixlAgent
+
+
+class Handle:
+    """What a caller holds; its end releases what it stands for."""
+
+    def __init__(self, agent: nixlAgent, value: int) -> None:
+        self._agent, self._handle, self._released = agent, value, False
+
+    def release(self) -> None:
+        """May be called more than once."""
+        if not self._released:
+            self._give_back()
+            self._released = True
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._handle}, released={self._released})"
+
+    def __del__(self) -> None:
+        # The agent keeps what can't be released, until it is closed.
+        with contextlib.suppress(Exception):
+            self.release()
+
+
+class nixl_prepped_dlist_handle(Handle):
+    """A prepared list of descriptors."""
+
+    def _give_back(self) -> None:
+        self._agent.releasedDlistH(self._handle)
+
+
+class nixl_xfer_handle(Handle):
+    """A transfer."""
+
+    def _give_back(self) -> None:
+        self._agent.releaseXferReq(self._handle)
