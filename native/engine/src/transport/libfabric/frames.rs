@@ -232,7 +232,8 @@ impl LibfabricDomain {
         let sent = unsafe { nic.send(self.addresses.addr(address), bytes, len, desc, scratch) };
         match sent {
             Ok(true) => {
-                let flight = InFlight { what, region: NO_REGION, address, len: len as u32 };
+                let (region, len) = (NO_REGION, len as u32);
+                let flight = InFlight { what, region, address, len, reads: false };
                 self.table.launch(context, flight);
             }
             Ok(false) => {}
