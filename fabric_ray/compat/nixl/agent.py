@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from enum import Enum
@@ -60,9 +59,8 @@ class _Handle:
         return f"{type(self).__name__}({self._handle}, released={self._released})"
 
     def __del__(self) -> None:
-        # The agent keeps what can't be released, until it is closed.
-        with contextlib.suppress(Exception):
-            self.release()
+        if not self._released:
+            self._agent.drop(self._handle)
 
 
 class nixl_prepped_dlist_handle(_Handle):
