@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fabric_ray.cli.options import size
 from fabric_ray.cli.trace import nobody
+from fabric_ray.errors import FabricError
 from fabric_ray.observe.asking import Silent, ask_metrics, sockets
 from fabric_ray.observe.process import ProcessMetrics
 from fabric_ray.observe.rates import EngineRow, PeerRow, rows
@@ -37,22 +38,29 @@ def top(
     if no process shows itself.
     """
     look = _Looks()
-    if once:
-        look.rows()
-        time.sleep(interval)
-        found = look.rows()
-        if not look.processes:
-            typer.echo(nobody(), err=True)
-            raise typer.Exit(1)
-        if as_json:
-            typer.echo(msgspec.json.encode({"engines": found}).decode())
-        else:
-            Console().print(_table(found))
-        return
     try:
-        _watch(look, as_json, interval)
+        if once:
+            _look_once(look, as_json, interval)
+        else:
+            _watch(look, as_json, interval)
+    except FabricError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         return
+
+
+def _look_once(look: _Looks, as_json: bool, interval: float) -> None:
+    look.rows()
+    time.sleep(interval)
+    found = look.rows()
+    if not look.processes:
+        typer.echo(nobody(), err=True)
+        raise typer.Exit(1)
+    if as_json:
+        typer.echo(msgspec.json.encode({"engines": found}).decode())
+    else:
+        Console().print(_table(found))
 
 
 def _watch(look: _Looks, as_json: bool, interval: float) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from fabric_ray.engine.seeing import Cursor
 from fabric_ray.errors import FabricError
-from fabric_ray.observe.places import run_dir
+from fabric_ray.observe.places import check_run_dir, run_dir
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 
 LONGEST_QUESTION = 1 << 20
@@ -43,9 +43,16 @@ class Silent(FabricError):
 
 
 def sockets(directory: Path | None = None) -> list[Path]:
-    """Those of all processes that may be looked into."""
+    """Those of all processes that may be looked into.
+
+    Raises:
+        InvalidArgument: the directory isn't this user's alone.
+    """
     directory = directory or run_dir()
-    return sorted(directory.glob("*.sock")) if directory.is_dir() else []
+    if not directory.is_dir():
+        return []
+    check_run_dir(directory)
+    return sorted(directory.glob("*.sock"))
 
 
 def ask_metrics(path: Path) -> ProcessMetrics:

@@ -33,10 +33,27 @@ def make_run_dir(directory: Path) -> None:
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
     except OSError as error:
         raise InvalidArgument(
             f"the run directory {directory} can't be made: {error.strerror}; name another in "
+            f"{RUN_DIR_VARIABLE}"
+        ) from None
+    check_run_dir(directory)
+
+
+def check_run_dir(directory: Path) -> None:
+    """Sees that it is this user's alone: whoever can put sockets there can pass for a process of
+    this user.
+
+    Raises:
+        InvalidArgument: it isn't there, belongs to somebody else, is a link, or others may write
+            to it.
+    """
+    try:
+        found = directory.lstat()
+    except OSError as error:
+        raise InvalidArgument(
+            f"the run directory {directory} can't be looked at: {error.strerror}; name another in "
             f"{RUN_DIR_VARIABLE}"
         ) from None
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -45,6 +62,12 @@ def make_run_dir(directory: Path) -> None:
             f"the run directory {directory} isn't this user's alone; remove it, or name another "
             f"in {RUN_DIR_VARIABLE}"
         )
+
+
+def unready_path(path: Path) -> Path:
+    """Where a socket is until its process listens, so that nobody takes it for one whose process is
+    gone."""
+    return path.with_suffix(".new")
 
 
 def socket_path(directory: Path, pid: int) -> Path:

@@ -9,16 +9,17 @@ import os
 import socket
 import struct
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 import msgspec
 
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import process
 from fabric_ray.observe.asking import LONGEST_QUESTION, AskMetrics, Question
-from fabric_ray.observe.places import make_run_dir, run_dir, socket_path
+from fabric_ray.observe.places import make_run_dir, run_dir, socket_path, unready_path
 
 _PATIENCE_S = 5.0
+_REST_S = 0.1
 _log = logging.getLogger("fabric_ray.observe")
 
 
@@ -32,11 +33,15 @@ class Window:
         self.path = socket_path(directory, os.getpid())
         self._owner = os.getpid()
         self._listener = socket.socket(socket.AF_UNIX)
+        self._closed = Event()
+        unready = unready_path(self.path)
         # A process of the same number may have left one.
-        self.path.unlink(missing_ok=True)
-        self._listener.bind(str(self.path))
-        self.path.chmod(0o600)
+        unready.unlink(missing_ok=True)
+        self._listener.bind(str(unready))
+        unready.chmod(0o600)
         self._listener.listen(8)
+        # Who finds a socket that nobody listens at removes it: it gets its name when all is ready.
+        unready.replace(self.path)
         Thread(target=self._serve, name="fabric-observe", daemon=True).start()
 
     @property
@@ -46,6 +51,7 @@ class Window:
 
     def close(self) -> None:
         """Ends it, in the process that opened it."""
+        self._closed.set()
         if self.is_ours:
             self.path.unlink(missing_ok=True)
             # Wakes the thread that accepts.
@@ -54,11 +60,13 @@ class Window:
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                return
+                # Unless it is closed, this passes: too many open files, say.
+                self._closed.wait(_REST_S)
+                continue
             with peer:
                 try:
                     self._answer(peer)

@@ -7,7 +7,9 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -78,6 +80,7 @@ class nixlAgent:
         self._remotes: dict[str, Remote] = {}
         self._prepared: dict[int, Prepared[Any]] = {}
         self._requests: dict[int, Request] = {}
+        self._dropped: deque[int] = deque()
         self._notifications = Inbox[tuple[str, bytes]](_log)
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
@@ -135,6 +138,7 @@ class nixlAgent:
             nixlNotSupportedError: neither DRAM nor VRAM.
         """
         _check_memory(descs)
+        self._release_dropped()
         engine, done = self._engine, list[tuple[int, Region]]()
         for first, nbytes, _ in descs.rows().tolist():
             try:
@@ -154,6 +158,7 @@ class nixlAgent:
             nixlNotFoundError: something was not registered; the rest is deregistered.
             nixlBackendError: a peer may still write to it; keep it, and try again.
         """
+        self._release_dropped()
         failed: FabricError | None = None
         for first, nbytes, _ in descs.rows().tolist():
             region = self._registered.take(first, nbytes)
@@ -187,6 +192,7 @@ class nixlAgent:
         Raises:
             nixlNotFoundError: an agent that wasn't added, or memory that it hasn't told of.
         """
+        self._release_dropped()
         named = isinstance(args[0], str | bytes)
         name: Name = args[0] if named else ""
         rest = args[named:]
@@ -280,12 +286,38 @@ class nixlAgent:
             self._requests.pop(reqh, None)
         return _SUCCESS
 
+    def drop(self, handle: int) -> None:
+        """Has a prepared list or a request released soon: with the next call that makes one, or
+        that is about memory or notifications.
+
+        Takes no lock and doesn't wait: for the garbage collector, which may come while this thread
+        holds a lock of the agent or of the request.
+        """
+        request = self._requests.get(handle)
+        if request is not None:
+            request.give_up()
+        self._dropped.append(handle)
+
+    def _release_dropped(self) -> None:
+        for _ in range(len(self._dropped)):
+            try:
+                handle = self._dropped.popleft()
+            except IndexError:  # another thread was faster
+                return
+            with self._lock:
+                if self._prepared.pop(handle, None) is not None or handle not in self._requests:
+                    continue
+            # What may still write stays until the agent is closed.
+            with suppress(nixlBackendError, nixlInvalidParamError):
+                self.releaseXferReq(handle)
+
     # notifications
 
     def getNotifs(
         self, notif_map: dict[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
         """Adds what has come and was kept: 65,536, and 64 MiB, are the most."""
+        self._release_dropped()
         for agent, message in self._notifications.take():
             notif_map.setdefault(agent, []).append(message)
         return notif_map
@@ -413,6 +445,7 @@ class nixlAgent:
         notif_msg: Name,
         backends: Sequence[int],
     ) -> int:
+        self._release_dropped()
         here, nbytes = local[0].take(local[1])
         there, lengths = remote[0].take(remote[1])
         if not len(nbytes) or not np.array_equal(nbytes, lengths):

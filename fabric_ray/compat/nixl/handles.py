@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from fabric_ray.compat.nixl.core import nixlAgent
 
 
@@ -26,9 +24,8 @@ class Handle:
         return f"{type(self).__name__}({self._handle}, released={self._released})"
 
     def __del__(self) -> None:
-        # The agent keeps what can't be released, until it is closed.
-        with contextlib.suppress(Exception):
-            self.release()
+        if not self._released:
+            self._agent.drop(self._handle)
 
 
 class nixl_prepped_dlist_handle(Handle):

@@ -141,6 +141,12 @@ class Request:
                 "again later or close the agent"
             )
 
+    def give_up(self) -> None:
+        """Ends it, but waits for nothing and takes no lock; :meth:`cancel` comes later."""
+        transfer = self._transfer
+        if transfer is not None:
+            transfer.cancel()
+
     def telemetry(self) -> nixlXferTelemetry:
         """
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,8 @@ from fabric_ray.runtime.rdt.sources import Sources
 
 
 class Exchange:
-    """Sources, fetches and memory around one engine. Knows nothing of Ray.
+    """Sources, fetches and memory around one engine. Knows nothing of Ray. Closed when the process
+    ends, if not before.
 
     Args:
         engine: its own; closed with it.
@@ -30,6 +32,7 @@ class Exchange:
         self.sources = Sources(engine, holder)
         self.pool = Pool(engine, default_limit() if idle is None else idle)
         self.fetches = Fetches(engine, self.sources, self.pool, timeout=timeout)
+        atexit.register(self.close)
 
     def empty(self, shape: Sequence[int] | int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor in memory that peers on this host map.
@@ -43,4 +46,10 @@ class Exchange:
 
     def close(self) -> None:
         """What is under way fails, and what peers read here fails as well."""
+        self.disown()
         self.engine.close()
+        self.pool.close()
+
+    def disown(self) -> None:
+        """Leaves it to the process that this one was forked from."""
+        atexit.unregister(self.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 from weakref import WeakSet
@@ -31,6 +32,8 @@ class Fetch:
         self.obj_id = obj_id
         self.offer = offer
         self.tensors = tensors
+        self.ended = False
+        """Whether nobody waits for it any more."""
         self._transfer = transfer
 
     def wait(self, timeout: float | None) -> list[torch.Tensor]:
@@ -49,7 +52,7 @@ class Fetch:
         try:
             self._transfer.wait(timeout)
         except FabricError as error:
-            if self._transfer.wait_quiesced(_QUIET_S) is not True:
+            if not self.wait_settled():
                 error.args = (
                     f"{error}; bytes may still land in the buffers: don't use them again",
                 )
@@ -60,6 +63,10 @@ class Fetch:
         """Ends it for who waits, unless it is over."""
         if self._transfer is not None:
             self._transfer.cancel()
+
+    def wait_settled(self) -> bool:
+        """:attr:`settled`, after a moment if need be."""
+        return self._transfer is None or self._transfer.wait_quiesced(_QUIET_S) is True
 
     @property
     def settled(self) -> bool:
@@ -85,7 +92,8 @@ class Fetches:
         self._pool = pool
         self._timeout = timeout
         self._under_way: WeakSet[Fetch] = WeakSet()
-        self._unquiet: list[Fetch] = []
+        # A fetch may end in the middle of anything, on any thread: it is only left here.
+        self._unquiet: deque[Fetch] = deque()
         self._aborted: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -137,17 +145,21 @@ class Fetches:
         return fetch
 
     def end(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. Its tensors are kept until nothing can land in them."""
+        """Nobody waits for it any more. Its tensors are kept until nothing can land in them.
+
+        Takes no lock: the garbage collector may call it while this thread holds ours.
+        """
+        if fetch.ended:
+            return
+        fetch.ended = True
         fetch.cancel()
-        with self._lock:
-            self._under_way.discard(fetch)
-            if not fetch.settled:
-                self._unquiet.append(fetch)
+        if not fetch.settled:
+            self._unquiet.append(fetch)
 
     def abort(self, obj_id: str) -> None:
         """Ends the fetches of an object, or the next one if none has begun."""
         with self._lock:
-            found = [fetch for fetch in self._under_way if fetch.obj_id == obj_id]
+            found = [fetch for fetch in self._going_on() if fetch.obj_id == obj_id]
             if not found:
                 self._aborted[obj_id] = time.monotonic() + self._timeout
         for fetch in found:
@@ -157,10 +169,16 @@ class Fetches:
         """Fetches that are under way, or whose memory isn't quiet yet."""
         with self._lock:
             self._forget()
-            return len(self._under_way) + len(self._unquiet)
+            return len(self._going_on()) + len(self._unquiet)
+
+    def _going_on(self) -> list[Fetch]:
+        return [fetch for fetch in self._under_way if not fetch.ended]
 
     def _forget(self) -> None:
-        self._unquiet = [fetch for fetch in self._unquiet if not fetch.settled]
+        for _ in range(len(self._unquiet)):
+            fetch = self._unquiet.popleft()
+            if not fetch.settled:
+                self._unquiet.append(fetch)
         now = time.monotonic()
         self._aborted = {obj_id: end for obj_id, end in self._aborted.items() if end > now}
 

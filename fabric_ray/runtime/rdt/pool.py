@@ -12,26 +12,29 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
 from fabric_ray.engine import Region, TransferEngine
+from fabric_ray.runtime.rdt.machine import memory_bytes
 
 SMALLEST = 64 << 10
 """Tensors of fewer bytes come into memory of their own."""
 LIMIT_VARIABLE = "FABRIC_RAY_RDT_POOL_BYTES"
-_MOST = 4 << 30
+_MOST = 2 << 30
+_SHARE = 32
 
 
 def default_limit() -> int:
-    """Bytes that may lie idle: what the environment says, else a sixteenth of the machine's memory
-    and no more than 4 GiB."""
+    """Bytes that may lie idle: what the environment says, else a thirty-second of the memory that
+    this process may use and no more than 2 GiB, since many actors share a host."""
     given = os.environ.get(LIMIT_VARIABLE)
     if given is not None:
         return max(0, int(given))
-    return min(_MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
+    return min(_MOST, memory_bytes() // _SHARE)
 
 
 def capacity(nbytes: int) -> int:
@@ -50,6 +53,8 @@ class _Block:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(memory, dtype=np.uint8)
         self.region: Region = engine.register(self.array)
+        self.turn = 0
+        """When it came back: blocks with lower numbers have lain idle longer."""
 
 
 class _Loan:
@@ -74,14 +79,16 @@ class Pool:
 
     Args:
         engine: registers them.
-        limit: bytes that may lie idle; further blocks are given back to the system.
+        limit: bytes that may lie idle; beyond them the blocks that have lain idle longest are given
+            back to the system, and so are larger ones.
     """
 
     def __init__(self, engine: TransferEngine, limit: int) -> None:
         self._engine = engine
         self._limit = limit
-        self._idle: dict[int, list[_Block]] = defaultdict(list)
+        self._idle: dict[int, deque[_Block]] = defaultdict(deque)
         self.idle_bytes = 0
+        self._turns = count()
         # A loan may end in the middle of anything, on any thread: it only leaves the block here.
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
@@ -103,16 +110,41 @@ class Pool:
         array = np.asarray(_Loan(self, block, nbytes))
         return torch.from_numpy(array).view(dtype).view(tuple(shape)), block.region[:nbytes]
 
+    def close(self) -> None:
+        """Nothing lies idle from now on; what is lent stays until it comes back."""
+        with self._lock:
+            self._limit = 0
+            gone = self._shrink(0)
+        gone.clear()
+        self._settle()
+
     def _settle(self) -> None:
         """Puts what came back where it is found. Whoever holds the lock does it for others."""
         while self._returned and self._lock.acquire(blocking=False):
+            gone: list[_Block] = []
             try:
                 while self._returned:
-                    block = self._returned.popleft()
-                    size = block.array.nbytes
-                    if self.idle_bytes + size <= self._limit:
-                        self._idle[size].append(block)
-                        self.idle_bytes += size
-                    del block
+                    gone += self._keep(self._returned.popleft())
             finally:
                 self._lock.release()
+            gone.clear()  # outside of the lock: unmapping takes time
+
+    def _keep(self, block: _Block) -> list[_Block]:
+        """Has it lie idle if it may; returns what must go for that, or the block itself."""
+        size = block.array.nbytes
+        if size > self._limit:
+            return [block]
+        gone = self._shrink(self._limit - size)
+        block.turn = next(self._turns)
+        self._idle[size].append(block)
+        self.idle_bytes += size
+        return gone
+
+    def _shrink(self, limit: int) -> list[_Block]:
+        """Takes out what has lain idle longest until no more than so many bytes do."""
+        gone = []
+        while self.idle_bytes > limit:
+            oldest = min(filter(None, self._idle.values()), key=lambda blocks: blocks[0].turn)
+            gone.append(oldest.popleft())
+            self.idle_bytes -= gone[-1].array.nbytes
+        return gone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -63,8 +62,11 @@ class FabricTransport(TensorTransportManager):
         home = os.getpid(), str(context.get_node_id())
         with self._lock:
             if self._exchange is None or self._home != home:
-                if self._exchange is not None and self._home and self._home[0] == os.getpid():
-                    self._exchange.close()
+                if self._exchange is not None and self._home:
+                    if self._home[0] == os.getpid():
+                        self._exchange.close()
+                    else:
+                        self._exchange.disown()
                 self._exchange, self._home = _open(context), home
             return self._exchange
 
@@ -140,16 +142,21 @@ class FabricTransport(TensorTransportManager):
         Raises:
             RayDirectTransportError: the fetch failed; the message names the process that holds the
                 tensors.
-            TimeoutError: they aren't there in time; the fetch goes on until the request is dropped.
+            TimeoutError: they aren't there in time; the fetch is cancelled, and the message says
+                whether bytes may still land in the buffers (MR-1).
         """
         assert isinstance(fetch_request, FabricFetchRequest)
-        fetch = fetch_request.fetch
-        if fetch is None:
+        fetch, exchange = fetch_request.fetch, fetch_request.exchange
+        if fetch is None or exchange is None:
             return []
         try:
             return fetch.wait(None if timeout < 0 else timeout)
         except FabricError as error:
             raise _failed(fetch.obj_id, fetch.offer, error) from error
+        except TimeoutError:
+            # Not left to the request's end: the error's traceback keeps that alive.
+            exchange.fetches.end(fetch)
+            raise TimeoutError(_late(fetch, timeout)) from None
 
     def recv_multiple_tensors(
         self,
@@ -190,9 +197,18 @@ def _open(context: Any) -> Exchange:
     holder = Holder(str(name), str(context.get_node_id()), os.getpid())
     # An engine of its own: the process's may be opened later, under a name, or be shut down.
     engine = cluster_engine(f"rdt-{actor or f'driver-{os.getpid()}'}")
-    exchange = Exchange(engine, holder, timeout=ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
-    atexit.register(exchange.close)
-    return exchange
+    return Exchange(engine, holder, timeout=ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
+
+
+def _late(fetch: Fetch, timeout: float) -> str:
+    if fetch.wait_settled():
+        buffers = "its buffers are free"
+    else:
+        buffers = "bytes may still land in its buffers: don't use them again"
+    return (
+        f"object {fetch.obj_id} was not fetched from {fetch.offer.holder} in {timeout:.3g} s; the "
+        f"fetch is cancelled and {buffers}"
+    )
 
 
 def _failed(obj_id: str, offer: Offer | None, error: FabricError) -> RayDirectTransportError:

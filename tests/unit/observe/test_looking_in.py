@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,52 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(
         runs_in.chmod(0o777)
     with pytest.raises(errors.InvalidArgument, match="isn't this user's alone"):
         observe.serve()
+
+
+def test_a_directory_that_others_may_write_to_is_not_read(runs_in: Path) -> None:
+    path = observe.serve()
+    runs_in.chmod(0o777)
+    for arguments in (["top", "--once"], ["trace"]):
+        result = run(*arguments)
+        assert result.exit_code == 1
+        assert "isn't this user's alone" in result.stderr
+    assert path.exists()
+
+
+def test_a_socket_has_its_name_only_when_its_process_listens(
+    runs_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unheard = []
+
+    class Listener(socket.socket):
+        def listen(self, backlog: int = 8, /) -> None:
+            unheard.extend(sockets())
+            super().listen(backlog)
+
+    runs_in.mkdir(mode=0o700)
+    (runs_in / f"{os.getpid()}.new").touch()  # left by a process of the same number
+    monkeypatch.setattr(socket, "socket", Listener)
+    path = observe.serve()
+    assert unheard == []
+    assert sockets() == [path] == list(runs_in.iterdir())
+    assert ask_metrics(path).pid == os.getpid()
+
+
+def test_a_process_that_was_out_of_file_descriptors_answers_again(runs_in: Path) -> None:
+    path = observe.serve()
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            first.connect(str(path))  # its descriptor may be there already
+            first.close()
+            second.connect(str(path))
+            time.sleep(0.2)  # if it doesn't fail in between, it has nothing to come back from
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        second.shutdown(socket.SHUT_WR)
+        assert b"isn't understood" in second.recv(1 << 16)
+    assert ask_metrics(path).pid == os.getpid()
 
 
 def test_a_name_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:

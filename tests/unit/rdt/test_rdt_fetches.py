@@ -15,6 +15,7 @@ from fabric_ray.errors import Cancelled, DecodeError, FabricError, InvalidArgume
 from fabric_ray.runtime.rdt.exchange import Exchange
 from fabric_ray.runtime.rdt.fetches import Fetch
 from fabric_ray.runtime.rdt.offer import Holder, Offer
+from fabric_ray.runtime.rdt.transport import FabricFetchRequest, FabricTransport
 from tests.processes import Other
 
 BIG = 4 << 20
@@ -220,6 +221,48 @@ def test_a_wait_that_is_too_short_leaves_the_fetch_going(over_tcp: Exchange) -> 
         assert not isinstance(caught.value, FabricError)
         other.signal(signal.SIGCONT)
         assert begun.wait(20)[0].sum() == BIG
+
+
+def test_mr_1_a_fetch_that_is_late_is_cancelled_and_says_whether_its_buffer_is_free(
+    over_tcp: Exchange,
+) -> None:
+    kind, given = [((BIG,), torch.float32)], torch.zeros(BIG)
+    with Other(hold) as other:
+        offer = Offer.from_bytes(other.hear())
+        over_tcp.fetches.start("a", offer, kind).wait(20)
+        other.signal(signal.SIGSTOP)
+        begun = over_tcp.fetches.start("a", offer, kind, [given])
+        request = FabricFetchRequest("a", [], begun, over_tcp)
+        with pytest.raises(TimeoutError, match="not fetched from other") as caught:
+            FabricTransport().wait_fetch_complete(request, timeout=0)
+        free = "its buffers are free" in str(caught.value)
+        assert free or "may still land" in str(caught.value)
+        with pytest.raises(Cancelled):
+            begun.wait(20)
+        assert len(over_tcp.fetches) == (not begun.settled)
+        if free:
+            other.signal(signal.SIGCONT)
+            assert over_tcp.fetches.start("b", offer, kind).wait(20)[0].sum() == BIG
+            assert given.sum() == 0
+
+
+def test_the_garbage_collector_may_end_a_fetch_while_fetches_are_looked_at(
+    holder: Exchange, reader: Exchange
+) -> None:
+    offer = holder.sources.add("a", [torch.ones(4)])
+    begun = reader.fetches.start("a", offer, [((4,), torch.float32)])
+    request = FabricFetchRequest("a", [], begun, reader)
+    ended = threading.Event()
+
+    def collect() -> None:
+        nonlocal request
+        with reader.fetches._lock:  # as where a collection happens to begin
+            del request
+        ended.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert ended.wait(20)
+    assert begun.ended
 
 
 def test_rs_4_a_holder_that_is_killed_in_the_middle_is_named(over_tcp: Exchange) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from hypothesis import strategies as st
 
 from fabric_ray.runtime.rdt import pool as pools
 from fabric_ray.runtime.rdt.exchange import Exchange
+from fabric_ray.runtime.rdt.machine import memory_bytes
 from tests.processes import within
+from tests.unit.rdt.conftest import opened
 
 N = 1 << 20
 
@@ -91,4 +97,64 @@ def test_the_limit_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pools.LIMIT_VARIABLE, "1000")
     assert pools.default_limit() == 1000
     monkeypatch.delenv(pools.LIMIT_VARIABLE)
-    assert 0 < pools.default_limit() <= 4 << 30
+    assert 0 < pools.default_limit() <= 2 << 30
+
+
+def test_new_sizes_drive_out_what_has_lain_idle_longest(reader: Exchange) -> None:
+    old = [lent(reader, 16 << 20) for _ in range(4)]  # all that may lie idle
+    addresses = [tensor.data_ptr() for tensor in old]
+    while old:
+        old.pop(0)
+    new = lent(reader, 24 << 20)
+    address = new.data_ptr()
+    del new
+    assert reader.pool.idle_bytes == (24 << 20) + 2 * (16 << 20)
+    assert lent(reader, 24 << 20).data_ptr() == address
+    again = [lent(reader, 16 << 20) for _ in range(2)]
+    assert {tensor.data_ptr() for tensor in again} == set(addresses[2:])
+
+
+def test_a_block_beyond_the_limit_drives_out_nothing(reader: Exchange) -> None:
+    lent(reader)
+    lent(reader, 128 << 20)
+    assert reader.pool.idle_bytes == N
+
+
+def test_a_closed_exchange_keeps_no_memory_and_is_not_kept(reader: Exchange) -> None:
+    exchange = opened("closed")
+    tensor = lent(exchange)
+    lent(exchange, 2 * N)
+    exchange.close()
+    assert exchange.pool.idle_bytes == 0
+    del tensor
+    assert exchange.pool.idle_bytes == 0
+    alive = weakref.ref(exchange)
+    del exchange
+    gc.collect()
+    assert alive() is None
+
+
+V2 = {"proc/self/cgroup": "0::/pod/actor"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/pod/actor\n0::/"}
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        (V2 | {"sys/fs/cgroup/pod/actor/memory.max": "4096"}, 4096),
+        (V2 | {"sys/fs/cgroup/pod/memory.max": "8192"}, 8192),
+        (V2 | {"sys/fs/cgroup/memory.max": "4096"}, 4096),
+        (V1 | {"sys/fs/cgroup/memory/pod/actor/memory.limit_in_bytes": "4096"}, 4096),
+        (V1 | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "8192"}, 8192),
+        (V2 | {"sys/fs/cgroup/pod/actor/memory.max": "max"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_container_may_use_counts_not_what_the_machine_has(
+    tmp_path: Path, files: dict[str, str], limit: int | None
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_bytes(tmp_path) == (limit or machine)
