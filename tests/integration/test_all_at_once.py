@@ -107,6 +107,9 @@ def register(w: World) -> None:
     region[:64].slice(0, 32).descriptor()
     region.revoke().wait()
     w.b.register(torch.zeros(64), segment=True).deregister()
+    by_address = w.b.register_address(array.ctypes.data, array.nbytes)
+    w.a.write(w.a.alloc(BYTES), w.a.import_region(by_address.descriptor())).wait()
+    by_address.revoke().wait()
 
 
 def empty(w: World) -> None:
@@ -165,6 +168,8 @@ def watch(w: World) -> None:
 
 def look(w: World) -> None:
     w.a.stats()
+    w.a.metrics()
+    w.a.records(w.a.records().cursor)
     w.a.rails()
     repr(w.a.explain(w.there.peer))
     assert w.a.id == w.a.address.id
@@ -179,6 +184,7 @@ CALLS: dict[str, Callable[[World], None]] = {
     "explain": look,
     "import_region": write,
     "messages": messages,
+    "metrics": look,
     "open_segment": segment,
     "peer": send,
     "peer_group": scatter,
@@ -188,7 +194,9 @@ CALLS: dict[str, Callable[[World], None]] = {
     "read": read,
     "read_pages": read_pages,
     "receive": receive,
+    "records": look,
     "register": register,
+    "register_address": register,
     "register_file": register_file,
     "scatter": scatter,
     "segment": segment,
