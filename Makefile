@@ -18,7 +18,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak sanitize \
+.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-long test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -47,6 +47,10 @@ endif
 
 $(LANES): test-%: $(DONE)/native $(DONE)/perf
 	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
+
+# What make test leaves out for its length.
+test-long: $(DONE)/native $(DONE)/perf
+	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native $(DONE)/perf

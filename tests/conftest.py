@@ -14,6 +14,15 @@ import pytest
 from fabric_ray import TransferEngine
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" in config.getoption("markexpr", ""):
+        return
+    left = [item for item in items if item.get_closest_marker("long")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 @pytest.fixture
 def open_engine() -> Iterator[Callable[..., TransferEngine]]:
     engines: list[TransferEngine] = []

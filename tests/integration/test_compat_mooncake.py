@@ -63,6 +63,13 @@ class Peer:
         return np.frombuffer(self.other.ask(("bytes",)), dtype=np.uint8)
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What :func:`opened` sets ends with the test."""
+    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "auto")
+    monkeypatch.delenv("FABRIC_RAY_TRANSPORT")
+
+
 @pytest.fixture(params=["shm", "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FABRIC_RAY_TRANSPORT", request.param)

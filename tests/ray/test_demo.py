@@ -19,6 +19,7 @@ from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import save_checkpoint
 
 
+@pytest.mark.long
 def test_experts_from_a_checkpoint(cluster: list[str], tmp_path: Path) -> None:
     config = demo_config(parameters=2e6, kind="qwen3_moe", tp=2, ep=2)
     save_checkpoint(tmp_path / "model", config, InitialWeights(config, seed=3))

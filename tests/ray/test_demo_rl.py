@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
 from fabric_ray.demo.rl.loop import run
@@ -37,6 +38,7 @@ def test_the_command_learns_and_prints_one_json_object(cluster: list[str], tmp_p
     assert result["generating_in_push"] > 0.5
 
 
+@pytest.mark.long
 def test_without_staleness_every_sample_is_on_policy(cluster: list[str], tmp_path: Path) -> None:
     outcome = run(
         Options(

@@ -320,6 +320,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.long
 def test_the_setup_hook_reaches_actors_that_tasks_make_and_that_restart() -> None:
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(

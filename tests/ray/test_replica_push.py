@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ray
 
 from fabric_ray.models import ModelConfig
@@ -16,6 +17,7 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.mark.long
 def test_fully_sharded_trainers_gather_together_and_fill_every_rollout(cluster: list[str]) -> None:
     trainers, rollouts = start_gatherers(cluster, CONFIG, target_side(CONFIG, tp=2))
     try:

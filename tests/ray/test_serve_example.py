@@ -43,6 +43,7 @@ def program(cluster: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
         serve.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the example asks by curl")
 def test_the_example_answers_curl_and_ends_with_ctrl_c(
     program: tuple[subprocess.Popen[str], str],
