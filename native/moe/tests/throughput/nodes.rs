@@ -116,7 +116,7 @@ fn a_rank_is_masked_and_asked_after_while_a_call_waits_for_it() {
     batch(&spec, 0, 0).with_parts(|p, i, w| all.dispatch_send(p, i, w)).unwrap();
     std::thread::scope(|scope| {
         let busy = |error: &EngineError| error.to_string().contains("another thread is in a call");
-        let call = scope.spawn(|| loop {
+        let call = scope.spawn(move || loop {
             let error = all.wait_arriving(ORDERS[0]).unwrap_err();
             if !busy(&error) {
                 return error;
