@@ -58,7 +58,7 @@ class ThroughputAllToAll:
         chunk: tokens that are sent, given back and summed together.
         ring_chunks: chunks that a ring holds, 2 at least.
         threads: proxy threads, ``channels`` at most.
-        timeout: seconds; :meth:`set_timeout` changes it.
+        timeout: seconds, the same on all ranks; :meth:`set_timeout` changes it.
 
     Raises:
         InvalidArgument: sizes that don't go together.
@@ -149,7 +149,7 @@ class ThroughputAllToAll:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent so far."""
+        """What this rank has sent so far; while a call is under way, until it last had to wait."""
         return Traffic(*self._native.traffic)
 
     def card(self) -> bytes:
@@ -172,12 +172,14 @@ class ThroughputAllToAll:
                 self.admit(card)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long nothing may happen before a rank that is waited for is given up. One that
-        depends on others may take four times as long."""
+        """How long nothing may happen before a rank that is waited for, and is in no call, is given
+        up; one that is in a call may take eight times as long. Give all ranks the same: one with
+        less than half a second hears too rarely of those that wait longer."""
         self._native.set_timeout(seconds)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
-        """Gives a rank up, which ends the exchange on all ranks."""
+        """Gives a rank up, which ends the exchange on all ranks. Another thread may do so while a
+        call waits: that raises :class:`~fabric_ray.errors.PeerLost`."""
         self._native.mask(rank, cause)
 
     @property

@@ -270,8 +270,8 @@ class Buffer:
             bias: of this rank's tokens, one or two ``[tokens, hidden]``.
 
         Returns:
-            ``[tokens, hidden]``, added up in float32 and rounded once; the weights or ``None``;
-            an event.
+            ``[tokens, hidden]``, added up in float32 and rounded once, but on several nodes each
+            node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
         """
         rows.part("answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)

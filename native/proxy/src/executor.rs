@@ -171,7 +171,7 @@ impl Executor {
         self.engine.poll();
         let mut moved = self.take_arrivals(now);
         moved |= self.collect();
-        self.follow_masks();
+        moved |= self.follow_masks(now);
         for fifo in 0..self.sources.len() {
             moved |= self.run(fifo, now);
         }

@@ -22,6 +22,13 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct MoeThroughput(Throughput);
 
+impl Drop for MoeThroughput {
+    /// Leaving waits for others, who may need the interpreter.
+    fn drop(&mut self) {
+        Python::try_attach(|py| py.detach(|| self.0.close()));
+    }
+}
+
 #[pymethods]
 impl MoeThroughput {
     /// `engine` says what the engines of the proxy's threads are like.

@@ -15,14 +15,17 @@ pub struct Commands {
     next: u64,
     /// What a drain has been asked for: all commands before this, by the drain with that index.
     drained: (u64, u64),
+    /// The drain after which nothing was pushed any more.
+    farewell: Option<u64>,
 }
 
 impl Commands {
     pub fn new(pusher: Pusher) -> Self {
-        Self { pusher, queue: VecDeque::new(), next: 0, drained: (0, 0) }
+        Self { pusher, queue: VecDeque::new(), next: 0, drained: (0, 0), farewell: None }
     }
 
     pub fn push(&mut self, command: Command) -> u64 {
+        self.farewell = None;
         self.queue.push_back(command);
         self.next += 1;
         self.next - 1
@@ -78,11 +81,44 @@ impl Commands {
 
     /// Whether all there is has arrived; nothing is awaited of a proxy that is closed.
     pub fn has_left(&mut self) -> bool {
-        let drain = self.drain();
+        let drain = match self.farewell {
+            Some(drain) => drain,
+            None => self.drain(),
+        };
+        self.farewell = Some(drain);
         self.flush().is_err() || self.is_complete(drain)
     }
 
     pub fn is_flushed(&self) -> bool {
         self.queue.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use fabric_proxy::{fifo::fifo, Bed};
+
+    use super::*;
+
+    #[test]
+    fn a_rank_has_left_when_its_one_drain_is_over() {
+        let (pusher, mut popper) = fifo(16, Arc::new(Bed::default())).unwrap();
+        let mut commands = Commands::new(pusher);
+        commands.add(1, 0, 0, 1);
+        for _ in 0..40 {
+            assert!(!commands.has_left());
+        }
+        assert_eq!((popper.poll(1).is_some(), popper.poll(2)), (true, None));
+        popper.pop(1);
+        assert!(!commands.has_left());
+        popper.pop(1);
+        assert!(commands.has_left());
+        // What is said after that has yet to leave.
+        commands.add(1, 0, 0, 1);
+        assert!(!commands.has_left());
+        popper.pop(2);
+        assert!(commands.has_left());
     }
 }

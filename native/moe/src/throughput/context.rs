@@ -208,4 +208,18 @@ impl Arrivals {
         *next += 1;
         Some(*next - 1)
     }
+
+    /// That all rows of a lane have come, of which no tokens come any more.
+    ///
+    /// # Errors
+    /// Which rows are missing.
+    pub fn check_complete(&self, channel: u32, source: u32) -> Result<(), String> {
+        let lane = self.next.get(self.lane(channel, source)).into_iter().flatten();
+        match lane.enumerate().find(|(_, (_, left))| *left > 0) {
+            None => Ok(()),
+            Some((expert, (_, left))) => Err(format!(
+                "{left} of the rows that it announced for local expert {expert} never came"
+            )),
+        }
+    }
 }

@@ -41,6 +41,8 @@ struct Forwarded {
     up_to: u64,
     /// What each rank's ring must be cleared up to.
     cleared: Vec<u64>,
+    /// They are the last of an exchange, which may not be the one that is under way when they are given back.
+    last: bool,
 }
 
 #[derive(Debug)]
@@ -238,21 +240,22 @@ impl Gateway {
         for ring in self.targets.iter_mut().flatten() {
             ring.send(&[place], commands);
         }
-        self.taken(1);
         let experts = ctx.spec.shape.local_experts() as usize;
         let local = ctx.grid.local() as usize;
         let counts = &preamble.counts[local * experts..(local + 1) * experts];
         arrivals.announce(self.channel, self.source(ctx), counts);
         self.rows = Some(preamble);
+        self.taken(1);
         Ok(true)
     }
 
     /// Slots were read and sent on to all ranks that they are for.
     fn taken(&mut self, slots: u64) {
+        let last = self.is_done();
         let Input::Ring(ring) = &mut self.input else { return };
         ring.taken += slots;
         let cleared = self.targets.iter().map(|t| t.as_ref().map_or(0, |t| t.sent)).collect();
-        self.forwarded.push_back(Forwarded { up_to: ring.taken, cleared });
+        self.forwarded.push_back(Forwarded { up_to: ring.taken, cleared, last });
     }
 
     /// Forwards up to a chunk of tokens; whether there was one.
@@ -316,13 +319,13 @@ impl Gateway {
         }
         if taken > 0 {
             self.taken(taken as u64);
-            self.check_counts(ctx)?;
+            self.check_counts(ctx, arrivals)?;
         }
         Ok(taken > 0)
     }
 
-    /// When a lane has ended: each rank here got as many tokens as the preamble said.
-    fn check_counts(&self, ctx: &Context) -> Result<(), Stop> {
+    /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one as many rows (RS-1).
+    fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), Stop> {
         let Some(preamble) = self.rows.as_ref().filter(|_| self.is_done()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {
             let got = self.records.iter().filter(|(_, mask)| mask >> local & 1 == 1).count();
@@ -333,12 +336,12 @@ impl Gateway {
                 return Err(by(self.source(ctx))(cause));
             }
         }
-        Ok(())
+        let source = self.source(ctx);
+        arrivals.check_complete(self.channel, source).map_err(by(source))
     }
 
     /// Gives slots back that nothing reads any more.
     fn give_back(&mut self, ctx: &Context, commands: &mut Commands) -> bool {
-        let last = self.is_done();
         let Input::Ring(input) = &mut self.input else { return false };
         let mut moved = false;
         while let Some(front) = self.forwarded.front() {
@@ -346,8 +349,7 @@ impl Gateway {
             if !rings.all(|(r, up_to)| r.as_ref().is_none_or(|r| r.is_cleared(*up_to))) {
                 break;
             }
-            let last = last && self.forwarded.len() == 1;
-            input.credit(front.up_to, ctx.spec.chunk, last, commands);
+            input.credit(front.up_to, ctx.spec.chunk, front.last, commands);
             self.forwarded.pop_front();
             moved = true;
         }

@@ -3,7 +3,10 @@
 
 mod checks;
 
-use std::{sync::atomic::Ordering::Acquire, time::Duration};
+use std::{
+    sync::{atomic::Ordering::Acquire, Arc, OnceLock},
+    time::Duration,
+};
 
 use fabric_engine::{EngineError, Region, Result, Time};
 use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
@@ -35,6 +38,9 @@ enum Step {
 
 /// Timeouts after which somebody is given up even if all are in calls.
 const LAST: u32 = 8;
+/// How long nothing has moved before a rank that is gone is given up: one thread of the proxy may know that it left, and
+/// another have yet to take in what it sent before.
+const LAST_WORDS: Duration = Duration::from_millis(20);
 
 /// Why an exchange has ended for good.
 #[derive(Clone, Debug)]
@@ -67,7 +73,7 @@ pub struct Machine {
     tokens: u32,
     arrivals: Arrivals,
     sums: Sums,
-    broken: Option<Broken>,
+    broken: Arc<OnceLock<Broken>>,
     /// Ranks that are gone, and why. Who has done its part may leave.
     gone: Vec<(u32, String)>,
     /// Since when nothing has happened.
@@ -121,7 +127,7 @@ impl Machine {
             step: Step::Idle,
             tokens: 0,
             sums: Sums::default(),
-            broken: None,
+            broken: Arc::default(),
             gone: Vec::new(),
             quiet_since: None,
         })
@@ -137,7 +143,12 @@ impl Machine {
 
     /// Who has ended the exchange, if anybody.
     pub fn broken(&self) -> Option<&Broken> {
-        self.broken.as_ref()
+        self.broken.get()
+    }
+
+    /// The same, for whoever asks while a call is under way.
+    pub(super) fn verdict(&self) -> Arc<OnceLock<Broken>> {
+        Arc::clone(&self.broken)
     }
 
     /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left.
@@ -218,13 +229,15 @@ impl Machine {
             return Ok(true);
         }
         let suspects = self.suspects();
-        let is_gone = |(rank, _): &&(u32, String)| suspects.contains(rank);
+        let since = *self.quiet_since.get_or_insert(now);
+        let quiet = now.since(since);
+        let is_gone = |(rank, _): &&(u32, String)| {
+            quiet >= LAST_WORDS.min(timeout) && suspects.contains(rank)
+        };
         if let Some((rank, cause)) = self.gone.iter().find(is_gone).cloned() {
             self.fail(rank, cause);
             self.check()?;
         }
-        let since = *self.quiet_since.get_or_insert(now);
-        let quiet = now.since(since);
         let late = |rank: &u32| {
             // Whatever goes round in circles ends, too (RS-4).
             quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
@@ -357,11 +370,15 @@ impl Machine {
     /// Gives a rank up. The exchange ends with it: who forwards, forwards for others. All are told whom it is about, so
     /// that they name the same one; that rank too, which may live.
     pub fn fail(&mut self, rank: u32, cause: String) {
-        if self.broken.is_some() {
+        let mut news = false;
+        let broken = self.broken.get_or_init(|| {
+            news = true;
+            Broken { rank, cause }
+        });
+        if !news {
             return;
         }
-        tracing::warn!(rank, %cause, "a rank was given up");
-        self.broken = Some(Broken { rank, cause });
+        tracing::warn!(rank, cause = %broken.cause, "a rank was given up");
         self.signals.give_up(&self.ctx, rank);
         // What can't be told now is found out by the others themselves.
         let _ = self.signals.commands.flush();
@@ -369,7 +386,7 @@ impl Machine {
 
     /// Nothing will be sent any more; whether all that was has arrived.
     pub fn has_left(&mut self) -> bool {
-        let broken = self.broken.is_some();
+        let broken = self.broken().is_some();
         let of_channels = self.channels.iter_mut().map(|c| &mut c.commands);
         // Tokens that will never be asked for needn't arrive.
         let of_channels = of_channels.filter(|_| !broken);

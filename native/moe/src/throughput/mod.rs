@@ -30,8 +30,8 @@ mod take;
 use std::{
     fmt,
     sync::{
-        atomic::{AtomicU64, Ordering::Relaxed},
-        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        Arc, OnceLock,
     },
     time::{Duration, Instant},
 };
@@ -83,10 +83,20 @@ pub fn proxy_config(spec: &Spec, rank: u32, deadline: Duration) -> Config {
 ///
 /// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one thread at a time;
 /// combine may be left out if all ranks do. A rank forwards for others while it is in a call: between calls, as much moves as
-/// rings hold.
+/// rings hold. Other threads may ask, or mask a rank, meanwhile.
 pub struct Throughput {
     proxy: Proxy,
+    spec: Spec,
+    layout: Layout,
+    /// Held by whoever is in a call, which others are refused.
+    turn: Mutex<()>,
+    /// Locked for a whole call.
     machine: Mutex<Machine>,
+    broken: Arc<OnceLock<Broken>>,
+    /// Whom a caller wants given up, and why, until a call or the caller has done so.
+    masked: Mutex<Option<(u32, String)>>,
+    traffic: Mutex<Traffic>,
+    closed: AtomicBool,
     events: Arc<Mutex<Vec<Event>>>,
     /// Which ranks have been admitted.
     here: Mutex<Vec<bool>>,
@@ -104,7 +114,7 @@ impl fmt::Debug for Throughput {
 impl Throughput {
     /// Opens engines like `engine`, one for each proxy thread, and allocates this rank's part of the memory.
     ///
-    /// `timeout` is how long a rank may be in no call while it is waited for.
+    /// `timeout` is how long a rank may be in no call while it is waited for; give all ranks the same.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine says.
@@ -136,7 +146,14 @@ impl Throughput {
         let timeout = AtomicU64::new(timeout.as_nanos() as u64);
         Ok(Self {
             proxy,
+            spec,
+            layout,
+            turn: Mutex::new(()),
+            broken: machine.verdict(),
             machine: Mutex::new(machine),
+            masked: Mutex::default(),
+            traffic: Mutex::default(),
+            closed: AtomicBool::new(false),
             events,
             here: Mutex::new(here),
             rank,
@@ -145,16 +162,16 @@ impl Throughput {
     }
 
     pub fn spec(&self) -> Spec {
-        *self.machine.lock().spec()
+        self.spec
     }
 
     pub fn layout(&self) -> Layout {
-        *self.machine.lock().layout()
+        self.layout
     }
 
     /// What others need to know of this rank.
     pub fn card(&self) -> Vec<u8> {
-        Card { spec: self.spec(), proxy: self.proxy.descriptor().to_bytes() }.to_bytes()
+        Card { spec: self.spec, proxy: self.proxy.descriptor().to_bytes() }.to_bytes()
     }
 
     /// Takes a rank in by its card; returns its number. All are there before the first dispatch.
@@ -164,7 +181,7 @@ impl Throughput {
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let card = Card::from_bytes(card)?;
         let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
-        let (spec, rank) = (self.spec(), u32::from(proxy.rank));
+        let (spec, rank) = (self.spec, u32::from(proxy.rank));
         let unlike = |cause: String| EngineError::Handshake { peer: format!("rank {rank}"), cause };
         if card.spec != spec {
             return Err(unlike(format!(
@@ -185,6 +202,8 @@ impl Throughput {
         Ok(rank)
     }
 
+    /// How long a rank may be in no call while it is waited for. Give all ranks the same: who waits a few hundred
+    /// milliseconds only hears too rarely of those that wait longer.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.timeout.store(nanos, Relaxed);
@@ -194,17 +213,17 @@ impl Throughput {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
 
-    /// What this rank has sent so far.
+    /// What this rank has sent up to the end of its last call, or until nothing moved in the one that it is in.
     pub fn traffic(&self) -> Traffic {
-        self.machine.lock().traffic()
+        *self.traffic.lock()
     }
 
     /// Who has ended the exchange, if anybody.
     pub fn broken(&self) -> Option<Broken> {
-        self.machine.lock().broken().cloned()
+        self.broken.get().cloned()
     }
 
-    /// Gives a rank up, which ends the exchange for all.
+    /// Gives a rank up, which ends the exchange for all; also the call that this rank is in.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is this rank, or none.
@@ -212,8 +231,10 @@ impl Throughput {
         if rank == self.rank || rank as usize >= self.here.lock().len() {
             return Err(EngineError::Invalid(format!("rank {rank} is no other rank")));
         }
+        self.masked.lock().get_or_insert_with(|| (rank, cause.to_owned()));
+        // A call that is under way finds it there, and ends.
         let mut machine = self.machine.lock();
-        machine.fail(rank, cause.to_owned());
+        self.follow_mask(&mut machine);
         self.take_leave(&mut machine);
         Ok(())
     }
@@ -232,7 +253,7 @@ impl Throughput {
         indices: &[i64],
         weights: Option<Part<'_>>,
     ) -> Result<()> {
-        let mut machine = self.enter()?;
+        let (_turn, mut machine) = self.enter()?;
         let absent = self.here.lock().iter().position(|here| !here);
         if let Some(rank) = absent {
             let text = format!("rank {rank} is not connected; admit its card first");
@@ -251,7 +272,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for;
     /// [`EngineError::PeerLost`] once the exchange has ended for good.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
-        let mut machine = self.enter()?;
+        let (_turn, mut machine) = self.enter()?;
         let mut found = Ok(None);
         self.drive(&mut machine, &mut Io::Nothing, |machine| {
             found = machine.arriving(order);
@@ -267,7 +288,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] once the
     /// exchange has ended for good.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
-        let mut machine = self.enter()?;
+        let (_turn, mut machine) = self.enter()?;
         let placing = machine.check_room(out)?;
         self.drive(&mut machine, &mut Io::Rows(out), Machine::is_collected)?;
         Ok(placing)
@@ -280,7 +301,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] once the
     /// exchange has ended for good.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
-        let mut machine = self.enter()?;
+        let (_turn, mut machine) = self.enter()?;
         machine.begin_answers(&answers)?;
         self.drive(&mut machine, &mut Io::Answers(answers), Machine::is_answered)
     }
@@ -291,18 +312,19 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] once the exchange has
     /// ended for good.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
-        let mut machine = self.enter()?;
+        let (_turn, mut machine) = self.enter()?;
         machine.check_sums(out, float)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         machine.take_sums(out, float)
     }
 
-    fn enter(&self) -> Result<MutexGuard<'_, Machine>> {
-        self.machine.try_lock().ok_or_else(|| {
+    fn enter(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
+        let turn = self.turn.try_lock().ok_or_else(|| {
             EngineError::Invalid(
                 "another thread is in a call of this exchange; make one exchange for each".into(),
             )
-        })
+        })?;
+        Ok((turn, self.machine.lock()))
     }
 
     /// Steps on until something is there, or the exchange has ended.
@@ -316,10 +338,14 @@ impl Throughput {
         let mut idle = 0u32;
         loop {
             let moved = self.step(machine, io).inspect_err(|_| self.take_leave(machine))?;
-            if done(machine) {
+            let over = done(machine);
+            idle = if moved { 0 } else { idle + 1 };
+            if over || idle == 32 {
+                *self.traffic.lock() = machine.traffic();
+            }
+            if over {
                 return Ok(());
             }
-            idle = if moved { 0 } else { idle + 1 };
             match idle {
                 0..32 => std::hint::spin_loop(),
                 32..256 => std::thread::yield_now(),
@@ -330,6 +356,7 @@ impl Throughput {
     }
 
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
+        self.follow_mask(machine);
         // What others say of whom they gave up came before they left themselves.
         machine.hear()?;
         for event in self.events.lock().drain(..) {
@@ -343,6 +370,25 @@ impl Throughput {
         machine.step(Time::now(), self.timeout(), io)
     }
 
+    fn follow_mask(&self, machine: &mut Machine) {
+        if let Some((rank, cause)) = self.masked.lock().take() {
+            machine.fail(rank, cause);
+        }
+    }
+
+    /// Leaves for good: what was said is heard by the others, or not awaited for ever. Calls fail from now on.
+    pub fn close(&self) {
+        if self.closed.swap(true, Relaxed) {
+            return;
+        }
+        let mut machine = self.machine.lock();
+        if machine.broken().is_none() {
+            self.take_leave(&mut machine);
+        }
+        drop(machine);
+        self.proxy.close();
+    }
+
     /// Waits until what others are told has left, but not for ever.
     fn take_leave(&self, machine: &mut Machine) {
         let end = Instant::now() + FAREWELL.min(self.timeout());
@@ -354,12 +400,7 @@ impl Throughput {
 
 impl Drop for Throughput {
     fn drop(&mut self) {
-        let mut machine = self.machine.lock();
-        if machine.broken().is_none() {
-            self.take_leave(&mut machine);
-        }
-        drop(machine);
-        self.proxy.close();
+        self.close();
     }
 }
 

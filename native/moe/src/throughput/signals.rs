@@ -14,6 +14,8 @@ use super::{commands::Commands, context::Context};
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Times in a timeout that a rank says that it is in a call.
 const BEATS: u32 = 4;
+/// It says so this often at least, for others may have shorter timeouts.
+const BEAT: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]
 pub struct Signals {
@@ -38,16 +40,17 @@ impl Signals {
                 (*beats, *when) = (word, now);
             }
         }
-        let due = self.said.is_none_or(|said| now.since(said) >= timeout / BEATS);
+        let due = self.said.is_none_or(|said| now.since(said) >= BEAT.min(timeout / BEATS));
         if due && self.commands.is_flushed() {
             self.said = Some(now);
             self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank));
         }
     }
 
-    /// Whether nothing was heard of a rank for so long.
+    /// Whether a rank has been in no call for so long: the last time that it said so may be a beat before it left its last
+    /// call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
-        now.since(self.heard[rank as usize].1) >= timeout
+        now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
 
     /// Tells all others whom this rank has given up, so that all name the same one (RS-4); that rank too, which may live.
@@ -60,5 +63,26 @@ impl Signals {
         for other in (0..ctx.grid.ranks).filter(|r| *r != ctx.grid.rank) {
             self.commands.push(Command::Atomic { rank: other as u16, channel: CHANNEL, add });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use fabric_proxy::{fifo::fifo, Bed};
+
+    use super::*;
+
+    #[test]
+    fn rs_4_the_last_beat_may_be_older_than_the_end_of_the_call() {
+        let (pusher, _popper) = fifo(1, Arc::new(Bed::default())).unwrap();
+        let signals = Signals::new(pusher, 2);
+        let timeout = Duration::from_secs(1);
+        // Its last beat was at 0, and it left its call just before the next.
+        let after = |ms: u64| signals.is_silent(1, Time(ms * 1_000_000), timeout);
+        assert!(!after(1_000));
+        assert!(!after(1_249));
+        assert!(after(1_250));
     }
 }

@@ -70,7 +70,7 @@ impl Preamble {
     }
 
     /// # Errors
-    /// What is wrong: another exchange, or rows that no source of this shape has.
+    /// What is wrong: another exchange, or rows that no source of this shape has on a channel.
     pub fn read(spec: &Spec, exchange: u32, bytes: &[u8]) -> Result<Self, String> {
         let rows = read_head(bytes, Kind::Preamble, exchange)?;
         let (ranks, experts) = (spec.ranks_per_node as usize, spec.node_experts() as usize);
@@ -79,13 +79,14 @@ impl Preamble {
         let this =
             Self { rows, rows_to: words(first, ranks), counts: words(first + ranks, experts) };
         let local = spec.shape.local_experts() as usize;
-        let pair = spec.shape.pair_rows();
+        let tokens = spec.channel_tokens();
+        let pair = u64::from(tokens) * u64::from(spec.shape.topk.min(spec.shape.local_experts()));
         let fits = this.rows_to.iter().zip(this.counts.chunks(local)).all(|(rows, counts)| {
             let sum: u64 = counts.iter().map(|n| u64::from(*n)).sum();
             let most = counts.iter().copied().max().unwrap_or(0);
             *rows <= this.rows && most <= *rows && u64::from(*rows) <= sum && sum <= pair
         });
-        match fits && rows <= spec.shape.max_tokens {
+        match fits && rows <= tokens {
             true => Ok(this),
             false => Err(format!("its counts can't be: {rows} tokens, {:?}", this.rows_to)),
         }
@@ -167,18 +168,32 @@ mod tests {
         }
     }
 
+    #[test]
+    fn mr_3_no_channel_brings_more_than_its_part_of_the_tokens() {
+        let two = Spec { channels: 2, ..spec() };
+        let of = |rows, counts: [u32; 4]| {
+            let preamble = Preamble { rows, rows_to: vec![rows, 0], counts: counts.into() };
+            Preamble::read(&two, 1, &preamble.to_bytes(1))
+        };
+        assert!(of(3, [3, 3, 0, 0]).is_ok());
+        assert!(of(4, [4, 0, 0, 0]).unwrap_err().contains("can't be"));
+    }
+
     proptest! {
         /// Whatever a peer writes down, no more rows are made room for than a source can have.
         #[test]
-        fn mr_3_no_preamble_passes_what_a_source_can_send(words in prop::collection::vec(0u32..8, 0..12)) {
-            let s = spec();
+        fn mr_3_no_preamble_passes_what_a_source_can_send(
+            words in prop::collection::vec(0u32..8, 0..12),
+            channels in 1u32..4,
+        ) {
+            let s = Spec { channels, ..spec() };
             let head = [Kind::Preamble as u32, 1];
             let bytes: Vec<u8> = head.iter().chain(&words).flat_map(|w| w.to_le_bytes()).collect();
             if let Ok(preamble) = Preamble::read(&s, 1, &bytes) {
-                prop_assert!(preamble.rows <= s.shape.max_tokens);
+                prop_assert!(preamble.rows <= s.channel_tokens());
                 for counts in preamble.counts.chunks(2) {
                     let sum: u64 = counts.iter().map(|n| u64::from(*n)).sum();
-                    prop_assert!(sum <= s.shape.pair_rows());
+                    prop_assert!(sum <= 2 * u64::from(s.channel_tokens()));
                 }
             }
         }

@@ -111,6 +111,11 @@ impl Spec {
         2 * (self.rings() + u64::from(self.shape.ranks))
     }
 
+    /// Tokens of a rank that go over one channel, at most.
+    pub(super) fn channel_tokens(&self) -> u32 {
+        self.shape.max_tokens.div_ceil(self.channels)
+    }
+
     /// Which of a rank's tokens go over a channel.
     pub(super) fn part(&self, channel: u32, tokens: u32) -> std::ops::Range<u32> {
         let cut = |c: u32| (u64::from(tokens) * u64::from(c) / u64::from(self.channels)) as u32;

@@ -120,7 +120,10 @@ impl Take {
         })?;
         taken.map_err(by(self.gateway()))?;
         self.ring.taken += 1;
-        Ok(())
+        match self.is_done() {
+            true => arrivals.check_complete(self.channel, self.source).map_err(by(self.source)),
+            false => Ok(()),
+        }
     }
 
     /// Sends answers to the gateway, as far as there is room.

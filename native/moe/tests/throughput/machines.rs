@@ -1,4 +1,4 @@
-//! Exchanges in the simulator, whose links deliver in any order; with ranks that die or stall at any moment. A schedule
+//! Exchanges in the simulator, whose links deliver in any order; with ranks that die, stall or sleep at any moment. A schedule
 //! is replayed by its seed, which a failure prints:
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test throughput machines`
@@ -9,7 +9,7 @@ use std::{
 };
 
 use fabric_engine::{
-    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, EngineError, Time,
+    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, EngineError, Region, Time,
     TransferEngine,
 };
 use fabric_moe::{
@@ -18,11 +18,13 @@ use fabric_moe::{
 };
 use fabric_proxy::{fifo::fifo, Bed, Common, Event, Executor};
 
-use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
+use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, EXTRA, ORDERS, WIDE};
 
 const MS: u64 = 1_000_000;
 /// How long nothing may happen.
 const TIMEOUT: Duration = Duration::from_millis(200);
+/// How long a rank may be elsewhere, which nobody minds, nanoseconds.
+const NAP: u64 = 100 * MS;
 /// All exchanges end so soon, whoever dies.
 const BOUND: u64 = 30_000 * MS;
 const EXCHANGES: usize = 3;
@@ -50,6 +52,10 @@ struct Rank {
     batches: Vec<Batch>,
     without: Vec<bool>,
     error: Option<EngineError>,
+    part: Region,
+    timeout: Duration,
+    /// It is in no call until then; its proxy is at work.
+    wakes: Time,
 }
 
 impl Rank {
@@ -77,7 +83,7 @@ impl Rank {
             Arc::new(move |e| told.lock().unwrap().push(e)),
         )
         .unwrap();
-        let machine = Machine::new(spec, rank, part, common.words, pushers).unwrap();
+        let machine = Machine::new(spec, rank, part.clone(), common.words, pushers).unwrap();
         let without = without.to_vec();
         let (turn, exchange, error) = (Turn::Dispatch, 0, None);
         Self {
@@ -92,6 +98,9 @@ impl Rank {
             batches,
             without,
             error,
+            part,
+            timeout: TIMEOUT,
+            wakes: Time(0),
         }
     }
 
@@ -102,7 +111,7 @@ impl Rank {
     /// Lets the proxy and its device do what they can; whether they did anything.
     fn go_on(&mut self, now: Time) -> Result<bool, String> {
         let mut moved = self.executor.step(now);
-        if self.error.is_some() {
+        if self.error.is_some() || now < self.wakes {
             return Ok(moved);
         }
         match self.device(now) {
@@ -121,6 +130,7 @@ impl Rank {
     }
 
     fn device(&mut self, now: Time) -> Result<bool, EngineError> {
+        let timeout = self.timeout;
         self.machine.hear()?;
         for event in self.events.lock().unwrap().drain(..) {
             match event {
@@ -132,12 +142,12 @@ impl Rank {
         }
         match &mut self.turn {
             Turn::Collect(handed) => {
-                self.machine.step(now, TIMEOUT, &mut Io::Rows(&mut handed.parts()))
+                self.machine.step(now, timeout, &mut Io::Rows(&mut handed.parts()))
             }
             Turn::Answer(answers) => {
-                self.machine.step(now, TIMEOUT, &mut Io::Answers(rows_of_answers(answers)))
+                self.machine.step(now, timeout, &mut Io::Answers(rows_of_answers(answers)))
             }
-            _ => self.machine.step(now, TIMEOUT, &mut Io::Nothing),
+            _ => self.machine.step(now, timeout, &mut Io::Nothing),
         }
     }
 
@@ -227,6 +237,8 @@ enum Accident {
     Dies,
     /// It lives, and does nothing any more.
     Stalls,
+    /// It is in no call for a while, as it may be.
+    Sleeps,
 }
 
 struct Run {
@@ -268,12 +280,16 @@ impl Run {
             }
             if let Some((rank, accident, _)) = self.accident.filter(|(.., at)| *at == steps) {
                 let at = self.ranks.iter().position(|r| r.rank == rank).unwrap();
-                let gone = self.ranks.remove(at);
-                if accident == Accident::Dies {
-                    self.net.kill(gone.engine.id());
-                }
-                self.gone.push(gone);
                 since = self.net.now();
+                if accident == Accident::Sleeps {
+                    self.ranks[at].wakes = Time(since.0 + NAP);
+                } else {
+                    let gone = self.ranks.remove(at);
+                    if accident == Accident::Dies {
+                        self.net.kill(gone.engine.id());
+                    }
+                    self.gone.push(gone);
+                }
             }
             steps += 1;
             if !self.net.step() {
@@ -318,7 +334,7 @@ fn random(seed: u64) -> Result<bool, String> {
     if rng.bool() && spec.shape.ranks > 1 {
         // At any of the steps that it takes without an accident.
         let steps = Run::new(spec, seed, config).go()?;
-        let accident = if rng.bool() { Accident::Dies } else { Accident::Stalls };
+        let accident = [Accident::Dies, Accident::Stalls, Accident::Sleeps][rng.usize(..3)];
         run.accident = Some((rng.u32(..spec.shape.ranks), accident, rng.u32(..steps.max(1))));
     }
     run.go().map_err(|what| format!("{what}; {:?}, {spec:?}", run.accident))?;
@@ -351,6 +367,62 @@ fn tokens_flow_through_rings_of_two_chunks() {
         let mut run = Run::new(spec, seed, SimConfig::default());
         run.go().unwrap();
         assert!(run.ranks.iter().all(|r| r.error.is_none()));
+    }
+}
+
+/// A gateway goes on to the next exchange while a rank of its node has yet to read the last tokens of this one. Their slots are
+/// given back all the same, fewer than a chunk though they are: a source waits for room for a whole one.
+#[test]
+fn tokens_flow_on_though_a_rank_reads_the_last_of_an_exchange_late() {
+    let spec = Spec { channels: 1, chunk: 4, ring_chunks: 2, ..spec(2, 2, 1, 2, 14) };
+    let run = |seed, accident| {
+        let mut run = Run::new(spec, seed, SimConfig::default());
+        run.ranks.iter_mut().for_each(|r| r.without = vec![true; EXCHANGES]);
+        run.accident = accident;
+        run.go().unwrap_or_else(|what| panic!("seed {seed}, {accident:?}: {what}"))
+    };
+    for seed in 0..3 {
+        for at in 0..run(seed, None) {
+            run(seed, Some((3, Accident::Sleeps, at)));
+        }
+    }
+}
+
+/// Who waits longer than others says often enough for them that he is in a call.
+#[test]
+fn rs_4_a_rank_with_a_longer_timeout_is_not_given_up_while_it_is_in_a_call() {
+    let mut run = Run::new(spec(2, 2, 1, 2, 8), 1, SimConfig::default());
+    // All wait for the first one; the last knows of its gateway only.
+    run.ranks[0].wakes = Time(3_000 * MS);
+    run.ranks.iter_mut().for_each(|r| r.timeout = Duration::from_secs(60));
+    run.ranks[3].timeout = Duration::from_secs(1);
+    run.go().unwrap();
+}
+
+/// A source that announces a row more than it sends, to a rank of its node, to a gateway, and through that.
+#[test]
+fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
+    let spec = Spec { channels: 1, ..spec(2, 2, 2, 2, 4) };
+    for target in 1..4u32 {
+        let mut run = Run::new(spec, 0, SimConfig::default());
+        let batch = |tokens: usize| {
+            let mut batch = Batch::random(&mut fastrand::Rng::with_seed(0), &spec, None);
+            batch.values = vec![0.5; tokens * WIDE];
+            batch.extra = vec![1; tokens * EXTRA];
+            batch.indices = [i64::from(2 * target), -1].repeat(tokens);
+            batch.weights = vec![1.0; tokens * 2];
+            vec![batch; EXCHANGES]
+        };
+        run.ranks.iter_mut().for_each(|r| r.batches = batch(2 * usize::from(r.rank == 0)));
+        let source = &mut run.ranks[0];
+        assert!(source.turn_over().unwrap(), "it has dispatched");
+        // Behind a head of four words and the tokens of two ranks: the rows of the node's experts.
+        let word = 4 + 2 + (2 * target + 1) % spec.node_experts();
+        let preamble = Layout::new(spec).unwrap().preamble(0, target / 2);
+        source.part.put(preamble + 4 * u64::from(word), &1u32.to_le_bytes()).unwrap();
+        assert!(run.go().is_err());
+        let error = run.ranks[target as usize].error.as_ref().unwrap().to_string();
+        assert!(error.contains("rank 0 ") && error.contains("never came"), "{error}");
     }
 }
 

@@ -1,6 +1,9 @@
 //! Ranks as threads, over the transports of this machine, grouped into nodes.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Duration,
+};
 
 use fabric_engine::{
     api::{EngineConfig, TransportKind},
@@ -102,6 +105,59 @@ fn rs_4_a_rank_that_is_gone_is_named_by_all_others() {
                 assert!(exchange(&all, rank, &batch(&spec, rank, 6), 6).is_err());
             });
         }
+    });
+}
+
+#[test]
+fn a_rank_is_masked_and_asked_after_while_a_call_waits_for_it() {
+    let spec = spec(2, 1, 2, 2, 8);
+    let ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(10));
+    let all = &ranks[0];
+    batch(&spec, 0, 0).with_parts(|p, i, w| all.dispatch_send(p, i, w)).unwrap();
+    std::thread::scope(|scope| {
+        let busy = |error: &EngineError| error.to_string().contains("another thread is in a call");
+        let call = scope.spawn(move || loop {
+            let error = all.wait_arriving(ORDERS[0]).unwrap_err();
+            if !busy(&error) {
+                return error;
+            }
+        });
+        // Out of turn until the other is in its call.
+        while !busy(&all.combine_send(rows_of_answers(&[])).unwrap_err()) {
+            std::thread::yield_now();
+        }
+        assert!(all.broken().is_none());
+        assert_eq!(all.spec(), spec);
+        all.mask(1, "its node is gone").unwrap();
+        let error = call.join().unwrap().to_string();
+        assert!(error.contains("rank 1 ") && error.contains("its node is gone"), "{error}");
+    });
+    assert_eq!(all.broken().unwrap().cause, "its node is gone");
+}
+
+#[test]
+fn whoever_asks_who_is_lost_is_in_no_calls_way() {
+    let spec = spec(1, 2, 2, 2, 8);
+    let ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(60));
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Relaxed) {
+                assert!(ranks[0].broken().is_none());
+                let _ = ranks[0].traffic();
+            }
+        });
+        let calls = |(rank, all): (usize, &Throughput)| {
+            for turn in 0..20 {
+                let batch = batch(&spec, rank as u32, turn);
+                assert_eq!(exchange(all, rank as u32, &batch, turn).unwrap(), batch.sums());
+            }
+        };
+        let calls: Vec<_> =
+            ranks.iter().enumerate().map(|one| scope.spawn(move || calls(one))).collect();
+        let ends: Vec<_> = calls.into_iter().map(|c| c.join()).collect();
+        over.store(true, Relaxed);
+        ends.into_iter().for_each(|end| end.unwrap());
     });
 }
 

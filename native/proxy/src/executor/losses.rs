@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use fabric_engine::Time;
+
 use super::{Event, Executor, RING};
 use crate::{
     descriptor::ThreadDescriptor, inbox::News, peer::State, symmetric::check_rank, ProxyError,
@@ -32,19 +34,23 @@ impl Executor {
         }
     }
 
-    /// What other threads have given up is given up here, too.
-    pub(super) fn follow_masks(&mut self) {
+    /// What other threads have given up is given up here, too. True if something had come meanwhile.
+    pub(super) fn follow_masks(&mut self, now: Time) -> bool {
         let changes = self.common.alive.changes();
         if self.changes == changes {
-            return;
+            return false;
         }
         self.changes = changes;
+        // Another thread may be the first to see that a rank left; what it sent here before still counts.
+        self.engine.poll();
+        let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {
             let peer = &self.peers[rank];
             if peer.state == State::Alive && self.common.alive.has_ended(rank, peer.incarnation) {
                 self.give_up(rank);
             }
         }
+        moved
     }
 
     /// Ends all that is under way to a rank; nothing is sent to it any more, and nothing of it counts.

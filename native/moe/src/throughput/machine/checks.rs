@@ -15,7 +15,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::PeerLost`] once the exchange has ended for good.
     pub fn check(&self) -> Result<()> {
-        match &self.broken {
+        match self.broken() {
             None => Ok(()),
             Some(Broken { rank, cause }) => Err(EngineError::PeerLost {
                 peer: format!("rank {rank}"),
