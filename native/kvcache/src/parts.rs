@@ -3,7 +3,7 @@
 //! Parts may come in any order, twice or not at all, as messages may: who has said something that didn't come finds out by
 //! its beats, whether all of it is missing or a part.
 
-use std::{borrow::Cow, collections::BTreeMap, time::Duration};
+use std::{borrow::Cow, cmp::Reverse, collections::BTreeMap, time::Duration};
 
 use fabric_engine::{api::EngineId, EngineError, Time, TransferEngine};
 use parking_lot::Mutex;
@@ -160,20 +160,28 @@ impl Parts {
                 part.total, self.max_message
             )));
         }
-        let whole = self.open.lock().add(from, part, now, self.max_bytes).map_err(wrong)?;
+        let mut open = self.open.lock();
+        if !open.messages.contains_key(&(from, part.number)) {
+            // No meeting may be left whose beat would do so.
+            open.expire(now, self.patience);
+        }
+        let whole = open.add(from, part, now, self.max_bytes).map_err(wrong)?;
         Ok(whole.map(Cow::Owned))
     }
 
     /// Forgets messages whose missing parts have had time enough.
     pub fn expire(&self, now: Time) {
-        let mut open = self.open.lock();
-        let late = open.messages.iter().filter(|(_, m)| now.since(m.since) > self.patience);
-        let late: Vec<(EngineId, u64)> = late.map(|(key, _)| *key).collect();
-        late.into_iter().for_each(|key| drop(open.remove(key)));
+        self.open.lock().expire(now, self.patience);
     }
 }
 
 impl Open {
+    fn expire(&mut self, now: Time, patience: Duration) {
+        let late = self.messages.iter().filter(|(_, m)| now.since(m.since) > patience);
+        let late: Vec<(EngineId, u64)> = late.map(|(key, _)| *key).collect();
+        late.into_iter().for_each(|key| drop(self.remove(key)));
+    }
+
     fn add(
         &mut self,
         from: EngineId,
@@ -209,7 +217,7 @@ impl Open {
         Ok(whole.then(|| self.remove(key)).flatten())
     }
 
-    /// Who sends more than there is room for loses what it began first, or the oldest of all is forgotten.
+    /// Who sends more than there is room for loses what it began first, and so does whoever holds the most.
     fn make_room(&mut self, from: EngineId, nbytes: u64, max_bytes: u64) {
         let theirs = self.messages.range((from, 0)..=(from, u64::MAX));
         let full = theirs.clone().count() >= OPEN_EACH;
@@ -218,10 +226,25 @@ impl Open {
             self.remove(key);
         }
         while self.bytes + nbytes > max_bytes {
-            let oldest = self.messages.iter().min_by_key(|(_, m)| m.since).map(|(key, _)| *key);
-            let Some(key) = oldest else { return };
+            let Some(key) = self.most_dispensable((from, nbytes)) else { return };
             self.remove(key);
         }
+    }
+
+    /// The oldest message of the peer that holds the most, with what one of them is to hold in addition.
+    fn most_dispensable(&self, (from, nbytes): (EngineId, u64)) -> Option<(EngineId, u64)> {
+        let mut peers: BTreeMap<EngineId, (u64, Time, u64)> = BTreeMap::new();
+        for ((peer, number), message) in &self.messages {
+            let own = if *peer == from { nbytes } else { 0 };
+            let (held, since, oldest) = peers.entry(*peer).or_insert((own, Time::NEVER, 0));
+            *held += message.bytes.len() as u64;
+            if message.since < *since {
+                (*since, *oldest) = (message.since, *number);
+            }
+        }
+        // Of those that hold as much, whose message is the oldest.
+        let most = peers.iter().max_by_key(|(_, (held, since, _))| (*held, Reverse(*since)));
+        most.map(|(peer, (_, _, oldest))| (*peer, *oldest))
     }
 
     fn remove(&mut self, key: (EngineId, u64)) -> Option<Vec<u8>> {
@@ -330,6 +353,27 @@ mod tests {
         parts.expire(Time(999).after(parts.patience + Duration::from_secs(1)));
         let open = parts.open.lock();
         assert_eq!((open.messages.len(), open.bytes), (0, 0));
+    }
+
+    #[test]
+    fn who_holds_the_most_makes_room_and_not_who_came_first() {
+        let parts = parts(4096, 10_000);
+        let small = cut_up(&message(400), 1);
+        parts.join(EngineId([1; 16]), &small[0], Time(1)).unwrap();
+        for number in 0..100 {
+            parts.join(FROM, &cut_up(&message(4000), number)[0], Time(2 + number)).unwrap();
+        }
+        let whole = parts.join(EngineId([1; 16]), &small[1], Time(200)).unwrap();
+        assert_eq!(whole.as_deref(), Some(&message(400)[..]));
+    }
+
+    #[test]
+    fn what_is_late_is_forgotten_when_the_next_message_comes() {
+        let parts = parts(4096, 1 << 28);
+        parts.join(FROM, &cut_up(&message(4000), 1)[0], Time(1)).unwrap();
+        let late = Time(1).after(parts.patience + Duration::from_secs(1));
+        parts.join(FROM, &cut_up(&message(400), 2)[0], late).unwrap();
+        assert_eq!(parts.open.lock().bytes, 400);
     }
 
     #[test]

@@ -1,14 +1,14 @@
 use std::{
     sync::{
         atomic::{AtomicBool, Ordering::SeqCst},
-        Arc, Weak,
+        Arc,
     },
     time::Duration,
 };
 
 use parking_lot::Mutex;
 
-use super::{handle::HandleRef, peers::Peer, Handle, Shared};
+use super::{grants::Family, handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
     api::{RailKeys, RegionDescriptor, RegionKey},
     memory::{device::Location, Backing, RegionMemory},
@@ -20,8 +20,8 @@ pub(crate) struct RegionInner {
     pub closed: AtomicBool,
     /// What everybody waits for who wants to know that it is over.
     pub retirement: Mutex<Option<HandleRef>>,
-    /// What was granted from it, to end with it.
-    pub grants: Mutex<Vec<Weak<RegionInner>>>,
+    /// What was granted from it, and from grants of it, to end with it.
+    pub family: Arc<Family>,
     pub shared: Arc<Shared>,
 }
 
@@ -36,8 +36,7 @@ impl RegionInner {
         *retirement = Some(Arc::clone(&pending));
         self.closed.store(true, SeqCst);
         drop(retirement);
-        let grants = std::mem::take(&mut *self.grants.lock());
-        grants.iter().filter_map(Weak::upgrade).for_each(|g| drop(g.revoke()));
+        self.family.of(&self.memory).iter().for_each(|grant| drop(grant.revoke()));
         self.shared.retire(&self.memory, Some(Arc::clone(&pending)));
         pending
     }
@@ -75,13 +74,13 @@ impl std::fmt::Debug for Region {
 }
 
 impl Region {
-    pub(crate) fn new(memory: Arc<RegionMemory>, shared: Arc<Shared>) -> Self {
+    pub(crate) fn new(memory: Arc<RegionMemory>, family: Arc<Family>, shared: Arc<Shared>) -> Self {
         let len = memory.len;
         let inner = RegionInner {
             memory,
             closed: AtomicBool::new(false),
             retirement: Mutex::default(),
-            grants: Mutex::default(),
+            family,
             shared,
         };
         Self { inner: Arc::new(inner), offset: 0, len }

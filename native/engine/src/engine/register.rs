@@ -9,11 +9,12 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
+    grants::Granted,
     regions::{Region, RegionInner},
     Shared, TransferEngine,
 };
 use crate::{
-    api::{EngineId, RailKey, RegionKey},
+    api::{RailKey, RegionKey},
     memory::{
         device::{self, Location, Nature},
         file::{FileMemory, FileOptions},
@@ -201,8 +202,8 @@ pub(super) struct Stretch {
     pub backing: Backing,
     pub keep: Keep,
     pub nature: Nature,
-    /// From what it is granted, and to whom alone.
-    pub grant: Option<(Arc<RegionMemory>, Option<EngineId>)>,
+    /// As what it is granted, if it is.
+    pub grant: Option<Granted>,
 }
 
 impl Shared {
@@ -217,12 +218,15 @@ impl Shared {
         })?;
         let in_file = location.file().is_some();
         let rkey = nature.mark(u64::from_le_bytes(rkey));
-        let key = RegionKey { index: self.take_region_index(), rkey };
+        let key = RegionKey { index: self.take_region_index()?, rkey };
         let memory = RegionMemory::new(key, base, len, backing, keep).at(location);
-        let memory = Arc::new(match grant {
-            Some((grantor, only)) => memory.granted(grantor, only),
-            None => memory,
-        });
+        let (memory, family) = match grant {
+            Some(grant) => {
+                (memory.granted(grant.from, grant.only).until(grant.until), grant.family)
+            }
+            None => (memory, Arc::default()),
+        };
+        let memory = Arc::new(memory);
         let refused = |e| EngineError::Resource {
             call: "register",
             cause: format!("{len} bytes at {base:#x}: {e}"),
@@ -254,10 +258,10 @@ impl Shared {
         }
         let _ = memory.rail_keys.set(keys.into());
         drop(core);
-        if let Some(grantor) = &memory.grantor {
+        for grantor in memory.grantors() {
             grantor.grants.fetch_add(1, SeqCst);
         }
         self.remember(&memory);
-        Ok(Region::new(memory, Arc::clone(self)))
+        Ok(Region::new(memory, family, Arc::clone(self)))
     }
 }

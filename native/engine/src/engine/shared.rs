@@ -21,7 +21,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, Quiet},
     group::{Claim, Sink},
-    memory::{Backing, RegionMemory},
+    memory::{Backing, RegionMemory, HIDDEN},
     time::Time,
     wake::{News, Waker},
     EngineError, Result,
@@ -172,8 +172,17 @@ impl Shared {
         }
     }
 
-    pub fn take_region_index(&self) -> u32 {
-        self.next_region.fetch_add(1, Relaxed)
+    /// An index that no region of this engine has had.
+    ///
+    /// # Errors
+    /// [`EngineError::Resource`] when all have been given out: the others are transports' own.
+    pub fn take_region_index(&self) -> Result<u32> {
+        let next = |index| (index < HIDDEN).then_some(index + 1);
+        self.next_region.fetch_update(Relaxed, Relaxed, next).map_err(|_| EngineError::Resource {
+            call: "register",
+            cause: format!("this engine has registered and granted {HIDDEN} regions"),
+            hint: "open another engine".into(),
+        })
     }
 
     pub fn remember(&self, memory: &Arc<RegionMemory>) {
@@ -308,7 +317,7 @@ impl Shared {
         }
         let mut more = false;
         for Retiring { memory, handle, .. } in over {
-            if let Some(grantor) = &memory.grantor {
+            for grantor in memory.grantors() {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }
             if let Some(handle) = handle {
@@ -418,5 +427,23 @@ mod fork {
         });
         PROCESS.store(std::process::id(), Relaxed);
         std::process::id()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+
+    #[test]
+    fn mr_2_an_engine_that_has_no_index_left_registers_nothing_more() {
+        let engine = SimNet::new(SimConfig::default()).engine(EngineConfig::default()).unwrap();
+        let last = engine.alloc(64).unwrap();
+        engine.shared.next_region.store(HIDDEN, SeqCst);
+        for _ in 0..2 {
+            let e = engine.alloc(64).unwrap_err();
+            assert!(e.to_string().contains("open another engine"), "{e}");
+        }
+        last.put(0, &[1; 64]).unwrap();
     }
 }

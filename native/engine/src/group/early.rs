@@ -32,7 +32,7 @@ impl Group {
 
     /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
     pub fn cancel(&mut self, now: Time, key: TransferKey) {
-        self.recorder.now = now;
+        self.recorder.tell(now);
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         let cause = match transfer.outstanding {

@@ -175,7 +175,7 @@ impl Group {
         sink: &dyn Sink,
     ) {
         let peer = op.peer;
-        self.recorder.now = now;
+        self.recorder.tell(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
         if !transfer.sealed {
@@ -224,7 +224,7 @@ impl Group {
         key: TransferKey,
         timeout: std::time::Duration,
     ) -> Submitted {
-        self.recorder.now = now;
+        self.recorder.tell(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.sealed = true;
         if transfer.error.is_some() && transfer.waiting > 0 {
@@ -261,7 +261,7 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) -> Result<(), EngineError> {
-        self.recorder.now = now;
+        self.recorder.tell(now);
         let route = &mut self.peers[peer as usize];
         match route.state {
             State::Up | State::Connecting => Ok(()),
@@ -289,7 +289,7 @@ impl Group {
         rails: &mut Rails,
         sink: &dyn Sink,
     ) {
-        self.recorder.now = now;
+        self.recorder.tell(now);
         match completion {
             Completion::Count(count) => {
                 self.recorder.arrived(now, rail, count);
@@ -333,7 +333,7 @@ impl Group {
     /// Moves backlogs on and lets deadlines strike. Call after polling.
     pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn Sink) -> bool {
         let mut moved = false;
-        self.recorder.now = now;
+        self.recorder.tell(now);
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
             // Peers share rails: each is first in its turn.
@@ -394,7 +394,7 @@ impl Group {
 
     /// Fails whatever is left, once and for all.
     pub fn close(&mut self, now: Time) {
-        self.recorder.now = now;
+        self.recorder.tell(now);
         for (_, route) in &mut self.peers {
             route.backlog = Backlog::default();
             route.state = State::Lost;

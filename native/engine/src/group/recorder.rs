@@ -120,6 +120,12 @@ impl Recorder {
         }
     }
 
+    /// The group is told the time, which whoever drives it may have read earlier than the one before.
+    #[inline]
+    pub fn tell(&mut self, now: Time) {
+        self.now = self.now.max(now);
+    }
+
     /// A request begins.
     #[inline]
     pub fn open(&mut self, now: Time, span: Span) -> Flight {
@@ -141,9 +147,11 @@ impl Recorder {
             _ => self.parts.last_mut(),
         };
         if let Some(last) = last.filter(|l| l.peer == peer && l.imm == imm) {
-            last.counts += counts;
-            last.bytes += bytes;
-            return;
+            if let Some(sum) = last.counts.checked_add(counts) {
+                last.counts = sum;
+                last.bytes += bytes;
+                return;
+            }
         }
         let part = Part { peer, imm, counts, bytes };
         match flight.parts {
@@ -214,10 +222,15 @@ impl Recorder {
     pub fn arrived(&mut self, now: Time, rail: usize, count: Count) {
         let rail = rail as u8;
         let Count { imm, n } = count;
-        match self.arrivals.last_mut() {
-            Some(last) if (last.at, last.rail, last.imm) == (now, rail, imm) => last.counts += n,
-            _ => self.arrivals.push(Arrival { at: now, rail, imm, counts: n }),
+        let last = self.arrivals.last_mut();
+        if let Some(last) = last.filter(|l| (l.at, l.rail, l.imm) == (now, rail, imm)) {
+            // Peers say how many: any sum of theirs may come.
+            if let Some(sum) = last.counts.checked_add(n) {
+                last.counts = sum;
+                return;
+            }
         }
+        self.arrivals.push(Arrival { at: now, rail, imm, counts: n });
     }
 
     pub fn event(
@@ -383,6 +396,34 @@ mod tests {
         let counts: Vec<u32> =
             read(&r, Cursor::default()).arrivals.iter().map(|a| a.counts).collect();
         assert_eq!(counts, [3, 1, 1]);
+    }
+
+    #[test]
+    fn counts_whose_sum_does_not_fit_are_kept_apart() {
+        let mut r = Recorder::new(8);
+        let most = Count { imm: 5, n: u32::MAX };
+        for n in [1, u32::MAX, 1] {
+            r.arrived(Time(1), 0, Count { n, ..most });
+        }
+        let counts: Vec<u32> =
+            read(&r, Cursor::default()).arrivals.iter().map(|a| a.counts).collect();
+        assert_eq!(counts, [1, u32::MAX, 1]);
+        let mut t = transfer(&mut r, 1);
+        (0..2).for_each(|_| r.part(&mut t.flight, 1, Some(most), 8));
+        r.ended(&mut t, false);
+        let counts: Vec<u32> =
+            read(&r, Cursor::default()).transfers[0].parts.iter().map(|p| p.counts).collect();
+        assert_eq!(counts, [u32::MAX; 2]);
+    }
+
+    #[test]
+    fn time_does_not_run_backwards() {
+        let mut r = Recorder::new(8);
+        let mut t = transfer(&mut r, 5);
+        r.tell(Time(7));
+        r.tell(Time(3));
+        r.ended(&mut t, false);
+        assert_eq!(read(&r, Cursor::default()).transfers[0].moments.told, Time(7));
     }
 
     #[test]

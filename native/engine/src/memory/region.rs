@@ -7,6 +7,7 @@ use super::{device::Location, Allocation};
 use crate::{
     api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
+    time::Time,
 };
 
 /// Whatever must live as long as the memory does: a tensor, a buffer, nothing.
@@ -39,7 +40,9 @@ pub struct RegionMemory {
     pub only: Option<EngineId>,
     /// What it was granted from, whose memory it keeps.
     pub grantor: Option<Arc<RegionMemory>>,
-    /// Grants from it that are not over.
+    /// When the grant ends by itself.
+    pub until: Time,
+    /// Grants from it, and from those, that are not over.
     pub grants: AtomicU32,
 }
 
@@ -56,6 +59,7 @@ impl RegionMemory {
             users: AtomicU32::new(0),
             only: None,
             grantor: None,
+            until: Time::NEVER,
             grants: AtomicU32::new(0),
         }
     }
@@ -68,6 +72,16 @@ impl RegionMemory {
     /// The same, as a grant from `grantor` for one peer or for all.
     pub fn granted(self, grantor: Arc<Self>, only: Option<EngineId>) -> Self {
         Self { grantor: Some(grantor), only, ..self }
+    }
+
+    /// The same, to end by itself.
+    pub fn until(self, until: Time) -> Self {
+        Self { until, ..self }
+    }
+
+    /// What it was granted from, what that was granted from, and so on.
+    pub fn grantors(&self) -> impl Iterator<Item = &Arc<Self>> {
+        std::iter::successors(self.grantor.as_ref(), |from| from.grantor.as_ref())
     }
 
     /// Whether a peer may reach it: what was granted to one is refused to all others (MR-3).

@@ -84,6 +84,7 @@ on_every_transport! {
     mr_3_a_grant_reaches_no_further_than_its_part,
     mr_3_what_was_granted_to_one_peer_is_refused_to_all_others,
     mr_2_a_grant_ends_by_itself,
+    mr_2_a_grant_of_a_grant_gives_no_more_than_that,
     mr_1_a_region_is_quiet_when_all_its_grants_are,
     rs_1_no_read_ends_well_without_its_bytes,
     rs_2_the_transport_in_use_is_visible,

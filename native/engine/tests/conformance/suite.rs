@@ -14,7 +14,7 @@ use fabric_engine::{
 
 pub use crate::grants::{
     mr_1_a_region_is_quiet_when_all_its_grants_are, mr_2_a_grant_ends_by_itself,
-    mr_3_a_grant_reaches_no_further_than_its_part,
+    mr_2_a_grant_of_a_grant_gives_no_more_than_that, mr_3_a_grant_reaches_no_further_than_its_part,
     mr_3_what_was_granted_to_one_peer_is_refused_to_all_others,
 };
 pub use crate::tags::{

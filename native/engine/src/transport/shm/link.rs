@@ -64,6 +64,8 @@ pub(super) struct Link {
     pub deferred: VecDeque<(Token, WorkRequest)>,
     /// Copies that are done and whose count found the ring full.
     uncounted: VecDeque<(Token, Count)>,
+    /// A count found the ring full and was refused: whoever posts tries again after the next poll.
+    refused: bool,
     /// Work whose count the peer may not have taken before it left.
     unheard: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
@@ -107,6 +109,7 @@ impl Link {
             resolving: HashMap::new(),
             deferred: VecDeque::new(),
             uncounted: VecDeque::new(),
+            refused: false,
             unheard: Vec::new(),
             sends: VecDeque::new(),
             jobs: Vec::new(),
@@ -258,7 +261,8 @@ impl Link {
             .sends
             .front()
             .is_some_and(|(_, len)| lines.sender.ask_and_look(&lines.outbox, *len));
-        let waits = !self.uncounted.is_empty() || !self.deferred.is_empty();
+        let refused = self.refused && self.closing.is_none();
+        let waits = refused || !self.uncounted.is_empty() || !self.deferred.is_empty();
         let (slots, tail) = counts(&lines.outbox);
         settles || (waits && lines.produce.has_room(slots, tail)) || self.imports.is_leaving()
     }
@@ -272,6 +276,21 @@ impl Link {
         let Some(lines) = self.lines() else { return false };
         let (slots, tail) = counts(&lines.outbox);
         lines.produce.has_room(slots, tail)
+    }
+
+    /// Whether a count can be posted now; if not, the link has work as soon as one can (IC-4).
+    #[inline]
+    pub fn takes_count(&mut self) -> bool {
+        let takes = self.has_room();
+        self.refused |= !takes;
+        takes
+    }
+
+    /// Whether there is room again for what was refused, which is tried again then.
+    pub fn take_refusal(&mut self) -> bool {
+        let again = self.refused && self.has_room();
+        self.refused &= !again;
+        again
     }
 
     /// Sends a count; there must be room. False if its work is not over: the peer has left, perhaps

@@ -199,7 +199,7 @@ impl ShmDomain {
             }
             return Ok(Post::Queued);
         }
-        if count.is_some() && !link.has_room() {
+        if count.is_some() && !link.takes_count() {
             return Ok(Post::Full);
         }
         let Some(import) = link.imports.get(data.remote) else {
@@ -370,7 +370,7 @@ impl Domain for ShmDomain {
                 self.post_data(id, token, wr)
             }
             WorkRequest::Count(count) => {
-                if !link.has_room() {
+                if !link.takes_count() {
                     return Ok(Post::Full);
                 }
                 Ok(self.post_count(id, token, *count))
@@ -402,6 +402,7 @@ impl Domain for ShmDomain {
             if !link.deferred.is_empty() {
                 moved |= self.retry_deferred(id, out);
             }
+            moved |= self.link(id).is_some_and(Link::take_refusal);
         }
         if now >= self.look_at {
             self.look_at = now.after(LOOK_EVERY);

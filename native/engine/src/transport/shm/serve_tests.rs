@@ -12,8 +12,8 @@ use super::ShmDomain;
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RailKeys, RegionKey, TransportKind},
     domain::{
-        Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Quiet,
-        Seq, Token, WorkRequest,
+        Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
+        Quiet, Seq, Token, WorkRequest,
     },
     memory::{Backing, RegionMemory},
     time::Time,
@@ -147,6 +147,27 @@ fn ic_4_a_count_that_comes_after_its_link_has_ended_is_no_success() {
         matches!(c, Completion::Done { token, result: Err(e), .. } if token.slot == 2 && e.is_loss())
     });
     assert!(failed, "{of_b:?}");
+}
+
+#[test]
+fn ic_4_an_engine_whose_count_was_refused_does_not_sleep_once_there_is_room() {
+    let mut pair = Pair::new();
+    let count = WorkRequest::Count(Count { imm: 1, n: 1 });
+    let posts = |pair: &mut Pair| pair.a.post(pair.mine, Token::default(), &count).unwrap();
+    while posts(&mut pair) != Post::Full {}
+    pair.poll_a();
+    assert!(pair.a.arm(), "nothing can be done before there is room");
+    pair.a.disarm();
+    // `b` need not wake who is awake, and says so once only.
+    for _ in 0..10 {
+        pair.poll_b();
+    }
+    assert!(!pair.a.arm(), "there is room, and nobody will say so again");
+    pair.a.disarm();
+    assert!(pair.a.poll(pair.now, &NoRoom, &mut pair.of_a));
+    assert_eq!(posts(&mut pair), Post::Done);
+    // What was refused may have been given up: nobody is kept awake for it.
+    assert!(pair.a.arm());
 }
 
 #[test]
