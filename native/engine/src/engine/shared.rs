@@ -433,11 +433,11 @@ mod fork {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+    use crate::{api::EngineConfig, engine::TransferEngine};
 
     #[test]
     fn mr_2_an_engine_that_has_no_index_left_registers_nothing_more() {
-        let engine = SimNet::new(SimConfig::default()).engine(EngineConfig::default()).unwrap();
+        let engine = TransferEngine::open(EngineConfig::default()).unwrap();
         let last = engine.alloc(64).unwrap();
         engine.shared.next_region.store(HIDDEN, SeqCst);
         for _ in 0..2 {
