@@ -38,9 +38,6 @@ enum Step {
 
 /// Timeouts after which somebody is given up even if all are in calls.
 const LAST: u32 = 8;
-/// How long nothing has moved before a rank that is gone is given up: one thread of the proxy may know that it left, and
-/// another have yet to take in what it sent before.
-const LAST_WORDS: Duration = Duration::from_millis(20);
 
 /// Why an exchange has ended for good.
 #[derive(Clone, Debug)]
@@ -229,15 +226,13 @@ impl Machine {
             return Ok(true);
         }
         let suspects = self.suspects();
-        let since = *self.quiet_since.get_or_insert(now);
-        let quiet = now.since(since);
-        let is_gone = |(rank, _): &&(u32, String)| {
-            quiet >= LAST_WORDS.min(timeout) && suspects.contains(rank)
-        };
+        let is_gone = |(rank, _): &&(u32, String)| suspects.contains(rank);
         if let Some((rank, cause)) = self.gone.iter().find(is_gone).cloned() {
             self.fail(rank, cause);
             self.check()?;
         }
+        let since = *self.quiet_since.get_or_insert(now);
+        let quiet = now.since(since);
         let late = |rank: &u32| {
             // Whatever goes round in circles ends, too (RS-4).
             quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)

@@ -374,15 +374,15 @@ fn tokens_flow_through_rings_of_two_chunks() {
 /// given back all the same, fewer than a chunk though they are: a source waits for room for a whole one.
 #[test]
 fn tokens_flow_on_though_a_rank_reads_the_last_of_an_exchange_late() {
-    let spec = Spec { channels: 1, chunk: 4, ring_chunks: 2, ..spec(2, 2, 1, 2, 14) };
+    let spec = Spec { channels: 1, chunk: 8, ring_chunks: 2, ..spec(2, 2, 1, 2, 24) };
     let run = |seed, accident| {
         let mut run = Run::new(spec, seed, SimConfig::default());
         run.ranks.iter_mut().for_each(|r| r.without = vec![true; EXCHANGES]);
         run.accident = accident;
         run.go().unwrap_or_else(|what| panic!("seed {seed}, {accident:?}: {what}"))
     };
-    for seed in 0..3 {
-        for at in 0..run(seed, None) {
+    for seed in 0..8 {
+        for at in (0..run(seed, None)).step_by(3) {
             run(seed, Some((3, Accident::Sleeps, at)));
         }
     }
