@@ -90,9 +90,6 @@ impl Addresses {
     /// where it does that.
     pub fn cut(&mut self, i: usize, nic: &Nic, table: &Table) {
         let Some(a) = self.all.get_mut(i).filter(|a| a.users == 0 && !a.cut) else { return };
-        if table.reads_from(i) && nic.ends_reads_twice() {
-            return;
-        }
         if nic.cuts_off() && table.uses_address(i) {
             a.cut = true;
             nic.remove(a.addr);

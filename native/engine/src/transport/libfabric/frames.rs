@@ -232,8 +232,7 @@ impl LibfabricDomain {
         let sent = unsafe { nic.send(self.addresses.addr(address), bytes, len, desc, scratch) };
         match sent {
             Ok(true) => {
-                let (region, len) = (NO_REGION, len as u32);
-                let flight = InFlight { what, region, address, len, reads: false };
+                let flight = InFlight { what, region: NO_REGION, address, len: len as u32 };
                 self.table.launch(context, flight);
             }
             Ok(false) => {}

@@ -19,8 +19,6 @@ const OLDEST: u32 = version(1, 14);
 /// The interface that is asked for. From 1.18 on `efa` uses the device's own RDMA for whoever asks
 /// for that version, and from 1.20 on takes dma-bufs; nothing newer is needed.
 const NEWEST: u32 = version(1, 20);
-/// The first whose `tcp` ends a read once when its connection is closed.
-const READS_END_ONCE: u32 = version(1, 18);
 /// The first with `FI_MR_DMABUF`.
 const DMABUF: u32 = version(1, 20);
 
@@ -108,10 +106,6 @@ impl Api {
     }
 
     /// Whether registrations can name a dma-buf.
-    pub fn ends_reads_once(&self) -> bool {
-        self.found >= READS_END_ONCE
-    }
-
     pub fn takes_dmabufs(&self) -> bool {
         self.api >= DMABUF
     }

@@ -34,8 +34,6 @@ pub(super) struct InFlight {
     pub address: usize,
     /// Bytes.
     pub len: u32,
-    /// Whether they come from the peer.
-    pub reads: bool,
 }
 
 /// An operation: done when all its pieces are.
@@ -65,8 +63,7 @@ pub(super) struct Table {
     pub ops: Slab<Op>,
 }
 
-const IDLE: InFlight =
-    InFlight { what: Use::Free, region: NO_REGION, address: usize::MAX, len: 0, reads: false };
+const IDLE: InFlight = InFlight { what: Use::Free, region: NO_REGION, address: usize::MAX, len: 0 };
 
 impl Table {
     pub fn new(receives: u32, slots: u32, pieces: u32) -> Self {
@@ -171,11 +168,6 @@ impl Table {
     /// Whether the library still holds anything towards an address.
     pub fn uses_address(&self, address: usize) -> bool {
         self.flights.iter().any(|f| f.what != Use::Free && f.address == address)
-    }
-
-    /// Whether bytes of that peer are on their way here.
-    pub fn reads_from(&self, address: usize) -> bool {
-        self.flights.iter().any(|f| f.what != Use::Free && f.address == address && f.reads)
     }
 
     /// Whether anything but receives is in the library's hands.

@@ -257,8 +257,7 @@ impl LibfabricDomain {
         }?;
         if posted {
             let len = s.work.piece();
-            let (what, reads) = (Use::Op(s.op), matches!(s.work, Work::Read { .. }));
-            let flight = InFlight { what, region, address, len: len as u32, reads };
+            let flight = InFlight { what: Use::Op(s.op), region, address, len: len as u32 };
             self.table.launch(context, flight);
             self.regions.used(region);
             if let Some(link) = self.link(id) {

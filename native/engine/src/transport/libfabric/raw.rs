@@ -218,12 +218,6 @@ impl Nic {
         self.info.offer.provider.split(';').next() == Some("tcp") && library::cleans_up()
     }
 
-    /// Whether closing a connection in the middle of a read's answer ends that read twice: the provider `tcp`
-    /// before 1.18, where `ofi_rxm` then takes freed memory for the request, and the process dies.
-    pub fn ends_reads_twice(&self) -> bool {
-        self.info.offer.provider.split(';').next() == Some("tcp") && !self.api.ends_reads_once()
-    }
-
     /// An error that says why, if registrations can't name a dma-buf.
     pub fn takes_dmabufs(&self) -> Result<(), DomainError> {
         match self.api.takes_dmabufs() {
