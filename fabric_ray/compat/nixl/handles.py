@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from fabric_ray.compat.nixl.core import nixlAgent
 
 
-class Handle:
+class Handle(ABC):
     """What a caller holds; its end releases what it stands for."""
 
     def __init__(self, agent: nixlAgent, value: int) -> None:
@@ -17,8 +19,8 @@ class Handle:
             self._give_back()
             self._released = True
 
-    def _give_back(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _give_back(self) -> None: ...
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._handle}, released={self._released})"
