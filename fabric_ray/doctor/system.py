@@ -88,14 +88,24 @@ def _shared_memory(root: Path) -> Finding:
     return Finding("dev-shm", "/dev/shm", status, f"{_size(free)} free", remedy)
 
 
-def hugepages(root: Path) -> Finding:
-    """Whether memory that the engine shares with processes of this host can be of huge pages."""
+def hugepages(root: Path, release: str | None = None) -> Finding:
+    """Whether memory that the engine shares with processes of this host can be of huge pages.
+
+    Args:
+        release: of the kernel; by default the one that runs.
+    """
     where = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     mode = _text(where).partition("[")[2].partition("]")[0]
     if mode in ("always", "within_size", "advise", "force"):
         return Finding("hugepages", "huge pages", "ok", f"shared memory may have them ({mode})")
+    release = os.uname().release if release is None else release
+    if mode and _kernel(release) >= (6, 1):
+        detail = f"the engine makes them of its own (MADV_COLLAPSE, Linux {release})"
+        return Finding("hugepages", "huge pages", "ok", detail)
     detail = f"shared memory has none ({mode or 'not known'}): copies over shm could be faster"
-    remedy = f"as root: echo advise > {Path('/') / where.relative_to(root)}"
+    remedy = (
+        f"a kernel from 6.1 on, or as root: echo advise > {Path('/') / where.relative_to(root)}"
+    )
     return Finding("hugepages", "huge pages", "warn", detail, remedy)
 
 
@@ -123,7 +133,7 @@ def _gpu_modules(root: Path) -> Iterator[Finding]:
     yield Finding("gpu", "NVIDIA driver", "ok", version)
     release = os.uname().release
     # Kernels from 5.12 have dma-buf registration; the open driver exports it.
-    new = tuple(int(n) for n in release.split("-")[0].split(".")[:2]) >= (5, 12)
+    new = _kernel(release) >= (5, 12)
     open_driver = "Open Kernel Module" in version
     if new and open_driver:
         yield Finding("dmabuf", "GPU memory by dma-buf", "ok", f"Linux {release}, open driver")
@@ -152,3 +162,8 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def _kernel(release: str) -> tuple[int, ...]:
+    """Major and minor number of a kernel's release."""
+    return tuple(int(n) for n in release.split("-")[0].split(".")[:2])

@@ -5,13 +5,11 @@ use std::{
 
 use rustix::{fs::MemfdFlags, io::Errno, mm};
 
-use super::headroom::headroom;
+use super::{headroom::headroom, huge};
 use crate::{EngineError, Result};
 
 /// From this size on it is worth asking first whether the system has so much, bytes.
 const LARGE: u64 = 64 << 20;
-/// A huge page, bytes.
-const HUGE: usize = 2 << 20;
 
 /// Memory that peers on this host can map: a sealed-size memfd, mapped here, freed with the last
 /// reference. It has no name in any file system, so that nothing is left behind by `kill -9`.
@@ -49,25 +47,9 @@ impl Allocation {
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(fail("fcntl(F_ADD_SEALS)"))?;
         let len = rounded as usize;
-        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
-        let base = unsafe {
-            mm::mmap(
-                std::ptr::null_mut(),
-                len,
-                mm::ProtFlags::READ | mm::ProtFlags::WRITE,
-                mm::MapFlags::SHARED,
-                &fd,
-                0,
-            )
-        }
-        .map_err(fail("mmap"))? as usize;
+        let base = huge::map_shared(fd.as_fd(), len).map_err(fail("mmap"))?;
         let allocation = Self { id: NEXT.fetch_add(1, Ordering::Relaxed), fd, base, len };
-        // Copies between huge pages meet fewer page walks. Only whole ones, so that no memory is wasted; where
-        // the system has none for shared memory (`shmem_enabled`), nothing is lost.
-        let huge = len / HUGE * HUGE;
-        // SAFETY: advice on a part of the mapping made above; it changes no byte.
-        let _ = unsafe { mm::madvise(base as *mut _, huge, mm::Advice::LinuxHugepage) };
-        populate(allocation.base, len)
+        huge::back(allocation.fd(), base, len)
             .or_else(|e| match e {
                 // Kernels before 5.14 don't know the advice.
                 Errno::INVAL => rustix::fs::fallocate(
@@ -110,12 +92,6 @@ impl Drop for Allocation {
         // count, so that no registered region points into it any more.
         let _ = unsafe { mm::munmap(self.base as *mut _, self.len) };
     }
-}
-
-/// Makes `len` bytes at `addr` present and writable in this process's page tables.
-pub(crate) fn populate(addr: usize, len: usize) -> rustix::io::Result<()> {
-    // SAFETY: the advice fills page tables of a live mapping and changes no byte of it.
-    unsafe { mm::madvise(addr as *mut _, len, mm::Advice::LinuxPopulateWrite) }
 }
 
 fn allocation_failed(call: &'static str, errno: Errno, len: u64) -> EngineError {

@@ -9,13 +9,14 @@ pub mod file;
 pub(crate) mod fuzz;
 mod headroom;
 mod heat;
+mod huge;
 mod node;
 mod region;
 mod routine;
 
-pub(crate) use alloc::populate;
 pub use alloc::Allocation;
 pub use copy::Copier;
+pub(crate) use huge::{map_shared, populate};
 pub(crate) use node::node_of;
 pub use region::{Backing, Keep, RegionMemory};
 pub(crate) use region::{RegionBook, HIDDEN};

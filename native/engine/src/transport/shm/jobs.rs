@@ -3,12 +3,13 @@
 use std::{
     sync::{
         atomic::{
-            AtomicBool, AtomicU32, AtomicUsize,
+            AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
             Ordering::{AcqRel, Acquire, Relaxed, SeqCst},
         },
         Arc,
     },
     thread::JoinHandle,
+    time::Instant,
 };
 
 use crossbeam_queue::SegQueue;
@@ -23,6 +24,9 @@ use crate::{
     memory::Copier,
     wake::Waker,
 };
+
+/// How long the end of a copy may go untold while others wait, nanoseconds.
+const TELL_AFTER: u64 = 200_000;
 
 /// A copy on its way through the pool.
 #[derive(Debug)]
@@ -105,6 +109,9 @@ pub(super) struct Pool {
     limit: usize,
     pub copier: Copier,
     pub done: SegQueue<Arc<Job>>,
+    /// When the first copy ended that nobody was told of, in nanoseconds after `born`; 0 if there is none.
+    untold: AtomicU64,
+    born: Instant,
     waker: Waker,
 }
 
@@ -124,6 +131,8 @@ impl Pool {
             limit: limit.max(1),
             copier: Copier::default(),
             done: SegQueue::new(),
+            untold: AtomicU64::new(0),
+            born: Instant::now(),
             waker: waker.clone(),
         })
     }
@@ -181,13 +190,31 @@ impl Pool {
                 if last {
                     self.remove(&job);
                     self.done.push(job);
-                    self.waker.act();
                 }
+                self.tell(last);
                 true
             }
         });
         self.active.fetch_sub(1, SeqCst);
         worked
+    }
+
+    /// Has the engine look at copies that have ended. While others wait for their turn, some are told of at
+    /// once: waking whoever waits for one takes as long as copying a part of the next.
+    fn tell(&self, ended: bool) {
+        if !ended && self.untold.load(SeqCst) == 0 {
+            return;
+        }
+        let now = self.born.elapsed().as_nanos() as u64;
+        if ended {
+            let _ = self.untold.compare_exchange(0, now.max(1), SeqCst, SeqCst);
+        }
+        // Whoever takes the last chunk of those that wait comes by here after it.
+        let first = self.untold.load(SeqCst);
+        let told = first != 0 && (!self.is_busy() || now.saturating_sub(first) >= TELL_AFTER);
+        if told && self.untold.swap(0, SeqCst) != 0 {
+            self.waker.act();
+        }
     }
 
     fn serve(&self) {
@@ -234,5 +261,57 @@ impl Assist for Pool {
     #[inline]
     fn assist(&self) -> bool {
         self.is_busy() && self.step()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use super::*;
+    use crate::{
+        api::{RailKeys, RegionKey},
+        domain::{LocalAddr, Seq},
+        transport::shm::{imports::Reach, raw::Direction},
+    };
+
+    #[test]
+    fn ic_3_the_end_of_every_copy_is_told() {
+        const PAGE: usize = 4096;
+        let (src, dst) = (vec![7u8; 64 * PAGE], vec![0u8; 64 * PAGE]);
+        let key = RegionKey { index: 1, rkey: 1 };
+        let reach = Reach::Process(std::process::id() as i32);
+        let (len, base) = (dst.len() as u64, dst.as_ptr() as usize);
+        let import = Arc::new(Import { key, len, base, reach });
+        let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
+        waker.set(move |_| tell.send(()).unwrap());
+        let pool = Pool::new(2, &waker);
+        for round in 0..300u64 {
+            let jobs = 1 + round % 64;
+            for page in 0..jobs {
+                let seq = Seq::Strided { offset: page * PAGE as u64, stride: 0 };
+                let data = Data {
+                    local: LocalAddr(src.as_ptr() as usize),
+                    local_region: 0,
+                    local_seq: seq.clone(),
+                    remote: key,
+                    remote_keys: RailKeys::default(),
+                    remote_seq: seq,
+                    page_len: PAGE as u64,
+                    pages: 1,
+                };
+                let motion = (Motion::Copy(Direction::Out), None);
+                let work = (0, Token::default(), None);
+                pool.submit(Job::new(data, Arc::clone(&import), motion, work));
+            }
+            // As an engine: it looks when it is told to, and never else.
+            let mut over = 0;
+            while over < jobs {
+                told.recv_timeout(Duration::from_secs(20)).expect("nobody tells");
+                over += std::iter::from_fn(|| pool.done.pop()).count() as u64;
+            }
+        }
+        pool.close();
+        assert!(dst == src);
     }
 }

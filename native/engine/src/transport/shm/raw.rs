@@ -12,7 +12,7 @@ use rustix::{
 };
 
 use super::ring::{Slot, Tail};
-use crate::domain::DomainError;
+use crate::{domain::DomainError, memory};
 
 /// A shared mapping of a memfd whose size can't change.
 #[derive(Debug)]
@@ -47,12 +47,8 @@ impl Map {
     }
 
     fn attach(fd: BorrowedFd<'_>, len: usize) -> Result<Self, DomainError> {
-        let prot = mm::ProtFlags::READ | mm::ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
-        let base =
-            unsafe { mm::mmap(std::ptr::null_mut(), len, prot, mm::MapFlags::SHARED, fd, 0) }
-                .map_err(DomainError::io("mmap"))?;
-        Ok(Self { base: base as usize, len })
+        let base = memory::map_shared(fd, len).map_err(DomainError::io("mmap"))?;
+        Ok(Self { base, len })
     }
 
     pub fn base(&self) -> usize {
