@@ -32,17 +32,19 @@ test-rust: $(DONE)/tools
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
 # closely runs alone after them. With ARGS only what it selects, one by one.
-ACTORS := tests/ray
-GUESTS := tests/rdma $(addprefix tests/unit/,families inference kernels kvcache models moe plan quant replica rl trainers weights)
+SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
+ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
+GUESTS := tests/rdma $(wildcard tests/integration/test_bench_*.py tests/integration/test_compat_*.py) \
+	$(addprefix tests/unit/,cli compat families inference kernels kvcache models moe plan quant replica rl trainers weights)
 PAGES := tests/docs
-LANES := test-actors test-guests test-pages
+LANES := test-actors test-serve test-guests test-pages
 
 test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(LANES)
-	$(BIN)/python -m pytest -q $(addprefix --ignore ,$(ACTORS) $(GUESTS) $(PAGES))
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
+	$(BIN)/python -m pytest -q --ignore tests/ray $(addprefix --ignore ,$(GUESTS) $(PAGES))
 endif
 
 $(LANES): test-%: $(DONE)/native $(DONE)/perf
