@@ -99,7 +99,7 @@ def hugepages(root: Path, release: str | None = None) -> Finding:
     if mode in ("always", "within_size", "advise", "force"):
         return Finding("hugepages", "huge pages", "ok", f"shared memory may have them ({mode})")
     release = os.uname().release if release is None else release
-    if mode and _kernel(release) >= (6, 1):
+    if mode not in ("", "deny") and _kernel(release) >= (6, 1):
         detail = f"the engine makes them of its own (MADV_COLLAPSE, Linux {release})"
         return Finding("hugepages", "huge pages", "ok", detail)
     detail = f"shared memory has none ({mode or 'not known'}): copies over shm could be faster"

@@ -119,6 +119,8 @@ def test_huge_pages_and_ptrace_are_read_from_the_kernel(tmp_path: Path) -> None:
     assert hugepages(tmp_path, "5.15.0-91-generic").status == "warn"
     assert "echo advise > /sys/kernel/mm/" in hugepages(tmp_path, "6.0.1").remedy
     assert hugepages(tmp_path, "6.1.0-18-amd64").status == "ok"
+    modes.write_text("always within_size advise never [deny] force\n")
+    assert hugepages(tmp_path, "6.1.0-18-amd64").status == "warn"
     modes.write_text("always within_size [advise] never deny force\n")
     assert hugepages(tmp_path).status == "ok"
     scope = tmp_path / "proc/sys/kernel/yama/ptrace_scope"

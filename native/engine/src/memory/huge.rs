@@ -6,41 +6,40 @@ use rustix::{fs, io::Result, mm};
 
 /// A huge page, bytes.
 pub(crate) const HUGE: usize = 2 << 20;
+/// Huge pages are made of so many bytes at a time: a process that is killed ends in between, and its peers learn of it
+/// (RS-4).
+const PART: usize = 128 << 20;
 
 /// Maps `len` bytes from the start of `fd`, for reading and writing. Where they hold a huge page, they begin
-/// at a multiple of one: elsewhere no page table can point to it.
+/// at a multiple of one if they can: elsewhere no page table can point to it.
 pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
     let prot = mm::ProtFlags::READ | mm::ProtFlags::WRITE;
-    let whole = len.checked_next_multiple_of(rustix::param::page_size());
-    let Some((whole, room)) =
-        whole.and_then(|n| Some((n, n.checked_add(HUGE)?))).filter(|_| len >= HUGE)
-    else {
-        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
-        let base = unsafe { mm::mmap(ptr::null_mut(), len, prot, mm::MapFlags::SHARED, fd, 0) }?;
-        return Ok(base as usize);
+    let map = |at: usize, flags| {
+        // SAFETY: a fresh mapping that takes the place of none aliases nothing.
+        unsafe { mm::mmap(at as *mut _, len, prot, mm::MapFlags::SHARED | flags, fd, 0) }
     };
-    // Addresses alone, of which those before and after are given back.
+    let anywhere = || map(0, mm::MapFlags::empty());
+    let at = match len >= HUGE {
+        // What it is may be longer than what was asked for, and somebody may have come in between: nothing is replaced.
+        true => match room(len) {
+            Some(base) => map(base, mm::MapFlags::FIXED_NOREPLACE).or_else(|_| anywhere()),
+            None => anywhere(),
+        },
+        false => anywhere(),
+    };
+    at.map(|at| at as usize)
+}
+
+/// A multiple of a huge page from which `len` bytes of addresses were free a moment ago.
+fn room(len: usize) -> Option<usize> {
+    let more = len.checked_add(HUGE)?;
     let flags = mm::MapFlags::PRIVATE | mm::MapFlags::NORESERVE;
-    // SAFETY: as above.
-    let start =
-        unsafe { mm::mmap_anonymous(ptr::null_mut(), room, mm::ProtFlags::empty(), flags) }?;
-    let start = start as usize;
-    let base = start.next_multiple_of(HUGE);
-    let end = base + whole;
-    let flags = mm::MapFlags::SHARED | mm::MapFlags::FIXED;
-    // SAFETY: it takes the place of addresses that were reserved above and that nobody else knows.
-    let mapped = unsafe { mm::mmap(base as *mut _, len, prot, flags, fd, 0) };
-    let (before, after) = match mapped {
-        Ok(_) => (base - start, start + room - end),
-        Err(_) => (room, 0),
-    };
-    for (at, n) in [(start, before), (end, after)] {
-        if n > 0 {
-            // SAFETY: what is left of the reservation.
-            let _ = unsafe { mm::munmap(at as *mut _, n) };
-        }
+    // SAFETY: a fresh mapping at an address of the kernel's choice, of which nobody else knows.
+    unsafe {
+        let at = mm::mmap_anonymous(ptr::null_mut(), more, mm::ProtFlags::empty(), flags).ok()?;
+        mm::munmap(at, more).ok()?;
+        Some((at as usize).next_multiple_of(HUGE))
     }
-    mapped.map(|_| base)
 }
 
 /// Backs `len` bytes of a fresh memfd with real memory, mapped at `addr` by [`map_shared`]: huge pages while the system
@@ -50,14 +49,13 @@ pub(crate) fn back(fd: BorrowedFd<'_>, addr: usize, len: usize) -> Result<()> {
     // SAFETY: advice on whole pages of a live mapping; it changes no byte.
     let _ = unsafe { mm::madvise(addr as *mut _, whole, mm::Advice::LinuxHugepage) };
     // A huge page is made around any page that is there, ten times faster than of 512 that are mapped, and than
-    // filling the page table with those.
-    let page = rustix::param::page_size() as u64;
-    let seeds = (0..whole as u64).step_by(HUGE);
-    let seed = |at| fs::fallocate(fd, fs::FallocateFlags::empty(), at, page);
-    if seeds.map(seed).all(|seeded| seeded.is_ok()) {
-        // SAFETY: the advice adds pages to a live mapping and changes no byte of it. It fails where the kernel is older
-        // than 6.1 or memory is in small pieces: then these are what it gets.
-        unsafe { libc::madvise(addr as *mut _, whole, libc::MADV_COLLAPSE) };
+    // filling the page table with those. Which page it is decides on which NUMA node, where memory is interleaved.
+    let page = rustix::param::page_size();
+    let mut seeds = (0..whole / HUGE).map(|i| (i * HUGE + i * page % HUGE) as u64);
+    if seeds.all(|at| fs::fallocate(fd, fs::FallocateFlags::empty(), at, page as u64).is_ok()) {
+        // Where it fails, the kernel is older than 6.1 or memory is in small pieces: then these are what it gets.
+        let mut parts = (0..whole).step_by(PART).map(|at| (addr + at, PART.min(whole - at)));
+        parts.all(|(at, n)| collapse(at, n));
     }
     populate(addr, len)
 }
@@ -66,6 +64,12 @@ pub(crate) fn back(fd: BorrowedFd<'_>, addr: usize, len: usize) -> Result<()> {
 pub(crate) fn populate(addr: usize, len: usize) -> Result<()> {
     // SAFETY: the advice fills page tables of a live mapping and changes no byte of it.
     unsafe { mm::madvise(addr as *mut _, len, mm::Advice::LinuxPopulateWrite) }
+}
+
+/// Makes huge pages of a mapping that has some pages; false if not of all of it.
+fn collapse(addr: usize, len: usize) -> bool {
+    // SAFETY: the advice adds pages to a live mapping and changes no byte of it.
+    unsafe { libc::madvise(addr as *mut _, len, libc::MADV_COLLAPSE) == 0 }
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     copies::{Copy, Motion},
-    imports::Import,
+    imports::{Import, Reach},
 };
 use crate::{
     domain::{Assist, Count, Data, DomainError, LinkId, Token},
@@ -25,7 +25,7 @@ use crate::{
     wake::Waker,
 };
 
-/// How long the end of a copy may go untold while others wait, nanoseconds.
+/// How long the end of a copy may go untold while others wait, nanoseconds; a chunk of mapped memory comes on top.
 const TELL_AFTER: u64 = 200_000;
 
 /// A copy on its way through the pool.
@@ -71,6 +71,11 @@ impl Job {
 
     pub fn result(&self) -> Result<(), DomainError> {
         self.failure.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// Whether a chunk may keep a thread for much longer than mapped memory does: another process may make it wait.
+    fn takes_long(&self) -> bool {
+        self.device.is_some() || !matches!(self.import.reach, Reach::Mapped(_))
     }
 
     /// Takes the next chunk; false if all are taken.
@@ -181,18 +186,24 @@ impl Pool {
             self.active.fetch_sub(1, SeqCst);
             return false;
         }
-        let worked = self.front().is_some_and(|job| match job.work(&self.copier) {
-            None => {
-                self.remove(&job);
-                true
+        let worked = self.front().is_some_and(|job| {
+            if job.takes_long() {
+                self.tell_at_once();
             }
-            Some(last) => {
-                if last {
+            match job.work(&self.copier) {
+                None => {
                     self.remove(&job);
-                    self.done.push(job);
+                    self.tell(false);
+                    true
                 }
-                self.tell(last);
-                true
+                Some(last) => {
+                    if last {
+                        self.remove(&job);
+                        self.done.push(job);
+                    }
+                    self.tell(last);
+                    true
+                }
             }
         });
         self.active.fetch_sub(1, SeqCst);
@@ -209,10 +220,15 @@ impl Pool {
         if ended {
             let _ = self.untold.compare_exchange(0, now.max(1), SeqCst, SeqCst);
         }
-        // Whoever takes the last chunk of those that wait comes by here after it.
+        // Whoever finds that no chunk waits any more comes by here after it.
         let first = self.untold.load(SeqCst);
-        let told = first != 0 && (!self.is_busy() || now.saturating_sub(first) >= TELL_AFTER);
-        if told && self.untold.swap(0, SeqCst) != 0 {
+        if first != 0 && (!self.is_busy() || now.saturating_sub(first) >= TELL_AFTER) {
+            self.tell_at_once();
+        }
+    }
+
+    fn tell_at_once(&self) {
+        if self.untold.swap(0, SeqCst) != 0 {
             self.waker.act();
         }
     }
@@ -272,17 +288,19 @@ mod tests {
     use crate::{
         api::{RailKeys, RegionKey},
         domain::{LocalAddr, Seq},
-        transport::shm::{imports::Reach, raw::Direction},
+        memory::Allocation,
+        transport::shm::{imports::Imports, raw::Direction},
     };
 
     #[test]
     fn ic_3_the_end_of_every_copy_is_told() {
         const PAGE: usize = 4096;
-        let (src, dst) = (vec![7u8; 64 * PAGE], vec![0u8; 64 * PAGE]);
+        let (src, dst) = (vec![7u8; 64 * PAGE], Allocation::new(64 * PAGE as u64).unwrap());
         let key = RegionKey { index: 1, rkey: 1 };
-        let reach = Reach::Process(std::process::id() as i32);
-        let (len, base) = (dst.len() as u64, dst.as_ptr() as usize);
-        let import = Arc::new(Import { key, len, base, reach });
+        let mut imports = Imports::default();
+        let memory = dst.fd().try_clone_to_owned().unwrap();
+        imports.add_mapped(key, dst.len(), (dst.id(), dst.len(), 0), memory).unwrap();
+        let import = Arc::clone(imports.get(key).unwrap());
         let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
         waker.set(move |_| tell.send(()).unwrap());
         let pool = Pool::new(2, &waker);
@@ -312,6 +330,8 @@ mod tests {
             }
         }
         pool.close();
-        assert!(dst == src);
+        // SAFETY: mapped for as long as `dst` lives, and nobody writes any more.
+        let arrived = unsafe { std::slice::from_raw_parts(dst.base() as *const u8, src.len()) };
+        assert!(arrived == src);
     }
 }

@@ -43,6 +43,13 @@ impl Map {
                 "the peer's shared memory is too small or not sealed".into(),
             ));
         }
+        // Mappings of huge pages from a pool have other lengths than those asked for.
+        let kind = rustix::fs::fstatfs(fd).map_err(DomainError::io("fstatfs"))?.f_type;
+        if kind == libc::HUGETLBFS_MAGIC {
+            return Err(DomainError::Handshake(
+                "the peer's shared memory is a hugetlbfs file".into(),
+            ));
+        }
         Self::attach(fd, len)
     }
 
@@ -248,6 +255,14 @@ mod tests {
         let fd = rustix::fs::memfd_create(c"t", MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&fd, 4096).unwrap();
         assert!(matches!(Map::import(fd.as_fd(), 4096), Err(DomainError::Handshake(_))));
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        // It needs no huge page while nobody touches it.
+        if let Ok(fd) = rustix::fs::memfd_create(c"t", flags) {
+            rustix::fs::ftruncate(&fd, 4 << 20).unwrap();
+            rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+            let e = Map::import(fd.as_fd(), (2 << 20) + 4096).unwrap_err();
+            assert!(e.to_string().contains("hugetlbfs"), "{e}");
+        }
         let (_map, fd) = Map::create(4096).unwrap();
         assert!(Map::import(fd.as_fd(), 8192).is_err());
         assert!(Map::import(fd.as_fd(), 4096).is_ok());
