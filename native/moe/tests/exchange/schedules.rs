@@ -13,7 +13,10 @@ use fabric_engine::{
 };
 use fabric_moe::{routes::Order, AllToAll, Dispatched, Shape};
 
-use crate::model::{rows_of_answers, shape, sums, Batch, Handed};
+use crate::{
+    kernels::{Kernels, Outcome},
+    model::{rows_of_answers, shape, sums, Batch, Handed},
+};
 
 const MS: u64 = 1_000_000;
 /// How long ranks wait for one another.
@@ -35,6 +38,8 @@ struct Rank {
     rank: u32,
     engine: Arc<TransferEngine>,
     all: AllToAll,
+    /// Carries the exchange out, on some ranks.
+    kernels: Option<Kernels>,
     turn: Turn,
     exchange: u32,
     batch: Batch,
@@ -58,7 +63,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, with_kernels: bool) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let config = SimConfig {
             seed,
@@ -77,6 +82,8 @@ impl Run {
             ..shape(ranks, local, rng.u32(1..=(ranks * local).min(4)), rng.u32(1..7))
         };
         let (rails, prompt) = (rng.u8(1..=2), rng.bool());
+        let on_kernels: Vec<u32> =
+            (0..ranks).filter(|_| with_kernels && rng.u32(..3) > 0).collect();
         let open = |rank: u32| {
             let config = EngineConfig {
                 name: format!("rank {rank}"),
@@ -85,11 +92,17 @@ impl Run {
                 ..EngineConfig::default()
             };
             let engine = net.engine_with_rails(config, rails).unwrap();
-            let all = AllToAll::new(Arc::clone(&engine), shape, rank).unwrap();
+            let (all, kernels) = match on_kernels.contains(&rank) {
+                true => {
+                    let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank);
+                    (all, Some(kernels))
+                }
+                false => (AllToAll::new(Arc::clone(&engine), shape, rank).unwrap(), None),
+            };
             all.set_timeout(TIMEOUT);
             let batch = Batch::random(&mut rng, &shape, None);
             let turn = Turn::Dispatch;
-            Rank { rank, engine, all, turn, exchange: 0, batch, dead: false, left_out: 0 }
+            Rank { rank, engine, all, kernels, turn, exchange: 0, batch, dead: false, left_out: 0 }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
         let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all.card(None).unwrap()).collect();
@@ -145,6 +158,8 @@ impl Run {
                 Turn::Sum => "sums",
                 Turn::Over => "is over",
             };
+            let turn =
+                r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
             let quiet = if r.all.quiet() { "" } else { ", not quiet" };
             let lost = r.all.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
@@ -160,6 +175,20 @@ impl Run {
             return Ok(false);
         }
         let said = |e: fabric_engine::EngineError| format!("rank {i}: {e}");
+        if let Some(kernels) = rank.kernels.as_mut() {
+            if matches!(rank.turn, Turn::Over) {
+                return Ok(false);
+            }
+            rank.all.check().map_err(said)?;
+            let combine = !without[rank.exchange as usize];
+            match kernels.step(&rank.all, &rank.batch, combine) {
+                Outcome::Waits => return Ok(false),
+                Outcome::Collected if !combine => self.next(i),
+                Outcome::Collected | Outcome::Went => {}
+                Outcome::Summed(sums, left_out) => self.summed(i, &sums, &left_out)?,
+            }
+            return Ok(true);
+        }
         match &mut rank.turn {
             Turn::Over => return Ok(false),
             Turn::Dispatch => {
@@ -200,19 +229,26 @@ impl Run {
                     return Ok(false);
                 }
                 let (sums, left_out) = sums(&rank.all, &rank.batch).map_err(said)?;
-                if sums != rank.batch.sums(&shape, &left_out) {
-                    let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
-                    return Err(format!("{what}, left out {left_out:?}"));
-                }
-                let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
-                if left_out.iter().any(|r| !lost.contains(r)) {
-                    return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
-                }
-                rank.left_out += left_out.len() as u32;
-                self.next(i);
+                self.summed(i, &sums, &left_out)?;
             }
         }
         Ok(true)
+    }
+
+    /// Sums are right, and who is left out is named.
+    fn summed(&mut self, i: usize, sums: &[f32], left_out: &[u32]) -> Result<(), String> {
+        let rank = &mut self.ranks[i];
+        if *sums != rank.batch.sums(&self.shape, left_out) {
+            let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
+            return Err(format!("{what}, left out {left_out:?}"));
+        }
+        let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+        if left_out.iter().any(|r| !lost.contains(r)) {
+            return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
+        }
+        rank.left_out += left_out.len() as u32;
+        self.next(i);
+        Ok(())
     }
 
     fn next(&mut self, i: usize) {
@@ -265,10 +301,19 @@ fn env(name: &str, default: u64) -> u64 {
 
 #[test]
 fn mr_1_rs_1_rs_4_random_schedules_give_right_sums_or_name_who_is_left_out() {
+    schedules(false);
+}
+
+#[test]
+fn mr_1_rs_1_rs_4_and_so_they_do_where_kernels_carry_the_exchange_out() {
+    schedules(true);
+}
+
+fn schedules(with_kernels: bool) {
     let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 400));
     let mut sum = (0u64, 0u64);
     for seed in first..first + runs {
-        let outcome = std::panic::catch_unwind(|| Run::new(seed).go());
+        let outcome = std::panic::catch_unwind(|| Run::new(seed, with_kernels).go());
         match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
             Ok((ranks, left_out)) => {
                 sum.0 += u64::from(ranks);
