@@ -109,8 +109,7 @@ class DeviceSteps:
         self._turn = _Turn.IDLE
         self._tokens = self._room = 0
 
-        words, areas, (row_turns, answer_turns) = native.device_layout
-        self._turns = (row_turns, answer_turns)
+        words, (row_turns, answer_turns) = native.device_words, native.device_turns
         commands = 2 * (3 + row_turns + answer_turns)
         capacity = max(32, 1 << (commands - 1).bit_length())
         # What the host writes and reads, in its memory, behind one another.
@@ -122,7 +121,7 @@ class DeviceSteps:
         self._fifo = Words(
             slots.data_ptr(), self._pushers.data_ptr(), completed.data_ptr(), capacity
         )
-        self._at = {name: self._shared[first : first + n] for name, first, n in areas}
+        self._at = {name: self._shared[first : first + n] for name, first, n in native.device_areas}
         self._mirror = {name: torch.zeros_like(of, device=device) for name, of in self._at.items()}
         self._own, self._row_stride, self._back_stride = native.own_rows
 

@@ -146,13 +146,22 @@ impl MoeExchange {
         (self.0.memory().own(0), shape.row_stride(), shape.back_stride())
     }
 
-    /// What a device and its exchange share, in words of 8 bytes: how many, each area's name, first and number, and
-    /// the turns in which rows come and answers leave.
+    /// Words of 8 bytes that a device and its exchange share.
     #[getter]
-    fn device_layout(&self) -> (usize, Vec<(&'static str, usize, usize)>, (u64, u64)) {
-        let shape = self.0.shape();
-        let layout = device::Layout::new(shape);
-        (layout.words, layout.areas(), device::turns(shape))
+    fn device_words(&self) -> usize {
+        device::Layout::new(self.0.shape()).words
+    }
+
+    /// What lies there: each area's name, its first word, and how many.
+    #[getter]
+    fn device_areas(&self) -> Vec<(&'static str, usize, usize)> {
+        device::Layout::new(self.0.shape()).areas()
+    }
+
+    /// The turns in which rows come to a device, and answers leave it.
+    #[getter]
+    fn device_turns(&self) -> (u64, u64) {
+        device::turns(self.0.shape())
     }
 
     /// Kernels carry the exchange out from now on. Addresses of the FIFO's parts and of what is shared, which `keep`

@@ -256,3 +256,82 @@ impl Kernels {
         self.rows.with_bytes(at, len as u64, <[u8]>::to_vec).unwrap()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+    use fabric_engine::{EngineError, TransferEngine};
+
+    use super::*;
+    use crate::model::shape;
+
+    fn alone(ranks: u32) -> (SimNet, Arc<TransferEngine>, AllToAll, Kernels) {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let (all, kernels) = Kernels::new(Arc::clone(&engine), shape(ranks, 2, 2, 4), 0);
+        (net, engine, all, kernels)
+    }
+
+    #[test]
+    fn rs_4_a_device_that_goes_on_without_what_it_waited_for_gets_nothing_more() {
+        for early in [Told::Packed, Told::HandedOut, Told::Answered, Told::Summed] {
+            let (_net, _engine, all, kernels) = alone(1);
+            kernels.tell(&all, early);
+            assert!(kernels.has(Word::Abort, 1), "{early:?}");
+            let said = all.check().unwrap_err();
+            assert!(matches!(said, EngineError::Cancelled { .. }), "{said}");
+            assert!(said.to_string().contains(&format!("{early:?}")), "{said}");
+            assert_eq!(all.check(), Err(said), "for good");
+        }
+    }
+
+    #[test]
+    fn a_command_that_no_exchange_takes_ends_it() {
+        let (to_self, other) =
+            (Add { slot: 5, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
+        for command in [
+            Command::Atomic { rank: 0, channel: 0, add: to_self },
+            Command::Atomic { rank: 1, channel: 0, add: other },
+            Command::Write { rank: 0, channel: 0, from: 0, to: 0, len: 16, add: None },
+        ] {
+            let (_net, _engine, all, kernels) = alone(2);
+            all.tell(command.encode().unwrap());
+            assert!(kernels.has(Word::Abort, 1), "{command:?}");
+            assert!(all.check().is_err());
+        }
+    }
+
+    #[test]
+    fn rs_1_what_a_device_counts_is_checked() {
+        let (_net, _engine, all, mut kernels) = alone(2);
+        let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
+        kernels.route(&batch);
+        let count = &kernels.words[kernels.layout.note.0 + 2];
+        count.store(u64::from(u32::MAX), std::sync::atomic::Ordering::Relaxed);
+        kernels.tell(&all, Told::Begun);
+        assert!(kernels.has(Word::Abort, 1));
+        assert!(all.check().unwrap_err().to_string().contains("can't have"));
+    }
+
+    #[test]
+    fn there_are_turns_for_all_that_can_come_and_leave() {
+        let all = shape(3, 2, 2, 5);
+        assert_eq!(turns(&all), (1, 1));
+        // 2 others with 10 rows each, 2 of them private.
+        assert_eq!(turns(&Shape { shared_rows: Some(5), ..all }), (4, 4));
+        assert_eq!(turns(&Shape { shared_rows: Some(1), ..all }), (16, 20));
+        assert_eq!(turns(&Shape { shared_rows: Some(1), ..shape(1, 2, 2, 5) }), (1, 1));
+    }
+
+    #[test]
+    fn a_device_takes_the_place_of_the_host() {
+        let (_net, engine, all, kernels) = alone(1);
+        let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
+        assert!(batch.send(&all).unwrap_err().to_string().contains("a device carries"));
+        let words = AtomicWords::allocate(kernels.layout.words);
+        assert!(all.attach(Shared::new(words, &kernels.shape).unwrap()).is_err());
+        assert!(Shared::new(AtomicWords::allocate(3), &kernels.shape).is_err());
+        let rows = engine.alloc(64).unwrap();
+        assert!(AllToAll::over(engine, kernels.shape, 0, rows).is_err());
+    }
+}
