@@ -94,6 +94,12 @@ impl Kernels {
         self.words[word as usize].load(Acquire) >= value
     }
 
+    /// What was handed out, rows of each local expert, and the first of each.
+    pub fn handed(&self) -> (&Handed, &[u32], &[u32]) {
+        let placing = self.placing.as_ref().unwrap();
+        (&self.handed, &placing.counts, &placing.starts)
+    }
+
     /// The next kernel, if what it waits for is there.
     pub fn step(&mut self, all: &AllToAll, batch: &Batch, combine: bool) -> Outcome {
         let (n, (lots, rooms)) = (self.exchange, turns(&self.shape));
