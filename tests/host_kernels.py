@@ -6,6 +6,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,27 +18,52 @@ THREADS = 4
 
 
 class Host:
-    """A launcher that runs kernels where it is called."""
+    """A launcher that runs kernels where it is called, one at a time.
+
+    What the threads of a block share is static there: who runs beside others in a process takes
+    :meth:`another`. What is in the folder already isn't built again.
+    """
 
     def __init__(self, build: Path) -> None:
         self._build = build
+        self._copies = 0
+        self._lock = threading.Lock()
+
+    def another(self) -> Host:
+        """The same kernels, with memory of their own."""
+        with self._lock:
+            self._copies += 1
+            folder = self._build / f"copy-{self._copies}"
+        folder.mkdir()
+        return _Copy(folder, self)
+
+    def built(self, file: str) -> Path:
+        """The library of a file of kernels."""
+        with self._lock:
+            return self._compiled(file)
 
     @functools.cache  # noqa: B019
-    def library(self, file: str) -> ctypes.CDLL:
+    def _compiled(self, file: str) -> Path:
         compiler = shutil.which("c++") or shutil.which("g++")
         if compiler is None:
             pytest.skip("there is no C++ compiler here: install g++")
         out = self._build / f"{Path(file).stem}.so"
+        if out.exists():
+            return out
         flags = (
             "-std=c++20 -O1 -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off -pthread "
-            "-shared -fPIC"
+            "-shared -fPIC -fno-gnu-unique"
         )
         subprocess.run(
             [compiler, *flags.split(), "-I", FOLDER, "-o", out, "-x", "c++", FOLDER / file],
             check=True,
             timeout=250,
         )
-        return ctypes.CDLL(str(out))
+        return out
+
+    @functools.cache  # noqa: B019
+    def library(self, file: str) -> ctypes.CDLL:
+        return ctypes.CDLL(str(self.built(file)))
 
     def launch(
         self,
@@ -50,3 +76,13 @@ class Host:
         library = self.library(file)
         assert getattr(library, f"{kernel}_nbytes")() == ctypes.sizeof(arguments)
         getattr(library, f"{kernel}_on_host")(*grid, min(threads, THREADS), ctypes.byref(arguments))
+
+
+class _Copy(Host):
+    def __init__(self, build: Path, original: Host) -> None:
+        super().__init__(build)
+        self._original = original
+
+    def built(self, file: str) -> Path:
+        built = self._original.built(file)
+        return Path(shutil.copy(built, self._build / built.name))

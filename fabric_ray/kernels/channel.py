@@ -86,6 +86,28 @@ ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
 }
 
 
+def add_command(rank: int, slot: int, value: int) -> tuple[int, int]:
+    """The words of a command that adds to one of a rank's atomic words, in order, by channel 0
+    (``add_command`` of ``common/command.cuh``).
+
+    Args:
+        rank: below 1024.
+        slot: below 4096.
+        value: from 0, below 2 to the 32nd.
+
+    Raises:
+        InvalidArgument: what doesn't fit.
+    """
+    for name, given, most in (
+        ("rank", rank, 1024),
+        ("slot", slot, 4096),
+        ("value", value, 1 << 32),
+    ):
+        if not 0 <= given < most:
+            raise InvalidArgument(f"a command's {name} is {given}; give 0 to {most - 1}")
+    return (3 << 60 | 1 << 59 | rank << 44 | slot << 32 | value, 0)
+
+
 @dataclass(frozen=True)
 class Words:
     """Where a FIFO lies, as addresses that the device reaches; all zero to begin with."""

@@ -87,18 +87,37 @@ class Device:
             _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             _call("cuCtxSetCurrent", context)
 
-    def load(self, file: str) -> None:
-        """Compiles a file of kernels, or finds it in the cache, and loads it."""
+    def load(self, file: str, *kernels: str) -> None:
+        """Compiles a file of kernels, or finds it in the cache, and loads it.
+
+        Args:
+            kernels: those that are launched while others run and wait for what the host does:
+                loading one then could wait for them.
+        """
         import torch
 
         with self._lock, torch.cuda.device(self.index):
-            if file in self._modules:
-                return
+            self._load(file)
+            for kernel in kernels:
+                self._function(file, kernel)
+
+    def _load(self, file: str) -> None:
+        if file not in self._modules:
             self._enter()
             code = self._cache.get(source(file), current_architecture(self.index)).code
             module = ctypes.c_void_p()
             _call("cuModuleLoadData", ctypes.byref(module), code)
             self._modules[file] = module
+
+    def _function(self, file: str, kernel: str) -> ctypes.c_void_p:
+        function = self._functions.get((file, kernel))
+        if function is None:
+            self._load(file)
+            function = ctypes.c_void_p()
+            module = self._modules[file]
+            _call("cuModuleGetFunction", ctypes.byref(function), module, kernel.encode())
+            self._functions[file, kernel] = function
+        return function
 
     def launch(
         self,
@@ -115,11 +134,8 @@ class Device:
             self._enter()
             function = self._functions.get((file, kernel))
             if function is None:
-                self.load(file)
-                function = ctypes.c_void_p()
-                name = kernel.encode()
-                _call("cuModuleGetFunction", ctypes.byref(function), self._modules[file], name)
-                self._functions[file, kernel] = function
+                with self._lock:
+                    function = self._function(file, kernel)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             x, y = grid

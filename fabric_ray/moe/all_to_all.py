@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
-from fabric_ray.engine import TransferEngine
+from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
+from fabric_ray.moe.device import DeviceSteps, gpu, room_on
 from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
 
 
@@ -25,6 +27,11 @@ class AllToAll:
     whatever is at hand (``torch.distributed.all_gather_object``, Ray). A rank that dies or says
     nothing for ``timeout`` seconds while it is waited for is given up: its tokens and answers are
     left out, the others go on, and :attr:`lost` names it.
+
+    With ``device``, kernels do a rank's part on torch's current stream, and no call waits for
+    them: what a call returns is there for what follows on that stream. What goes wrong on the
+    device is raised by a later call, or by :meth:`check`. Calls can be captured into a CUDA graph,
+    whole exchanges from ``dispatch_send`` on. Ranks with and without kernels are one exchange.
 
     Args:
         engine: this rank's; each rank has one of its own.
@@ -42,9 +49,14 @@ class AllToAll:
         shared_rows: rows of the buffer for all further ones; as many as can ever come if
             ``None``. With fewer, they come in turns.
         timeout: seconds; :meth:`set_timeout` changes it.
+        device: the GPU that tokens and answers lie on; the host if ``None``. Each rank on a GPU
+            has a stream of its own.
+        launcher: launches kernels on ``device``, in place of that GPU.
 
     Raises:
         InvalidArgument: sizes that don't go together.
+        ResourceError: there is no such GPU.
+        CompileError: a kernel doesn't compile for it.
     """
 
     def __init__(
@@ -63,6 +75,8 @@ class AllToAll:
         private_rows: int = 32,
         shared_rows: int | None = None,
         timeout: float = 30.0,
+        device: torch.device | str | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
         tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
@@ -79,6 +93,18 @@ class AllToAll:
         self._tokens = 0
         self._rows = 0
         self._left_out: tuple[int, ...] = ()
+        home = torch.device(device or "cpu")
+        if home.type == "cuda" and home.index is None:
+            home = torch.device("cuda", torch.cuda.current_device())
+        if launcher is None and home.type != "cpu":
+            launcher = gpu(home)
+        memory: list[Tensor] = []
+
+        def allocate(nbytes: int) -> Region:
+            tensor, region = room_on(engine, nbytes, home)
+            memory.append(tensor)
+            return region
+
         self._native = MoeExchange(
             engine,
             rank=rank,
@@ -91,7 +117,21 @@ class AllToAll:
             dtype=SUMS[answer_dtype],
             private_rows=private_rows,
             shared_rows=shared_rows,
+            allocate=None if launcher is None else allocate,
         )
+        self._steps: DeviceSteps | None = None
+        if launcher is not None:
+            self._steps = DeviceSteps(
+                self._native,
+                memory[0],
+                MoeSizes(ranks, experts, topk, max_tokens),
+                rank,
+                parts=self._parts,
+                hidden=hidden,
+                answer_dtype=answer_dtype,
+                launcher=launcher,
+                timeout=timeout,
+            )
         self.set_timeout(timeout)
 
     @property
@@ -125,17 +165,20 @@ class AllToAll:
         Args:
             only: a rank that comes anew; those that are here keep what they have.
         """
+        self._finish()
         return self._native.card(only)
 
     def admit(self, card: bytes) -> int:
         """Takes a rank in by its card, from the next dispatch on; returns its number.
 
-        A rank that comes anew and all others admit one another between the same two exchanges.
+        A rank that comes anew and all others admit one another between the same two exchanges. What
+        was launched on a device is waited for.
 
         Raises:
             HandshakeError: it is of another shape; the text lists what differs.
             InvalidArgument: it is here already, or was given no card of this rank.
         """
+        self._finish()
         return self._native.admit(card)
 
     def connect(self, cards: Iterable[bytes | None]) -> None:
@@ -147,8 +190,31 @@ class AllToAll:
 
     def set_timeout(self, seconds: float) -> None:
         """How long ranks may be apart: who doesn't do its part for so long is given up. What a rank
-        can only do after others have done theirs (answers, for one) may take four times as long."""
+        can only do after others have done theirs (answers, for one) may take four times as long.
+        Waits of a device end by themselves after sixteen times as long, those in a CUDA graph as
+        it was captured."""
         self._native.set_timeout(seconds)
+        if self._steps is not None:
+            self._steps.set_timeout(seconds)
+
+    def check(self) -> None:
+        """Waits for what was launched on the device, and raises what went wrong there; without a
+        device that is known already.
+
+        Raises:
+            InvalidArgument: tokens went where they can't, and their rows were left out of the
+                exchange.
+            Cancelled: the device went on without what it waited for, or the exchange was closed;
+                its results are none.
+            NotQuiesced: as above, for a lost rank has not let go of memory.
+        """
+        self._finish()
+        self._native.check()
+
+    def close(self) -> None:
+        """Ends the waits of the device; calls on it raise from then on. Others give this rank up
+        when they wait for it."""
+        self._native.leave()
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Gives a rank up."""
@@ -161,8 +227,9 @@ class AllToAll:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`."""
-        return self._left_out
+        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`; a device is
+        waited for."""
+        return self._left_out if self._steps is None else self._steps.left_out()
 
     @property
     def present(self) -> tuple[bool, ...]:
@@ -180,6 +247,9 @@ class AllToAll:
         Raises:
             InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
         """
+        if self._steps is not None:
+            self._steps.dispatch_send(indices, {"x": x, **parts})
+            return
         experts = rows.indices(indices, self._topk)
         given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
         self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()))
@@ -196,12 +266,15 @@ class AllToAll:
             stride: each expert's rows begin at a multiple of this instead, for a batched GEMM.
             x: where to put the tokens, ``[rows or more, hidden]``.
 
-        Rows of a rank that was lost on the way are zeros.
+        Rows of a rank that was lost on the way are zeros. On a device there must be room for all
+        rows that can come, by ``stride`` and in ``x``, and ``x`` has all of it.
 
         Raises:
             InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
         """
         tokens.check_order(multiple, stride)
+        if self._steps is not None:
+            return self._steps.dispatch_recv(multiple, stride, x)
         counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
         tensors, room = tokens.room(self._parts, total, x)
         self._native.dispatch_recv(room)
@@ -219,6 +292,9 @@ class AllToAll:
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine's turn.
         """
+        if self._steps is not None:
+            self._steps.combine_send(y)
+            return
         answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
         self._native.combine_send(answers)
 
@@ -230,6 +306,8 @@ class AllToAll:
         Raises:
             InvalidArgument: it isn't combine_recv's turn.
         """
+        if self._steps is not None:
+            return self._steps.combine_answers()
         out = torch.empty(self._tokens, self._topk, self._hidden, dtype=self._answers)
         flat = out.view(-1, self._hidden)
         self._native.combine_answers(
@@ -257,6 +335,8 @@ class AllToAll:
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
         """
+        if self._steps is not None:
+            return self._steps.combine_recv(weights, out, dtype)
         out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
         weight = None
         if weights is not None:
@@ -265,3 +345,7 @@ class AllToAll:
             )
         self._left_out = tuple(self._native.combine_recv(weight, room, SUMS[out.dtype]))
         return out[: self._tokens]
+
+    def _finish(self) -> None:
+        if self._steps is not None:
+            self._steps.finish()

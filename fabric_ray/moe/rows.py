@@ -13,31 +13,50 @@ Part: TypeAlias = tuple[int, int, int, int]
 """Address, bytes from the first row to the end of the last, bytes between rows, bytes of a row."""
 
 
-def part(
-    what: str, tensor: Tensor, *, width: int, dtype: torch.dtype, rows: int | None = None
-) -> Part:
-    """A tensor ``[rows, width]`` as the native exchange takes it.
+def check_rows(
+    what: str,
+    tensor: Tensor,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
+    device: torch.device,
+) -> None:
+    """That a tensor ``[rows, width]`` can be taken row by row.
 
     Raises:
         InvalidArgument: another shape or dtype, elements of a row that aren't behind one another,
-            or not in host memory.
+            or another device.
     """
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(f"{what} lie on {tensor.device}; move them to the CPU")
+    if tensor.device != device:
+        raise InvalidArgument(f"{what} lie on {tensor.device}; move them to {device}")
     if tensor.ndim != 2 or tensor.shape[1] != width or tensor.dtype != dtype:
         raise InvalidArgument(
             f"{what} are {tensor.dtype} {tuple(tensor.shape)}; give {dtype} [rows, {width}]"
         )
     if rows is not None and tensor.shape[0] < rows:
         raise InvalidArgument(f"{what} have {tensor.shape[0]} rows, and {rows} are needed")
+    if tensor.numel() == 0:
+        return
+    if tensor.stride(1) != 1 and width > 1:
+        raise InvalidArgument(f"{what} have their elements apart; make them contiguous")
+    if tensor.shape[0] > 1 and tensor.stride(0) < width:
+        raise InvalidArgument(f"{what} overlap (a view by expand?); make them contiguous")
+
+
+def part(
+    what: str, tensor: Tensor, *, width: int, dtype: torch.dtype, rows: int | None = None
+) -> Part:
+    """A tensor ``[rows, width]`` as the native exchange takes it.
+
+    Raises:
+        InvalidArgument: as :func:`check_rows`; or it isn't in host memory.
+    """
+    check_rows(what, tensor, width=width, dtype=dtype, rows=rows, device=torch.device("cpu"))
     n, size = tensor.shape[0], tensor.element_size()
     if n == 0 or width == 0:
         return (0, 0, width * size, width * size)
-    if tensor.stride(1) != 1 and width > 1:
-        raise InvalidArgument(f"{what} have their elements apart; make them contiguous")
     stride = tensor.stride(0) * size if n > 1 else width * size
-    if stride < width * size:
-        raise InvalidArgument(f"{what} overlap (a view by expand?); make them contiguous")
     return (tensor.data_ptr(), (n - 1) * stride + width * size, stride, width * size)
 
 

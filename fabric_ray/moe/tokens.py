@@ -126,10 +126,26 @@ def sums(
     Raises:
         InvalidArgument: they don't go there.
     """
+    out = room_for_sums(out, default, dtype, shape, torch.device("cpu"))
+    return out, rows.part("sums", out, width=shape[1], dtype=out.dtype, rows=shape[0])
+
+
+def room_for_sums(
+    out: Tensor | None,
+    default: torch.dtype,
+    dtype: torch.dtype | None,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Tensor:
+    """``out``, or a new tensor, of a format that sums can have.
+
+    Raises:
+        InvalidArgument: it can't be.
+    """
     if out is None:
-        out = torch.empty(shape, dtype=dtype or default)
+        out = torch.empty(shape, dtype=dtype or default, device=device)
     elif dtype not in (None, out.dtype):
         raise InvalidArgument(f"sums of {dtype} don't go into {out.dtype}; leave dtype out")
     if out.dtype not in SUMS:
         raise InvalidArgument(f"sums of {out.dtype} can't be made; use one of {[*SUMS]}")
-    return out, rows.part("sums", out, width=shape[1], dtype=out.dtype, rows=shape[0])
+    return out

@@ -6,13 +6,16 @@ import multiprocessing as mp
 import os
 import signal
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
+from fabric_ray.kernels import channel, structs
 from fabric_ray.moe import AllToAll
+from tests.host_kernels import Host
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 64, 24
 STEPS = ("before", "dispatched", "collected", "answered")
@@ -45,9 +48,13 @@ def work(
     transport: str,
     timeout: float,
     end: tuple[int, str, int],
+    kernels: Path | None,
     pipe: Connection,
 ) -> None:
-    """Exchanges until told to stop; this rank ends itself by a signal at a step of one of them."""
+    """Exchanges until told to stop; this rank ends itself by a signal at a step of one of them.
+
+    Its part is done by the kernels of a folder, if one is given.
+    """
     torch.set_num_threads(1)
     engine = TransferEngine(name=f"rank-{rank}", transport=transport)
     a = AllToAll(
@@ -60,6 +67,7 @@ def work(
         max_tokens=TOKENS,
         private_rows=4,
         timeout=timeout,
+        launcher=Host(kernels) if kernels else None,
     )
     pipe.send(a.card())
     a.connect(pipe.recv())
@@ -94,15 +102,23 @@ class Group:
     """Ranks as processes."""
 
     def __init__(
-        self, ends: list[tuple[int, str, int]], *, transport: str, timeout: float, turns: int
+        self,
+        ends: list[tuple[int, str, int]],
+        *,
+        transport: str,
+        timeout: float,
+        turns: int,
+        kernels: Path | None = None,
     ) -> None:
+        """With kernels, every other rank uses them."""
         # Torch is imported once, and each rank is a copy of a process without engines.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["fabric_ray.moe"])
         self.pipes, self.processes = [], []
         for rank, end in enumerate(ends):
             ours, theirs = context.Pipe()
-            args = (rank, len(ends), transport, timeout, end, theirs)
+            its = None if rank % 2 else kernels
+            args = (rank, len(ends), transport, timeout, end, its, theirs)
             process = context.Process(target=work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -125,11 +141,20 @@ class Group:
             process.join()
 
 
+@pytest.mark.parametrize("on_kernels", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(transport: str) -> None:
+def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(
+    transport: str, on_kernels: bool, tmp_path: Path
+) -> None:
     never = (-1, "", 0)
     deaths = [(2 + 2 * i, step, int(signal.SIGKILL)) for i, step in enumerate(STEPS)]
-    group = Group([never, never, *deaths], transport=transport, timeout=20.0, turns=12)
+    kernels = tmp_path if on_kernels else None
+    if on_kernels:
+        for file in {**structs.ARGUMENTS, **channel.ARGUMENTS}:
+            Host(tmp_path).built(file)
+    group = Group(
+        [never, never, *deaths], transport=transport, timeout=20.0, turns=12, kernels=kernels
+    )
     try:
         for rank in (0, 1):
             told = group.report(rank)

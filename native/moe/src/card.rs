@@ -12,7 +12,7 @@ use crate::shape::Shape;
 
 const MARK: [u8; 3] = *b"FEP";
 /// Bumped when the meaning of a card, of a block in memory, or of a count changes.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// A rank, as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,8 @@ pub struct Card {
 /// What one rank may use of another's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
-    pub memory: RegionDescriptor,
+    pub control: RegionDescriptor,
+    pub rows: RegionDescriptor,
     pub counters: [CounterRef; 5],
 }
 

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod card;
+pub mod device;
 mod exchange;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]

@@ -1,4 +1,5 @@
-//! What lies where in each rank's part of the symmetric memory.
+//! What lies where in each rank's part of the symmetric memory: control, which is always the host's, and rows, which lie
+//! where the kernels run.
 //!
 //! | area | rows | written by | when |
 //! |---|---|---|---|
@@ -9,7 +10,7 @@
 //! | shared | for all sources | sources, where a grant said; at combine this rank, with answers | |
 //! | own | one for each (token, expert) of this rank | at dispatch this rank, with tokens; at combine peers, with answers | |
 //!
-//! The last two serve twice (fabric-lib §6.3): who writes there waits for the fence of the owner.
+//! Blocks are control, the others are rows. The last two serve twice (fabric-lib §6.3): who writes there waits for the fence of the owner.
 
 use fabric_engine::{EngineError, Result};
 
@@ -20,7 +21,7 @@ const BLOCK: u64 = 64;
 /// Words before the counts in a block of routes.
 pub const ROUTES_HEADER: u64 = 4;
 
-/// Bytes of the areas, in order; offsets are equal on all ranks.
+/// Where the areas begin in control or in rows, bytes; equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     shape: Shape,
@@ -28,10 +29,29 @@ pub struct Memory {
     grants: u64,
     routes_out: u64,
     grants_out: u64,
+    control: u64,
     private: u64,
     shared: u64,
     own: u64,
+    rows: u64,
+}
+
+/// Lays areas behind one another.
+#[derive(Default)]
+struct Areas {
     end: u64,
+}
+
+impl Areas {
+    fn next(&mut self, nbytes: Option<u64>) -> Result<u64> {
+        let begin = self.end;
+        self.end = nbytes
+            .and_then(|n| begin.checked_add(n))
+            .and_then(|n| n.checked_next_multiple_of(4096))
+            .filter(|end| *end < 1 << 46)
+            .ok_or_else(|| EngineError::Invalid("the buffers would take over 64 TiB".into()))?;
+        Ok(begin)
+    }
 }
 
 impl Memory {
@@ -42,29 +62,37 @@ impl Memory {
         let ranks = u64::from(shape.ranks);
         let row = shape.row_stride().max(shape.back_stride());
         let block = routes_stride(&shape);
-        let mut end = 0u64;
-        let mut area = |nbytes: Option<u64>| {
-            let begin = end;
-            end = nbytes
-                .and_then(|n| begin.checked_add(n))
-                .and_then(|n| n.checked_next_multiple_of(4096))
-                .filter(|end| *end < 1 << 46)
-                .ok_or_else(|| EngineError::Invalid("the buffers would take over 64 TiB".into()))?;
-            Ok::<u64, EngineError>(begin)
-        };
-        let routes = area(ranks.checked_mul(block))?;
-        let grants = area(ranks.checked_mul(BLOCK))?;
-        let routes_out = area(ranks.checked_mul(block))?;
-        let grants_out = area(ranks.checked_mul(BLOCK))?;
-        let private = area((ranks * shape.private_rows()).checked_mul(shape.row_stride()))?;
-        let shared = area(shape.shared_rows().checked_mul(row))?;
-        let own = area(shape.out_rows().checked_mul(row))?;
-        Ok(Self { shape, routes, grants, routes_out, grants_out, private, shared, own, end })
+        let (mut control, mut rows) = (Areas::default(), Areas::default());
+        let routes = control.next(ranks.checked_mul(block))?;
+        let grants = control.next(ranks.checked_mul(BLOCK))?;
+        let routes_out = control.next(ranks.checked_mul(block))?;
+        let grants_out = control.next(ranks.checked_mul(BLOCK))?;
+        let private = rows.next((ranks * shape.private_rows()).checked_mul(shape.row_stride()))?;
+        let shared = rows.next(shape.shared_rows().checked_mul(row))?;
+        let own = rows.next(shape.out_rows().checked_mul(row))?;
+        let (control, rows) = (control.end, rows.end);
+        Ok(Self {
+            shape,
+            routes,
+            grants,
+            routes_out,
+            grants_out,
+            control,
+            private,
+            shared,
+            own,
+            rows,
+        })
     }
 
-    /// Bytes of a rank's part.
-    pub fn nbytes(&self) -> u64 {
-        self.end
+    /// Bytes of a rank's blocks.
+    pub fn control_nbytes(&self) -> u64 {
+        self.control
+    }
+
+    /// Bytes of a rank's rows.
+    pub fn rows_nbytes(&self) -> u64 {
+        self.rows
     }
 
     /// Where the routes of a source are, and their bytes.
@@ -135,7 +163,7 @@ impl Memory {
             (
                 "routes and grants",
                 format!("blocks for {} ranks, in and out", s.ranks),
-                self.private,
+                self.control,
             ),
             (
                 "private",
@@ -146,7 +174,7 @@ impl Memory {
             (
                 "own",
                 format!("{} rows: {} tokens x {} experts", s.out_rows(), s.max_tokens, s.topk),
-                self.end - self.own,
+                self.rows - self.own,
             ),
         ]
     }
@@ -176,11 +204,12 @@ mod tests {
         };
         let memory = Memory::new(shape).unwrap();
         let total: u64 = memory.explain().iter().map(|(.., nbytes)| nbytes).sum();
-        assert_eq!(total, memory.nbytes());
+        assert_eq!(total, memory.control_nbytes() + memory.rows_nbytes());
         assert!(memory.routes(3).0 + memory.routes(3).1 <= memory.grant(0).0);
         assert!(memory.grant(3).0 + memory.grant(3).1 <= memory.routes_out(0));
+        assert!(memory.grant_out(3) + 16 <= memory.control_nbytes());
         assert!(memory.private(3, 1) + 64 <= memory.shared(0));
         assert!(memory.shared_back(6) + 96 <= memory.own(0));
-        assert!(memory.own_back(14) + 96 <= memory.nbytes());
+        assert!(memory.own_back(14) + 96 <= memory.rows_nbytes());
     }
 }

@@ -79,6 +79,22 @@ impl Routes {
         Ok(Self { tokens: tokens as u32, token_of, row_of, counts, first })
     }
 
+    /// Of what a device has counted and packed: which row is whose, it alone knows.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: no tokens of this shape have so many rows.
+    pub fn counted(shape: &Shape, tokens: u32, counts: Vec<u32>) -> Result<Self> {
+        let rows: u64 = counts.iter().map(|n| u64::from(*n)).sum();
+        let most = counts.iter().copied().max().unwrap_or(0);
+        if tokens > shape.max_tokens || most > tokens || rows > shape.out_rows() {
+            let text = format!("{tokens} tokens can't have {rows} rows, {most} for one expert");
+            return Err(EngineError::Invalid(text));
+        }
+        let local = shape.local_experts() as usize;
+        let first = running(&counts).into_iter().step_by(local).collect();
+        Ok(Self { tokens, counts, first, ..Self::default() })
+    }
+
     /// Rows for a rank.
     pub fn rows_to(&self, rank: u32) -> u64 {
         let rank = rank as usize;

@@ -1,17 +1,18 @@
 //! One rank of an expert-parallel exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
 
-use std::{sync::Arc, time::Duration};
+use std::{ptr::NonNull, sync::Arc, time::Duration};
 
 use fabric_engine as fe;
 use fabric_moe::{
-    self as moe,
+    self as moe, device,
     kernels::{Float, Part, PartMut},
+    memory::Memory,
     routes::Order,
 };
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    engine::Engine,
+    engine::{Engine, Region},
     errors::{raise, OrRaise},
 };
 
@@ -78,6 +79,15 @@ pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
     }
 }
 
+/// # Errors
+/// Address 0, or one that nothing of this type lies at.
+fn at<T>(py: Python<'_>, address: usize) -> PyResult<NonNull<T>> {
+    NonNull::new(address as *mut T).filter(|p| p.is_aligned()).ok_or_else(|| {
+        let text = format!("address {address:#x} is no multiple of {}", align_of::<T>());
+        raise(py, &fe::EngineError::Invalid(text))
+    })
+}
+
 /// Rows of each expert, the first of each, all.
 pub(crate) type PlacingResult = (Vec<u32>, Vec<u32>, u64);
 
@@ -93,7 +103,7 @@ struct MoeExchange(moe::AllToAll);
 impl MoeExchange {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, experts, topk, max_tokens, row_nbytes, elements, dtype, private_rows, shared_rows))]
+    #[pyo3(signature = (engine, *, rank, ranks, experts, topk, max_tokens, row_nbytes, elements, dtype, private_rows, shared_rows, allocate=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
@@ -107,6 +117,7 @@ impl MoeExchange {
         dtype: &str,
         private_rows: u32,
         shared_rows: Option<u32>,
+        allocate: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
@@ -120,7 +131,79 @@ impl MoeExchange {
             shared_rows,
         };
         let engine = Arc::clone(&engine.engine);
-        py.detach(|| moe::AllToAll::new(engine, shape, rank)).map(Self).or_raise(py)
+        let Some(allocate) = allocate else {
+            return py.detach(|| moe::AllToAll::new(engine, shape, rank)).map(Self).or_raise(py);
+        };
+        let nbytes = Memory::new(shape).or_raise(py)?.rows_nbytes();
+        let rows = allocate.call1((nbytes,))?.cast_into::<Region>()?.get().0.clone();
+        py.detach(|| moe::AllToAll::over(engine, shape, rank, rows)).map(Self).or_raise(py)
+    }
+
+    /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and from one answer.
+    #[getter]
+    fn own_rows(&self) -> (u64, u64, u64) {
+        let shape = self.0.shape();
+        (self.0.memory().own(0), shape.row_stride(), shape.back_stride())
+    }
+
+    /// Words of 8 bytes that a device and its exchange share.
+    #[getter]
+    fn device_words(&self) -> usize {
+        device::Layout::new(self.0.shape()).words
+    }
+
+    /// What lies there: each area's name, its first word, and how many.
+    #[getter]
+    fn device_areas(&self) -> Vec<(&'static str, usize, usize)> {
+        device::Layout::new(self.0.shape()).areas()
+    }
+
+    /// The turns in which rows come to a device, and answers leave it.
+    #[getter]
+    fn device_turns(&self) -> (u64, u64) {
+        device::turns(self.0.shape())
+    }
+
+    /// Kernels carry the exchange out from now on. Addresses of the FIFO's parts and of what is shared, which `keep`
+    /// keeps, all zero now.
+    fn serve(
+        &self,
+        py: Python<'_>,
+        fifo: (usize, u32, usize, usize),
+        words: usize,
+        keep: Py<PyAny>,
+    ) -> PyResult<()> {
+        let (slots, capacity, pushers, completed) = fifo;
+        let keep = Arc::new(keep);
+        let parts = device::Parts {
+            slots: at(py, slots)?,
+            capacity,
+            pushers: at(py, pushers)?,
+            completed: at(py, completed)?,
+        };
+        let n = device::Layout::new(self.0.shape()).words;
+        // SAFETY: the Python caller gives memory of its own of these sizes, zeroed, and `keep` holds it.
+        let area = unsafe { device::Area::over(parts, Arc::clone(&keep) as _) };
+        // SAFETY: as above; kernels read and write it in 8 bytes, or when the host doesn't.
+        let words = unsafe { device::AtomicWords::over(at(py, words)?, n, keep) };
+        let shared = device::Shared::new(words, self.0.shape()).or_raise(py)?;
+        py.detach(|| self.0.serve(area, shared)).or_raise(py)
+    }
+
+    /// Raises what went wrong on the device since the last call.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.check()).or_raise(py)
+    }
+
+    /// Ends every wait of the device.
+    fn leave(&self, py: Python<'_>) {
+        py.detach(|| self.0.leave());
+    }
+
+    /// Ranks whose answers are missing in the last sums that the device has told of.
+    #[getter]
+    fn left_out(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| self.0.left_out())
     }
 
     /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and its bytes.

@@ -12,6 +12,7 @@ import pytest
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Channel, Words
+from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.sources import FOLDER
 from tests import channel_kernels as checks
 from tests.host_kernels import Host
@@ -59,6 +60,7 @@ COMMANDS = {
         0 << 48 | 0xFFFE << 32 | 1,
     ),
     "add": (3 << 60 | 2 << 54 | 1 << 44 | 9 << 32 | 0xFFFFFFFD, 0xFFFFFFFF),
+    "add_in_order": add_command(7, 3, (1 << 32) - 1),
     "drain": (4 << 60, 0),
     "drain_up_to": (4 << 60 | 1 << 59 | 5, 0),
     "barrier": (5 << 60 | 1 << 59 | 6 << 54, 0),
@@ -71,6 +73,7 @@ extern "C" void encode(u64* words) {
     write_command(Target{1023, 3}, 7 * 16, (1ull << 36) - 16, 512 << 10),
     write_add_command(Target{5, 31}, 2 * 16, 16, 16, Add{4095, true, -2}),
     add_command(Target{1, 2}, Add{9, false, -3}),
+    add_command(Target{7, 0}, Add{3, true, (1ll << 32) - 1}),
     drain_command(),
     drain_command((1ull << 32) + 5),
     barrier_command(6, true),
@@ -119,7 +122,13 @@ def test_commands_are_encoded_as_the_proxy_decodes_them(tmp_path: Path) -> None:
         check=True,
         timeout=120,
     )
-    words = (ctypes.c_uint64 * 12)()
+    words = (ctypes.c_uint64 * (2 * len(COMMANDS)))()
     ctypes.CDLL(str(out)).encode(words)
     pairs = dict(zip(COMMANDS, zip(words[::2], words[1::2], strict=True), strict=True))
     assert pairs == COMMANDS
+
+
+@pytest.mark.parametrize("bad", [(1024, 0, 1), (0, 4096, 1), (0, 0, 1 << 32), (-1, 0, 1)])
+def test_a_command_that_does_not_fit_is_refused(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidArgument, match="a command's"):
+        add_command(*bad)

@@ -20,7 +20,7 @@ pub enum Load {
     Control,
 }
 
-/// One write, in bytes of both memories; it counts at the peer's counter for a stage.
+/// One write, in bytes of both memories, blocks or rows as the stage says; it counts at the peer's counter for a stage.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     pub src: u64,
@@ -81,7 +81,7 @@ impl Inner {
                 },
                 Act::Tell { wire, words, piece } => {
                     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-                    match self.region.put(piece.src, &bytes) {
+                    match self.control.put(piece.src, &bytes) {
                         Ok(()) => self.write(wire, piece, Load::Control),
                         Err(e) => {
                             self.ended(&wire, Ended::Written(Load::Control, piece.counts), Err(e))
@@ -106,9 +106,13 @@ impl Inner {
 
     fn write(self: &Arc<Self>, wire: Arc<Wire>, piece: Piece, load: Load) {
         let ended = Ended::Written(load, piece.counts);
+        let (ours, theirs) = match piece.counts.is_rows() {
+            true => (&self.rows, &wire.rows),
+            false => (&self.control, &wire.control),
+        };
         let op = Op::Write {
-            src: Local { region: &self.region, offset: piece.src },
-            dst: Remote { region: &wire.memory, offset: piece.dst },
+            src: Local { region: ours, offset: piece.src },
+            dst: Remote { region: theirs, offset: piece.dst },
             len: piece.len,
             imm: Some(wire.counters[piece.counts as usize].imm()),
         };

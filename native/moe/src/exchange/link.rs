@@ -21,6 +21,11 @@ pub enum Stage {
 
 impl Stage {
     pub const ALL: [Self; 5] = [Self::Routes, Self::Rows, Self::Grant, Self::Fence, Self::Answers];
+
+    /// Whether what is written lies among the rows, and not among the blocks.
+    pub fn is_rows(self) -> bool {
+        matches!(self, Self::Rows | Self::Answers)
+    }
 }
 
 impl fmt::Display for Stage {
@@ -38,8 +43,16 @@ impl fmt::Display for Stage {
 /// What a peer may use of ours. It is taken back with the link.
 #[derive(Debug)]
 pub struct Ours {
-    pub memory: Region,
+    pub control: Region,
+    pub rows: Region,
     pub counters: [Counter; 5],
+}
+
+impl Ours {
+    /// All that the peer can write.
+    pub fn memory(&self) -> [Region; 2] {
+        [self.control.clone(), self.rows.clone()]
+    }
 }
 
 /// How to reach a peer. Once it is given up and comes again, it is another one (MR-2).
@@ -48,7 +61,8 @@ pub struct Wire {
     pub rank: u32,
     pub life: u64,
     pub peer: Peer,
-    pub memory: RemoteRegion,
+    pub control: RemoteRegion,
+    pub rows: RemoteRegion,
     pub counters: [CounterRef; 5],
     pub ours: Ours,
 }

@@ -62,14 +62,16 @@ impl AllToAll {
                 unlike(format!("its card has nothing for rank {}; have it make one", inner.rank))
             })?;
         let owner = card.address.id;
-        if grant.memory.owner != card.address
-            || grant.memory.len != inner.memory.nbytes()
+        if [&grant.control, &grant.rows].iter().any(|memory| memory.owner != card.address)
+            || grant.control.len != inner.memory.control_nbytes()
+            || grant.rows.len != inner.memory.rows_nbytes()
             || grant.counters.iter().any(|c| c.owner != owner)
         {
             return Err(unlike("its memory and counters aren't those of its engine".into()));
         }
-        let memory = inner.engine.import(&grant.memory)?;
-        let peer = memory.peer().clone();
+        let control = inner.engine.import(&grant.control)?;
+        let rows = inner.engine.import(&grant.rows)?;
+        let peer = rows.peer().clone();
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
         if state.knows(rank) {
@@ -85,7 +87,7 @@ impl AllToAll {
             )));
         };
         let life = state.new_life();
-        let wire = Wire { rank, life, peer, memory, counters: grant.counters, ours };
+        let wire = Wire { rank, life, peer, control, rows, counters: grant.counters, ours };
         state.lost.retain(|l| l.rank != rank);
         state.newcomers[rank as usize] = Some(Link::new(wire));
         Ok(rank)
@@ -97,7 +99,7 @@ impl AllToAll {
         let mut acts = Vec::new();
         let mut state = self.inner.state.lock();
         state.lose(rank, Stage::Routes, cause.to_owned(), &mut acts);
-        self.inner.wake(&state);
+        self.inner.wake(&mut state, &mut acts);
         drop(state);
         self.inner.run(acts);
         Ok(())
@@ -142,15 +144,17 @@ impl Inner {
     fn grant(&self, state: &mut State, rank: u32, acts: &mut Vec<Act>) -> Result<Grant> {
         // What was handed out and never used is not handed out to somebody else.
         if let Some(old) = state.ours[rank as usize].take() {
-            state.revoke(rank, old.memory, acts);
+            state.revoke(rank, &old, acts);
         }
-        let memory = self.engine.register_again(&self.region)?;
+        let control = self.engine.register_again(&self.control)?;
+        let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());
         let counters = counters.collect::<Result<Vec<_>>>()?;
         let counters = <[_; 5]>::try_from(counters).map_err(|_| EngineError::Closed)?;
         let references = counters.each_ref().map(fabric_engine::Counter::reference);
-        let grant = Grant { memory: memory.descriptor(), counters: references };
-        state.ours[rank as usize] = Some(Ours { memory, counters });
+        let grant =
+            Grant { control: control.descriptor(), rows: rows.descriptor(), counters: references };
+        state.ours[rank as usize] = Some(Ours { control, rows, counters });
         Ok(grant)
     }
 }

@@ -2,9 +2,11 @@
 
 mod act;
 mod blocks;
+mod device;
 mod link;
 mod members;
 mod rows;
+mod serve;
 mod state;
 
 use std::{
@@ -20,8 +22,9 @@ use fabric_engine::{EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::{
-    act::Ended,
-    link::{Link, Wire},
+    act::{Act, Ended},
+    link::{Ours, Wire},
+    serve::Server,
     state::{State, Step, Until},
 };
 pub use self::{link::Stage, state::Lost};
@@ -46,6 +49,8 @@ pub struct AllToAll {
     inner: Arc<Inner>,
     /// One call at a time.
     caller: Mutex<()>,
+    /// Hears what a device has done.
+    server: Mutex<Option<Server>>,
 }
 
 impl fmt::Debug for AllToAll {
@@ -60,7 +65,10 @@ pub(crate) struct Inner {
     shape: Shape,
     memory: Memory,
     rank: u32,
-    region: Region,
+    /// The blocks, which the host writes and reads.
+    control: Region,
+    /// The rows.
+    rows: Region,
     state: Mutex<State>,
     changed: Condvar,
     /// Nanoseconds.
@@ -73,22 +81,45 @@ impl AllToAll {
     /// # Errors
     /// [`EngineError::Invalid`] for a shape that can't be, or a rank that isn't one.
     pub fn new(engine: Arc<TransferEngine>, shape: Shape, rank: u32) -> Result<Self> {
+        let rows = engine.alloc(Memory::new(shape)?.rows_nbytes())?;
+        Self::over(engine, shape, rank, rows)
+    }
+
+    /// As [`AllToAll::new`], with rows in memory that was registered with the engine, of
+    /// [`Memory::rows_nbytes`] bytes.
+    ///
+    /// # Errors
+    /// As [`AllToAll::new`]; [`EngineError::Invalid`] for a region of another size.
+    pub fn over(
+        engine: Arc<TransferEngine>,
+        shape: Shape,
+        rank: u32,
+        rows: Region,
+    ) -> Result<Self> {
         let memory = Memory::new(shape)?;
         if rank >= shape.ranks {
             return Err(EngineError::Invalid(format!("rank {rank} is none of {}", shape.ranks)));
         }
-        let region = engine.alloc(memory.nbytes())?;
+        if rows.len() != memory.rows_nbytes() {
+            return Err(EngineError::Invalid(format!(
+                "{} bytes for rows; register {}",
+                rows.len(),
+                memory.rows_nbytes()
+            )));
+        }
+        let control = engine.alloc(memory.control_nbytes())?;
         let inner = Inner {
             engine,
             shape,
             memory,
             rank,
-            region,
+            control,
+            rows,
             state: Mutex::new(State::new(shape, memory, rank)),
             changed: Condvar::new(),
             timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
         };
-        Ok(Self { inner: Arc::new(inner), caller: Mutex::new(()) })
+        Ok(Self { inner: Arc::new(inner), caller: Mutex::new(()), server: Mutex::new(None) })
     }
 
     pub fn shape(&self) -> &Shape {
@@ -243,7 +274,7 @@ impl AllToAll {
         inner.check_single(&state.routes, out)?;
         inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
-        let missing = inner.missing(&state);
+        let missing = state.missing();
         drop(state);
         inner.single(&routes, &missing, out)
     }
@@ -268,15 +299,19 @@ impl AllToAll {
         inner.check_sums(&state.routes, weights, out, float)?;
         inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
-        let missing = inner.missing(&state);
+        let missing = state.missing();
+        let left_out = state.left_out(&missing);
         drop(state);
         inner.sum(&routes, &missing, weights, out, float)?;
         inner.state.lock().step = Step::Idle;
-        let left_out = |rank: &u32| missing[*rank as usize] && routes.rows_to(*rank) > 0;
-        Ok((0..inner.shape.ranks).filter(left_out).collect())
+        Ok(left_out)
     }
 
     fn enter(&self) -> Result<MutexGuard<'_, ()>> {
+        if self.inner.state.lock().device.is_some() {
+            let text = "a device carries this exchange out; make another one for the host";
+            return Err(EngineError::Invalid(text.into()));
+        }
         self.caller.try_lock().ok_or_else(|| {
             EngineError::Invalid(
                 "another thread is in a call of this exchange; make one exchange for each".into(),
@@ -326,12 +361,8 @@ impl Inner {
         if !state.holds(Until::Routes) {
             return Ok(None);
         }
-        let mut incoming: Vec<Vec<u32>> = vec![Vec::new(); self.shape.ranks as usize];
-        for link in state.here() {
-            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
-        }
-        incoming[self.rank as usize] = state.routes.counts_to(&self.shape, self.rank).to_vec();
-        let placing = Arc::new(Placing::new(self.shape.local_experts(), incoming, order)?);
+        let placing = Placing::new(self.shape.local_experts(), state.incoming(), order)?;
+        let placing = Arc::new(placing);
         state.placing = Some(Arc::clone(&placing));
         Ok(Some(placing))
     }
@@ -367,8 +398,9 @@ impl Inner {
         Ok(())
     }
 
-    /// Wakes the caller if what it waits for is there.
-    fn wake(&self, state: &State) {
+    /// Tells the device what it may know now, and wakes the caller if what it waits for is there.
+    fn wake(&self, state: &mut State, acts: &mut Vec<Act>) {
+        state.advance(acts);
         if state.awaited.is_some_and(|until| state.holds(until)) {
             self.changed.notify_all();
         }
@@ -380,7 +412,7 @@ impl Inner {
         let mut state = self.state.lock();
         state.unsettled -= 1;
         state.go_on(&mut acts);
-        self.wake(&state);
+        self.wake(&mut state, &mut acts);
         drop(state);
         self.run(acts);
     }
@@ -397,7 +429,7 @@ impl Inner {
             state.revoking.swap_remove(at);
         }
         state.go_on(&mut acts);
-        self.wake(&state);
+        self.wake(&mut state, &mut acts);
         drop(state);
         self.run(acts);
     }
@@ -425,7 +457,7 @@ impl Inner {
                 state.lose(wire.rank, stage, cause, &mut acts);
             }
         }
-        self.wake(&state);
+        self.wake(&mut state, &mut acts);
         drop(state);
         self.run(acts);
     }
@@ -441,26 +473,24 @@ impl Inner {
             let (words, _) = bytes.as_chunks::<4>();
             words.iter().map(|w| u32::from_le_bytes(*w)).collect()
         };
-        self.region.with_bytes(offset, len, words).unwrap_or_default()
+        self.control.with_bytes(offset, len, words).unwrap_or_default()
     }
 }
 
 impl Drop for AllToAll {
     fn drop(&mut self) {
+        self.leave();
         let mut state = self.inner.state.lock();
         let ours = std::mem::take(&mut state.ours);
         let mut links = std::mem::take(&mut state.links);
         links.append(&mut state.newcomers);
         drop(state);
-        for memory in ours
-            .iter()
-            .flatten()
-            .map(|o| &o.memory)
-            .chain(links.iter().flatten().map(|l| &l.wire.ours.memory))
-        {
+        let given = links.iter().flatten().map(|l| &l.wire.ours).chain(ours.iter().flatten());
+        for memory in given.flat_map(Ours::memory) {
             // Nobody waits: the engine keeps the memory until it is quiet.
             drop(memory.revoke());
         }
-        drop(self.inner.region.revoke());
+        drop(self.inner.control.revoke());
+        drop(self.inner.rows.revoke());
     }
 }

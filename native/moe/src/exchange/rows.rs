@@ -5,9 +5,9 @@ use std::sync::Arc;
 use fabric_engine::{EngineError, Result};
 
 use super::{
-    link::{Answer, Chunk, Lot},
+    link::{Answer, Chunk, Link, Lot},
     out_of_turn,
-    state::{Cursor, State, Step, Until},
+    state::{Cursor, Step, Until},
     Inner,
 };
 use crate::{
@@ -24,7 +24,7 @@ impl Inner {
             let token = routes.token_of[row as usize] as usize;
             let mut offset = self.memory.own(row);
             for part in parts {
-                self.region.put(offset, part.row(token))?;
+                self.rows.put(offset, part.row(token))?;
                 offset += part.width as u64;
             }
         }
@@ -38,11 +38,7 @@ impl Inner {
             return Err(out_of_turn("to collect rows before they are placed", state.step));
         };
         self.check_out(&placing, out)?;
-        let mut lots = Vec::new();
-        for link in state.here().filter(|l| l.has_rows()) {
-            let chunks = link.inward.chunks.iter().copied().collect();
-            lots.push(Lot { source: link.wire.rank, life: link.wire.life, chunks });
-        }
+        let lots: Vec<Lot> = state.here().filter_map(Link::lot).collect();
         drop(state);
         for lot in &lots {
             for chunk in &lot.chunks {
@@ -96,7 +92,7 @@ impl Inner {
         let stride = self.shape.row_stride();
         for run in placing.runs(source, chunk.first, chunk.first + chunk.rows) {
             let from = chunk.place + (run.from - chunk.first) * stride;
-            self.region.with_bytes(from, run.rows * stride, |bytes| {
+            self.rows.with_bytes(from, run.rows * stride, |bytes| {
                 let mut begin = 0;
                 for part in out.iter_mut() {
                     copy_rows(
@@ -194,7 +190,7 @@ impl Inner {
         for run in placing.runs(source, first, first + rows) {
             for i in 0..run.rows {
                 let offset = to + (run.from - first + i) * stride;
-                self.region.put(offset, answers.row((run.to + i) as usize))?;
+                self.rows.put(offset, answers.row((run.to + i) as usize))?;
             }
         }
         Ok(())
@@ -244,7 +240,7 @@ impl Inner {
         out: &mut PartMut<'_>,
     ) -> Result<()> {
         let nbytes = routes.token_of.len() as u64 * self.shape.back_stride();
-        self.region.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
+        self.rows.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
             let answers = Came { bytes, routes, missing, shape: &self.shape };
             for (i, row) in routes.row_of.iter().enumerate() {
                 match answers.row(*row).filter(|_| *row != NONE) {
@@ -253,15 +249,6 @@ impl Inner {
                 }
             }
         })
-    }
-
-    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this exchange (RS-1).
-    pub(super) fn missing(&self, state: &State) -> Vec<bool> {
-        let gone = |(rank, link): (usize, &Option<super::Link>)| match link {
-            None => rank != self.rank as usize,
-            Some(link) => !link.out.answered,
-        };
-        state.links.iter().enumerate().map(gone).collect()
     }
 
     pub(super) fn sum(
@@ -274,7 +261,7 @@ impl Inner {
     ) -> Result<()> {
         let shape = &self.shape;
         let nbytes = routes.token_of.len() as u64 * shape.back_stride();
-        self.region.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
+        self.rows.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
             let answers = Came { bytes, routes, missing, shape };
             let rows = (routes.row_of.as_slice(), shape.topk as usize);
             let back = (shape.back.float, shape.back.elements as usize);

@@ -10,11 +10,10 @@
 
 use std::sync::Arc;
 
-use fabric_engine::Region;
-
 use super::{
     act::{Act, Load, Piece},
     blocks::{grant_words, read_grant, read_routes, routes_words},
+    device::Device,
     link::{Answer, Chunk, In, Link, Lot, Ours, Out, Stage, Wire},
 };
 use crate::{
@@ -87,7 +86,7 @@ pub struct State {
     /// What was made for ranks that haven't come yet.
     pub ours: Vec<Option<Ours>>,
     pub lost: Vec<Lost>,
-    /// Ranks whose access is being taken back, and who may still write here.
+    /// Ranks whose access is being taken back, and who may still write here; once for each of their regions.
     pub revoking: Vec<u32>,
     /// Writes that failed, and may still read what they were to send.
     pub unsettled: u32,
@@ -102,8 +101,10 @@ pub struct State {
     pub fenced: bool,
     pub cursor: Cursor,
     /// Sources that wait for a grant, in order, and the next free row.
-    waiting: Vec<u32>,
-    next_place: u64,
+    pub waiting: Vec<u32>,
+    pub next_place: u64,
+    /// Whoever carries the exchange out in place of the caller.
+    pub device: Option<Device>,
     lives: u64,
 }
 
@@ -130,6 +131,7 @@ impl State {
             cursor: Cursor::default(),
             waiting: Vec::new(),
             next_place: 0,
+            device: None,
             lives: 0,
         }
     }
@@ -410,15 +412,17 @@ impl State {
         tracing::warn!(rank, %cause, "a rank was given up");
         self.answers_out -= link.out.answers.len() as u32;
         self.waiting.retain(|waits| *waits != rank);
-        self.revoke(rank, link.wire.ours.memory.clone(), acts);
+        self.revoke(rank, &link.wire.ours, acts);
         self.lost.push(Lost { rank, stage, cause });
         self.go_on(acts);
     }
 
     /// Takes back what a rank could write.
-    pub fn revoke(&mut self, rank: u32, memory: Region, acts: &mut Vec<Act>) {
-        self.revoking.push(rank);
-        acts.push(Act::Revoke { rank, memory });
+    pub fn revoke(&mut self, rank: u32, ours: &Ours, acts: &mut Vec<Act>) {
+        for memory in ours.memory() {
+            self.revoking.push(rank);
+            acts.push(Act::Revoke { rank, memory });
+        }
     }
 
     pub fn holds(&self, until: Until) -> bool {
@@ -452,7 +456,7 @@ impl State {
 
     /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what
     /// comes later would count in the next exchange (IC-6), or be read when its memory is used again (MR-1).
-    fn rows_left(&self) -> bool {
+    pub fn rows_left(&self) -> bool {
         self.rows_out == 0
             && self.unsettled == 0
             && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
@@ -468,6 +472,31 @@ impl State {
         self.here().all(|l| l.out.rows == 0 || l.out.answered)
     }
 
+    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this exchange (RS-1).
+    pub fn missing(&self) -> Vec<bool> {
+        let gone = |(rank, link): (usize, &Option<Link>)| match link {
+            None => rank != self.rank as usize,
+            Some(link) => !link.out.answered,
+        };
+        self.links.iter().enumerate().map(gone).collect()
+    }
+
+    /// Those of them that had rows of this rank.
+    pub fn left_out(&self, missing: &[bool]) -> Vec<u32> {
+        let had_rows = |rank: &u32| missing[*rank as usize] && self.routes.rows_to(*rank) > 0;
+        (0..self.shape.ranks).filter(had_rows).collect()
+    }
+
+    /// Each source's rows for each local expert; none from one that is left out.
+    pub fn incoming(&self) -> Vec<Vec<u32>> {
+        let mut incoming = vec![Vec::new(); self.shape.ranks as usize];
+        for link in self.here() {
+            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
+        }
+        incoming[self.rank as usize] = self.routes.counts_to(&self.shape, self.rank).to_vec();
+        incoming
+    }
+
     /// Whether every rank's rows were handed out.
     pub fn all_collected(&self) -> bool {
         self.here().all(|l| l.inward.counts.is_some() && l.inward.collected == l.inward.rows)
@@ -478,6 +507,13 @@ impl Link {
     /// Rows have come that were not handed out: all of them, for none is read before it was counted (IC-2).
     pub fn has_rows(&self) -> bool {
         self.inward.due == 0 && !self.inward.chunks.is_empty()
+    }
+
+    /// Those.
+    pub fn lot(&self) -> Option<Lot> {
+        let chunks = || self.inward.chunks.iter().copied().collect();
+        let (source, life) = (self.wire.rank, self.wire.life);
+        self.has_rows().then(|| Lot { source, life, chunks: chunks() })
     }
 
     pub fn expect(&self, stage: Stage, n: u32) -> Act {

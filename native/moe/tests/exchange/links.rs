@@ -304,6 +304,6 @@ fn what_is_wrong_is_refused_before_anything_is_sent() {
     let other = AllToAll::new(engine(1, "other", TransportKind::Shm), other, 1).unwrap();
     all.mask(1, "to make room").unwrap();
     assert!(said(all.admit(&other.card(None).unwrap()).unwrap_err()).contains("topk"));
-    assert!(said(all.admit(b"FEP\x02rest").unwrap_err()).contains("version 2"));
+    assert!(said(all.admit(b"FEP\x01rest").unwrap_err()).contains("version 1"));
     assert!(said(all.admit(b"what").unwrap_err()).contains("begin"));
 }

@@ -1,5 +1,7 @@
 //! What tokens, experts and their answers are in these tests, and what must come of them.
 
+use std::collections::BTreeSet;
+
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
@@ -8,8 +10,8 @@ use fabric_moe::{
 
 /// Elements of a token, and of an answer.
 pub const WIDE: usize = 5;
-/// Bytes that go with a token beside its elements.
-pub const EXTRA: usize = 3;
+/// Bytes that go with a token beside its elements; so many that rows are longer than answers.
+pub const EXTRA: usize = 13;
 
 pub fn shape(ranks: u32, local: u32, topk: u32, max_tokens: u32) -> Shape {
     Shape {
@@ -63,6 +65,16 @@ impl Batch {
 
     pub fn tokens(&self) -> usize {
         self.extra.len() / EXTRA
+    }
+
+    /// The rows for an expert.
+    fn rows_to(&self, expert: u32) -> Vec<(Vec<u8>, Vec<u8>)> {
+        let named = self.indices.chunks(self.topk).enumerate();
+        let tokens = named.filter(|(_, of)| of.contains(&i64::from(expert))).map(|(t, _)| t);
+        let row = |t: usize| {
+            (bytes(&self.values[t * WIDE..][..WIDE]), self.extra[t * EXTRA..][..EXTRA].to_vec())
+        };
+        tokens.map(row).collect()
     }
 
     pub fn send(&self, rank: &AllToAll) -> fabric_engine::Result<()> {
@@ -143,6 +155,49 @@ impl Handed {
         }
         bytes(&answers)
     }
+}
+
+/// That each local expert's rows are those of its tokens, source by source. A source that was lost may have none, or
+/// zeros.
+///
+/// # Errors
+/// Which expert was handed something else.
+pub fn check_rows(
+    shape: &Shape,
+    rank: u32,
+    (handed, counts, starts): (&Handed, &[u32], &[u32]),
+    sent: &[Option<&Batch>],
+    lost: &[u32],
+) -> Result<(), String> {
+    for (local, (start, n)) in starts.iter().zip(counts).enumerate() {
+        let expert = rank * shape.local_experts() + local as u32;
+        let end = (start + n) as usize;
+        let is = |row: usize, (values, extra): &(Vec<u8>, Vec<u8>)| {
+            handed.values[row * WIDE * 4..][..WIDE * 4] == **values
+                && handed.extra[row * EXTRA..][..EXTRA] == **extra
+        };
+        // Where the next source's rows may begin: which of the lost ones have any is not known here.
+        let mut begins = BTreeSet::from([*start as usize]);
+        for (source, batch) in sent.iter().enumerate() {
+            let rows = batch.map(|b| b.rows_to(expert)).unwrap_or_default();
+            let blank = (vec![0; WIDE * 4], vec![0; EXTRA]);
+            let gone = lost.contains(&(source as u32));
+            let whole = |row: &usize| {
+                let came = || rows.iter().enumerate().all(|(i, one)| is(row + i, one));
+                let zeros = || (0..rows.len()).all(|i| is(row + i, &blank));
+                row + rows.len() <= end && (came() || gone && zeros())
+            };
+            let with = begins.iter().filter(|row| whole(row)).map(|row| row + rows.len());
+            let next = with.chain(begins.iter().copied().filter(|_| gone)).collect();
+            begins = next;
+        }
+        if !begins.contains(&end) {
+            return Err(format!(
+                "expert {expert}: its {n} rows from {start} are not what was sent"
+            ));
+        }
+    }
+    Ok(())
 }
 
 pub fn rows_of_answers(bytes: &[u8]) -> Part<'_> {

@@ -13,7 +13,10 @@ use fabric_engine::{
 };
 use fabric_moe::{routes::Order, AllToAll, Dispatched, Shape};
 
-use crate::model::{rows_of_answers, shape, sums, Batch, Handed};
+use crate::{
+    kernels::{Kernels, Outcome},
+    model::{check_rows, rows_of_answers, shape, sums, Batch, Handed},
+};
 
 const MS: u64 = 1_000_000;
 /// How long ranks wait for one another.
@@ -35,11 +38,22 @@ struct Rank {
     rank: u32,
     engine: Arc<TransferEngine>,
     all: AllToAll,
+    /// Carries the exchange out, on some ranks.
+    kernels: Option<Kernels>,
+    /// A device is busy until then.
+    wakes: Time,
     turn: Turn,
     exchange: u32,
-    batch: Batch,
+    /// Of each exchange so far.
+    batches: Vec<Batch>,
     dead: bool,
     left_out: u32,
+}
+
+impl Rank {
+    fn batch(&self) -> &Batch {
+        &self.batches[self.exchange as usize]
+    }
 }
 
 struct Run {
@@ -58,7 +72,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, with_kernels: bool) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let config = SimConfig {
             seed,
@@ -77,6 +91,8 @@ impl Run {
             ..shape(ranks, local, rng.u32(1..=(ranks * local).min(4)), rng.u32(1..7))
         };
         let (rails, prompt) = (rng.u8(1..=2), rng.bool());
+        let on_kernels: Vec<u32> =
+            (0..ranks).filter(|_| with_kernels && rng.u32(..3) > 0).collect();
         let open = |rank: u32| {
             let config = EngineConfig {
                 name: format!("rank {rank}"),
@@ -85,11 +101,28 @@ impl Run {
                 ..EngineConfig::default()
             };
             let engine = net.engine_with_rails(config, rails).unwrap();
-            let all = AllToAll::new(Arc::clone(&engine), shape, rank).unwrap();
+            let (all, kernels) = match on_kernels.contains(&rank) {
+                true => {
+                    let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank);
+                    (all, Some(kernels))
+                }
+                false => (AllToAll::new(Arc::clone(&engine), shape, rank).unwrap(), None),
+            };
             all.set_timeout(TIMEOUT);
-            let batch = Batch::random(&mut rng, &shape, None);
+            let batches = vec![Batch::random(&mut rng, &shape, None)];
             let turn = Turn::Dispatch;
-            Rank { rank, engine, all, turn, exchange: 0, batch, dead: false, left_out: 0 }
+            Rank {
+                rank,
+                engine,
+                all,
+                kernels,
+                wakes: Time(0),
+                turn,
+                exchange: 0,
+                batches,
+                dead: false,
+                left_out: 0,
+            }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
         let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all.card(None).unwrap()).collect();
@@ -107,7 +140,12 @@ impl Run {
         let mut steps = 0u32;
         loop {
             for i in 0..self.ranks.len() {
-                while self.advance(i)? {}
+                while self.ranks[i].wakes <= self.net.now() && self.advance(i)? {
+                    // A device does its work when it comes to it.
+                    if self.ranks[i].kernels.is_some() {
+                        self.ranks[i].wakes = Time(self.net.now().0 + self.rng.u64(..MS));
+                    }
+                }
             }
             if self.ranks.iter().all(|r| r.dead || matches!(r.turn, Turn::Over)) {
                 break;
@@ -116,7 +154,18 @@ impl Run {
             if self.faults && self.rng.u32(..60) == 0 {
                 self.fault();
             }
-            if !self.net.step() || self.net.now() > Time(BOUND) {
+            let busy = self.ranks.iter().filter(|r| !r.dead && r.wakes > self.net.now());
+            let stands = match busy.map(|r| r.wakes).min() {
+                Some(wakes) => {
+                    if !self.net.step_until(wakes) {
+                        self.net.advance(wakes);
+                    }
+                    false
+                }
+                None => !self.net.step(),
+            };
+            let nobody = self.ranks.iter().all(|r| r.dead);
+            if stands && !nobody || self.net.now() > Time(BOUND) {
                 return Err(format!("it stands still after {steps} steps: {}", self.standing()));
             }
         }
@@ -145,6 +194,8 @@ impl Run {
                 Turn::Sum => "sums",
                 Turn::Over => "is over",
             };
+            let turn =
+                r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
             let quiet = if r.all.quiet() { "" } else { ", not quiet" };
             let lost = r.all.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
@@ -160,13 +211,32 @@ impl Run {
             return Ok(false);
         }
         let said = |e: fabric_engine::EngineError| format!("rank {i}: {e}");
+        if let Some(kernels) = rank.kernels.as_mut() {
+            if matches!(rank.turn, Turn::Over) {
+                return Ok(false);
+            }
+            rank.all.check().map_err(said)?;
+            let combine = !without[rank.exchange as usize];
+            match kernels.step(&rank.all, &rank.batches[rank.exchange as usize], combine) {
+                Outcome::Waits => return Ok(false),
+                Outcome::Collected => {
+                    self.collected(i)?;
+                    if !combine {
+                        self.next(i);
+                    }
+                }
+                Outcome::Went => {}
+                Outcome::Summed(sums, left_out) => self.summed(i, &sums, &left_out)?,
+            }
+            return Ok(true);
+        }
         match &mut rank.turn {
             Turn::Over => return Ok(false),
             Turn::Dispatch => {
                 if !rank.all.may_dispatch() {
                     return Ok(false);
                 }
-                rank.batch.send(&rank.all).map_err(said)?;
+                rank.batch().send(&rank.all).map_err(said)?;
                 rank.turn = Turn::Collect { placing: None, handed: Handed::default() };
             }
             Turn::Collect { placing, handed } => {
@@ -182,12 +252,13 @@ impl Run {
                 if !rank.all.collect(&mut handed.parts()).map_err(said)? {
                     return Ok(false);
                 }
-                if without[rank.exchange as usize] {
-                    self.next(i);
-                    return Ok(true);
-                }
                 let answers = handed.answers(&shape, i as u32, &placing.counts, &placing.starts);
-                rank.turn = Turn::Combine { answers };
+                let combine = !without[rank.exchange as usize];
+                self.collected(i)?;
+                match combine {
+                    true => self.ranks[i].turn = Turn::Combine { answers },
+                    false => self.next(i),
+                }
             }
             Turn::Combine { answers } => {
                 if !rank.all.combine_some(rows_of_answers(answers)).map_err(said)? {
@@ -199,20 +270,44 @@ impl Run {
                 if !rank.all.answered() {
                     return Ok(false);
                 }
-                let (sums, left_out) = sums(&rank.all, &rank.batch).map_err(said)?;
-                if sums != rank.batch.sums(&shape, &left_out) {
-                    let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
-                    return Err(format!("{what}, left out {left_out:?}"));
-                }
-                let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
-                if left_out.iter().any(|r| !lost.contains(r)) {
-                    return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
-                }
-                rank.left_out += left_out.len() as u32;
-                self.next(i);
+                let (sums, left_out) = sums(&rank.all, rank.batch()).map_err(said)?;
+                self.summed(i, &sums, &left_out)?;
             }
         }
         Ok(true)
+    }
+
+    /// What a rank was handed is what others sent.
+    fn collected(&self, i: usize) -> Result<(), String> {
+        let rank = &self.ranks[i];
+        let handed = match (&rank.kernels, &rank.turn) {
+            (Some(kernels), _) => kernels.handed(),
+            (None, Turn::Collect { placing: Some(placing), handed }) => {
+                (handed, placing.counts.as_slice(), placing.starts.as_slice())
+            }
+            _ => return Ok(()),
+        };
+        let exchange = rank.exchange as usize;
+        let sent: Vec<_> = self.ranks.iter().map(|r| r.batches.get(exchange)).collect();
+        let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+        check_rows(&self.shape, i as u32, handed, &sent, &lost)
+            .map_err(|what| format!("rank {i} in exchange {exchange}: {what}; lost {lost:?}"))
+    }
+
+    /// Sums are right, and who is left out is named.
+    fn summed(&mut self, i: usize, sums: &[f32], left_out: &[u32]) -> Result<(), String> {
+        let rank = &mut self.ranks[i];
+        if *sums != rank.batch().sums(&self.shape, left_out) {
+            let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
+            return Err(format!("{what}, left out {left_out:?}"));
+        }
+        let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+        if left_out.iter().any(|r| !lost.contains(r)) {
+            return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
+        }
+        rank.left_out += left_out.len() as u32;
+        self.next(i);
+        Ok(())
     }
 
     fn next(&mut self, i: usize) {
@@ -222,7 +317,7 @@ impl Run {
             true => Turn::Dispatch,
             false => Turn::Over,
         };
-        rank.batch = Batch::random(&mut self.rng, &self.shape, None);
+        rank.batches.push(Batch::random(&mut self.rng, &self.shape, None));
     }
 
     fn fault(&mut self) {
@@ -265,10 +360,19 @@ fn env(name: &str, default: u64) -> u64 {
 
 #[test]
 fn mr_1_rs_1_rs_4_random_schedules_give_right_sums_or_name_who_is_left_out() {
+    schedules(false);
+}
+
+#[test]
+fn mr_1_rs_1_rs_4_and_so_they_do_where_kernels_carry_the_exchange_out() {
+    schedules(true);
+}
+
+fn schedules(with_kernels: bool) {
     let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 400));
     let mut sum = (0u64, 0u64);
     for seed in first..first + runs {
-        let outcome = std::panic::catch_unwind(|| Run::new(seed).go());
+        let outcome = std::panic::catch_unwind(|| Run::new(seed, with_kernels).go());
         match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
             Ok((ranks, left_out)) => {
                 sum.0 += u64::from(ranks);

@@ -1,0 +1,225 @@
+//! What an exchange and the kernels that carry it out tell one another, in memory that both reach.
+//!
+//! Kernels push a command for each [`Told`] into a FIFO, in turn; the host sets a [`Word`] when what it stands for is
+//! there, and kernels wait for that. Both only grow: a word's value says for which exchange, and for which of its turns.
+//! The tables beside them are written by one side before it says so, and not again before the other has answered.
+
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+use fabric_engine::{EngineError, Result};
+pub use fabric_proxy::{
+    command::{Add, Command},
+    raw::{Area, AtomicWords, Completed, Parts, PusherSide, Slot},
+};
+
+use crate::{routes::Routes, shape::Shape};
+
+/// What a device waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// Not 0: nothing comes any more.
+    Abort,
+    /// The last exchange is over, and its answers were left out.
+    Next,
+    /// The last exchange is over, answers and all.
+    After,
+    /// The rows of each source are known.
+    Routes,
+    /// There are rows to hand out.
+    Rows,
+    /// There is room for answers.
+    Room,
+    /// The answers have come.
+    Answers,
+}
+
+/// What a device has done: the slot of an atomic to its own rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// Its routes are written down.
+    Begun,
+    /// Its rows lie ready.
+    Packed,
+    /// It has handed out what there was.
+    HandedOut,
+    /// Its answers lie where there was room.
+    Answered,
+    /// It has read the answers.
+    Summed,
+}
+
+impl Told {
+    const ALL: [Self; 5] =
+        [Self::Begun, Self::Packed, Self::HandedOut, Self::Answered, Self::Summed];
+
+    /// # Errors
+    /// What it is instead.
+    pub fn of(words: [u64; 2], rank: u32) -> Result<Self, String> {
+        match Command::decode(words).map_err(|e| e.to_string())? {
+            Command::Atomic { rank: to, add: Add { slot, .. }, .. } if u32::from(to) == rank => {
+                let told = Self::ALL.get(usize::from(slot)).copied();
+                told.ok_or_else(|| format!("an exchange has no slot {slot}"))
+            }
+            other => Err(format!("an exchange takes atomics to its own rank, and no {other:?}")),
+        }
+    }
+}
+
+/// Rows of a source, for kernels: `BLANK` in place of where they lie if they don't come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listed {
+    pub source: u32,
+    pub first: u64,
+    pub rows: u64,
+    pub place: u64,
+}
+
+pub const BLANK: u64 = u64::MAX;
+
+/// Words of the memory: first, and how many.
+type Area8 = (usize, usize);
+
+/// Where what lies in the shared memory, in words of 8 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// A fault or all ones, the number of tokens, and the rows for each expert, by the device.
+    pub note: Area8,
+    /// Rows of each source for each local expert.
+    pub incoming: Area8,
+    /// How many chunks of rows there are, and those.
+    pub lot: Area8,
+    /// The same for answers.
+    pub answers: Area8,
+    /// A byte for each rank.
+    pub missing: Area8,
+    pub words: usize,
+}
+
+impl Layout {
+    pub fn new(shape: &Shape) -> Self {
+        let (ranks, experts) = (shape.ranks as usize, shape.experts as usize);
+        // A line for the words, which are polled.
+        let mut end = 16;
+        let mut area = |words: usize| {
+            let begin = end;
+            end = (begin + words).next_multiple_of(8);
+            (begin, words)
+        };
+        let note = area(2 + experts.div_ceil(2));
+        let incoming = area((ranks * shape.local_experts() as usize).div_ceil(2));
+        let lot = area(1 + 3 * 2 * ranks);
+        let answers = area(1 + 3 * ranks);
+        let missing = area(ranks.div_ceil(8));
+        Self { note, incoming, lot, answers, missing, words: end }
+    }
+
+    /// By name.
+    pub fn areas(&self) -> Vec<(&'static str, usize, usize)> {
+        let named = [
+            ("note", self.note),
+            ("incoming", self.incoming),
+            ("lot", self.lot),
+            ("answers", self.answers),
+            ("missing", self.missing),
+        ];
+        named.into_iter().map(|(name, (first, words))| (name, first, words)).collect()
+    }
+}
+
+/// In how many turns rows can come, and answers can leave, at most: one of each where the shared buffer takes all.
+pub fn turns(shape: &Shape) -> (u64, u64) {
+    let (others, room) = (u64::from(shape.ranks) - 1, shape.shared_rows());
+    // A turn that isn't the last fills the buffer.
+    let rows = (others * (shape.pair_rows() - shape.private_rows())).div_ceil(room).max(1);
+    let all = others * shape.pair_rows();
+    // Answers to one rank leave in pieces of the buffer's size, and any two turns in a row are more than the buffer.
+    let pieces = others * shape.pair_rows().div_ceil(room);
+    let answers = if all <= room { 1 } else { pieces.min(2 * all.div_ceil(room)) };
+    (rows, answers.max(1))
+}
+
+/// The memory itself.
+#[derive(Debug)]
+pub struct Shared {
+    words: AtomicWords,
+    layout: Layout,
+}
+
+impl Shared {
+    /// # Errors
+    /// [`EngineError::Invalid`] for another number of words than [`Layout::words`].
+    pub fn new(words: AtomicWords, shape: &Shape) -> Result<Self> {
+        let layout = Layout::new(shape);
+        if words.len() != layout.words {
+            let text = format!("{} words to share; give {}", words.len(), layout.words);
+            return Err(EngineError::Invalid(text));
+        }
+        Ok(Self { words, layout })
+    }
+
+    /// What was written down before can be read by whoever sees the value.
+    pub fn set(&self, word: Word, value: u64) {
+        self.words[word as usize].store(value, Release);
+    }
+
+    /// What the device has routed, or the fault that it found first; rows at fault are in no count.
+    ///
+    /// # Errors
+    /// Counts that can't be.
+    pub fn note(&self, shape: &Shape) -> Result<(Routes, Option<u64>)> {
+        let first = self.layout.note.0;
+        let word = |i: usize| self.words[first + i].load(Relaxed);
+        let counts = (0..shape.experts as usize).map(|i| (word(2 + i / 2) >> (i % 2 * 32)) as u32);
+        let routes = Routes::counted(shape, word(1) as u32, counts.collect())?;
+        Ok((routes, Some(word(0)).filter(|fault| *fault != u64::MAX)))
+    }
+
+    pub fn put_incoming(&self, incoming: &[Vec<u32>], local: usize) {
+        let all = incoming.iter().flat_map(|of| {
+            let rest = local - of.len().min(local);
+            of.iter().copied().chain(std::iter::repeat_n(0, rest)).take(local)
+        });
+        let all: Vec<u32> = all.collect();
+        let pairs = all
+            .chunks(2)
+            .map(|pair| u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32);
+        self.put(self.layout.incoming, pairs);
+    }
+
+    pub fn put_lot(&self, lot: &[Listed]) {
+        self.put_chunks(self.layout.lot, lot);
+    }
+
+    pub fn put_answers(&self, answers: &[Listed]) {
+        self.put_chunks(self.layout.answers, answers);
+    }
+
+    pub fn put_missing(&self, missing: &[bool]) {
+        let words = missing.chunks(8).map(|bytes| {
+            bytes.iter().rev().fold(0u64, |word, missing| word << 8 | u64::from(*missing))
+        });
+        self.put(self.layout.missing, words);
+    }
+
+    /// Nothing comes any more, and nothing is there (RS-1): who waits is told, and whatever is read is empty.
+    pub fn abort(&self) {
+        let clear = |(first, n): Area8| {
+            self.words[first..first + n].iter().for_each(|word| word.store(0, Relaxed));
+        };
+        [self.layout.incoming, self.layout.lot, self.layout.answers].into_iter().for_each(clear);
+        self.put(self.layout.missing, std::iter::repeat_n(u64::MAX, self.layout.missing.1));
+        self.set(Word::Abort, 1);
+    }
+
+    fn put_chunks(&self, area: Area8, chunks: &[Listed]) {
+        let words =
+            chunks.iter().flat_map(|c| [u64::from(c.source) | c.rows << 32, c.first, c.place]);
+        self.put(area, std::iter::once(chunks.len() as u64).chain(words));
+    }
+
+    fn put(&self, (first, n): Area8, words: impl Iterator<Item = u64>) {
+        for (word, value) in self.words[first..first + n].iter().zip(words) {
+            word.store(value, Relaxed);
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! An exchange that kernels carry out: what they may know, and what follows from what they have done.
+//!
+//! The caller's part of the exchange is the device's here. It says what it has done by commands, in turn, and waits for
+//! words in between; no call of the host stands between two kernels. All else is as with a caller: the same state, the
+//! same bytes between ranks. So ranks with kernels and without are one exchange, and a rank that is lost is masked: what
+//! a device waits for then comes without it.
+
+use std::sync::Arc;
+
+use fabric_engine::{EngineError, Result};
+
+use super::{
+    act::Act,
+    link::{Answer, Link, Lot},
+    state::{State, Step, Until},
+};
+use crate::{
+    device::{turns, Listed, Shared, Told, Word, BLANK},
+    routes::{Order, Placing, Routes},
+    shape::Shape,
+};
+
+/// The device's part of an exchange.
+#[derive(Debug)]
+pub struct Device {
+    shared: Shared,
+    /// Turns of rows and of answers in each exchange.
+    turns: (u64, u64),
+    /// The exchange that it is in, from 1.
+    exchange: u64,
+    /// It was told that its rows may be written.
+    may_begin: bool,
+    /// Its routes, while the exchange before has something left to do.
+    begins: Option<Routes>,
+    packed: bool,
+    /// What it may know of this exchange.
+    routed: bool,
+    answered: bool,
+    lots: u64,
+    lot: Option<(Vec<Lot>, bool)>,
+    /// Ranks that were answered, counted from the one behind this, and rows of the next one that were.
+    cursor: (u32, u64),
+    answers: u64,
+    leaving: Option<(Vec<(u32, Answer)>, bool)>,
+    /// Ranks whose answers are missing in the last sums.
+    left_out: Vec<u32>,
+    /// What the device found wrong with tokens, until somebody is told.
+    fault: Option<String>,
+    failed: Option<EngineError>,
+}
+
+impl State {
+    /// Tells the device what it may know now.
+    pub fn advance(&mut self, acts: &mut Vec<Act>) {
+        if let Some(mut device) = self.device.take() {
+            device.advance(self, acts);
+            self.device = Some(device);
+        }
+    }
+
+    /// The device has done something.
+    pub fn told(&mut self, told: Result<Told, String>, acts: &mut Vec<Act>) {
+        let Some(mut device) = self.device.take() else { return };
+        if device.failed.is_none() {
+            match told.and_then(|told| device.told(self, told, acts)) {
+                Ok(()) => device.advance(self, acts),
+                Err(cause) => device.fail(self.gives_up(cause)),
+            }
+        }
+        self.device = Some(device);
+    }
+
+    /// Why a device that goes on without what it waited for can't.
+    fn gives_up(&self, cause: String) -> EngineError {
+        match self.holds(Until::Quiet) {
+            true => EngineError::Cancelled { what: "exchange on the device", cause },
+            false => EngineError::NotQuiesced {
+                what: "memory that goes to a lost rank, or comes from it,".into(),
+                after: Default::default(),
+                cause: format!("ranks {:?} have not let go of it; {cause}", self.revoking),
+            },
+        }
+    }
+}
+
+impl Device {
+    pub fn new(shared: Shared, shape: &Shape) -> Self {
+        Self {
+            shared,
+            turns: turns(shape),
+            exchange: 0,
+            may_begin: true,
+            begins: None,
+            packed: false,
+            routed: false,
+            answered: false,
+            lots: 0,
+            lot: None,
+            cursor: (0, 0),
+            answers: 0,
+            leaving: None,
+            left_out: Vec::new(),
+            fault: None,
+            failed: None,
+        }
+    }
+
+    /// Ranks whose answers are missing in the last sums.
+    pub fn left_out(&self) -> Vec<u32> {
+        self.left_out.clone()
+    }
+
+    /// What went wrong since it was last asked for.
+    ///
+    /// # Errors
+    /// That; for good if the device has left the exchange.
+    pub fn check(&mut self) -> Result<()> {
+        match (&self.failed, self.fault.take()) {
+            (Some(failed), _) => Err(failed.clone()),
+            (None, Some(fault)) => Err(EngineError::Invalid(fault)),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// The device gets nothing any more, and every wait of its ends (RS-4).
+    pub fn end(&mut self, cause: EngineError) {
+        self.failed.get_or_insert(cause);
+        self.shared.abort();
+    }
+
+    fn fail(&mut self, error: EngineError) {
+        tracing::warn!(%error, "an exchange on a device was given up");
+        self.end(error);
+    }
+
+    fn advance(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+        if self.failed.is_some() {
+            return;
+        }
+        if self.begins.is_some() {
+            if !s.holds(Until::MayDispatch) {
+                return;
+            }
+            self.begin(s, acts);
+        }
+        match s.step {
+            Step::Dispatched => {
+                self.tell_routes(s);
+                self.tell_rows(s);
+            }
+            Step::Collected => {
+                self.tell_room(s);
+                self.tell_over(s, Word::Next);
+            }
+            Step::Answering => self.tell_room(s),
+            Step::Answered => self.tell_answers(s),
+            Step::Idle => self.tell_over(s, Word::After),
+        }
+    }
+
+    fn told(&mut self, s: &mut State, told: Told, acts: &mut Vec<Act>) -> Result<(), String> {
+        match (told, s.step) {
+            (Told::Begun, Step::Idle | Step::Collected) if self.may_begin => {
+                let (routes, fault) = self.shared.note(&s.shape).map_err(|e| e.to_string())?;
+                if let Some(fault) = fault {
+                    self.fault = Some(fault_text(fault, s.shape.topk));
+                }
+                self.begins = Some(routes);
+                (self.packed, self.may_begin) = (false, false);
+                self.exchange += 1;
+            }
+            (Told::Packed, _) if self.begins.is_some() => self.packed = true,
+            (Told::Packed, Step::Dispatched) => pack(s, acts),
+            (Told::HandedOut, Step::Dispatched) => self.handed_out(s, acts)?,
+            (Told::Answered, Step::Collected | Step::Answering) => self.put_answers(s, acts)?,
+            // There were fewer turns than there could have been.
+            (Told::HandedOut, Step::Collected) | (Told::Answered, Step::Answered) => {}
+            (Told::Summed, Step::Answered) if self.answered => s.step = Step::Idle,
+            (told, step) => return Err(gone_on(told, step)),
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+        (self.routed, self.answered, self.lots, self.answers) = (false, false, 0, 0);
+        (self.lot, self.leaving, self.cursor) = (None, None, (0, 0));
+        s.begin(Arc::new(self.begins.take().unwrap_or_default()), acts);
+        if self.packed {
+            pack(s, acts);
+        }
+    }
+
+    fn tell_over(&mut self, s: &State, word: Word) {
+        if s.holds(Until::MayDispatch) {
+            self.may_begin = true;
+            self.shared.set(word, self.exchange);
+        }
+    }
+
+    fn tell_routes(&mut self, s: &mut State) {
+        if self.routed || !s.holds(Until::Routes) {
+            return;
+        }
+        let incoming = s.incoming();
+        self.shared.put_incoming(&incoming, s.shape.local_experts() as usize);
+        match Placing::new(s.shape.local_experts(), incoming, Order::Packed { multiple: 1 }) {
+            Ok(placing) => {
+                s.placing = Some(Arc::new(placing));
+                self.routed = true;
+                self.shared.set(Word::Routes, self.exchange);
+            }
+            Err(error) => self.fail(error),
+        }
+    }
+
+    /// Once all has come that could be granted: then a turn is the last, or as large as the buffer.
+    fn tell_rows(&mut self, s: &State) {
+        let due = s.here().any(|l| l.inward.due > 0);
+        let full = s.next_place == s.shape.shared_rows();
+        let last = s.waiting.is_empty();
+        if !self.routed || self.lot.is_some() || due || !(last || full) {
+            return;
+        }
+        let lot: Vec<Lot> = s.here().filter_map(Link::lot).collect();
+        if lot.is_empty() && !last {
+            return;
+        }
+        let mut listed: Vec<Listed> = Vec::new();
+        for Lot { source, chunks, .. } in &lot {
+            listed.extend(chunks.iter().map(|c| Listed {
+                source: *source,
+                first: c.first,
+                rows: c.rows,
+                place: c.place,
+            }));
+        }
+        if last {
+            let rows_of = |rank| s.placing.as_ref().map_or(0, |p| p.rows_of(rank));
+            let gone = s.others().filter(|rank| s.links[*rank as usize].is_none());
+            let blanks = gone.map(|rank| (rank, BLANK));
+            let own = s.memory.own(s.routes.first_to(s.rank));
+            let rest = blanks.chain([(s.rank, own)]);
+            listed.extend(rest.map(|(source, place)| Listed {
+                source,
+                first: 0,
+                rows: rows_of(source),
+                place,
+            }));
+        }
+        self.shared.put_lot(&listed);
+        self.lots += 1;
+        self.lot = Some((lot, last));
+        self.shared.set(Word::Rows, self.exchange * self.turns.0 + self.lots);
+    }
+
+    fn handed_out(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
+        let (lot, last) = self.lot.take().ok_or_else(|| gone_on(Told::HandedOut, s.step))?;
+        self.shared.put_lot(&[]);
+        for lot in &lot {
+            s.handed_out(lot, acts);
+        }
+        if last {
+            s.collected(acts);
+            self.shared.set(Word::Rows, (self.exchange + 1) * self.turns.0);
+        }
+        Ok(())
+    }
+
+    /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the last, for they
+    /// take the place of rows that have to have left.
+    fn tell_room(&mut self, s: &State) {
+        let free = s.answers_out == 0 && s.holds(Until::Quiet);
+        let Some(placing) = s.placing.as_ref().filter(|_| self.leaving.is_none() && free) else {
+            return;
+        };
+        let (room, mut place) = (s.shape.shared_rows(), 0);
+        let (mut pieces, mut cursor) = (Vec::new(), self.cursor);
+        let last = loop {
+            let Some(rank) = s.others().nth(cursor.0 as usize) else { break true };
+            let rows = (placing.rows_of(rank) - cursor.1).min(room);
+            if rows == 0 || s.links[rank as usize].is_none() {
+                cursor = (cursor.0 + 1, 0);
+                continue;
+            }
+            if place + rows > room {
+                break false;
+            }
+            pieces.push((rank, Answer { place, first: cursor.1, rows }));
+            cursor.1 += rows;
+            place += rows;
+        };
+        if last && !s.rows_left() {
+            return;
+        }
+        let mut listed: Vec<Listed> = pieces
+            .iter()
+            .map(|(source, a)| Listed {
+                source: *source,
+                first: a.first,
+                rows: a.rows,
+                place: s.memory.shared_back(a.place),
+            })
+            .collect();
+        if last {
+            let place = s.memory.own_back(s.routes.first_to(s.rank));
+            let rows = placing.rows_of(s.rank);
+            listed.push(Listed { source: s.rank, first: 0, rows, place });
+        }
+        self.shared.put_answers(&listed);
+        self.cursor = cursor;
+        self.answers += 1;
+        self.leaving = Some((pieces, last));
+        self.shared.set(Word::Room, self.exchange * self.turns.1 + self.answers);
+    }
+
+    fn put_answers(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
+        let (pieces, last) = self.leaving.take().ok_or_else(|| gone_on(Told::Answered, s.step))?;
+        self.shared.put_answers(&[]);
+        if s.step == Step::Collected {
+            self.may_begin = false;
+            s.begin_answers(acts);
+        }
+        for (rank, answer) in pieces {
+            s.answer(rank, answer, acts);
+        }
+        if last {
+            s.step = Step::Answered;
+            self.shared.set(Word::Room, (self.exchange + 1) * self.turns.1);
+        }
+        Ok(())
+    }
+
+    fn tell_answers(&mut self, s: &State) {
+        if self.answered || !s.holds(Until::Answers) {
+            return;
+        }
+        let missing = s.missing();
+        self.shared.put_missing(&missing);
+        self.left_out = s.left_out(&missing);
+        self.answered = true;
+        self.shared.set(Word::Answers, self.exchange);
+    }
+}
+
+/// The rows for all lie ready.
+fn pack(s: &mut State, acts: &mut Vec<Act>) {
+    for rank in s.others() {
+        s.packed(rank, acts);
+    }
+}
+
+fn gone_on(told: Told, step: Step) -> String {
+    format!(
+        "the device went on ({told:?}) without what it waited for, at the step {step:?}; raise the timeout, or \
+         have every rank make the same calls"
+    )
+}
+
+/// A fault is four times its position among (token, k), and a kind, as `moe/routes.cu` has it.
+fn fault_text(fault: u64, topk: u32) -> String {
+    let position = fault / 4;
+    let (token, k) = (position / u64::from(topk), position % u64::from(topk));
+    let what = match fault % 4 {
+        0 => return "more tokens than there is room for; send fewer at a time".into(),
+        1 => "is no expert; -1 is none",
+        _ => "is an expert that it has named before; name each once",
+    };
+    format!("index {k} of token {token} {what}; such rows were left out of the exchange")
+}

@@ -1,0 +1,138 @@
+//! The thread that hears what a device has done.
+//!
+//! What the device waits for is told by whoever learns of it, engine threads too, so that this thread is on the way of
+//! commands only.
+
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering::SeqCst},
+        Arc,
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{EngineError, Result};
+use fabric_proxy::{
+    fifo::{fifo_in, Popper},
+    raw::Area,
+    Bed,
+};
+
+use super::{device::Device, AllToAll, Inner};
+use crate::device::{Shared, Told};
+
+/// How long it looks for commands before it sleeps, and how long it sleeps: a GPU can't wake it.
+const SPIN: Duration = Duration::from_micros(50);
+const NAP: Duration = Duration::from_micros(50);
+/// What it sleeps when nothing has come for [`IDLE`].
+const LONG_NAP: Duration = Duration::from_micros(500);
+const IDLE: Duration = Duration::from_millis(100);
+
+/// The thread, for as long as the exchange is there.
+#[derive(Debug)]
+pub struct Server {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl AllToAll {
+    /// From now on kernels carry the exchange out: they push what they have done into the FIFO, as
+    /// [`device`](crate::device) says, and wait for what is shared.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if there is a device, or for a FIFO that can't be; [`EngineError::Resource`] without
+    /// a thread.
+    pub fn serve(&self, fifo: Area, shared: Shared) -> Result<()> {
+        let wrong = |e: fabric_proxy::fifo::FifoError| EngineError::Invalid(e.to_string());
+        // The device has the other end.
+        let (_, popper) = fifo_in(fifo, Arc::new(Bed::default())).map_err(wrong)?;
+        let mut server = self.server.lock();
+        self.attach(shared)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let (theirs, ended) = (Arc::clone(&self.inner), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("fabric-moe".into())
+            .spawn(move || work(&theirs, popper, &ended))
+            .map_err(|e| EngineError::Resource {
+                call: "pthread_create",
+                cause: e.to_string(),
+                hint: "raise the limit of threads or processes (ulimit -u)".into(),
+            })?;
+        *server = Some(Server { stop, thread });
+        Ok(())
+    }
+
+    /// As [`AllToAll::serve`], without a thread: whoever drives the exchange hands it commands by [`AllToAll::tell`].
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] if there is a device.
+    pub fn attach(&self, shared: Shared) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        if state.device.is_some() {
+            return Err(EngineError::Invalid("a device carries this exchange out already".into()));
+        }
+        state.device = Some(Device::new(shared, &self.inner.shape));
+        Ok(())
+    }
+
+    /// A command of the device, in its FIFO's words.
+    pub fn tell(&self, words: [u64; 2]) {
+        self.inner.told(words);
+    }
+
+    /// What went wrong on the device since the last call: tokens that go nowhere, once; for good that it has left the
+    /// exchange, or was made to.
+    ///
+    /// # Errors
+    /// That.
+    pub fn check(&self) -> Result<()> {
+        self.inner.state.lock().device.as_mut().map_or(Ok(()), Device::check)
+    }
+
+    /// Ranks whose answers are missing in the last sums that the device has told of.
+    pub fn left_out(&self) -> Vec<u32> {
+        self.inner.state.lock().device.as_ref().map(Device::left_out).unwrap_or_default()
+    }
+
+    /// Ends every wait of the device, now and later, and hears it no more.
+    pub fn leave(&self) {
+        if let Some(device) = self.inner.state.lock().device.as_mut() {
+            let cause = "the exchange was closed".into();
+            device.end(EngineError::Cancelled { what: "exchange on the device", cause });
+        }
+        let Some(Server { stop, thread }) = self.server.lock().take() else { return };
+        stop.store(true, SeqCst);
+        if thread.thread().id() != std::thread::current().id() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Inner {
+    fn told(self: &Arc<Self>, words: [u64; 2]) {
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        state.told(Told::of(words, self.rank), &mut acts);
+        drop(state);
+        self.run(acts);
+    }
+}
+
+fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
+    let mut quiet_since = Instant::now();
+    while !stop.load(SeqCst) {
+        if let Some(words) = popper.poll(0) {
+            inner.told(words);
+            // Completed when all that follows from it was posted.
+            popper.pop(1);
+            quiet_since = Instant::now();
+            continue;
+        }
+        match quiet_since.elapsed() {
+            quiet if quiet < SPIN => std::thread::yield_now(),
+            quiet if quiet < IDLE => std::thread::sleep(NAP),
+            _ => std::thread::sleep(LONG_NAP),
+        }
+    }
+}

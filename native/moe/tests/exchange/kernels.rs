@@ -1,0 +1,343 @@
+//! What kernels of a device do, step by step on the processor, with nothing but what is shared with the exchange and
+//! this rank's rows.
+
+use std::sync::{atomic::Ordering::Acquire, Arc};
+
+use fabric_engine::{Region, TransferEngine};
+use fabric_moe::{
+    device::{turns, Add, AtomicWords, Command, Layout, Shared, Told, Word, BLANK},
+    memory::Memory,
+    routes::{Order, Placing, Routes},
+    AllToAll, Shape,
+};
+
+use crate::model::{bytes, floats, Batch, Handed, EXTRA, WIDE};
+
+/// What it does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    Route,
+    Pack,
+    Place,
+    HandOut(u64),
+    Answer(u64),
+    Sum,
+}
+
+/// A rank's device.
+pub struct Kernels {
+    shape: Shape,
+    rank: u32,
+    memory: Memory,
+    layout: Layout,
+    rows: Region,
+    words: AtomicWords,
+    exchange: u64,
+    combined: bool,
+    pub next: Next,
+    routes: Routes,
+    placing: Option<Placing>,
+    handed: Handed,
+    answers: Vec<u8>,
+}
+
+/// What came of a step.
+pub enum Outcome {
+    /// What it waits for isn't there.
+    Waits,
+    Went,
+    /// All tokens were handed out.
+    Collected,
+    /// The sums, and whose answers are missing in them.
+    Summed(Vec<f32>, Vec<u32>),
+}
+
+struct Listed {
+    source: u32,
+    rows: u64,
+    first: u64,
+    place: u64,
+}
+
+impl Kernels {
+    pub fn new(engine: Arc<TransferEngine>, shape: Shape, rank: u32) -> (AllToAll, Self) {
+        let (memory, layout) = (Memory::new(shape).unwrap(), Layout::new(&shape));
+        let rows = engine.alloc(memory.rows_nbytes()).unwrap();
+        let all = AllToAll::over(engine, shape, rank, rows.clone()).unwrap();
+        let words = AtomicWords::allocate(layout.words);
+        all.attach(Shared::new(words.clone(), &shape).unwrap()).unwrap();
+        let kernels = Self {
+            shape,
+            rank,
+            memory,
+            layout,
+            rows,
+            words,
+            exchange: 0,
+            combined: true,
+            next: Next::Route,
+            routes: Routes::default(),
+            placing: None,
+            handed: Handed::default(),
+            answers: Vec::new(),
+        };
+        (all, kernels)
+    }
+
+    pub fn tell(&self, all: &AllToAll, told: Told) {
+        let add = Add { slot: told as u16, value: 1, ordered: true };
+        let command = Command::Atomic { rank: self.rank as u16, channel: 0, add };
+        all.tell(command.encode().unwrap());
+    }
+
+    pub fn has(&self, word: Word, value: u64) -> bool {
+        self.words[word as usize].load(Acquire) >= value
+    }
+
+    /// What was handed out, rows of each local expert, and the first of each.
+    pub fn handed(&self) -> (&Handed, &[u32], &[u32]) {
+        let placing = self.placing.as_ref().unwrap();
+        (&self.handed, &placing.counts, &placing.starts)
+    }
+
+    /// The next kernel, if what it waits for is there.
+    pub fn step(&mut self, all: &AllToAll, batch: &Batch, combine: bool) -> Outcome {
+        let (n, (lots, rooms)) = (self.exchange, turns(&self.shape));
+        let ready = match self.next {
+            Next::Route if self.combined => self.has(Word::After, n),
+            Next::Route => self.has(Word::Next, n),
+            Next::Pack => true,
+            Next::Place => self.has(Word::Routes, n),
+            Next::HandOut(turn) => self.has(Word::Rows, n * lots + turn),
+            Next::Answer(turn) => self.has(Word::Room, n * rooms + turn),
+            Next::Sum => self.has(Word::Answers, n),
+        };
+        if !ready {
+            return Outcome::Waits;
+        }
+        match self.next {
+            Next::Route => {
+                self.exchange += 1;
+                self.route(batch);
+                self.tell(all, Told::Begun);
+                self.next = Next::Pack;
+            }
+            Next::Pack => {
+                self.pack(batch);
+                self.tell(all, Told::Packed);
+                self.next = Next::Place;
+            }
+            Next::Place => {
+                self.place();
+                self.next = Next::HandOut(1);
+            }
+            Next::HandOut(turn) => {
+                self.hand_out();
+                self.tell(all, Told::HandedOut);
+                self.next = Next::HandOut(turn + 1);
+                if turn == lots {
+                    (self.combined, self.next) = (combine, Next::Route);
+                    if combine {
+                        self.next = Next::Answer(1);
+                        self.compute();
+                    }
+                    return Outcome::Collected;
+                }
+            }
+            Next::Answer(turn) => {
+                self.pack_answers();
+                self.tell(all, Told::Answered);
+                self.next = if turn == rooms { Next::Sum } else { Next::Answer(turn + 1) };
+            }
+            Next::Sum => {
+                let sums = self.sum(batch);
+                let left_out = all.left_out();
+                self.tell(all, Told::Summed);
+                self.next = Next::Route;
+                return Outcome::Summed(sums, left_out);
+            }
+        }
+        Outcome::Went
+    }
+
+    fn route(&mut self, batch: &Batch) {
+        self.routes = Routes::new(&self.shape, &batch.indices).unwrap();
+        let counts = self.routes.counts.chunks(2);
+        let pairs =
+            counts.map(|c| u64::from(c[0]) | u64::from(c.get(1).copied().unwrap_or(0)) << 32);
+        let note = [u64::MAX, u64::from(self.routes.tokens)].into_iter().chain(pairs);
+        for (word, value) in self.words[self.layout.note.0..].iter().zip(note) {
+            word.store(value, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+
+    fn pack(&self, batch: &Batch) {
+        let values = bytes(&batch.values);
+        for (row, token) in self.routes.token_of.iter().enumerate() {
+            let (at, token) = (self.memory.own(row as u64), *token as usize);
+            self.rows.put(at, &values[token * WIDE * 4..][..WIDE * 4]).unwrap();
+            self.rows.put(at + WIDE as u64 * 4, &batch.extra[token * EXTRA..][..EXTRA]).unwrap();
+        }
+    }
+
+    fn place(&mut self) {
+        let local = self.shape.local_experts() as usize;
+        let count = |i: usize| (self.area(self.layout.incoming, i / 2) >> (i % 2 * 32)) as u32;
+        let all: Vec<u32> = (0..self.shape.ranks as usize * local).map(count).collect();
+        let incoming = all.chunks(local).map(<[u32]>::to_vec).collect();
+        let order = Order::Packed { multiple: 2 };
+        let placing = Placing::new(local as u32, incoming, order).unwrap();
+        self.handed = Handed::room(placing.rows);
+        self.placing = Some(placing);
+    }
+
+    fn hand_out(&mut self) {
+        let placing = self.placing.as_ref().unwrap();
+        for chunk in self.chunks(self.layout.lot) {
+            for run in placing.runs(chunk.source, chunk.first, chunk.first + chunk.rows) {
+                for i in 0..run.rows {
+                    let (mut row, to) = (vec![0; WIDE * 4 + EXTRA], (run.to + i) as usize);
+                    if chunk.place != BLANK {
+                        let from = run.from + i - chunk.first;
+                        row = self.read(chunk.place + from * self.shape.row_stride(), row.len());
+                    }
+                    self.handed.values[to * WIDE * 4..][..WIDE * 4]
+                        .copy_from_slice(&row[..WIDE * 4]);
+                    self.handed.extra[to * EXTRA..][..EXTRA].copy_from_slice(&row[WIDE * 4..]);
+                }
+            }
+        }
+    }
+
+    fn compute(&mut self) {
+        let placing = self.placing.as_ref().unwrap();
+        let (counts, starts) = (&placing.counts, &placing.starts);
+        self.answers = self.handed.answers(&self.shape, self.rank, counts, starts);
+    }
+
+    fn pack_answers(&self) {
+        let placing = self.placing.as_ref().unwrap();
+        for chunk in self.chunks(self.layout.answers) {
+            for run in placing.runs(chunk.source, chunk.first, chunk.first + chunk.rows) {
+                for i in 0..run.rows {
+                    let place = (run.from + i - chunk.first) * self.shape.back_stride();
+                    let answer = &self.answers[(run.to + i) as usize * WIDE * 4..][..WIDE * 4];
+                    self.rows.put(chunk.place + place, answer).unwrap();
+                }
+            }
+        }
+    }
+
+    fn sum(&self, batch: &Batch) -> Vec<f32> {
+        let missing = |rank: u32| {
+            let (word, byte) = (rank as usize / 8, rank as usize % 8);
+            self.area(self.layout.missing, word) >> (8 * byte) & 0xff != 0
+        };
+        let mut sums = vec![0f32; batch.values.len()];
+        for (i, row) in self.routes.row_of.iter().enumerate() {
+            let (token, expert) = (i / batch.topk, batch.indices[i]);
+            if expert < 0 || missing(self.shape.rank_of(expert as u32)) {
+                continue;
+            }
+            let answer = floats(&self.read(self.memory.own_back(u64::from(*row)), WIDE * 4));
+            let sum = &mut sums[token * WIDE..][..WIDE];
+            sum.iter_mut().zip(answer).for_each(|(s, a)| *s += batch.weights[i] * a);
+        }
+        sums
+    }
+
+    fn area(&self, (first, _): (usize, usize), i: usize) -> u64 {
+        self.words[first + i].load(Acquire)
+    }
+
+    fn chunks(&self, area: (usize, usize)) -> Vec<Listed> {
+        let one = |i: u64| {
+            let word = |j: usize| self.area(area, 1 + 3 * i as usize + j);
+            Listed { source: word(0) as u32, rows: word(0) >> 32, first: word(1), place: word(2) }
+        };
+        (0..self.area(area, 0)).map(one).collect()
+    }
+
+    fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        self.rows.with_bytes(at, len as u64, <[u8]>::to_vec).unwrap()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+    use fabric_engine::{EngineError, TransferEngine};
+
+    use super::*;
+    use crate::model::shape;
+
+    fn alone(ranks: u32) -> (SimNet, Arc<TransferEngine>, AllToAll, Kernels) {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let (all, kernels) = Kernels::new(Arc::clone(&engine), shape(ranks, 2, 2, 4), 0);
+        (net, engine, all, kernels)
+    }
+
+    #[test]
+    fn rs_4_a_device_that_goes_on_without_what_it_waited_for_gets_nothing_more() {
+        for early in [Told::Packed, Told::HandedOut, Told::Answered, Told::Summed] {
+            let (_net, _engine, all, kernels) = alone(1);
+            kernels.tell(&all, early);
+            assert!(kernels.has(Word::Abort, 1), "{early:?}");
+            let said = all.check().unwrap_err();
+            assert!(matches!(said, EngineError::Cancelled { .. }), "{said}");
+            assert!(said.to_string().contains(&format!("{early:?}")), "{said}");
+            assert_eq!(all.check(), Err(said), "for good");
+        }
+    }
+
+    #[test]
+    fn a_command_that_no_exchange_takes_ends_it() {
+        let (to_self, other) =
+            (Add { slot: 5, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
+        for command in [
+            Command::Atomic { rank: 0, channel: 0, add: to_self },
+            Command::Atomic { rank: 1, channel: 0, add: other },
+            Command::Write { rank: 0, channel: 0, from: 0, to: 0, len: 16, add: None },
+        ] {
+            let (_net, _engine, all, kernels) = alone(2);
+            all.tell(command.encode().unwrap());
+            assert!(kernels.has(Word::Abort, 1), "{command:?}");
+            assert!(all.check().is_err());
+        }
+    }
+
+    #[test]
+    fn rs_1_what_a_device_counts_is_checked() {
+        let (_net, _engine, all, mut kernels) = alone(2);
+        let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
+        kernels.route(&batch);
+        let count = &kernels.words[kernels.layout.note.0 + 2];
+        count.store(u64::from(u32::MAX), std::sync::atomic::Ordering::Relaxed);
+        kernels.tell(&all, Told::Begun);
+        assert!(kernels.has(Word::Abort, 1));
+        assert!(all.check().unwrap_err().to_string().contains("can't have"));
+    }
+
+    #[test]
+    fn there_are_turns_for_all_that_can_come_and_leave() {
+        let all = shape(3, 2, 2, 5);
+        assert_eq!(turns(&all), (1, 1));
+        // 2 others with 10 rows each, 2 of them private.
+        assert_eq!(turns(&Shape { shared_rows: Some(5), ..all }), (4, 4));
+        assert_eq!(turns(&Shape { shared_rows: Some(1), ..all }), (16, 20));
+        assert_eq!(turns(&Shape { shared_rows: Some(1), ..shape(1, 2, 2, 5) }), (1, 1));
+    }
+
+    #[test]
+    fn a_device_takes_the_place_of_the_host() {
+        let (_net, engine, all, kernels) = alone(1);
+        let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
+        assert!(batch.send(&all).unwrap_err().to_string().contains("a device carries"));
+        let words = AtomicWords::allocate(kernels.layout.words);
+        assert!(all.attach(Shared::new(words, &kernels.shape).unwrap()).is_err());
+        assert!(Shared::new(AtomicWords::allocate(3), &kernels.shape).is_err());
+        let rows = engine.alloc(64).unwrap();
+        assert!(AllToAll::over(engine, kernels.shape, 0, rows).is_err());
+    }
+}

@@ -1,0 +1,308 @@
+"""Exchanges that kernels carry out, run on the processor, against those of native/moe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.kernels import structs
+from fabric_ray.kernels.channel import ARGUMENTS
+from fabric_ray.moe import AllToAll, RowPart
+from tests.host_kernels import Host
+from tests.moe_ranks import batch, expert
+
+LIMIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    host = Host(tmp_path_factory.mktemp("kernels"))
+    for file in {**structs.ARGUMENTS, **ARGUMENTS}:
+        host.built(file)
+    return host
+
+
+@contextmanager
+def group(
+    host: Host,
+    kernels: Sequence[bool],
+    *,
+    transport: str = "shm",
+    engines: list[TransferEngine] | None = None,
+    **options: Any,
+) -> Iterator[list[AllToAll]]:
+    """Ranks that know one another, with kernels or without."""
+    engines = [] if engines is None else engines
+    with ExitStack() as stack:
+        ranks = []
+        for rank, on_kernels in enumerate(kernels):
+            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
+            engines.append(engine)
+            launcher = host.another() if on_kernels else None
+            ranks.append(
+                AllToAll(engine, rank=rank, ranks=len(kernels), launcher=launcher, **options)
+            )
+        cards = [a.card() for a in ranks]
+        for a in ranks:
+            a.connect(cards)
+        yield ranks
+
+
+def together(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
+    """What ``work`` returns on each rank, each in a thread; the first error is raised."""
+    results: list[Any] = [None] * len(ranks)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = work(ranks[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(ranks))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(LIMIT)
+        assert not t.is_alive(), "a rank hangs"
+    for r in results:
+        if isinstance(r, Exception):
+            raise r
+    return results
+
+
+def layer(a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One exchange, with experts behind it."""
+    a.dispatch_send(x, idx)
+    got = a.dispatch_recv(multiple=4)
+    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
+    for local, number in enumerate(a.local_experts):
+        y[got.of(local)] = expert(number, got.x[got.of(local)])
+    a.combine_send(y)
+    return a.combine_recv(w)
+
+
+def unsharded(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
+) -> torch.Tensor:
+    """The same in one place, without the experts that are gone."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(len(x)):
+        for k in range(idx.shape[1]):
+            if idx[t, k] >= 0 and int(idx[t, k]) not in gone:
+                out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
+    return out.to(torch.bfloat16)
+
+
+MIXES = [(True, True), (True, False), (False, True, True), (True,)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("kernels", MIXES, ids=str)
+def test_ranks_with_kernels_and_without_are_one_exchange(
+    host: Host, kernels: tuple[bool, ...], transport: str
+) -> None:
+    experts = 2 * len(kernels)
+    sizes = {"experts": experts, "topk": 2, "hidden": 24, "max_tokens": 9}
+    with group(host, kernels, transport=transport, **sizes) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn, tokens in enumerate([9, 0, 1, 5]):
+                x, idx, w = batch(turn * 10 + a.rank, tokens, experts, 2, 24)
+                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                a.check()
+            assert a.left_out == ()
+
+        together(ranks, work)
+
+
+@pytest.mark.parametrize("stride", [None, 18])
+def test_tokens_and_their_scales_come_as_they_do_without_kernels(
+    host: Host, stride: int | None
+) -> None:
+    parts = [RowPart("scales", 3, torch.float32), RowPart("number", 1, torch.int16)]
+    options: dict[str, Any] = {
+        "experts": 4,
+        "topk": 2,
+        "hidden": 48,
+        "max_tokens": 9,
+        "dtype": torch.float8_e4m3fn,
+        "answer_dtype": torch.float32,
+        "parts": parts,
+        "private_rows": 2,
+    }
+
+    def work(a: AllToAll) -> list[torch.Tensor]:
+        x, idx, w = batch(a.rank, 9, 4, 2, 48)
+        number = torch.arange(9, dtype=torch.int16)[:, None] + 100 * a.rank
+        scales = torch.rand(9, 3, generator=torch.Generator().manual_seed(a.rank))
+        a.dispatch_send(x.to(torch.float8_e4m3fn), idx, scales=scales, number=number)
+        got = a.dispatch_recv(multiple=8, stride=stride)
+        found = [got.counts, got.starts]
+        for local in range(2):
+            of = got.of(local)
+            found += [got.x[of].view(torch.uint8), got.parts["scales"][of], got.parts["number"][of]]
+        y = got.x.float() * 3
+        a.combine_send(y)
+        single = a.combine_answers()
+        return [*found, single, a.combine_recv(w), single]
+
+    with group(host, (False, False), **options) as plain:
+        wanted = together(plain, work)
+    with group(host, (True, True), **options) as ranks:
+        for ours, theirs in zip(together(ranks, work), wanted, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernels", [(True, True, True), (False, True, True)], ids=str)
+@pytest.mark.parametrize("shared_rows", [1, 3, 7])
+def test_rows_and_answers_come_in_turns_where_the_shared_buffer_is_small(
+    host: Host, kernels: tuple[bool, ...], shared_rows: int
+) -> None:
+    sizes = {"experts": 3, "topk": 2, "hidden": 8, "max_tokens": 7}
+    room = {"private_rows": 1, "shared_rows": shared_rows}
+    with group(host, kernels, **sizes, **room) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn, tokens in enumerate([7, 2, 7]):
+                x, idx, w = batch(turn * 10 + a.rank, tokens, 3, 2, 8)
+                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+
+        together(ranks, work)
+
+
+def test_combine_may_be_left_out(host: Host) -> None:
+    with group(host, (True, False, True), experts=3, topk=2, hidden=8, max_tokens=5) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn in range(6):
+                x, idx, w = batch(turn * 10 + a.rank, 5, 3, 2, 8)
+                if turn % 3 == 2:
+                    assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                else:
+                    a.dispatch_send(x, idx)
+                    assert a.dispatch_recv().counts.sum() <= 30
+
+        together(ranks, work)
+
+
+@pytest.mark.parametrize("step", ["before", "after dispatch_send", "before combine"])
+def test_rs_4_a_rank_that_is_gone_is_left_out_and_named(host: Host, step: str) -> None:
+    sizes = {"experts": 6, "topk": 3, "hidden": 16, "max_tokens": 6}
+    engines: list[TransferEngine] = []
+    with group(host, (True, False, True), engines=engines, timeout=20.0, **sizes) as ranks:
+        dying = ranks[2]
+        gone = dying.local_experts
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = batch(a.rank, 6, 6, 3, 16)
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+            x, idx, w = batch(10 + a.rank, 6, 6, 3, 16)
+            if a is dying:
+                if step != "before":
+                    a.dispatch_send(x, idx)
+                if step == "before combine":
+                    a.dispatch_recv()
+                engines[2].close()
+                return
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+            assert a.left_out == (2,)
+            assert [lost.rank for lost in a.lost] == [2]
+            x, idx, w = batch(20 + a.rank, 6, 6, 3, 16)
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+
+        together(ranks, work)
+
+
+def test_a_rank_comes_anew(host: Host) -> None:
+    sizes = {"experts": 4, "topk": 2, "hidden": 16, "max_tokens": 6}
+    with group(host, (True, True), timeout=20.0, **sizes) as ranks:
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = batch(a.rank, 6, 4, 2, 16)
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+
+        together(ranks, work)
+        ranks[0].mask(1, "the test said so")
+        x, idx, w = batch(5, 6, 4, 2, 16)
+        assert torch.equal(layer(ranks[0], x, idx, w), unsharded(x, idx, w, range(2, 4)))
+        assert ranks[0].present == (True, False)
+        with TransferEngine(name="anew", transport="shm") as engine:
+            anew = AllToAll(engine, rank=1, ranks=2, launcher=host.another(), **sizes)
+            card = ranks[0].card(1)
+            ranks[0].admit(anew.card(0))
+            anew.admit(card)
+            together([ranks[0], anew], work)
+
+
+def test_rs_4_a_wait_ends_when_the_exchange_is_left(host: Host) -> None:
+    """A rank that says nothing, and nobody gives up, holds nobody who doesn't want to be held."""
+    with group(host, (True, True), experts=2, topk=1, hidden=8, max_tokens=4) as ranks:
+        x, idx, _ = batch(0, 4, 2, 1, 8)
+        ranks[0].dispatch_send(x, idx)
+        waits = threading.Thread(target=ranks[0].dispatch_recv, daemon=True)
+        waits.start()
+        time.sleep(0.05)
+        assert waits.is_alive()
+        ranks[0].close()
+        waits.join(LIMIT)
+        assert not waits.is_alive()
+        with pytest.raises(errors.Cancelled, match="closed"):
+            ranks[0].combine_send(torch.zeros(8, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [(7, "index 1 of token 2 is no expert"), (0, "index 1 of token 2 is an expert that it has")],
+)
+def test_tokens_that_go_nowhere_are_told_and_the_others_go(host: Host, bad: int, said: str) -> None:
+    with group(host, (True, True), experts=4, topk=2, hidden=8, max_tokens=4) as ranks:
+
+        def work(a: AllToAll) -> None:
+            x = torch.ones(4, 8, dtype=torch.bfloat16)
+            idx = torch.tensor([[0, 1], [2, 3], [0, bad], [3, 1]])
+            w = torch.ones(4, 2)
+            a.dispatch_send(x, idx)
+            with pytest.raises(errors.InvalidArgument, match=said):
+                a.check()
+            got = a.dispatch_recv()
+            a.combine_send(got.x)
+            assert a.combine_recv(w)[:, 0].tolist() == [2, 2, 1, 2]
+
+        together(ranks, work)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_launched(host: Host) -> None:
+    with group(host, (True,), experts=2, topk=1, hidden=8, max_tokens=4) as (a,):
+        x, idx, w = batch(0, 4, 2, 1, 8)
+        for call, said in (
+            (lambda: a.dispatch_recv(), "dispatch_send"),
+            (lambda: a.combine_recv(w), "dispatch_send"),
+            (lambda: a.dispatch_send(x.float(), idx), "bfloat16"),
+            (lambda: a.dispatch_send(x, idx.float()), "integers"),
+            (lambda: a.dispatch_send(x[:3], idx), "4 tokens"),
+            (lambda: a.dispatch_send(x, idx, scales=w), "made of"),
+            (lambda: a.dispatch_send(x.to("meta"), idx), "meta"),
+            (lambda: a.dispatch_send(x.repeat(2, 1), idx.repeat(2, 1)), "max_tokens"),
+        ):
+            with pytest.raises(errors.InvalidArgument, match=said):
+                call()
+        a.dispatch_send(x, idx)
+        with pytest.raises(errors.InvalidArgument, match=r"stride is 3, .* may get 4"):
+            a.dispatch_recv(stride=3)
+        with pytest.raises(errors.InvalidArgument, match="have 3 rows, and 4 are needed"):
+            a.dispatch_recv(x=torch.empty(3, 8, dtype=torch.bfloat16))
+        got = a.dispatch_recv()
+        with pytest.raises(errors.InvalidArgument, match="answers"):
+            a.combine_send(got.x[:-1])
+        a.combine_send(got.x)
+        with pytest.raises(errors.InvalidArgument, match="weights"):
+            a.combine_recv(w.double())
+        assert torch.equal(a.combine_recv(dtype=torch.float32), torch.where(idx >= 0, x.float(), 0))
