@@ -2,7 +2,8 @@
 # make test    set up, then run every test
 # make bench   set up, then measure everything beside peers and floors (bench-results/)
 # make lint    formats, lints and types;  make docs   the documentation site (site/)
-# make wheel   a wheel in dist/, tried by itself;          make clean  forget all set-up
+# make wheel   a wheel in dist/, tried by itself;          make wheel-demo  the demo from it, as user 1000
+# make clean   forget all set-up
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-long test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak sanitize \
+.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-long test-rdma test-adapters chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -102,6 +103,14 @@ endif
 		$(BIN)/uv pip install --quiet --python build/wheel/bin/python dist/*.whl; \
 		(cd build && wheel/bin/python ../scripts/try_wheel.py); \
 	done
+
+# The wheel with the extra `ray` in an environment of its own, and the demo from there as an ordinary user. It gets what
+# torch and Ray need, some GB the first time.
+wheel-demo: wheel
+	rm -rf build/wheel-demo
+	$(BIN)/uv venv --quiet --python $(firstword $(PYTHONS)) build/wheel-demo
+	$(BIN)/uv pip install --quiet --python build/wheel-demo/bin/python "$$(ls dist/*.whl)[ray]"
+	cd build && wheel-demo/bin/python ../scripts/try_demo.py
 
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools
