@@ -1,11 +1,7 @@
-"""The other process: memory that is written to, a counter, and a socket that reads.
-
-``python -m fabric_ray.bench.far FD``, where FD is its end of a pipe.
-"""
+"""The other process: memory that is written to, a counter, and a socket that reads."""
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
@@ -132,7 +128,6 @@ def receive(connection: socket.socket, memory: memoryview) -> None:
         memory = memory[taken:]
 
 
-if __name__ == "__main__":
-    # Ctrl-C is for the side that measures; this one ends with the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main() -> None:
+    """The whole process; its only argument is the descriptor of its end of the pipe."""
     serve(Connection(int(sys.argv[1])))

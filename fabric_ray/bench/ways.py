@@ -88,8 +88,10 @@ class _Between:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             number = theirs.fileno()
-            command = [sys.executable, "-m", "fabric_ray.bench.far", str(number)]
-            self._process = subprocess.Popen(command, pass_fds=[number])
+            program = "from fabric_ray.bench.far import main; main()"
+            command = [sys.executable, "-c", program, str(number)]
+            # A session of its own: Ctrl-C is for this side, the other one ends with the pipe.
+            self._process = subprocess.Popen(command, pass_fds=[number], start_new_session=True)
         self._pipe.send((name, nbytes, token))
         self._at = 0
 

@@ -51,7 +51,7 @@ def save(figure: Figure, title: str, path: Path) -> None:
     image = out.getvalue()
     if path.suffix == ".html":
         body = image.decode()
-        head = f"<!doctype html>\n<title>{escape(title)}</title>\n"
+        head = f"<!doctype html>\n<meta charset=utf-8>\n<title>{escape(title)}</title>\n"
         image = (head + body[body.index("<svg") :]).encode()
     path.write_bytes(image)
 

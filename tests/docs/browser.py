@@ -37,7 +37,8 @@ asked.onload = () => {{
     return [box.width, box.height, found.tagName != "IMG" || found.naturalWidth > 0];
   }});
   document.getElementById("told").textContent = JSON.stringify({{
-    title: page.title, text: page.body.innerText, height: root.scrollHeight,
+    title: page.title, text: page.body.innerText,
+    height: Math.ceil(page.body.getBoundingClientRect().bottom) + 16,
     overflows: root.scrollWidth > root.clientWidth, pictures: sizes,
   }});
 }};

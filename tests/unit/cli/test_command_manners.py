@@ -120,7 +120,7 @@ def test_json_of_a_demo_is_one_object_and_the_code_says_that_it_held(tmp_path: P
         ("trace /no/such/file", Code.IMPOSSIBLE, "no flight records"),
         ("demo weights --trainers 0", Code.IMPOSSIBLE, "trainers is 0"),
         ("demo rl --steps 0", Code.IMPOSSIBLE, "steps"),
-        ("demo kvcache --clients 0", Code.IMPOSSIBLE, "clients"),
+        ("demo kvcache --clients 0", Code.IMPOSSIBLE, "one client"),
         ("demo moe --ranks 0", Code.IMPOSSIBLE, "ranks"),
         ("doctor --bogus", Code.IMPOSSIBLE, "--bogus"),
         ("bogus", Code.IMPOSSIBLE, "bogus"),

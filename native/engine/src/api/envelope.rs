@@ -156,7 +156,9 @@ mod tests {
 
     #[test]
     fn builds_meet_at_the_newest_version_that_both_speak() {
-        let common = |a: (u16, u16), b: (u16, u16)| build(a.0, a.1).versions.common(build(b.0, b.1).versions);
+        let common = |a: (u16, u16), b: (u16, u16)| {
+            build(a.0, a.1).versions.common(build(b.0, b.1).versions)
+        };
         assert_eq!(common((1, 2), (2, 3)), Some(2));
         assert_eq!(common((1, 3), (1, 2)), Some(2));
         assert_eq!(common((1, 1), (1, 1)), Some(1));
