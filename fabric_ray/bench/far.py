@@ -7,6 +7,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,42 +21,43 @@ PATIENCE_S = 60.0
 
 def serve(pipe: Connection) -> None:
     """Answers what is asked over the pipe until it is closed: a method's name and its arguments."""
-    way, nbytes, token = pipe.recv()
-    far: EngineFar | SocketFar
-    try:
-        far = SocketFar(pipe, nbytes) if way == "socket" else EngineFar(pipe, way, nbytes, token)
-    except Exception as error:
-        pipe.send(error)
-        return
-    try:
+    with suppress(EOFError, BrokenPipeError), ExitStack() as stack:
+        way, nbytes, token = pipe.recv()
+        try:
+            far = SocketFar(nbytes) if way == "socket" else EngineFar(way, nbytes, token)
+        except Exception as error:
+            # It is for the side that measures to say what it means.
+            pipe.send(error)
+            return
+        stack.callback(far.close)
+        far.meet(pipe)
         while True:
             name, *arguments = pipe.recv()
             method: Callable[..., Any] = getattr(far, name)
             try:
                 pipe.send(method(*arguments))
             except Exception as error:
-                # It is for the side that measures to say what it means.
                 pipe.send(error)
-    except (EOFError, BrokenPipeError):
-        far.close()
 
 
 class EngineFar:
     """An engine with a region and a counter."""
 
-    def __init__(self, pipe: Connection, transport: str, nbytes: int, token: bytes) -> None:
-        self._pipe = pipe
+    def __init__(self, transport: str, nbytes: int, token: bytes) -> None:
         self._engine = TransferEngine(name="bench-far", transport=transport, token=token)
         self._inbox = self._engine.alloc(nbytes)
         self._counter = self._engine.counter()
         self._answer = self._engine.alloc(8)
+
+    def meet(self, pipe: Connection) -> None:
+        self._pipe = pipe
         pipe.send((self._inbox.descriptor(), self._counter.ref))
 
     def clear(self) -> None:
         self._inbox.numpy()[:] = 0
 
     def digest(self, nbytes: int) -> int:
-        return zlib.crc32(self._inbox.numpy()[:nbytes])
+        return zlib.crc32(self._inbox.numpy()[:nbytes].data)
 
     def take(self, nbytes: int, count: int) -> float:
         """When ``count`` writes had been counted, on the clock that all processes share."""
@@ -80,24 +82,28 @@ class EngineFar:
 class SocketFar:
     """A TCP socket on the loopback interface that reads into memory."""
 
-    def __init__(self, pipe: Connection, nbytes: int) -> None:
-        self._pipe = pipe
+    def __init__(self, nbytes: int) -> None:
         self._inbox = np.zeros(nbytes, np.uint8)
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._at = 0
+
+    def meet(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        with self._socket as server:
+            server.settimeout(PATIENCE_S)
             pipe.send(server.getsockname())
             self._socket, _ = server.accept()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(PATIENCE_S)
-        self._at = 0
 
     def clear(self) -> None:
         self._inbox[:], self._at = 0, 0
 
     def digest(self, nbytes: int) -> int:
-        return zlib.crc32(self._inbox[:nbytes])
+        return zlib.crc32(self._inbox[:nbytes].data)
 
     def take(self, nbytes: int, count: int) -> float:
-        memory, blocks = memoryview(self._inbox), len(self._inbox) // nbytes
+        memory, blocks = self._inbox.data, len(self._inbox) // nbytes
         self._pipe.send("ready")
         for _ in range(count):
             receive(self._socket, memory[self._at * nbytes : (self._at + 1) * nbytes])

@@ -74,7 +74,11 @@ class Copy:
         self._target[:], self._at = 0, 0
 
     def verify(self, nbytes: int) -> None:
-        check(self.name, zlib.crc32(self._source[:nbytes]), zlib.crc32(self._target[:nbytes]))
+        check(
+            self.name,
+            zlib.crc32(self._source[:nbytes].data),
+            zlib.crc32(self._target[:nbytes].data),
+        )
 
     def close(self) -> None:
         return
@@ -178,7 +182,9 @@ class Engine(_Between):
         return took / count / 2
 
     def verify(self, nbytes: int) -> None:
-        check(self.name, zlib.crc32(self._source.numpy()[:nbytes]), self._ask("digest", nbytes))
+        check(
+            self.name, zlib.crc32(self._source.numpy()[:nbytes].data), self._ask("digest", nbytes)
+        )
 
     def close(self) -> None:
         # The other engine hears that this one goes.
@@ -196,7 +202,7 @@ class Socket(_Between):
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def stream(self, nbytes: int, count: int) -> float:
-        memory, blocks = memoryview(self._source), len(self._source) // nbytes
+        memory, blocks = self._source.data, len(self._source) // nbytes
         self._ask("take", nbytes, count)
         begin = time.perf_counter()
         for _ in range(count):
@@ -217,7 +223,7 @@ class Socket(_Between):
         return took / count / 2
 
     def verify(self, nbytes: int) -> None:
-        check(self.name, zlib.crc32(self._source[:nbytes]), self._ask("digest", nbytes))
+        check(self.name, zlib.crc32(self._source[:nbytes].data), self._ask("digest", nbytes))
 
     def close(self) -> None:
         self._socket.close()

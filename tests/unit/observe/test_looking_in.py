@@ -74,7 +74,7 @@ def test_a_directory_that_others_may_write_to_is_not_read(runs_in: Path) -> None
     runs_in.chmod(0o777)
     for arguments in (["top", "--once"], ["trace"]):
         result = run(*arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "isn't this user's alone" in result.stderr
     assert path.exists()
 
