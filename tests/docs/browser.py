@@ -79,13 +79,14 @@ class Browser:
     def show(self, page: Path) -> Shown:
         """Draws a page and takes its picture, as high as it is up to :data:`HEIGHT` pixels."""
         path = "/" + str(page.relative_to(self._root))
-        asking = self._root / f"asking-{page.stem}.html"
+        name = "-".join(page.relative_to(self._root).with_suffix("").parts)
+        asking = self._root / f"asking-{name}.html"
         asking.write_text(_ASKING.format(width=WIDTH, height=HEIGHT, path=json.dumps(path)))
         dom, complaints = self._run(f"/{asking.name}", "--dump-dom")
         told = re.search(r'<pre id="told">(.+?)</pre>', dom, re.DOTALL)
         assert told, f"{page.name} was not drawn: {complaints or dom[-500:]}"
         answer = json.loads(html.unescape(told[1]))
-        shot = self._shots / f"{page.stem}.png"
+        shot = self._shots / f"{name}.png"
         height = max(200, min(HEIGHT, answer["height"]))
         self._run(path, f"--screenshot={shot}", f"--window-size={WIDTH},{height}")
         return msgspec.convert(
