@@ -30,8 +30,9 @@ def main() -> None:
     # Ray's sockets have long names: a short one is left for them.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="try-") as empty:
         if os.geteuid() == 0:
-            os.chown(empty, USER, USER)
             who = {"user": USER, "group": USER, "extra_groups": []}
+            check_interpreter(who)
+            os.chown(empty, USER, USER)
         environment = {
             "HOME": empty,
             "TMPDIR": empty,
@@ -49,6 +50,17 @@ def main() -> None:
         f"fabric_ray {fabric_ray.__version__}: {PUSHES} pushes of {result['bytes']} bytes, every "
         f"byte checked, as user {who.get('user', os.geteuid())}"
     )
+
+
+def check_interpreter(who: dict[str, Any]) -> None:
+    """Ends in words where another user can't run this Python, as one below /root."""
+    try:
+        subprocess.run([sys.executable, "-c", ""], check=True, **who)
+    except PermissionError:
+        base = Path(sys.executable).resolve()
+        sys.exit(
+            f"user {USER} can't run {base}; name another: make wheel-demo PYTHONS=/usr/bin/python3"
+        )
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ def test_a_panels_query_is_answered(prometheus: Prometheus, query: str) -> None:
         assert found, f"{query} shows nothing while two engines work"
     labels = set(re.findall(r"{{(\w+)}}", "".join(legends(query))))
     for series in found:
-        assert labels <= set(series["metric"])
+        # Rails of tcp have no device, and Prometheus keeps no empty label.
+        assert labels - {"device"} <= set(series["metric"])
 
 
 def legends(query: str) -> list[str]:
