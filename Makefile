@@ -2,7 +2,8 @@
 # make test    set up, then run every test
 # make bench   set up, then measure everything beside peers and floors (bench-results/)
 # make lint    formats, lints and types;  make docs   the documentation site (site/)
-# make wheel   a wheel in dist/, tried by itself;          make clean  forget all set-up
+# make wheel   a wheel in dist/, tried by itself;          make wheel-demo  the demo from it, as user 1000
+# make clean   forget all set-up
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ export UV_LINK_MODE ?= copy
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-long test-rdma test-adapters chaos bench lint docs wheel fuzz loom mutations soak sanitize \
+.PHONY: demo test test-rust test-python test-actors test-guests test-pages test-long test-rdma test-adapters chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -105,6 +106,14 @@ endif
 		(cd build && wheel/bin/python ../scripts/try_wheel.py); \
 	done
 
+# The wheel with the extra `ray` in an environment of its own, and the demo from there as an ordinary user. It gets what
+# torch and Ray need, some GB the first time.
+wheel-demo: wheel
+	rm -rf build/wheel-demo
+	$(BIN)/uv venv --quiet --python $(firstword $(PYTHONS)) build/wheel-demo
+	$(BIN)/uv pip install --quiet --python build/wheel-demo/bin/python "$$(ls dist/*.whl)[ray]"
+	cd build && wheel-demo/bin/python ../scripts/try_demo.py
+
 # Exhaustive interleavings of the lock-free parts.
 loom: $(DONE)/tools
 	cd native && RUSTFLAGS="--cfg loom" cargo test -p fabric-engine -p fabric-proxy --release --target-dir target/loom --lib loom
@@ -128,14 +137,15 @@ ONLY ?=
 mutations: $(DONE)/venv
 	$(BIN)/python scripts/mutations.py --only "$(ONLY)"
 
-# The engine's tests under a sanitizer, "address" or "thread". It sees what our own code does to memory, and none of what
-# kernels, NICs and other processes do to it, nor what the Python layer does.
-SANITIZER ?= address
+# Native tests under AddressSanitizer, with leaks: about a quarter of an hour on two cores. It sees what our
+# own code does to memory, and none of what kernels, NICs and other processes do to it, nor what the Python layer does. The
+# exhaustive models have no memory of their own to hurt, and take long here. SANITIZED names the crates.
+SANITIZED ?= fabric-engine fabric-proxy
 TARGET := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 
 sanitize: $(DONE)/tools
-	cd native && RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=$(SANITIZER) CARGO_TARGET_DIR=target/$(SANITIZER) \
-		cargo test -p fabric-engine --target $(TARGET) $(ARGS)
+	cd native && RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/address ASAN_OPTIONS=detect_leaks=1 \
+		cargo test $(addprefix -p ,$(SANITIZED)) --target $(TARGET) --lib --tests --no-fail-fast -- --skip model:: $(ARGS)
 
 # Random schedules of faults, and every order of events at a larger scope: RUNS schedules from SEED on, at most
 # MODEL_RUNS for each scope, of those whose name has MODEL in it. What is found prints how to replay it. At last HOURS of

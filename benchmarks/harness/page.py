@@ -18,7 +18,7 @@ h1{font-size:1.5em}h2{margin-top:2.2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse;font-size:13px;width:100%}
 th,td{padding:.25em .6em;text-align:right;border-bottom:1px solid #eee;white-space:nowrap}
 th{position:sticky;top:0;background:#fff}
-td:first-child,th:first-child,td.text{text-align:left}td.text{white-space:normal;color:#555}
+td:first-child,th:first-child,th:last-child,td.text{text-align:left}td.text{white-space:normal;color:#555}
 tbody tr.case td{border-top:2px solid #bbb;font-weight:600}
 tr.ours td{color:#c8102e;font-weight:600}tr.floor td{color:#000;background:#f6f6f6}
 tr.failed td{color:#a00}svg{max-width:100%;height:auto}

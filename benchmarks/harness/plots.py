@@ -19,6 +19,9 @@ _PEERS = (
     "#e377c2", "#7f7f7f", "#bcbd22", "#0b5394", "#38761d", "#741b47",
 )  # fmt: skip
 
+_WIDE = 50
+"""Times the shortest bar: beyond that the shortest can't be seen on a linear axis."""
+
 
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
@@ -96,7 +99,10 @@ def _draw_lines(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
         for t in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
         if _inside(t, axes.get_ylim())
     ]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    if len(ticks) < 2:
+        # All within half a decade: what was measured says where.
+        ticks = sorted({line.get_ydata()[0] for line in axes.lines})
+    axes.set_yticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axes.grid(alpha=0.25)
     axes.set_ylabel(rows[0].unit)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
@@ -121,6 +127,12 @@ def _draw_bars(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
         place += 0.8
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.margins(x=0.12)
+    values = [figure.median for row in rows for figure in row.figures]
+    if max(values) > _WIDE * min(values):
+        axes.set_xscale("log")
+        axes.set_xlim(left=min(values) / 3)
+    else:
+        # Bars are compared by their lengths.
+        axes.set_xlim(left=0)
     axes.set_xlabel("us (shorter is better)" if rows[0].unit == "us" else rows[0].unit)

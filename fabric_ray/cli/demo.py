@@ -16,9 +16,25 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fabric_ray.errors import FabricError
+from fabric_ray.cli.ending import Code, errors_in_words, fail
 
-app = typer.Typer(no_args_is_help=True, help="The main jobs, for real, on this machine.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="""The main jobs, for real, on this machine: neither a GPU nor a NIC for RDMA is needed.
+
+    \b
+    Examples:
+      fabric-ray demo weights            # trainers push weights into rollouts
+      fabric-ray demo rl                 # a loop that learns while it pushes
+      fabric-ray demo kvcache            # prefill and decode apart, behind Ray Serve
+      fabric-ray demo moe                # experts on many ranks, one of which dies
+      fabric-ray demo weights --help     # what each can be asked for
+
+    All exit with 0 if everything that they verified held, with 1 if something didn't, and with 2 if
+    they can't run: a missing package, no cluster, sizes that don't fit.
+    """,
+)
 
 
 class Transport(str, Enum):
@@ -46,7 +62,7 @@ Address = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command()
+@app.command(short_help="Weights from trainers into rollouts.")
 def weights(
     checkpoint: Annotated[
         Path | None,
@@ -75,6 +91,15 @@ def weights(
     """Trainers push the weights of a model, while they train it, into tensor-parallel rollouts.
 
     Every byte on every rollout is compared with a reference that torch puts together.
+
+    \b
+    Examples:
+      fabric-ray demo weights                                # half a minute on a laptop
+      fabric-ray demo weights --parameters 5e6 --pushes 2    # a few seconds
+      fabric-ray demo weights --kind qwen3_moe --ep 2
+      fabric-ray demo weights --checkpoint DIR --trainers 4 --rollouts 2
+      fabric-ray demo weights --address auto --transport tcp # on your cluster
+      fabric-ray demo weights --json | jq .verified
     """
     _prepare()
     from fabric_ray.demo.options import Options
@@ -105,19 +130,16 @@ def weights(
         transient=True,
         disable=not sys.stderr.isatty() and as_json,
     )
-    try:
-        with bar:
-            task = bar.add_task("", total=None)
-            outcome = run(
-                options,
-                lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
-            )
-    except FabricError as error:
-        _fail(str(error))
+    with errors_in_words(), bar:
+        task = bar.add_task("", total=None)
+        outcome = run(
+            options,
+            lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+        )
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, Console()))
 
 
-@app.command()
+@app.command(short_help="A loop that learns while it pushes.")
 def rl(
     steps: Annotated[int, typer.Option(help="Updates; each is pushed as a version.")] = 120,
     staleness: Annotated[
@@ -135,6 +157,12 @@ def rl(
 
     Rollouts generate while trainers learn and push. Verified: every version's bits on every
     rollout, every sample's log-probabilities, its staleness, and that the reward rose.
+
+    \b
+    Examples:
+      fabric-ray demo rl                       # a minute; the reward rises from 0 to nearly 1
+      fabric-ray demo rl --staleness 0         # rollouts wait for every version
+      fabric-ray demo rl --steps 20 --json | jq .verified
     """
     _prepare()
     from fabric_ray.demo.rl.loop import run
@@ -158,14 +186,12 @@ def rl(
             console.print(HEADER, highlight=False)
         console.print(line(update), highlight=False)
 
-    try:
+    with errors_in_words():
         outcome = run(options, tell)
-    except FabricError as error:
-        _fail(str(error))
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
-@app.command()
+@app.command(short_help="Prefill and decode apart, behind Ray Serve.")
 def kvcache(
     model: Annotated[
         str,
@@ -189,6 +215,13 @@ def kvcache(
 
     Verified: every token is that of one engine that does both halves, every request ends, and no
     page stays taken.
+
+    \b
+    Examples:
+      fabric-ray demo kvcache
+      fabric-ray demo kvcache --model tiny-mla --prefill-tp 1
+      fabric-ray demo kvcache --prefill-tp 4 --decode-tp 2 --clients 12
+      fabric-ray demo kvcache --seconds 5 --json | jq .verified
     """
     _prepare("uvicorn", extra="serve")
     from fabric_ray.demo.kvcache.options import Options
@@ -214,16 +247,13 @@ def kvcache(
         else:
             console.print(f"{'' if kind == 'event' else '[bold]'}{text}", highlight=False)
 
-    try:
-        # Ray says on stdout that a worker was killed, where the result alone belongs.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            outcome = run(options, tell)
-    except FabricError as error:
-        _fail(str(error))
+    # Ray says on stdout that a worker was killed, where the result alone belongs.
+    with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        outcome = run(options, tell)
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
-@app.command()
+@app.command(short_help="Experts on many ranks, one of which dies.")
 def moe(
     ranks: Annotated[int, typer.Option(help="Actors that the experts are divided among.")] = 4,
     tokens: Annotated[int, typer.Option(help="That each rank reads in a step.")] = 32,
@@ -237,6 +267,12 @@ def moe(
     experts, and takes a new rank in.
 
     Verified: every logit and every token, bit by bit, against the model in one place.
+
+    \b
+    Examples:
+      fabric-ray demo moe
+      fabric-ray demo moe --ranks 8 --tokens 64
+      fabric-ray demo moe --steps 1 --json | jq .verified
     """
     _prepare()
     from fabric_ray.demo.moe.options import Options
@@ -252,12 +288,9 @@ def moe(
         address=address,
     )
     console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
-    try:
-        # Ray says on stdout that a worker was killed, where the result alone belongs.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            outcome = run(options, lambda what: console.print(what, highlight=False, markup=False))
-    except FabricError as error:
-        _fail(str(error))
+    # Ray says on stdout that a worker was killed, where the result alone belongs.
+    with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        outcome = run(options, lambda what: console.print(what, highlight=False, markup=False))
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
@@ -266,7 +299,7 @@ def _prepare(*more: str, extra: str = "ray") -> None:
     needed = ("ray", "torch", "safetensors", "matplotlib", *more)
     missing = [m for m in needed if find_spec(m) is None]
     if missing:
-        _fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[{extra}]'")
+        fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[{extra}]'")
     # Ray reads it when it is imported, and would print more than the demo does.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A laptop under load needs longer than Ray allows by default.
@@ -280,9 +313,4 @@ def _end(verified: bool, result: dict[str, Any] | Callable[[], None]) -> None:
     else:
         typer.echo(json.dumps(result))
     if not verified:
-        raise typer.Exit(1)
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"fabric-ray: {message}", err=True)
-    raise typer.Exit(2)
+        raise typer.Exit(Code.NO)

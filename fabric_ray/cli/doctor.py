@@ -9,11 +9,12 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from fabric_ray import doctor as doctors
+from fabric_ray.cli.ending import Code
+from fabric_ray.cli.progress import working
 from fabric_ray.doctor.examine import BUDGET
 
 _STYLES = {"ok": "green", "absent": "dim", "warn": "yellow", "fail": "bold red"}
@@ -32,25 +33,33 @@ def doctor(
 ) -> None:
     """Libraries, NICs, GIDs and limits, and a byte-checked write over every usable pair.
 
+    What isn't there is no fault: a machine without NICs is healthy if shared memory and TCP work.
+
+    \b
+    Examples:
+      fabric-ray doctor                         # start here when something doesn't work
+      fabric-ray doctor --all                   # every GID and offer, also those without a use
+      fabric-ray doctor --nics 'mlx5_*'         # only these, by name or glob
+      fabric-ray doctor --provider tcp          # libfabric by another provider than EFA's
+      fabric-ray doctor --json | jq .healthy    # for scripts
+
     Exits with 0 if everything that is there works, else with 1.
     """
     # What went wrong is in the findings.
     logging.getLogger("fabric_ray.native").setLevel(logging.ERROR)
     names = [n.strip() for n in nics.split(",") if n.strip()]
-    console = Console(stderr=as_json)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("looking")
-
-        def tell(finding: doctors.Finding) -> None:
-            progress.update(task, description=f"{finding.subject}: {finding.status}")
-
-        report = doctors.examine(nics=names, provider=provider, budget=budget, on_finding=tell)
+    with working("looking") as tell:
+        report = doctors.examine(
+            nics=names,
+            provider=provider,
+            budget=budget,
+            on_finding=lambda found: tell(f"{found.subject}: {found.status}"),
+        )
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(report), "healthy": report.healthy}))
     else:
-        _show(console, report, everything)
-    raise typer.Exit(0 if report.healthy else 1)
+        _show(Console(), report, everything)
+    raise typer.Exit(Code.DONE if report.healthy else Code.NO)
 
 
 def _show(console: Console, report: doctors.Report, everything: bool) -> None:

@@ -1,4 +1,4 @@
-"""``fabric-ray``: demos, plans, simulations, the doctor, the topology, and looks into engines."""
+"""``fabric-ray``: demos, plans, simulations, measurements, the doctor, looks into engines."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import Annotated
 import typer
 
 from fabric_ray import __version__
-from fabric_ray.cli import demo, doctor, plan, simulate, top, topo, trace
+from fabric_ray.cli import bench, demo, doctor, plan, simulate, top, topo, trace
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Help is read as it is written, with its examples.
+    rich_markup_mode=None,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(demo.app, name="demo")
-app.command(name="doctor")(doctor.doctor)
-app.command(name="plan")(plan.plan)
-app.command(name="simulate")(simulate.simulate)
-app.command(name="top")(top.top)
-app.command(name="topo")(topo.topo)
-app.command(name="trace")(trace.trace)
+app.command(short_help="What works on this machine, and why the rest doesn't.")(doctor.doctor)
+app.command(short_help="Which NICs are near which GPU.")(topo.topo)
+app.command(short_help="How fast bytes move here, beside the floor.")(bench.bench)
+app.command(short_help="What a weight push of your model would be.")(plan.plan)
+app.command(short_help="How long it would take, on a virtual clock.")(simulate.simulate)
+app.command(short_help="What engines did: transfers, a timeline.")(trace.trace)
+app.command(short_help="What engines do now: links, rates, health.")(top.top)
+app.add_typer(demo.app, name="demo", short_help="The main jobs, for real, on this machine.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -39,4 +42,16 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Moves LLM state between Ray actors."""
+    """Moves LLM state between Ray actors: weights, KV pages, tokens of experts.
+
+    \b
+    Where to begin:
+      fabric-ray doctor                # what this machine can do
+      fabric-ray bench                 # how fast it does it
+      fabric-ray demo weights          # a weight push, every byte checked
+      fabric-ray plan --help           # what a push of your model would be
+
+    Every command has --help with examples, and --json for scripts: one object on stdout, progress
+    and errors on stderr. All end with 0 if it was done, 1 if the answer is no (something doesn't
+    work, a check failed, nothing is there to show), 2 if it can't be done as asked.
+    """

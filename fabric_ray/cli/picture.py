@@ -51,7 +51,10 @@ def save(figure: Figure, title: str, path: Path) -> None:
     image = out.getvalue()
     if path.suffix == ".html":
         body = image.decode()
-        head = f"<!doctype html>\n<title>{escape(title)}</title>\n"
+        head = (
+            f"<!doctype html>\n<meta charset=utf-8>\n<title>{escape(title)}</title>\n"
+            "<style>svg{max-width:100%;height:auto}</style>\n"
+        )
         image = (head + body[body.index("<svg") :]).encode()
     path.write_bytes(image)
 
@@ -68,6 +71,7 @@ def matrix(plan: Plan) -> npt.NDArray[np.float64]:
 
 def _heat_map(matrix: npt.NDArray[np.float64], title: str) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 7), layout="constrained")
     axes = figure.subplots()
@@ -78,5 +82,7 @@ def _heat_map(matrix: npt.NDArray[np.float64], title: str) -> Figure:
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
     figure.colorbar(image, label=f"{name} from trainer to rollout")
     axes.set(xlabel="rollout rank", ylabel="trainer rank")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title, fontsize=10, parse_math=False)
     return figure

@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fabric_ray.cli import options
+from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture, draw
-from fabric_ray.errors import FabricError
+from fabric_ray.cli.progress import working
 from fabric_ray.weights.forecast import Forecast, forecast
 
 
@@ -37,9 +38,24 @@ def plan(
 ) -> None:
     """What a weight push of a model would be: bytes, balance, the floor of its time.
 
-    Nothing is allocated and nothing is sent.
+    Nothing is allocated and nothing is sent: no tensor, GPU or cluster is needed. The floor is what
+    the busiest rank sends or receives, over the speed of its NIC.
+
+    \b
+    Examples:
+      fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4
+      fabric-ray plan kimi-k2 --trainer fsdp=16,pp=2,ep=8 \\
+          --rollout tp=1,dp=32,ep=32,engines=4 --dtype fp8:128x128
+      fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4,engines=2 \\
+          --picture plan.html                     # who sends how much to whom
+      fabric-ray plan ./my-model/config.json --trainer megatron:tp=2,dp=4 \\
+          --rollout tp=2 --explain model.norm.weight
+      fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json \\
+          | jq .floor_seconds
+
+    Exits with 2 where there is no such push: an unknown model, sizes that don't fit.
     """
-    try:
+    with errors_in_words(), working("planning") as tell:
         if picture is not None:
             check_picture(picture)
         planned, told = forecast(options.push(model, trainer, rollout, dtype))
@@ -47,10 +63,8 @@ def plan(
         if explain is not None or rank is not None:
             explained = planned.explain(explain, rank=rank)
         if picture is not None:
+            tell("drawing")
             draw(planned, f"{model} as {dtype}\n{trainer} to {rollout}", picture)
-    except (FabricError, OSError) as error:
-        typer.echo(f"fabric-ray: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
         typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))

@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from fabric_ray.cli import options, words
+from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture
+from fabric_ray.cli.progress import working
 from fabric_ray.cli.published import Published, published
 from fabric_ray.cli.sensitivity import sensitivity
-from fabric_ray.errors import FabricError
 from fabric_ray.plan import Plan
 from fabric_ray.weights.forecast import forecast
 from fabric_ray.weights.simulation import Cluster, Setting, Simulated
@@ -54,8 +55,20 @@ def simulate(
     """How long a weight push of a model would take, and what the time would go to.
 
     The plan, the steps and the group are those of a real push; NICs and time are simulated.
+
+    \b
+    Examples:
+      fabric-ray simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=2,engines=4
+      fabric-ray simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=2,engines=4 \\
+          --dtype fp8:128x128 --nics 2 --costs h2d=0
+      fabric-ray simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=2,engines=4 \\
+          --sensitivity push.html                 # time over NICs and watermark
+      fabric-ray simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json \\
+          | jq .seconds
+
+    Exits with 2 where there is no such push, or it doesn't fit the setting.
     """
-    try:
+    with errors_in_words(), working("planning") as tell:
         if plot is not None:
             check_picture(plot, option="--sensitivity")
         cluster = Cluster(nics=nics, gbps=gbps, latency=latency / 1e6, page=round(page * 2**20))
@@ -65,13 +78,12 @@ def simulate(
         )
         push = options.push(model, trainer, rollout, dtype)
         planned, _ = forecast(push)
+        tell("simulating")
         told = simulate_push(push, planned, setting)
         if plot is not None:
+            tell("simulating other settings")
             title = f"{model} as {dtype}\n{trainer} to {rollout}"
             sensitivity(push, planned, setting, title, plot)
-    except (FabricError, OSError) as error:
-        typer.echo(f"fabric-ray: {error}", err=True)
-        raise typer.Exit(2) from None
     known = published(push)
     if as_json:
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}

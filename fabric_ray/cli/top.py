@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.options import size
+from fabric_ray.cli.progress import working
 from fabric_ray.cli.trace import nobody
-from fabric_ray.errors import FabricError
 from fabric_ray.observe.asking import Silent, ask_metrics, sockets
 from fabric_ray.observe.process import ProcessMetrics
 from fabric_ray.observe.rates import EngineRow, PeerRow, rows
@@ -34,29 +36,33 @@ def top(
 ) -> None:
     """Engines of this user's processes on this host: links, rates, transfers, health.
 
-    A process shows itself if FABRIC_RAY_OBSERVE=1 is in its environment. With --once, exits with 1
-    if no process shows itself.
+    A process shows itself if FABRIC_RAY_OBSERVE=1 is in its environment.
+
+    \b
+    Examples:
+      FABRIC_RAY_OBSERVE=1 python train.py &      # whom to look at
+      fabric-ray top                              # until Ctrl-C
+      fabric-ray top --interval 0.2
+      fabric-ray top --once --json | jq '.engines[].bytes_per_s'
+
+    Ctrl-C ends it with 0. With --once it exits with 1 if no process shows itself.
     """
     look = _Looks()
-    try:
+    with errors_in_words():
         if once:
             _look_once(look, as_json, interval)
-        else:
+            return
+        with suppress(KeyboardInterrupt):
             _watch(look, as_json, interval)
-    except FabricError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        return
 
 
 def _look_once(look: _Looks, as_json: bool, interval: float) -> None:
-    look.rows()
-    time.sleep(interval)
-    found = look.rows()
+    with working("looking"):
+        look.rows()
+        time.sleep(interval)
+        found = look.rows()
     if not look.processes:
-        typer.echo(nobody(), err=True)
-        raise typer.Exit(1)
+        fail(nobody(), Code.NO)
     if as_json:
         typer.echo(msgspec.json.encode({"engines": found}).decode())
     else:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from fabric_ray import topology
-from fabric_ray.errors import FabricError
+from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.topology import Gpu, Machine, Nic
 
 _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD"}
@@ -32,12 +32,19 @@ def topo(
         ),
     ] = None,
 ) -> None:
-    """Which NICs are near which GPU, which of them each uses, and why."""
-    try:
+    """Which NICs are near which GPU, which of them each uses, and why.
+
+    \b
+    Examples:
+      fabric-ray topo                              # the tree, and who is paired with whom
+      fabric-ray topo --rules 'exclude=mlx5_bond_*'  # what a rule would change
+      fabric-ray topo --sys ./recorded/sys         # of a machine whose /sys was copied
+      fabric-ray topo --json | jq '.pairs[].name'
+
+    Exits with 2 for rules that name nothing or that aren't rules.
+    """
+    with errors_in_words():
         machine = topology.read(sys, rules)
-    except FabricError as error:
-        typer.echo(f"fabric-ray: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(machine)))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.options import size
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.cli.progress import working
 from fabric_ray.observe import Flight, ProcessRecords, join, load, story
 from fabric_ray.observe.asking import Silent, ask_records, sockets
 from fabric_ray.observe.chrome import trace as chrome_trace
@@ -39,27 +40,37 @@ def trace(
 ) -> None:
     """Latest transfers of engines: of running processes of this user, or from files.
 
-    A process can be looked into if FABRIC_RAY_OBSERVE=1 is in its environment. Exits with 1 if
-    there is nothing to show.
+    A process can be looked into if FABRIC_RAY_OBSERVE=1 is in its environment.
+
+    \b
+    Examples:
+      FABRIC_RAY_OBSERVE=1 python train.py &      # whom to look into
+      fabric-ray trace                            # the latest transfers of this host
+      fabric-ray trace --out trace.json           # to be opened in ui.perfetto.dev
+      fabric-ray trace --id request-17            # one request's story
+      fabric-ray trace --dump node1.json          # on each of several hosts, then:
+      fabric-ray trace node1.json node2.json --out trace.json
+      fabric-ray trace --json | jq '.flights[-1]'
+
+    Exits with 1 if there is nothing to show, with 2 for files that can't be read or written.
     """
     console = Console()
-    try:
-        processes = _processes(files or [])
+    with errors_in_words(), working("asking") as tell:
+        processes = _processes(files or [], tell)
         if dump:
-            _write(dump, b"".join(msgspec.json.encode(p) + b"\n" for p in processes))
+            dump.write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in processes))
+        tell("joining")
         flights = join(processes)
         if request is not None:
             flights = story(flights, request)
-            if not flights:
-                raise InvalidArgument(
-                    f"nothing is recorded of {request!r}: it may be too long ago, or its process "
-                    "isn't among those that were looked into"
-                )
-        if out:
-            _write(out, msgspec.json.encode(chrome_trace(processes, flights)))
-    except FabricError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        if out and (flights or request is None):
+            out.write_bytes(msgspec.json.encode(chrome_trace(processes, flights)))
+    if request is not None and not flights:
+        fail(
+            f"nothing is recorded of {request!r}: it may be too long ago, or its process isn't "
+            "among those that were looked into",
+            Code.NO,
+        )
     if as_json:
         answer = {"processes": len(processes), "flights": flights}
         typer.echo(msgspec.json.encode(answer).decode())
@@ -72,24 +83,23 @@ def trace(
     )
 
 
-def _processes(files: Iterable[Path]) -> list[ProcessRecords]:
-    """From files, or of what runs.
+def _processes(files: list[Path], tell: Callable[[str], None]) -> list[ProcessRecords]:
+    """From files, or of what runs; the command is over if nobody can be looked into.
 
     Raises:
         DecodeError: a file has no records.
-        InvalidArgument: nobody can be looked into.
     """
-    files = list(files)
     if files:
         return [process for path in files for process in load(path)]
     found = []
     for path in sockets():
+        tell(f"asking {path.stem}")
         try:
             found.append(ask_records(path))
         except Silent as silent:
             typer.echo(str(silent), err=True)
     if not found:
-        raise InvalidArgument(nobody())
+        fail(nobody(), Code.NO)
     return found
 
 
@@ -99,13 +109,6 @@ def nobody() -> str:
         f"no process shows itself in {run_dir()}; start some with FABRIC_RAY_OBSERVE=1, or call "
         "fabric_ray.observe.serve() in them"
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise InvalidArgument(f"{path} can't be written: {error.strerror}") from None
 
 
 def _show(console: Console, flights: list[Flight]) -> None:

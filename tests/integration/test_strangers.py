@@ -6,10 +6,8 @@ import contextlib
 import logging
 import os
 import socket
-import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +21,8 @@ from fabric_ray.errors import (
     FabricError,
     HandshakeError,
 )
+from tests.integration.strangers import TRANSPORTS, Stranger, hello, sealed, tcp_port
 from tests.processes import Other, descriptors, within
-
-TRANSPORTS = ["shm", "tcp"]
-
-
-def tcp_port() -> int:
-    """The port that this process listens on."""
-    mine = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
-    return int(ports[0].split(":")[1], 16)
 
 
 def serve(connection: Connection, transport: str) -> None:
@@ -58,46 +44,6 @@ def count_arrived(_: TransferEngine, counter: Any) -> int:
 
 
 # strangers
-
-
-def sealed(magic: bytes, body: bytes, version: int = 1) -> bytes:
-    """An intact envelope, as `fabric_ray` reads it."""
-    return magic + version.to_bytes(2, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-
-
-def hello(to: str, *, protocol: int = 1, version: int = 1) -> bytes:
-    """The first message of a handshake, from an engine ``x`` that was never opened."""
-    seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
-    sender = bytes(16) + b"\x01x\x00"
-    body = bytes([0, protocol, protocol]) + sender + bytes.fromhex(to) + bytes(32)
-    return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
-
-
-class Stranger:
-    """A plain socket on an engine's door."""
-
-    def __init__(self, transport: str, engine_id: str, port: int) -> None:
-        self.tcp = transport == "tcp"
-        if self.tcp:
-            self.socket = socket.create_connection(("127.0.0.1", port))
-        else:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.socket.connect(f"\0fabric-ray/{engine_id}")
-
-    def say(self, message: bytes) -> None:
-        self.socket.sendall(len(message).to_bytes(4, "little") + message if self.tcp else message)
-
-    def hear(self, timeout: float = 10.0) -> bytes:
-        self.socket.settimeout(timeout)
-        return self.socket.recv(65536)
-
-    def hear_to_the_end(self) -> bytes:
-        heard = b""
-        with contextlib.suppress(ConnectionResetError):
-            while more := self.hear():
-                heard += more
-        self.socket.close()
-        return heard
 
 
 def proof_of_nothing(stranger: Stranger) -> None:
@@ -129,7 +75,7 @@ def test_strangers_are_turned_away_and_the_real_peer_is_served(
             (good[:-1], None, b""),
             (good[:9], None, b""),
             (hello(address.id, version=2), None, b""),
-            (hello(address.id, protocol=9), None, b"no common protocol version"),
+            (hello(address.id, protocol=(9, 9)), None, b"no common protocol version"),
             (of_others, None, b"is gone"),
             (good, leaves, b""),
             (good, proof_of_nothing, b"the tokens differ"),

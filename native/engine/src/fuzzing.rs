@@ -16,7 +16,7 @@ pub use crate::{
 
 /// An intact envelope around any body: the checksum would turn away nearly everything.
 pub(crate) fn sealed(magic: &[u8; 4], body: &[u8]) -> Vec<u8> {
-    Envelope { magic: *magic, what: "", limit: 0 }.seal(body)
+    Envelope::new(*magic, "", 0).seal(body)
 }
 
 /// Input in pieces, each with its length in one byte before it.
@@ -32,7 +32,7 @@ pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
 /// A credential whose engine has a known id, so that seeds can name it.
 pub(crate) fn known(id: u8) -> Credentials {
     let own = EngineAddress { id: EngineId([id; 16]), name: "e".into(), endpoints: Vec::new() };
-    Credentials { own, token: b"token".to_vec() }
+    Credentials::new(own, b"token".to_vec())
 }
 
 /// Values that travel: what decodes encodes to something that decodes to the same.
@@ -115,7 +115,12 @@ mod tests {
                     fs::write(&path, &seed).unwrap();
                 }
                 let kept = fs::read(&path).unwrap_or_default();
-                assert!(kept == seed, "{}: write the seeds anew, see its README", path.display());
+                assert!(
+                    kept == seed,
+                    "{}: what peers say has changed; if that is meant, see docs/design/wire.md for the version, \
+                     then write the seeds anew as the README of the seeds says",
+                    path.display()
+                );
             }
             for file in fs::read_dir(folder).unwrap() {
                 run(&fs::read(file.unwrap().path()).unwrap());

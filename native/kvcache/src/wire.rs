@@ -5,6 +5,8 @@
 //! new ones have defaults. Messages come from peers: decoding is bounded by the message, and what they say is
 //! checked where it is used.
 
+use std::ops::RangeInclusive;
+
 use fabric_engine::{
     api::{CounterRef, EngineAddress, RegionDescriptor},
     EngineError,
@@ -14,8 +16,10 @@ use serde::{de::DeserializeOwned, Deserialize, Serialize};
 use crate::layout::CacheLayout;
 
 const MARK: [u8; 3] = *b"FKV";
-/// Bumped when a message's meaning changes.
+/// Which is written. Bumped when a message's meaning changes, one release after the new one is first read.
 pub const VERSION: u8 = 2;
+/// Which are read: never more than the one that is written and a neighbour.
+const READS: RangeInclusive<u8> = VERSION..=VERSION;
 /// Requests that one beat names: it fits the smallest `max_message`.
 pub(crate) const BEAT_REQUESTS: usize = 256;
 /// Bytes of states that one status has: it fits the smallest `max_message`.
@@ -237,6 +241,14 @@ fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 }
 
 fn decode<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, EngineError> {
+    decode_within(READS, what, bytes)
+}
+
+fn decode_within<T: DeserializeOwned>(
+    reads: RangeInclusive<u8>,
+    what: &'static str,
+    bytes: &[u8],
+) -> Result<T, EngineError> {
     let fail = |cause: String| EngineError::Decode { what, cause };
     let Some((head, body)) = bytes.split_at_checked(MARK.len() + 1) else {
         return Err(fail(format!("{} bytes are too few", bytes.len())));
@@ -245,7 +257,7 @@ fn decode<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, En
         return Err(fail("it does not begin with the mark of one".into()));
     }
     let version = head[MARK.len()];
-    if version != VERSION {
+    if !reads.contains(&version) {
         return Err(fail(format!(
             "its version is {version}, this build speaks {VERSION}; upgrade the older side"
         )));
@@ -315,5 +327,51 @@ impl Message {
             | Self::Status { meeting, .. }
             | Self::Goodbye { meeting, .. } => *meeting,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEAT: Message = Message::Beat { meeting: 7, floor: 3, open: Vec::new() };
+
+    fn of_version(version: u8) -> Vec<u8> {
+        let mut bytes = BEAT.to_bytes();
+        bytes[MARK.len()] = version;
+        bytes
+    }
+
+    fn read(reads: RangeInclusive<u8>, version: u8) -> Result<Message, String> {
+        decode_within(reads, "a KV message", &of_version(version)).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn ends_one_version_apart_understand_each_other() {
+        // The newer release reads both and writes the older one, which is all that the older release reads.
+        let (older, newer) = (VERSION..=VERSION, VERSION..=VERSION + 1);
+        assert_eq!(read(newer.clone(), VERSION), Ok(BEAT));
+        assert_eq!(read(older, VERSION), Ok(BEAT));
+        // The release after it writes the newer one.
+        assert_eq!(read(newer, VERSION + 1), Ok(BEAT));
+    }
+
+    #[test]
+    fn an_end_of_another_version_is_refused_with_both() {
+        let why = read(READS, VERSION + 2).unwrap_err();
+        let said = format!("its version is {}, this build speaks {VERSION}", VERSION + 2);
+        assert!(why.contains(&said), "{why}");
+        assert!(read(READS, VERSION - 1).is_err());
+    }
+
+    #[test]
+    fn what_a_later_release_adds_to_a_message_is_skipped() {
+        #[derive(Serialize)]
+        enum Later {
+            Beat { meeting: u64, hope: Vec<String>, floor: u64, open: Vec<u64> },
+        }
+        let hope = vec!["of a later release".to_owned()];
+        let bytes = encode(&Later::Beat { meeting: 7, hope, floor: 3, open: Vec::new() });
+        assert_eq!(Message::from_bytes(&bytes), Ok(BEAT));
     }
 }

@@ -1,6 +1,9 @@
 //! Opening a library and looking up what it exports.
 
-use std::fmt;
+use std::{
+    fmt,
+    sync::{Mutex, PoisonError},
+};
 
 /// Why a library, or a symbol in it, can't be used.
 #[derive(Debug, Clone)]
@@ -19,6 +22,14 @@ impl fmt::Display for OpenError {
 
 impl std::error::Error for OpenError {}
 
+/// Gives a library to the process, for good. It stays in sight: a leak checker tells what was kept from what was lost.
+fn kept(library: libloading::Library) -> &'static libloading::Library {
+    static OPENED: Mutex<Vec<&'static libloading::Library>> = Mutex::new(Vec::new());
+    let library: &'static libloading::Library = Box::leak(Box::new(library));
+    OPENED.lock().unwrap_or_else(PoisonError::into_inner).push(library);
+    library
+}
+
 /// An opened library; it stays open for as long as the process lives, so that what was looked up
 /// in it stays valid.
 #[derive(Debug, Clone, Copy)]
@@ -34,7 +45,7 @@ impl Library {
         for &name in names {
             // SAFETY: these are system libraries whose initialisers have no preconditions.
             match unsafe { libloading::Library::new(name) } {
-                Ok(library) => return Ok(Self { name, inner: Box::leak(Box::new(library)) }),
+                Ok(library) => return Ok(Self { name, inner: kept(library) }),
                 Err(error) => why = error.to_string(),
             }
         }
@@ -48,7 +59,7 @@ impl Library {
         names.iter().find_map(|&name| {
             // SAFETY: without loading, no initialiser runs.
             let found = unsafe { Unix::open(Some(name), RTLD_LAZY | libc::RTLD_NOLOAD) }.ok()?;
-            Some(Self { name, inner: Box::leak(Box::new(found.into())) })
+            Some(Self { name, inner: kept(found.into()) })
         })
     }
 

@@ -74,7 +74,7 @@ def test_a_directory_that_others_may_write_to_is_not_read(runs_in: Path) -> None
     runs_in.chmod(0o777)
     for arguments in (["top", "--once"], ["trace"]):
         result = run(*arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "isn't this user's alone" in result.stderr
     assert path.exists()
 
@@ -230,21 +230,28 @@ def test_trace_shows_both_ends_and_writes_what_perfetto_opens(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["top", "--once", "--interval", "0.1"], "no process shows itself"),
-        (["trace"], "no process shows itself"),
-        (["trace", "{file}"], "has no flight records"),
-        (["trace", "/no/such/file"], "has no flight records"),
+        (["top", "--once", "--interval", "0.1"], 1, "no process shows itself"),
+        (["trace"], 1, "no process shows itself"),
+        (["trace", "{file}"], 2, "has no flight records"),
+        (["trace", "/no/such/file"], 2, "has no flight records"),
+        (
+            ["trace", "{records}", "--out", "/no/such/folder/t"],
+            2,
+            "/no/such/folder/t: No such file",
+        ),
     ],
 )
 def test_what_can_not_be_shown_is_one_sentence(
-    runs_in: Path, tmp_path: Path, arguments: list[str], words: str
+    runs_in: Path, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     file = tmp_path / "else.json"
     file.write_text("{}\n")
-    result = run(*(a.format(file=file) for a in arguments))
-    assert result.exit_code == 1
+    records = tmp_path / "records.json"
+    observe.dump(records)
+    result = run(*(a.format(file=file, records=records) for a in arguments))
+    assert result.exit_code == code
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{envelope::Envelope, TransportKind};
 use crate::{EngineError, Result};
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRad", what: "an engine address", limit: 4096 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRad", "an engine address", 4096);
 
 /// One life of one engine: drawn at random when it opens, so that a restart under the same name is
 /// somebody else (MR-2).

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::{envelope::Envelope, EngineAddress, EngineId, Imm};
 use crate::{EngineError, Result};
 
-const REGION: Envelope = Envelope { magic: *b"FRmr", what: "a region descriptor", limit: 8192 };
-const COUNTER: Envelope = Envelope { magic: *b"FRct", what: "a counter reference", limit: 64 };
+const REGION: Envelope = Envelope::new(*b"FRmr", "a region descriptor", 8192);
+const COUNTER: Envelope = Envelope::new(*b"FRct", "a counter reference", 64);
 
 /// Names a registered region to its owner. The key is random: without a descriptor it can't be
 /// guessed, and it dies with the registration (MR-2).

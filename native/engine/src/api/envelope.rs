@@ -1,14 +1,55 @@
 //! How values that travel between processes are framed: magic, version, checksum, body.
 //!
+//! Two neighbouring versions are spoken at a time, so that processes can be upgraded one after another. Who writes
+//! a value rarely knows who will read it: it is written in the older one, and both are read. What a link says is of the
+//! version that its handshake agreed on.
+//!
 //! Peers are untrusted: decoding never panics, never allocates more than the input's size allows,
 //! and says which rule was broken.
+
+use std::fmt;
 
 use serde::{de::DeserializeOwned, Serialize};
 
 use crate::{EngineError, Result};
 
-/// Bumped when a body's meaning changes; the previous version stays readable.
-pub(crate) const WIRE_VERSION: u16 = 1;
+/// Versions of a format, from one to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Versions {
+    pub oldest: u16,
+    pub newest: u16,
+}
+
+/// What this build reads and writes. The newest is bumped when a body changes in any way, and the oldest follows a
+/// release later.
+pub(crate) const WIRE: Versions = Versions { oldest: 1, newest: 1 };
+
+impl Versions {
+    /// Of a format that never changes.
+    pub const fn only(version: u16) -> Self {
+        Self { oldest: version, newest: version }
+    }
+
+    pub fn contains(self, version: u16) -> bool {
+        (self.oldest..=self.newest).contains(&version)
+    }
+
+    /// The newest that both speak.
+    pub fn common(self, other: Self) -> Option<u16> {
+        let version = self.newest.min(other.newest);
+        (self.contains(version) && other.contains(version)).then_some(version)
+    }
+}
+
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.oldest == self.newest {
+            true => write!(f, "{}", self.newest),
+            false => write!(f, "{} to {}", self.oldest, self.newest),
+        }
+    }
+}
+
 const HEADER: usize = 4 + 2 + 4;
 
 pub(crate) struct Envelope {
@@ -16,9 +57,15 @@ pub(crate) struct Envelope {
     pub what: &'static str,
     /// The largest encoding that is accepted, in bytes.
     pub limit: usize,
+    pub versions: Versions,
 }
 
 impl Envelope {
+    /// Of the format that this build speaks.
+    pub const fn new(magic: [u8; 4], what: &'static str, limit: usize) -> Self {
+        Self { magic, what, limit, versions: WIRE }
+    }
+
     pub fn encode<T: Serialize>(&self, value: &T) -> Vec<u8> {
         // Serialising our own plain values into memory has no way to fail.
         self.seal(&postcard::to_allocvec(value).unwrap_or_default())
@@ -27,13 +74,23 @@ impl Envelope {
     pub fn seal(&self, body: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER + body.len());
         out.extend_from_slice(&self.magic);
-        out.extend_from_slice(&WIRE_VERSION.to_le_bytes());
+        out.extend_from_slice(&self.versions.oldest.to_le_bytes());
         out.extend_from_slice(&checksum(body).to_le_bytes());
         out.extend_from_slice(body);
         out
     }
 
     pub fn decode<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
+        let fail = |cause: String| EngineError::Decode { what: self.what, cause };
+        match postcard::take_from_bytes::<T>(self.open(bytes)?) {
+            Ok((value, [])) => Ok(value),
+            Ok((_, rest)) => Err(fail(format!("{} bytes too many at the end", rest.len()))),
+            Err(e) => Err(fail(e.to_string())),
+        }
+    }
+
+    /// The body, unharmed and of a version that is read here.
+    fn open<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8]> {
         let fail = |cause: String| EngineError::Decode { what: self.what, cause };
         if bytes.len() > self.limit {
             return Err(fail(format!("{} bytes, at most {} are allowed", bytes.len(), self.limit)));
@@ -46,9 +103,10 @@ impl Envelope {
             return Err(fail("it does not begin with the mark of one".into()));
         }
         let version = u16::from_le_bytes([header[4], header[5]]);
-        if version != WIRE_VERSION {
+        if !self.versions.contains(version) {
             return Err(fail(format!(
-                "wire version {version}, this build reads {WIRE_VERSION}; upgrade the older side"
+                "wire version {version}, this build reads {}; upgrade the older side",
+                self.versions
             )));
         }
         let sum = u32::from_le_bytes([header[6], header[7], header[8], header[9]]);
@@ -57,14 +115,57 @@ impl Envelope {
                 "its checksum does not match; it was cut or changed on the way".into(),
             ));
         }
-        match postcard::take_from_bytes::<T>(body) {
-            Ok((value, [])) => Ok(value),
-            Ok((_, rest)) => Err(fail(format!("{} bytes too many at the end", rest.len()))),
-            Err(e) => Err(fail(e.to_string())),
-        }
+        Ok(body)
     }
 }
 
 fn checksum(body: &[u8]) -> u32 {
     crc32fast::hash(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn build(oldest: u16, newest: u16) -> Envelope {
+        let versions = Versions { oldest, newest };
+        Envelope { magic: *b"FRxx", what: "a value", limit: 64, versions }
+    }
+
+    #[test]
+    fn builds_one_version_apart_read_each_others_values() {
+        for (older, newer) in [(build(1, 1), build(1, 2)), (build(1, 2), build(2, 3))] {
+            assert_eq!(newer.decode::<u32>(&newer.encode(&7u32)), Ok(7));
+            let both = older.versions.common(newer.versions).unwrap();
+            let written = build(both, both).encode(&8u32);
+            assert_eq!(older.decode::<u32>(&written), Ok(8));
+            assert_eq!(newer.decode::<u32>(&written), Ok(8));
+        }
+        // A release that speaks 1 and 2 can be mixed with one that speaks 1 alone, whoever reads.
+        assert_eq!(build(1, 1).decode::<u32>(&build(1, 2).encode(&9u32)), Ok(9));
+    }
+
+    #[test]
+    fn values_of_builds_further_apart_are_refused_with_both_versions() {
+        let text = |e: EngineError| e.to_string();
+        let newer = build(1, 2).decode::<u32>(&build(3, 3).encode(&7u32)).map_err(text);
+        assert!(newer.unwrap_err().contains("wire version 3, this build reads 1 to 2; upgrade"));
+        let older = build(3, 4).decode::<u32>(&build(2, 2).encode(&7u32)).map_err(text);
+        assert!(older.unwrap_err().contains("wire version 2, this build reads 3 to 4; upgrade"));
+    }
+
+    #[test]
+    fn builds_meet_at_the_newest_version_that_both_speak() {
+        let common = |a: (u16, u16), b: (u16, u16)| {
+            build(a.0, a.1).versions.common(build(b.0, b.1).versions)
+        };
+        assert_eq!(common((1, 2), (2, 3)), Some(2));
+        assert_eq!(common((1, 3), (1, 2)), Some(2));
+        assert_eq!(common((1, 1), (1, 1)), Some(1));
+        assert_eq!(common((1, 2), (3, 4)), None);
+        assert_eq!(common((3, 4), (1, 2)), None);
+        // An empty range has nothing in common with any.
+        assert_eq!(common((2, 1), (1, 2)), None);
+        assert_eq!(common((1, 2), (2, 1)), None);
+    }
 }

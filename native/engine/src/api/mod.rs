@@ -4,7 +4,7 @@ mod address;
 mod config;
 mod descriptor;
 mod envelope;
-pub(crate) use envelope::Envelope;
+pub(crate) use envelope::{Envelope, Versions, WIRE};
 mod imm;
 mod pages;
 mod priority;

@@ -6,8 +6,7 @@ use super::{
 };
 use crate::{EngineError, Result};
 
-const SEGMENT: Envelope =
-    Envelope { magic: *b"FRsg", what: "a segment descriptor", limit: 1 << 20 };
+const SEGMENT: Envelope = Envelope::new(*b"FRsg", "a segment descriptor", 1 << 20);
 
 /// Parts of one segment.
 pub const MOST_PARTS: usize = 4096;

@@ -10,8 +10,7 @@ use crate::{
     Result,
 };
 
-const ENVELOPE: Envelope =
-    Envelope { magic: *b"FRgn", what: "a note between groups", limit: MAX_NOTE };
+const ENVELOPE: Envelope = Envelope::new(*b"FRgn", "a note between groups", MAX_NOTE);
 
 /// Numbers of one question: at most this many, so that question and answer fit.
 pub(super) const MAX_NUMBERS: usize = 128;

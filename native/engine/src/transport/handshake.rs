@@ -7,6 +7,9 @@
 //! initiator -> Proof    { mac }
 //! acceptor  -> Accepted                                        or Refusal
 //! ```
+//! These messages stay as they are in all versions: builds of any age can tell each other why not.
+//! What follows them is of the version that the welcome says.
+//!
 //! A mac is HMAC-SHA256 over the role and all that was said before, keyed with the token.
 
 use hmac::{Hmac, KeyInit, Mac};
@@ -14,15 +17,16 @@ use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 use crate::{
-    api::{EngineAddress, EngineId, Envelope},
+    api::{EngineAddress, EngineId, Envelope, Versions, WIRE},
     domain::{DomainError, PeerIdentity},
 };
 
-/// The versions of the link protocol that this build speaks.
-const VERSIONS: (u16, u16) = (1, 1);
-
-const ENVELOPE: Envelope =
-    Envelope { magic: *b"FRhs", what: "a handshake message", limit: MAX_MESSAGE };
+const ENVELOPE: Envelope = Envelope {
+    magic: *b"FRhs",
+    what: "a handshake message",
+    limit: MAX_MESSAGE,
+    versions: Versions::only(1),
+};
 
 /// Longest handshake message, bytes.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
@@ -68,6 +72,13 @@ enum Message {
 pub(crate) struct Credentials {
     pub own: EngineAddress,
     pub token: Vec<u8>,
+    pub versions: Versions,
+}
+
+impl Credentials {
+    pub fn new(own: EngineAddress, token: Vec<u8>) -> Self {
+        Self { own, token, versions: WIRE }
+    }
 }
 
 /// A handshake that failed: what to tell the other side, if anything, and what to report here.
@@ -189,7 +200,7 @@ impl Initiator {
         extra: Vec<u8>,
     ) -> Result<(Self, Vec<u8>), DomainError> {
         let nonce = nonce().map_err(|f| f.error)?;
-        let (oldest, newest) = VERSIONS;
+        let Versions { oldest, newest } = credentials.versions;
         let from = credentials.own.clone();
         let hello = Hello { oldest, newest, from, to, nonce, extra };
         let hello = ENVELOPE.encode(&Message::Hello(hello));
@@ -203,10 +214,10 @@ impl Initiator {
             Message::Refusal(r) => return Err(refused(r)),
             _ => return Err(unexpected("a welcome")),
         };
-        if !(VERSIONS.0..=VERSIONS.1).contains(&welcome.version) {
-            let (oldest, newest) = VERSIONS;
+        let ours = self.credentials.versions;
+        if !ours.contains(welcome.version) {
             let reason = format!(
-                "protocol version {} was chosen, this side speaks {oldest} to {newest}",
+                "protocol version {} was chosen, {ours} was offered; upgrade the older side",
                 welcome.version
             );
             return Err(Failure::refuse(false, reason));
@@ -252,18 +263,19 @@ impl Acceptor {
     /// Returns what to answer.
     pub fn on_hello(credentials: &Credentials, bytes: &[u8]) -> Result<(Self, Vec<u8>), Failure> {
         let Message::Hello(hello) = decode(bytes)? else { return Err(unexpected("a hello")) };
-        let (oldest, newest) = VERSIONS;
-        let version = hello.newest.min(newest);
-        if version < oldest || version < hello.oldest {
+        let (ours, theirs) =
+            (credentials.versions, Versions { oldest: hello.oldest, newest: hello.newest });
+        let Some(version) = ours.common(theirs) else {
+            // Both sides read it: here and there would mean something else to each.
+            let (name, from) = (credentials.own.label(), hello.from.label());
             return Err(Failure::refuse(
                 false,
                 format!(
-                    "no common protocol version: {} to {} there, {oldest} to {newest} here; \
-                     upgrade the older side",
-                    hello.oldest, hello.newest
+                    "no common protocol version: {from} speaks {theirs}, {name} speaks {ours}; \
+                     upgrade the older side"
                 ),
             ));
-        }
+        };
         let own = credentials.own.id;
         if hello.to != own {
             let now = credentials.own.label();
@@ -337,7 +349,7 @@ mod tests {
     fn credentials(name: &str, token: &[u8]) -> Credentials {
         let id = EngineId::random().unwrap();
         let own = EngineAddress { id, name: name.into(), endpoints: Vec::new() };
-        Credentials { own, token: token.into() }
+        Credentials::new(own, token.into())
     }
 
     fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
@@ -384,6 +396,59 @@ mod tests {
     fn mr_2_a_restart_under_the_same_name_is_stale() {
         let (a, b, again) = (credentials("a", b""), credentials("b", b""), credentials("b", b""));
         assert!(matches!(shake(&a, &again, b.own.id), Err(DomainError::Stale(_))));
+    }
+
+    /// What a build that speaks `oldest` to `newest` brings.
+    fn speaking(oldest: u16, newest: u16) -> Credentials {
+        let versions = Versions { oldest, newest };
+        Credentials { versions, ..credentials(&format!("v{newest}"), b"x") }
+    }
+
+    #[test]
+    fn builds_one_version_apart_meet_whoever_begins() {
+        for ((a, b), met) in [
+            (((1, 2), (2, 3)), 2),
+            (((2, 3), (1, 2)), 2),
+            (((1, 1), (1, 2)), 1),
+            (((1, 2), (1, 1)), 1),
+        ] {
+            let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
+            assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+            let (_, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+            let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+            let Ok(Message::Welcome(welcome)) = decode(&welcome) else { panic!("no welcome") };
+            assert_eq!(welcome.version, met);
+        }
+    }
+
+    #[test]
+    fn builds_further_apart_refuse_each_other_with_the_same_words_on_both_sides() {
+        for (a, b) in [((1, 1), (3, 3)), ((3, 4), (1, 2))] {
+            let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
+            let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+            let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
+            let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
+            assert_eq!(refusal.error, heard.error);
+            let said = heard.error.to_string();
+            for (who, versions) in [(&a, a.versions), (&b, b.versions)] {
+                assert!(said.contains(&format!("{} speaks {versions}", who.own.label())), "{said}");
+            }
+            assert!(said.contains("upgrade the older side"), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_version_that_was_not_offered_is_refused() {
+        let (a, b) = (speaking(1, 2), speaking(1, 3));
+        let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let from = b.own.clone();
+        let mac = mac(&b.token, b"acceptor", &hello, &[3; 32], b.own.id).finalize().into_bytes();
+        let welcome = Welcome { version: 3, from, nonce: [3; 32], mac: mac.into() };
+        let Err(failure) = init.on_welcome(&ENVELOPE.encode(&Message::Welcome(welcome))) else {
+            panic!("it was taken")
+        };
+        assert!(failure.reply.is_some());
+        assert!(failure.error.to_string().contains("version 3 was chosen, 1 to 2 was offered"));
     }
 
     proptest! {

@@ -207,7 +207,7 @@ impl LibfabricDomain {
         let mut this = Self {
             regions: Regions::new(by_nic, asks_first),
             offer,
-            credentials: Credentials { own, token: config.token.clone().unwrap_or_default() },
+            credentials: Credentials::new(own, config.token.clone().unwrap_or_default()),
             own_endpoint: usize::MAX,
             nic: Some(nic),
             table: Table::new(receives as u32, transmits as u32, pieces as u32),

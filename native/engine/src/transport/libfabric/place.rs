@@ -10,7 +10,7 @@ use crate::{
     domain::DomainError,
 };
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRlf", what: "a libfabric endpoint", limit: 1024 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRlf", "a libfabric endpoint", 1024);
 
 /// Tells hosts apart; a host may boot anew and be another.
 pub(super) fn host() -> [u8; 16] {

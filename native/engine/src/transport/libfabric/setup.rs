@@ -38,7 +38,7 @@ const REPEAT: Duration = Duration::from_millis(100);
 /// allocate and register what connections need when the first is made, and nothing moves meanwhile.
 const COLD: u32 = 3;
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRlt", what: "a link's terms", limit: 256 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRlt", "a link's terms", 256);
 
 /// What each side tells the other once it has been proven to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

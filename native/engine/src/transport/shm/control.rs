@@ -25,7 +25,7 @@ use crate::{
     transport::handshake::MAX_MESSAGE,
 };
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRsc", what: "a control frame", limit: 4096 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRsc", "a control frame", 4096);
 
 /// How many descriptors one frame may carry.
 const MAX_FDS: usize = 4;

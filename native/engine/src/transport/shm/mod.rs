@@ -119,10 +119,10 @@ impl ShmDomain {
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
         Ok(Self {
             kind,
-            credentials: Credentials {
-                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                token: config.token.clone().unwrap_or_default(),
-            },
+            credentials: Credentials::new(
+                EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                config.token.clone().unwrap_or_default(),
+            ),
             listener: Some(listener),
             epoll,
             bell,

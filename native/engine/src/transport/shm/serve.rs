@@ -468,7 +468,7 @@ impl ShmDomain {
             if start.elapsed() > FAREWELL {
                 // MR-1: it can't be shown that they have let go, so the memory is never given back.
                 tracing::warn!("a peer did not let go of this engine's memory in time; it is kept");
-                std::mem::forget(std::mem::take(&mut self.book));
+                std::mem::take(&mut self.book).keep_for_good();
                 break;
             }
             while let Some(job) = self.pool.done.pop() {

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Fits into a control frame of every transport.
-const ENVELOPE: Envelope = Envelope { magic: *b"FRst", what: "a staging frame", limit: 3584 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRst", "a staging frame", 3584);
 /// Page numbers take up to 5 bytes each.
 pub(super) const MAX_INDICES: u32 = 512;
 const MAX_REASON: usize = 1600;

@@ -101,10 +101,10 @@ impl TcpDomain {
             .map(|(tag, socket)| Listener::new(socket, tag, &epoll))
             .collect::<Result<_, _>>()?;
         Ok(Self {
-            credentials: Credentials {
-                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                token: config.token.clone().unwrap_or_default(),
-            },
+            credentials: Credentials::new(
+                EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                config.token.clone().unwrap_or_default(),
+            ),
             listeners,
             place,
             epoll,

@@ -17,7 +17,7 @@ use crate::{
     domain::DomainError,
 };
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRte", what: "a tcp endpoint", limit: 2048 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
 
 /// Where an engine can be reached over tcp. Never holds a loopback address: to a remote host it
 /// would mean itself.

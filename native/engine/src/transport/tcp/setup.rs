@@ -23,7 +23,7 @@ use crate::{
 /// For one address: connecting and shaking hands.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-const ENVELOPE: Envelope = Envelope { magic: *b"FRts", what: "a stream's place", limit: 128 };
+const ENVELOPE: Envelope = Envelope::new(*b"FRts", "a stream's place", 128);
 
 /// Which stream of which link a socket is to be.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -103,10 +103,10 @@ impl VerbsDomain {
             loopback: side.loopback,
         };
         Ok(Self {
-            credentials: Credentials {
-                own: EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                token: config.token.clone().unwrap_or_default(),
-            },
+            credentials: Credentials::new(
+                EngineAddress { id, name: String::new(), endpoints: Vec::new() },
+                config.token.clone().unwrap_or_default(),
+            ),
             own_endpoint: 0,
             place,
             own_gids,

@@ -11,9 +11,9 @@ use crate::{
     transport::nic::{frame::Exchange, mail::Places},
 };
 
-const PLACE: Envelope = Envelope { magic: *b"FRve", what: "a verbs endpoint", limit: 1024 };
-const INTRO: Envelope = Envelope { magic: *b"FRvi", what: "a link's introduction", limit: 128 };
-const SETUP: Envelope = Envelope { magic: *b"FRvs", what: "a link's queue pairs", limit: 256 };
+const PLACE: Envelope = Envelope::new(*b"FRve", "a verbs endpoint", 1024);
+const INTRO: Envelope = Envelope::new(*b"FRvi", "a link's introduction", 128);
+const SETUP: Envelope = Envelope::new(*b"FRvs", "a link's queue pairs", 256);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Fabric {

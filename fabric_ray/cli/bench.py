@@ -1,0 +1,139 @@
+"""``fabric-ray bench``: what this machine moves between two processes, beside its floor."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fabric_ray import bench as benches
+from fabric_ray.cli.ending import errors_in_words
+from fabric_ray.cli.options import Json
+from fabric_ray.cli.picture import check_picture, save
+from fabric_ray.cli.progress import working
+from fabric_ray.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def bench(
+    transports: Annotated[
+        str, typer.Option(help="With commas: shm, tcp, and verbs, libfabric with NICs.")
+    ] = "shm,tcp",
+    sizes: Annotated[
+        str, typer.Option(help="Of a write, with commas: B, KiB, MiB.")
+    ] = "4KiB,64KiB,1MiB,16MiB",
+    turns: Annotated[
+        int, typer.Option(help="How often each is measured; figures are medians.", min=1)
+    ] = benches.TURNS,
+    picture: Annotated[
+        Path | None, typer.Option(help="Speed over size: FILE.svg, .png or .html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What this machine moves between two processes, beside what plain code does.
+
+    Counted writes into the memory of another process, each to another place. The floor takes its
+    turns in between: one thread that copies for shm, one socket on the loopback interface for tcp.
+    Every byte is compared. The last rows are one trip of 8 bytes to a process that waits.
+
+    \b
+    Examples:
+      fabric-ray bench                                 # ten seconds
+      fabric-ray bench --transports tcp --sizes 256KiB,4MiB --turns 15
+      fabric-ray bench --transports verbs              # over a NIC, both ends here
+      fabric-ray bench --picture bench.html
+      fabric-ray bench --json | jq '.figures[] | [.way, .nbytes, .median]'
+
+    In a clone, `make bench` measures more, beside other libraries. Exits with 2 where a transport
+    doesn't work here, and says why.
+    """
+    with errors_in_words(), working("starting") as tell:
+        if picture is not None:
+            check_picture(picture)
+        report = benches.measure(
+            transports=[t.strip() for t in transports.split(",") if t.strip()],
+            sizes=[nbytes(word) for word in sizes.split(",")],
+            turns=turns,
+            tell=tell,
+        )
+        if picture is not None:
+            title = f"{report.cpu}, {report.cores} cores"
+            save(_curves(report, title), title, picture)
+    if as_json:
+        typer.echo(msgspec.json.encode(report).decode())
+        return
+    console = Console()
+    console.print(_table(report))
+    console.print(
+        f"{report.cpu}, {report.cores} cores; medians of {report.turns} turns; every byte was "
+        f"compared; {report.seconds:.1f} s",
+        highlight=False,
+    )
+
+
+def nbytes(word: str) -> int:
+    """``64KiB`` as a number.
+
+    Raises:
+        InvalidArgument: it is no size.
+    """
+    found = re.fullmatch(r"(\d{1,12})(B|KiB|MiB|GiB)", word.strip())
+    if found is None:
+        raise InvalidArgument(f"--sizes: {word.strip()!r} is no size; say 512B, 64KiB or 1MiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def spoken(count: int) -> str:
+    """The other way round."""
+    name = next(n for n, unit in reversed(_UNITS.items()) if count % unit == 0)
+    return f"{count // _UNITS[name]} {name}"
+
+
+def _table(report: benches.Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("write")
+    table.add_column("over")
+    for heading in ("median", "best", "of the floor"):
+        table.add_column(heading, justify="right")
+    last = 0
+    for found in report.figures:
+        of_floor = "" if found.of_floor is None else f"{found.of_floor:.2f} x {found.floor}"
+        table.add_row(
+            spoken(found.nbytes) if found.nbytes != last else "",
+            found.way,
+            f"{found.median:.2f} {found.unit}",
+            f"{found.best:.2f} {found.unit}",
+            of_floor,
+        )
+        last = found.nbytes
+    return table
+
+
+def _curves(report: benches.Report, title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    streams = [f for f in report.figures if f.unit == "GB/s"]
+    floors = {f.floor for f in streams}
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for way in dict.fromkeys(f.way for f in streams):
+        points = sorted((f.nbytes, f.median) for f in streams if f.way == way)
+        style = "s--" if way in floors else "o-"
+        label = f"{way} (floor)" if way in floors else way
+        axes.plot(*zip(*points, strict=True), style, label=label)
+    ticks = sorted({f.nbytes for f in streams})
+    axes.set(xscale="log", yscale="log", xlabel="bytes of a write", ylabel="GB/s")
+    axes.set_xticks(ticks, [spoken(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.legend()
+    axes.set_title(title, fontsize=10, parse_math=False)
+    return figure

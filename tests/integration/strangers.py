@@ -1,0 +1,149 @@
+"""Peers that are written down by hand: plain sockets that say what engines might."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import zlib
+from pathlib import Path
+
+TRANSPORTS = ["shm", "tcp"]
+NAME = b"\x01x"
+"""Of an engine that was never opened."""
+
+
+def tcp_port() -> int:
+    """The port that this process listens on."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return int(ports[0].split(":")[1], 16)
+
+
+def sealed(magic: bytes, body: bytes, version: int = 1) -> bytes:
+    """An intact envelope, as `fabric_ray` reads it."""
+    return magic + version.to_bytes(2, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def number(value: int) -> bytes:
+    """A number as it is written: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def hello(to: str, *, protocol: tuple[int, int] = (1, 1), version: int = 1) -> bytes:
+    """The first message of a handshake, which offers the oldest and the newest version."""
+    seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
+    sender = bytes(16) + NAME + b"\x00"
+    body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32)
+    return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
+
+
+class Stranger:
+    """A plain socket on an engine's door."""
+
+    def __init__(self, transport: str, engine_id: str, port: int) -> None:
+        self.tcp = transport == "tcp"
+        if self.tcp:
+            self.socket = socket.create_connection(("127.0.0.1", port))
+        else:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket.connect(f"\0fabric-ray/{engine_id}")
+
+    def say(self, message: bytes) -> None:
+        say(self.socket, message, tcp=self.tcp)
+
+    def hear(self, timeout: float = 10.0) -> bytes:
+        self.socket.settimeout(timeout)
+        return self.socket.recv(65536)
+
+    def hear_message(self) -> bytes:
+        """One message of a handshake, whole."""
+        return hear(self.socket, tcp=self.tcp)
+
+    def hear_to_the_end(self) -> bytes:
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := self.hear():
+                heard += more
+        self.socket.close()
+        return heard
+
+
+class Door:
+    """A socket where an engine ``x`` that was never opened would listen."""
+
+    def __init__(self, transport: str) -> None:
+        self.tcp = transport == "tcp"
+        self.id = os.urandom(16)
+        if self.tcp:
+            self.socket = socket.create_server(("127.0.0.1", 0))
+            port = self.socket.getsockname()[1]
+            # No address of its own, the port on loopback, and whose loopback that is.
+            place = b"\x00" + b"\x01" + number(port) + _host()
+            endpoint = sealed(b"FRte", place)
+        else:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket.bind(f"\0fabric-ray/{self.id.hex()}")
+            self.socket.listen()
+            endpoint = b""
+        endpoints = b"\x01" + bytes([int(self.tcp)]) + number(len(endpoint)) + endpoint
+        self.address = self.id + NAME + endpoints
+
+    def region(self, nbytes: int) -> bytes:
+        """A descriptor of a region there."""
+        key, rail_keys = number(1) + number(7), b"\x00"
+        return sealed(b"FRmr", self.address + key + number(0) + number(nbytes) + rail_keys)
+
+    def answer(self, message: bytes) -> bytes:
+        """Hears a hello and says something; returns what is said to that."""
+        connection, _ = self.socket.accept()
+        with connection:
+            hear(connection, tcp=self.tcp)
+            say(connection, message, tcp=self.tcp)
+            return hear(connection, tcp=self.tcp)
+
+    def __enter__(self) -> Door:
+        self.socket.settimeout(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+def say(connection: socket.socket, message: bytes, *, tcp: bool) -> None:
+    connection.sendall(struct.pack("<I", len(message)) + message if tcp else message)
+
+
+def hear(connection: socket.socket, *, tcp: bool) -> bytes:
+    """One message; nothing if the other side has closed."""
+    connection.settimeout(10)
+    try:
+        if not tcp:
+            return connection.recv(65536)
+        with connection.makefile("rb") as stream:
+            head = stream.read(4)
+            return stream.read(struct.unpack("<I", head)[0]) if head else b""
+    except ConnectionResetError:
+        return b""
+
+
+def mac(token: bytes, role: bytes, said: bytes, nonce: bytes, acceptor: bytes) -> bytes:
+    return hmac.new(token, role + said + nonce + acceptor, hashlib.sha256).digest()
+
+
+def _host() -> bytes:
+    """What an engine calls this host and its network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.readlink("/proc/self/ns/net")
+    return hashlib.sha256((boot + namespace).encode()).digest()[:16]

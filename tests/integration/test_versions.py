@@ -1,0 +1,108 @@
+"""Peers of other versions: neighbours meet, others are refused in words that both sides get."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fabric_ray import RegionDescriptor, TransferEngine
+from fabric_ray.errors import HandshakeError
+from tests.integration.strangers import (
+    NAME,
+    TRANSPORTS,
+    Door,
+    Stranger,
+    hello,
+    mac,
+    sealed,
+    tcp_port,
+)
+from tests.processes import within
+
+TOKEN = b"t"
+VERSION = 1
+"""That this build speaks."""
+
+over_both = pytest.mark.parametrize(
+    ("server", "transport"), [(name, name) for name in TRANSPORTS], indirect=["server"]
+)
+
+
+@pytest.fixture
+def server(
+    request: pytest.FixtureRequest, open_engine: Callable[..., TransferEngine]
+) -> TransferEngine:
+    return open_engine("server", transport=request.param, token=TOKEN, bind=("127.0.0.1",))
+
+
+def knock(server: TransferEngine, transport: str) -> Stranger:
+    return Stranger(transport, server.address.id, tcp_port() if transport == "tcp" else 0)
+
+
+@over_both
+@pytest.mark.parametrize("offered", [(VERSION - 1, VERSION), (VERSION, VERSION + 1)])
+def test_a_peer_of_a_neighbouring_version_is_welcomed_at_the_version_that_both_speak(
+    server: TransferEngine, transport: str, offered: tuple[int, int]
+) -> None:
+    stranger = knock(server, transport)
+    said = hello(server.address.id, protocol=offered)
+    stranger.say(said)
+    welcome = stranger.hear_message()
+    body = welcome[10:]
+    kind, version, acceptor = body[0], body[1], body[2:18]
+    nonce, proof = body[-64:-32], body[-32:]
+    assert (kind, version, acceptor.hex()) == (1, VERSION, server.address.id)
+    assert proof == mac(TOKEN, b"acceptor", said, nonce, acceptor)
+    stranger.say(sealed(b"FRhs", b"\x02" + mac(TOKEN, b"initiator", said, nonce, acceptor)))
+    assert stranger.hear_message() == sealed(b"FRhs", b"\x03"), "it was not accepted"
+    stranger.socket.close()
+
+
+@over_both
+def test_a_peer_of_a_version_far_away_is_told_so_and_so_is_the_log(
+    server: TransferEngine, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = VERSION + 2
+    words = (f"x#00000000 speaks {far}", f"speaks {VERSION}", "upgrade the older side")
+    with caplog.at_level(logging.WARNING, logger="fabric_ray.native"):
+        stranger = knock(server, transport)
+        stranger.say(hello(server.address.id, protocol=(far, far)))
+        heard = stranger.hear_to_the_end().decode(errors="replace")
+        within(5, "a warning", lambda: "no common protocol version" in caplog.text)
+    for word in ("no common protocol version", *words):
+        assert word in heard
+        assert word in caplog.text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("refusal", "no common protocol version: x speaks 3"),
+        ("welcome", f"protocol version 3 was chosen, {VERSION} was offered; upgrade"),
+    ],
+)
+def test_whoever_calls_a_peer_of_a_version_far_away_learns_why(
+    transport: str, answer: str, words: str, open_engine: Callable[..., TransferEngine]
+) -> None:
+    engine = open_engine("caller", transport=transport, token=TOKEN)
+    with Door(transport) as door:
+        reason = b"no common protocol version: x speaks 3"
+        message = {
+            "refusal": b"\x04" + b"\x00" + bytes([len(reason)]) + reason,
+            "welcome": b"\x01" + b"\x03" + door.id + NAME + b"\x00" + bytes(64),
+        }[answer]
+        heard: list[bytes] = []
+        answering = threading.Thread(
+            target=lambda: heard.append(door.answer(sealed(b"FRhs", message)))
+        )
+        answering.start()
+        there = engine.import_region(RegionDescriptor.from_bytes(door.region(8)))
+        with pytest.raises(HandshakeError, match=words):
+            engine.write(engine.alloc(8), there).wait(10)
+        answering.join(10)
+    # Who chose what wasn't offered hears of it; who refused knows.
+    assert (words.encode() in heard[0]) == (answer == "welcome")

@@ -1,0 +1,195 @@
+"""What all commands have in common: help that teaches, JSON, exit codes, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from click.testing import Result
+from typer.testing import CliRunner
+
+from fabric_ray.cli.ending import Code
+from fabric_ray.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = ["doctor", "topo", "bench", "plan", "simulate", "trace", "top"]
+DEMOS = ["demo weights", "demo rl", "demo kvcache", "demo moe"]
+PROGRAM = (sys.executable, "-c", "from fabric_ray.cli.main import app; app()")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+def examples(command: str) -> list[list[str]]:
+    """The commands that a help text shows, each as words."""
+    help_ = run(*command.split(), "--help").output.replace("\\\n", " ")
+    lines = [line.strip() for line in help_.splitlines() if re.search(r"^\s+fabric-ray ", line)]
+    return [shlex.split(line.split("|")[0].rstrip("& "), comments=True)[1:] for line in lines]
+
+
+def parse(words: list[str]) -> None:
+    """Reads a command line without running it; raises where it means nothing."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words[0]]
+        words = words[1:]
+    command.make_context(command.name, [w for w in words if w != "--help"])
+
+
+def test_every_command_is_in_this_list() -> None:
+    root: Any = typer.main.get_command(app)
+    assert sorted(root.commands) == sorted([*COMMANDS, "demo"])
+    assert sorted(f"demo {name}" for name in root.commands["demo"].commands) == sorted(DEMOS)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *DEMOS])
+def test_help_shows_examples_that_can_be_typed(command: str) -> None:
+    shown = examples(command)
+    assert len(shown) >= 2
+    for words in shown:
+        assert " ".join(words).startswith(command)
+        parse(words)
+    assert any("--json" in words for words in shown)
+
+
+def test_an_example_with_an_option_that_is_not_there_is_noticed() -> None:
+    with pytest.raises(Exception, match="--bogus"):
+        parse(["plan", "llama-3.1-8b", "--bogus"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "doctor --budget 5",
+        "topo",
+        "bench --sizes 4KiB --turns 1 --transports tcp",
+        "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4",
+        "simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4",
+    ],
+)
+def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
+    done = subprocess.run(
+        [*PROGRAM, *arguments.split(), "--json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert isinstance(json.loads(done.stdout), dict)
+    assert done.stderr == ""
+    if not arguments.startswith("doctor"):
+        assert done.returncode == Code.DONE
+
+
+def test_json_of_a_demo_is_one_object_and_the_code_says_that_it_held(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="pip install 'fabric-ray[ray]'")
+    arguments = ["demo", "weights", "--parameters", "2e6", "--pushes", "1", "--json"]
+    done = subprocess.run(
+        [*PROGRAM, *arguments, "--output", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == Code.DONE, done.stderr
+    assert json.loads(done.stdout)["verified"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("doctor --nics no_such_nic --budget 1 --json", Code.NO, ""),
+        ("trace --id nobody", Code.NO, "no process shows itself"),
+        ("top --once --interval 0.1", Code.NO, "no process shows itself"),
+        ("topo --rules bogus", Code.IMPOSSIBLE, "isn't a rule"),
+        ("bench --sizes 4kb", Code.IMPOSSIBLE, "'4kb' is no size"),
+        ("bench --sizes 1GiB", Code.IMPOSSIBLE, "1073741824 bytes can't be measured"),
+        ("bench --transports smoke", Code.IMPOSSIBLE, "smoke"),
+        ("bench --picture /no/such/folder/a.svg", Code.IMPOSSIBLE, "is no directory"),
+        ("plan nobody --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "nobody"),
+        ("simulate llama-3.1-8b --trainer x=8 --rollout tp=4", Code.IMPOSSIBLE, "x=8"),
+        ("trace /no/such/file", Code.IMPOSSIBLE, "no flight records"),
+        ("demo weights --trainers 0", Code.IMPOSSIBLE, "trainers is 0"),
+        ("demo rl --steps 0", Code.IMPOSSIBLE, "steps"),
+        ("demo kvcache --clients 0", Code.IMPOSSIBLE, "one client"),
+        ("demo moe --ranks 0", Code.IMPOSSIBLE, "ranks"),
+        ("doctor --bogus", Code.IMPOSSIBLE, "--bogus"),
+        ("bogus", Code.IMPOSSIBLE, "bogus"),
+    ],
+)
+def test_the_exit_code_says_which_kind_of_no_it_is(
+    arguments: str, code: Code, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FABRIC_RAY_RUN_DIR", str(tmp_path))
+    result = run(*arguments.split())
+    assert result.exit_code == code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_documented_codes_are_those_that_there_are() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert {int(code) for code in re.findall(r"^\| `(\d+)` \|", page, re.M)} == set(Code)
+    assert set(re.findall(r"^\| `fabric-ray (\w+)`", page, re.M)) == {*COMMANDS, "demo"}
+
+
+def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
+    """What a command writes to a terminal on stderr, to a pipe on stdout, and its exit code."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*PROGRAM, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+        except OSError:
+            pass  # the other end of a terminal is closed that way
+        os.close(ours)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    return shown.decode(), printed.decode(), process.returncode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan qwen3-30b-a3b --trainer fsdp=2,ep=8 --rollout tp=8,ep=8 --json", "planning"),
+        ("simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json", "simulating"),
+        ("bench --sizes 64KiB --turns 1 --json", "turn 1 of 1"),
+        ("doctor --budget 5 --json", "looking"),
+    ],
+)
+def test_whoever_waits_at_a_terminal_sees_what_is_being_done(arguments: str, words: str) -> None:
+    shown, printed, _ = shown_at_a_terminal(*arguments.split())
+    assert words in shown
+    json.loads(printed)
+
+
+def test_ctrl_c_ends_a_measurement_in_words_not_in_a_traceback() -> None:
+    with subprocess.Popen(
+        [*PROGRAM, "bench", "--turns", "100000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 3:  # a socket, shm, tcp
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == Code.INTERRUPTED
+    assert "Traceback" not in stderr
