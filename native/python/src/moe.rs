@@ -11,6 +11,7 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
+    apart::Apart,
     engine::Engine,
     errors::{raise, OrRaise},
 };
@@ -87,7 +88,7 @@ pub(crate) fn placing(placing: &moe::Dispatched) -> PlacingResult {
 
 /// One rank of an exchange; `fabric_ray.moe.AllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeExchange(moe::AllToAll);
+struct MoeExchange(Apart<moe::AllToAll>);
 
 #[pymethods]
 impl MoeExchange {
@@ -120,7 +121,8 @@ impl MoeExchange {
             shared_rows,
         };
         let engine = Arc::clone(&engine.engine);
-        py.detach(|| moe::AllToAll::new(engine, shape, rank)).map(Self).or_raise(py)
+        let exchange = py.detach(|| moe::AllToAll::new(engine, shape, rank)).or_raise(py)?;
+        Ok(Self(Apart::new(exchange)))
     }
 
     /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and its bytes.
