@@ -81,7 +81,11 @@ class World:
 
     def _engine(self, name: str, host: int) -> TransferEngine:
         nics = tuple(nic for nic in self._nics[host].split(",") if nic)
-        return TransferEngine(name=name, transport=self._transport, nics=nics, token=TOKEN)
+        # On an emulated CPU that others use as well, a handshake takes seconds.
+        patience = {"peer_timeout": 20.0}
+        return TransferEngine(
+            name=name, transport=self._transport, nics=nics, token=TOKEN, **patience
+        )
 
     def _rollout(self, number: int, rank: int) -> WeightTarget:
         # Neighbours in the chain are on different hosts.

@@ -1,7 +1,7 @@
 //! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap},
+    collections::{BTreeSet, BinaryHeap, HashMap},
     sync::{
         atomic::{AtomicU64, Ordering::SeqCst},
         Arc,
@@ -11,7 +11,7 @@ use std::{
 use super::{
     free::Free,
     land::Job,
-    node::{Node, Port, Side},
+    node::{ByName, Nodes, Port, Side},
     trace::Trace,
     SimConfig,
 };
@@ -122,7 +122,7 @@ pub(crate) struct Partition {
 
 pub(crate) struct World {
     pub config: SimConfig,
-    pub nodes: BTreeMap<Port, Node>,
+    pub nodes: Nodes,
     pub rng: fastrand::Rng,
     pub stalls: HashMap<LinkName, u64>,
     pub partitions: Vec<Partition>,
@@ -134,7 +134,7 @@ pub(crate) struct World {
     /// What is under way where nothing has a time of its own.
     pub free: Option<Free>,
     events: BinaryHeap<Scheduled>,
-    lanes: HashMap<(LinkName, Port), Lane>,
+    lanes: HashMap<(LinkName, Port), Lane, ByName>,
     order: u64,
     digest: u64,
     clock: Arc<AtomicU64>,
@@ -146,14 +146,14 @@ impl World {
             rng: fastrand::Rng::with_seed(config.seed),
             free: config.free.then(Free::default),
             config,
-            nodes: BTreeMap::new(),
+            nodes: Nodes::default(),
             stalls: HashMap::new(),
             partitions: Vec::new(),
             notes: 0,
             trace: None,
             stirred: BTreeSet::new(),
             events: BinaryHeap::new(),
-            lanes: HashMap::new(),
+            lanes: HashMap::default(),
             order: 0,
             digest: 0,
             clock,
