@@ -16,6 +16,8 @@ ifdef PIP_INDEX_URL
 export UV_INDEX_URL ?= $(PIP_INDEX_URL)
 endif
 export UV_LINK_MODE ?= copy
+# The tests start hundreds of processes, most of which import torch: half of that time is compiling it, unless it is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 

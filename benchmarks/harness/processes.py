@@ -142,8 +142,10 @@ class Remains:
         _reap(self._pids)
         for path in sorted(self._files):
             if os.path.exists(path) and not _held_by_others(path):
-                os.unlink(path)
-                self.found.append(path)
+                # Whoever made it may be removing it just now.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                    self.found.append(path)
         self._files.clear()
         for segment in _segments_of(self._pids):
             self.found.append(f"System V segment {segment}")

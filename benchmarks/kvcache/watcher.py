@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def watcher(turns: int, samples: int, say: Callable[[str], None]) -> Sheet:
                     _add(found, f"{way}: first post", [ns / 1e3 for ns in reply["post"]])
                     _add(found, f"{way}: decoder woken", [ns / 1e3 for ns in reply["rung"]])
                     _add(found, f"{way}: Python callback", called.measure(way, count))
+                _add(found, "outside: Python callback", called.measure_outside(samples))
                 for kind, count in (("flag", samples), ("futex", rested)):
                     reply = floors.ask({"kind": kind, "operations": 1, "batches": count})
                     _add(found, _FLOORS[kind], [one * 1e6 for one in reply["seconds"]])
@@ -67,6 +69,8 @@ _WAYS = {
     "spinning": "a plain store while the watching thread still looks (200 us after a change)",
     "woken": "Watcher.store to a watching thread that sleeps",
     "napping": "a plain store, seen when the thread's nap ends",
+    "outside": "as spinning, by another process (process_vm_writev), which, like a GPU, has no part"
+    " in the interpreter",
 }
 
 
@@ -81,6 +85,7 @@ def _sheet(found: Samples) -> Sheet:
         aim = {
             "spinning: first post": RUST_AIM_US,
             "spinning: Python callback": PYTHON_AIM_US,
+            "outside: Python callback": PYTHON_AIM_US,
         }.get(name)
         cells = tuple(f"{values[column]:.2f}" for column in _COLUMNS)
         said = "" if aim is None else f"p50 <= {aim:g}: {verdict(values['p50'] <= aim)}"
@@ -107,11 +112,17 @@ class _Called:
         self._at = 0
         self._word = self._engine.watch(self._on_change)
         self._value = ctypes.c_uint64(0)
+        self._noted: list[tuple[int, int]] = []
+        self._noting = self._engine.watch(self._note)
+        self._outside = perf.Service(
+            ["store", "--pid", str(os.getpid()), "--addr", str(self._noting.addr)]
+        )
 
     def __enter__(self) -> _Called:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._outside.stop()
         self._engine.close()
 
     def _on_change(self, old: int, new: int) -> None:
@@ -133,6 +144,29 @@ class _Called:
             if not self._come.acquire(timeout=_PATIENCE):
                 raise TimeoutError("nobody noticed that the word has changed")
             taken.append((self._at - stored) / 1e3)
+        return taken
+
+    def _note(self, old: int, new: int) -> None:
+        self._noted.append((new, time.monotonic_ns()))
+
+    def measure_outside(self, samples: int) -> list[float]:
+        """Microseconds of each sample; values that went by unseen were noticed with the next."""
+        first = self._noting.value + 1
+        self._noted.clear()
+        asked = {"first": first, "samples": samples, "rest_us": round(_GAP_S * 1e6)}
+        stored = self._outside.ask(asked)["stored"]
+        end = time.monotonic() + _PATIENCE
+        while not self._noted or self._noted[-1][0] < first + samples - 1:
+            if time.monotonic() > end:
+                raise TimeoutError("nobody noticed that the word has changed")
+            time.sleep(_REST_S)
+        noticed = iter(self._noted)
+        value, at = next(noticed)
+        taken = []
+        for number, before in enumerate(stored, first):
+            while value < number:
+                value, at = next(noticed)
+            taken.append((at - before) / 1e3)
         return taken
 
     def _rest(self, way: str) -> None:

@@ -19,5 +19,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs aren't kept"
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
+    # A busy machine may need longer to start a kernel than nbclient's minute.
+    patience = {"timeout": 240, "startup_timeout": 240}
+    NotebookClient(notebook, **patience, resources={"metadata": {"path": tmp_path}}).execute()
     assert "arrived" in notebook.cells[-1].outputs[0].text

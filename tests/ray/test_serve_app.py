@@ -27,7 +27,16 @@ from tests.processes import within
 ARGS = ServeArgs.model_validate(
     {
         "torch_threads": 1,
-        "prefill": {"chunk_tokens": 16, "options": {"num_replicas": 1}},
+        "prefill": {
+            "chunk_tokens": 16,
+            "options": {
+                "num_replicas": 1,
+                # Three in a row, and Serve gives up who doesn't answer.
+                "health_check_period_s": 1.0,
+                "health_check_timeout_s": 4.0,
+                "graceful_shutdown_timeout_s": 1.0,
+            },
+        },
         "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
         "router": {"max_requests": 24, "max_body": 1 << 16},
         "terms": {"beat": 0.2, "silence": 5.0},
@@ -223,6 +232,24 @@ def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) 
                 os.kill(victim, signal.SIGCONT)
     assert got == expected(asked, 8)
     wait_idle(app, 60)
+
+
+def test_a_prefiller_that_fails_its_health_checks_is_replaced(app: LocalApp) -> None:
+    within(60, "two prefillers", lambda: len(of_role(app, "prefill")) == 2)
+    before = {replica["pid"] for replica in of_role(app, "prefill")}
+    victim = min(before)
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        within(90, "another prefiller", lambda: fresh(app, before))
+        (asked,) = prompts(1, seed=31)
+        within(60, "its answer", lambda: [complete(app, asked, 8)] == expected([asked], 8))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def fresh(app: LocalApp, before: set[int]) -> bool:
+    return {replica["pid"] for replica in of_role(app, "prefill")} - before != set()
 
 
 def test_a_decoder_that_is_killed_is_replaced_and_prefillers_free_its_pages(

@@ -8,6 +8,7 @@ mod engine;
 mod floor;
 mod moe;
 mod rails;
+mod store;
 mod watch;
 
 #[derive(Debug, Parser)]
@@ -32,6 +33,8 @@ enum Command {
     Moe(moe::Options),
     /// From a store to the word that counts layers to the first post: answers JSON requests from stdin, one a line
     Watch(watch::Options),
+    /// Stores to a word of another process, when JSON requests on stdin say so, one a line
+    Store(store::Options),
 }
 
 fn main() -> ExitCode {
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Command::Rails(command) => rails::run(command),
         Command::Moe(options) => moe::run(&options),
         Command::Watch(options) => watch::run(&options),
+        Command::Store(options) => store::run(&options),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

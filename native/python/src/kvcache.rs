@@ -9,6 +9,8 @@ use fabric_kvcache::{layout::CacheLayout, wire::Offer};
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
+    apart::Apart,
+    attach::attached,
     engine::{current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
@@ -58,7 +60,7 @@ fn call(
     callback: &Py<PyAny>,
     args: impl for<'py> FnOnce(Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>>,
 ) {
-    Python::try_attach(|py| {
+    attached(|py| {
         let called = args(py).and_then(|args| callback.call1(py, args));
         if let Err(e) = called {
             e.write_unraisable(py, Some(callback.bind(py)));
@@ -89,7 +91,7 @@ fn whole(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
 
 /// A decoder instance's process; `fabric_ray.kvcache.Decoder` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct KvDecoder(kv::Decoder);
+struct KvDecoder(Apart<kv::Decoder>);
 
 #[pymethods]
 impl KvDecoder {
@@ -114,7 +116,7 @@ impl KvDecoder {
             call(&on_event, |py| (seq, what, why, text).into_pyobject(py));
         };
         let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
-        decoder.map(Self).or_raise(py)
+        decoder.map(|d| Self(Apart::new(d))).or_raise(py)
     }
 
     /// Makes a prefiller known by its offer; returns its number.
@@ -186,7 +188,7 @@ impl KvTimeline {
 /// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvPrefiller {
-    prefiller: kv::Prefiller,
+    prefiller: Apart<kv::Prefiller>,
     word: Py<Watcher>,
 }
 
@@ -232,7 +234,7 @@ impl KvPrefiller {
             Ok((prefiller, word))
         });
         let (prefiller, word) = made.or_raise(py)?;
-        Ok(Self { prefiller, word: Py::new(py, Watcher(word))? })
+        Ok(Self { prefiller: Apart::new(prefiller), word: Py::new(py, Watcher(word))? })
     }
 
     /// What decoders need to know of it.

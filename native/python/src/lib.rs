@@ -3,6 +3,8 @@
 
 use pyo3::prelude::*;
 
+mod apart;
+mod attach;
 mod engine;
 mod errors;
 mod kvcache;

@@ -12,6 +12,7 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
+    apart::Apart,
     engine::{Engine, Region},
     errors::{raise, OrRaise},
 };
@@ -97,7 +98,7 @@ pub(crate) fn placing(placing: &moe::Dispatched) -> PlacingResult {
 
 /// One rank of an exchange; `fabric_ray.moe.AllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeExchange(moe::AllToAll);
+struct MoeExchange(Apart<moe::AllToAll>);
 
 #[pymethods]
 impl MoeExchange {
@@ -132,11 +133,13 @@ impl MoeExchange {
         };
         let engine = Arc::clone(&engine.engine);
         let Some(allocate) = allocate else {
-            return py.detach(|| moe::AllToAll::new(engine, shape, rank)).map(Self).or_raise(py);
+            let exchange = py.detach(|| moe::AllToAll::new(engine, shape, rank)).or_raise(py)?;
+            return Ok(Self(Apart::new(exchange)));
         };
         let nbytes = Memory::new(shape).or_raise(py)?.rows_nbytes();
         let rows = allocate.call1((nbytes,))?.cast_into::<Region>()?.get().0.clone();
-        py.detach(|| moe::AllToAll::over(engine, shape, rank, rows)).map(Self).or_raise(py)
+        let exchange = py.detach(|| moe::AllToAll::over(engine, shape, rank, rows)).or_raise(py)?;
+        Ok(Self(Apart::new(exchange)))
     }
 
     /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and from one answer.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -459,3 +461,28 @@ def test_an_unknown_priority_is_named(pair: Pair) -> None:
     src, dst = filled(a, 8), b.alloc(8)
     with pytest.raises(ValueError, match="use 'latency'"):
         a.write(src, importing(a, dst), priority="urgent")  # type: ignore[arg-type]
+
+
+# In a process of its own: who waits for others with the interpreter in hand can't be interrupted.
+DROPPED = """
+from pathlib import Path
+from fabric_ray import TransferEngine
+
+for _ in range(20):
+    engine = TransferEngine(transport="shm")
+    watcher = engine.watch(lambda old, new: sum(range(1000)))
+    for n in range(50):
+        watcher.add()
+        engine.counter().expect(0).add_done_callback(lambda transfer: None)
+    del engine, watcher
+names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+print("left:", [name for name in names if name in ("fabric-watcher", "fabric-callback")])
+"""
+
+
+def test_an_engine_that_is_dropped_unclosed_ends_while_its_callbacks_want_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "left: []\n"

@@ -343,6 +343,7 @@ impl Group {
         let waiting = Waiting { key, op, since: Time::NEVER };
         self.peers[peer as usize].backlog.push_front(transfer.priority, waiting);
         self.backlogged += 1;
+        self.waiters.insert(peer);
     }
 
     /// A slice won't be made good.

@@ -128,6 +128,8 @@ pub(crate) struct Group {
     policy: Policy,
     /// Operations in backlogs, and when some may move though nothing is over.
     backlogged: usize,
+    /// Peers whose backlogs hold some, and a few whose don't any more.
+    waiters: BTreeSet<PeerKey>,
     move_at: Time,
     /// Whose backlog moves first.
     first: usize,
@@ -209,6 +211,7 @@ impl Group {
             false => route.backlog.push_back(priority, waiting),
         }
         self.backlogged += 1;
+        self.waiters.insert(peer);
         match route.state {
             State::Up => self.posted(now, peer, rails),
             State::Idle | State::Lost => self.connect(now, peer, rails, sink),
@@ -340,15 +343,19 @@ impl Group {
             let n = self.peers.capacity();
             self.first = (self.first + 1) % n.max(1);
             let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
-            for i in 0..n {
-                let key = (self.first + i) % n;
-                let Some(route) = self.peers.get(key) else { continue };
-                if route.state != State::Up || route.backlog.is_empty() {
+            let peers = &self.peers;
+            let waits =
+                |key: &PeerKey| peers.get(*key as usize).is_some_and(|r| !r.backlog.is_empty());
+            self.waiters.retain(waits);
+            for key in &self.waiters {
+                let route = &peers[*key as usize];
+                if route.state != State::Up {
                     continue;
                 }
+                let turn = (*key as usize + n - self.first) % n;
                 match route.held_until(now, &self.ledger) {
                     Some(until) => self.move_at = self.move_at.min(until),
-                    None => ready.push((route.under_way.total(), i, key as PeerKey)),
+                    None => ready.push((route.under_way.total(), turn, *key)),
                 }
             }
             // Who takes in little, because others send to it as well, must not fill the window.

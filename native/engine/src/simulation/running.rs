@@ -3,14 +3,14 @@
 use std::collections::{BTreeSet, HashMap};
 
 use super::{Member, SimNet};
-use crate::{api::EngineId, time::Time};
+use crate::{api::EngineId, time::Time, transport::sim::ByName};
 
 /// A network on which time passes; users act in callbacks, or between two calls on engines that they
 /// [`wake`](Self::wake).
 pub struct Running<'n> {
     net: &'n mut SimNet,
     timers: Timers,
-    places: HashMap<EngineId, usize>,
+    places: HashMap<EngineId, usize, ByName>,
 }
 
 impl std::fmt::Debug for Running<'_> {
@@ -83,7 +83,7 @@ impl Running<'_> {
 #[derive(Default)]
 struct Timers {
     ordered: BTreeSet<(Time, EngineId)>,
-    of: HashMap<EngineId, Time>,
+    of: HashMap<EngineId, Time, ByName>,
 }
 
 impl Timers {

@@ -296,6 +296,17 @@ pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> Outcome<()> {
     Ok(())
 }
 
+/// Stores a word into another process; the kernel copies 8 aligned bytes at once.
+pub fn poke(pid: i32, addr: usize, value: u64) -> Outcome<()> {
+    let local = libc::iovec { iov_base: (&raw const value).cast_mut().cast(), iov_len: 8 };
+    let remote = libc::iovec { iov_base: addr as *mut _, iov_len: 8 };
+    // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the other process.
+    match unsafe { libc::process_vm_writev(pid, &local, 1, &remote, 1, 0) } {
+        8 => Ok(()),
+        _ => Err(last("process_vm_writev")),
+    }
+}
+
 /// Sleeps until `word` is no longer `seen` (or for no reason, as futexes may).
 pub fn futex_wait(word: &AtomicU32, seen: u32) {
     let forever = ptr::null::<libc::timespec>();

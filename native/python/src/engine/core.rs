@@ -23,12 +23,16 @@ use super::{
     watcher::{on_change, Watcher},
     whole,
 };
-use crate::errors::{raise, OrRaise};
+use crate::{
+    apart::Apart,
+    attach::attached,
+    errors::{raise, OrRaise},
+};
 
 /// The native engine; `fabric_ray.TransferEngine` is the class to use.
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
-    pub(crate) engine: Arc<fe::TransferEngine>,
+    pub(crate) engine: Apart<Arc<fe::TransferEngine>>,
     /// As it was opened, for engines like it.
     pub(crate) config: EngineConfig,
     op_timeout: Duration,
@@ -86,7 +90,7 @@ impl Engine {
         };
         let like = config.clone();
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
-        Ok(Self { engine: Arc::new(engine), config: like, op_timeout })
+        Ok(Self { engine: Apart::new(Arc::new(engine)), config: like, op_timeout })
     }
 
     /// To be sent to peers.
@@ -408,7 +412,7 @@ impl Engine {
         #[pyo3(from_py_with = whole)] max_nbytes: usize,
     ) -> PyResult<()> {
         let deliver = move |delivery: fe::Delivery| {
-            Python::try_attach(|py| {
+            attached(|py| {
                 if let Err(e) = callback.call1(py, (Message(delivery),)) {
                     e.write_unraisable(py, Some(callback.bind(py)));
                 }
@@ -513,6 +517,6 @@ impl Engine {
     }
 
     fn __repr__(&self) -> String {
-        format!("{:?}", self.engine)
+        format!("{:?}", *self.engine)
     }
 }

@@ -17,7 +17,10 @@ use pyo3::{
 };
 
 use super::{callable, queue::CompletionQueue, seconds, watcher::gpu_array};
-use crate::errors::{raise, OrRaise};
+use crate::{
+    attach::attached,
+    errors::{raise, OrRaise},
+};
 
 /// Signals (Ctrl-C) are looked at this often during a blocking wait.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
@@ -106,7 +109,7 @@ impl Transfer {
         // Detached: a callback may run on this thread if the engine is closed.
         slf.py().detach(|| {
             handle.on_done(move |_| {
-                Python::try_attach(|py| {
+                attached(|py| {
                     if let Err(e) = callback.call1(py, (this,)) {
                         e.write_unraisable(py, Some(callback.bind(py)));
                     }

@@ -143,7 +143,7 @@ impl World {
     }
 
     /// Every link of a NIC, by both ends.
-    fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
+    pub(super) fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
         let Some(node) = self.nodes.get(&port) else { return Vec::new() };
         node.links.iter().map(|(link, end)| ((port, *link), end.there)).collect()
     }
@@ -174,7 +174,7 @@ impl World {
         }
         let until = self.now() + lasts;
         let apart = |a: Port, b: Port| one_side.contains(&a.engine) != one_side.contains(&b.engine);
-        let ports: Vec<Port> = self.nodes.keys().copied().collect();
+        let ports = self.nodes.ports();
         let links = ports.into_iter().flat_map(|p| self.links_of(p));
         let lost: Vec<Side> = links.filter(|(a, b)| apart(a.0, b.0)).map(|(a, _)| a).collect();
         self.partitions.retain(|p| p.until > until - lasts);
@@ -191,8 +191,10 @@ impl World {
     /// All of an engine's NICs are gone at once; peers find out one by one.
     pub(crate) fn kill(&mut self, engine: EngineId, there: u64) {
         let cause = DomainError::LinkDown("its process has ended".into());
-        let ports: Vec<_> = self.nodes.keys().filter(|p| p.engine == engine).copied().collect();
-        ports.into_iter().for_each(|p| self.end(p, there, &cause));
+        let ports = self.nodes.ports();
+        for port in ports.into_iter().filter(|p| p.engine == engine) {
+            self.end(port, there, &cause);
+        }
     }
 
     /// A NIC is no more.
@@ -206,7 +208,7 @@ impl World {
 
     /// All cables are plugged in.
     pub(crate) fn plug_all(&mut self) {
-        let ports: Vec<Port> = self.nodes.keys().copied().collect();
+        let ports = self.nodes.ports();
         ports.into_iter().for_each(|p| self.unpark(p));
     }
 

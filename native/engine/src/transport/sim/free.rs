@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    node::{Node, Port, Side},
+    node::{Port, Side},
     wire::{Event, Way, World},
 };
 use crate::{
@@ -119,12 +119,8 @@ impl World {
 
     /// Both ends of every link that is up at both, by either end.
     fn ends(&self) -> Vec<(Side, Side)> {
-        let ends = |(port, node): (&Port, &Node)| {
-            let port = *port;
-            let ends = node.links.iter().map(move |(link, end)| ((port, *link), end.there));
-            ends.collect::<Vec<_>>()
-        };
-        let mut ends: Vec<_> = self.nodes.iter().flat_map(ends).collect();
+        let mut ends: Vec<_> =
+            self.nodes.ports().into_iter().flat_map(|port| self.links_of(port)).collect();
         ends.retain(|(_, there)| self.is_up(*there));
         ends
     }

@@ -172,8 +172,9 @@ unsafe fn place(bytes: &[u8], to: usize) {
 impl World {
     /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
     pub(crate) fn land(&mut self, job: &Arc<Job>, at: usize) {
-        let sending =
-            self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
+        // Makes no difference to what carries nothing.
+        let sending = self.config.carries
+            && self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
         let ((to, back), from) = (job.to, job.from.0.engine);
         let Some(target) = self.nodes.get(&to).filter(|n| n.links.contains_key(&back)) else {
             return;

@@ -20,7 +20,7 @@ pub use domain::SimDomain;
 pub use fault::Fault;
 pub(crate) use free::mix;
 pub use free::Choice;
-pub(crate) use node::{Node, Port};
+pub(crate) use node::{ByName, Node, Port};
 pub(crate) use trace::Trace;
 pub use trace::{Traced, Work};
 pub(crate) use wire::World;

@@ -1,7 +1,8 @@
 //! NICs and the ends of links: what one side knows.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
+    hash::{BuildHasherDefault, Hasher},
     sync::Arc,
 };
 
@@ -30,7 +31,7 @@ pub(crate) struct End {
     /// Writes that were counted, whatever their immediates.
     counted: u64,
     /// Work posted here and not completed, by its numbers.
-    pub posted: Vec<(Token, u64)>,
+    pub posted: VecDeque<(Token, u64)>,
     begun: u64,
     /// Work that failed before its link.
     pub failed: Vec<(Token, u64)>,
@@ -45,7 +46,7 @@ impl End {
             begun: 0,
             failed: Vec::new(),
             counted: 0,
-            posted: Vec::new(),
+            posted: VecDeque::new(),
         }
     }
 
@@ -56,7 +57,7 @@ impl End {
     /// Enters work; the number that the other end will remember.
     pub fn begin(&mut self, token: Token) -> u64 {
         self.begun += 1;
-        self.posted.push((token, self.begun));
+        self.posted.push_back((token, self.begun));
         self.begun
     }
 
@@ -80,6 +81,67 @@ pub(crate) struct Held {
     pub message: Arc<[u8]>,
     pub sender: Side,
     pub token: Token,
+}
+
+/// All NICs of a network. Each thing that happens looks some of them up; what goes through all takes them in their order.
+#[derive(Default)]
+pub(crate) struct Nodes(HashMap<Port, Node, ByName>);
+
+impl Nodes {
+    pub fn get(&self, port: &Port) -> Option<&Node> {
+        self.0.get(port)
+    }
+
+    pub fn get_mut(&mut self, port: &Port) -> Option<&mut Node> {
+        self.0.get_mut(port)
+    }
+
+    pub fn insert(&mut self, port: Port, node: Node) {
+        self.0.insert(port, node);
+    }
+
+    pub fn remove(&mut self, port: &Port) {
+        self.0.remove(port);
+    }
+
+    pub fn ports(&self) -> Vec<Port> {
+        let mut ports: Vec<_> = self.0.keys().copied().collect();
+        ports.sort_unstable();
+        ports
+    }
+}
+
+/// For maps by engine or link, whose names are drawn at random.
+pub(crate) type ByName = BuildHasherDefault<NameHasher>;
+
+#[derive(Default)]
+pub(crate) struct NameHasher(u64);
+
+impl Hasher for NameHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = (self.0.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
+    }
+
+    fn write_u8(&mut self, byte: u8) {
+        self.write_u64(byte.into());
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its bits from both ends, and a product has its best in the upper half.
+        self.0.rotate_left(26)
+    }
 }
 
 #[derive(Default)]
@@ -131,7 +193,7 @@ impl Node {
     pub fn cut(&mut self, link: LinkId, cause: &DomainError, receipts: Receipts) {
         let Some(mut end) = self.links.remove(&link) else { return };
         self.held.retain(|h| h.link != link);
-        let mut unfinished = std::mem::take(&mut end.posted);
+        let mut unfinished = Vec::from(std::mem::take(&mut end.posted));
         for (token, _) in unfinished.iter().copied() {
             let result = Err(cause.clone());
             self.inbox.push_back(Completion::Done { link, token, result });

@@ -1,17 +1,20 @@
 //! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap},
+    cmp::Reverse,
+    collections::{BTreeSet, BinaryHeap, HashMap},
     sync::{
         atomic::{AtomicU64, Ordering::SeqCst},
         Arc,
     },
 };
 
+use slab::Slab;
+
 use super::{
     free::Free,
     land::Job,
-    node::{Node, Port, Side},
+    node::{ByName, Nodes, Port, Side},
     trace::Trace,
     SimConfig,
 };
@@ -84,25 +87,12 @@ pub(crate) struct Scheduled {
     pub event: Event,
 }
 
-impl PartialEq for Scheduled {
-    fn eq(&self, other: &Self) -> bool {
-        (self.at, self.order) == (other.at, other.order)
-    }
-}
-
-impl Eq for Scheduled {}
-
-impl PartialOrd for Scheduled {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Scheduled {
-    /// The earliest is the greatest.
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (other.at, other.order).cmp(&(self.at, self.order))
-    }
+/// When something happens that is in `World::coming`: a heap moves what it holds about, and this is small.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Due {
+    at: u64,
+    order: u64,
+    place: usize,
 }
 
 /// One direction of a link.
@@ -122,7 +112,7 @@ pub(crate) struct Partition {
 
 pub(crate) struct World {
     pub config: SimConfig,
-    pub nodes: BTreeMap<Port, Node>,
+    pub nodes: Nodes,
     pub rng: fastrand::Rng,
     pub stalls: HashMap<LinkName, u64>,
     pub partitions: Vec<Partition>,
@@ -133,8 +123,9 @@ pub(crate) struct World {
     pub stirred: BTreeSet<EngineId>,
     /// What is under way where nothing has a time of its own.
     pub free: Option<Free>,
-    events: BinaryHeap<Scheduled>,
-    lanes: HashMap<(LinkName, Port), Lane>,
+    coming: Slab<Scheduled>,
+    events: BinaryHeap<Reverse<Due>>,
+    lanes: HashMap<(LinkName, Port), Lane, ByName>,
     order: u64,
     digest: u64,
     clock: Arc<AtomicU64>,
@@ -146,14 +137,15 @@ impl World {
             rng: fastrand::Rng::with_seed(config.seed),
             free: config.free.then(Free::default),
             config,
-            nodes: BTreeMap::new(),
+            nodes: Nodes::default(),
             stalls: HashMap::new(),
             partitions: Vec::new(),
             notes: 0,
             trace: None,
             stirred: BTreeSet::new(),
+            coming: Slab::new(),
             events: BinaryHeap::new(),
-            lanes: HashMap::new(),
+            lanes: HashMap::default(),
             order: 0,
             digest: 0,
             clock,
@@ -203,8 +195,14 @@ impl World {
                     node.parked.push(scheduled);
                 }
             }
-            None => self.events.push(scheduled),
+            None => self.schedule(scheduled),
         }
+    }
+
+    fn schedule(&mut self, scheduled: Scheduled) {
+        let (at, order) = (scheduled.at, scheduled.order);
+        let place = self.coming.insert(scheduled);
+        self.events.push(Reverse(Due { at, order, place }));
     }
 
     /// Sends something on its way.
@@ -238,12 +236,13 @@ impl World {
 
     /// When the next event is due.
     pub fn next(&self) -> Option<u64> {
-        self.events.peek().map(|s| s.at)
+        self.events.peek().map(|Reverse(due)| due.at)
     }
 
     /// The next thing to happen; `None` if it is held up by something.
     pub fn pop(&mut self) -> Option<Event> {
-        let mut next = self.events.pop()?;
+        let Reverse(due) = self.events.pop()?;
+        let mut next = self.coming.remove(due.place);
         self.clock.fetch_max(next.at, SeqCst);
         let Some(way) = next.way else {
             self.note(&next);
@@ -263,7 +262,7 @@ impl World {
                 false => self.delay(),
             };
             next.at = free_at + jitter;
-            self.events.push(next);
+            self.schedule(next);
             return None;
         }
         if let Some(node) = self.nodes.get_mut(&way.to).filter(|_| !next.is_in) {
@@ -271,7 +270,7 @@ impl World {
                 // Also what has no bytes, or it would overtake.
                 node.in_at = node.in_at.max(next.at) + time(next.bytes, rate);
                 (next.at, next.is_in) = (node.in_at, true);
-                self.events.push(next);
+                self.schedule(next);
                 return None;
             }
         }
@@ -303,7 +302,7 @@ impl World {
         let parked = std::mem::take(&mut node.parked);
         for mut scheduled in parked {
             scheduled.at = scheduled.at.max(self.now());
-            self.events.push(scheduled);
+            self.schedule(scheduled);
         }
     }
 
