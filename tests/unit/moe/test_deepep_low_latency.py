@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -268,6 +269,8 @@ def test_ranks_that_disagree_are_told_so_and_nobody_waits() -> None:
 
 
 def test_rs_4_a_masked_rank_is_left_out_and_the_others_go_on() -> None:
+    both = threading.Barrier(2)
+
     def work(comm: ThreadComm) -> None:
         buffer = low_latency(comm, enable_shrink=True, timeout=20.0)
         status = torch.full((3,), -1, dtype=torch.int32)
@@ -290,6 +293,8 @@ def test_rs_4_a_masked_rank_is_left_out_and_the_others_go_on() -> None:
             buffer.low_latency_update_mask_buffer(2, False)
         buffer.low_latency_update_mask_buffer(1 - buffer.rank, False)
         assert [*buffer.lost] == [2]
+        # Who closes is lost, too.
+        both.wait(60)
         buffer.destroy()
 
     on_ranks(3, work)
