@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 import ray
 import typer
+from ray.exceptions import RayError
 from rich.console import Console
 from rich.table import Table
 
@@ -50,11 +51,16 @@ def push(
     turns: Annotated[int, typer.Option(min=1)] = 5,
     fp8: Annotated[bool, typer.Option("--fp8", help="Rollouts hold fp8")] = False,
     peers: Annotated[bool, typer.Option(help="Also the other ways")] = True,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Of the other ways: {', '.join(PEERS)}")
+    ] = None,
     transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
     watermark: Annotated[int, typer.Option(help="MiB a trainer, of ours", min=1)] = 128,
     out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
 ) -> None:
     """A model from FSDP trainers into replicas of a tensor-parallel engine."""
+    if unknown := set(only or ()) - set(PEERS):
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PEERS)}")
     config = ModelConfig(
         kind="llama",
         vocab=32_000,
@@ -76,9 +82,13 @@ def push(
         watermark=watermark * MIB,
     )
     sent, found = _beside(open_world, partial(floor, fp8=fp8), turns, verify=not fp8)
-    for peer in PEERS if peers and not fp8 else ():
+    for name in (only or PEERS) if peers and not fp8 else ():
         # Its own ours is verified by the first world's, and only its figures are new.
-        found += _beside(open_world, peer, turns, verify=True, train=False)[1][1:]
+        try:
+            found += _beside(open_world, PEERS[name], turns, verify=True, train=False)[1][1:]
+        except RayError as error:
+            # A way that needs more memory than there is must not cost the others' figures.
+            _console.print(f"[red]{name}: {str(error).strip().splitlines()[0]}[/]")
     _show(found, sent)
     _save(out, found)
 

@@ -219,10 +219,10 @@ def floor(world: World, *, fp8: bool) -> Way:
     return world.quantise_floor() if fp8 else world.floor()
 
 
-PEERS: list[Callable[[World], Way]] = [
-    World.store,
-    World.broadcast,
-    partial(World.broadcast, bucket=_BUCKET),
-    World.checkpoint,
-]
+PEERS: dict[str, Callable[[World], Way]] = {
+    "store": World.store,
+    "broadcast": World.broadcast,
+    "buckets": partial(World.broadcast, bucket=_BUCKET),
+    "checkpoint": World.checkpoint,
+}
 """Other ways to bring weights over. Each takes gigabytes, so each has a world of its own."""
