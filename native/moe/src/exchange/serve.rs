@@ -28,6 +28,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// What it sleeps when nothing has come for [`IDLE`].
 const LONG_NAP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
+/// How often it looks whether the device hangs on a lost rank.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// The thread, for as long as the exchange is there.
 #[derive(Debug)]
@@ -95,6 +97,11 @@ impl AllToAll {
         self.inner.state.lock().device.as_ref().map(Device::left_out).unwrap_or_default()
     }
 
+    /// Whether tokens that the device has told of wait for the exchange before to be over.
+    pub fn begins(&self) -> bool {
+        self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
+    }
+
     /// Ends every wait of the device, now and later, and hears it no more.
     pub fn leave(&self) {
         if let Some(device) = self.inner.state.lock().device.as_mut() {
@@ -117,11 +124,29 @@ impl Inner {
         drop(state);
         self.run(acts);
     }
+
+    /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a caller's wait would end.
+    /// `since` is when it was first seen to.
+    fn end_if_stuck(&self, since: &mut Option<Instant>) {
+        let mut state = self.state.lock();
+        if !state.device_hangs() {
+            *since = None;
+            return;
+        }
+        if since.get_or_insert_with(Instant::now).elapsed() >= self.timeout() {
+            state.device_is_stuck(self.timeout(), "the device waits for that");
+        }
+    }
 }
 
 fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
     let mut quiet_since = Instant::now();
+    let (mut looked, mut hangs_since) = (quiet_since, None);
     while !stop.load(SeqCst) {
+        if looked.elapsed() >= LOOK {
+            inner.end_if_stuck(&mut hangs_since);
+            looked = Instant::now();
+        }
         if let Some(words) = popper.poll(0) {
             inner.told(words);
             // Completed when all that follows from it was posted.
