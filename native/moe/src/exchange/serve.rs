@@ -161,3 +161,68 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+
+    use super::*;
+    use crate::{
+        device::{Add, AtomicWords, Command, Layout},
+        kernels::Float,
+        shape::{Back, Shape},
+    };
+
+    /// A device that has begun, while a lost rank holds on to memory.
+    fn hanging() -> (SimNet, AllToAll) {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let shape = Shape {
+            ranks: 2,
+            experts: 2,
+            topk: 1,
+            max_tokens: 4,
+            row_nbytes: 16,
+            back: Back { elements: 8, float: Float::F32 },
+            private_rows: 4,
+            shared_rows: None,
+        };
+        let all = AllToAll::new(engine, shape, 0).unwrap();
+        let words = AtomicWords::allocate(Layout::new(&shape).words);
+        all.attach(Shared::new(words, &shape).unwrap()).unwrap();
+        all.inner.state.lock().revoking.push(1);
+        let add = Add { slot: Told::Begun as u16, value: 1, ordered: true };
+        all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
+        assert!(all.begins());
+        (net, all)
+    }
+
+    #[test]
+    fn rs_4_a_device_that_hangs_on_a_lost_rank_is_let_go_after_the_timeout() {
+        let (_net, all) = hanging();
+        let mut since = None;
+        all.inner.end_if_stuck(&mut since);
+        assert!(since.is_some() && all.check().is_ok());
+        all.set_timeout(Duration::ZERO);
+        all.inner.end_if_stuck(&mut since);
+        assert!(matches!(all.check(), Err(EngineError::NotQuiesced { .. })));
+        assert!(!all.begins());
+    }
+
+    #[test]
+    fn a_device_goes_on_when_the_lost_rank_lets_go() {
+        let (_net, all) = hanging();
+        let mut since = Some(Instant::now());
+        all.inner.revoked(1, Ok(()));
+        all.set_timeout(Duration::ZERO);
+        all.inner.end_if_stuck(&mut since);
+        assert!(since.is_none() && all.check().is_ok() && !all.begins());
+    }
+
+    #[test]
+    fn rs_4_a_device_waits_for_no_memory_that_never_comes_back() {
+        let (_net, all) = hanging();
+        all.inner.revoked(1, Err(EngineError::Closed));
+        assert!(matches!(all.check(), Err(EngineError::NotQuiesced { .. })));
+    }
+}
