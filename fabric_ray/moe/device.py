@@ -457,8 +457,8 @@ class DeviceSteps:
         return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
 
     def _fetch(self, name: str) -> Tensor:
-        """What the host has written down, on the device; zeros once a wait failed, for then it may be
-        another exchange's (RS-1)."""
+        """What the host has written down, on the device; zeros once a wait failed, for then it
+        may be another exchange's (RS-1)."""
         return self._mirror[name].copy_(self._at[name], non_blocking=True).mul_(self._gate)
 
     def _word(self, word: _Word) -> int:

@@ -437,7 +437,7 @@ def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -
     """A dispatch's launches are the same after an exchange with answers and after one without."""
     recorder = Recorder(host.another())
     with TransferEngine(name="alone", transport="shm") as engine:
-        sizes = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
+        sizes: dict[str, Any] = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
         a = AllToAll(engine, rank=0, ranks=1, launcher=recorder, **sizes)
         x, idx, w = batch(0, 4, 2, 1, 8)
         words = []
