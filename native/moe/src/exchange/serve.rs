@@ -188,7 +188,10 @@ mod tests {
             shared_rows: None,
         };
         let all = AllToAll::new(engine, shape, 0).unwrap();
-        let words = AtomicWords::allocate(Layout::new(&shape).words);
+        let layout = Layout::new(&shape);
+        let words = AtomicWords::allocate(layout.words);
+        // No fault.
+        words[layout.note.0].store(u64::MAX, SeqCst);
         all.attach(Shared::new(words, &shape).unwrap()).unwrap();
         all.inner.state.lock().revoking.push(1);
         let add = Add { slot: Told::Begun as u16, value: 1, ordered: true };
