@@ -159,6 +159,13 @@ def check_wait_word(launcher: Launcher, device: str) -> None:
     finish(device)
     assert waited.item() == Waited.TIMED_OUT
 
+    gate = torch.ones(1, dtype=torch.int64, device=device)
+    for now, left in ((4, 1), (2, 0), (4, 0)):
+        word.words[0] = now
+        hasty.wait_word(word.address, value, waited, gate=gate)
+        finish(device)
+        assert gate.item() == left, "it stays closed"
+
 
 def finish(device: str) -> None:
     if device != "cpu":

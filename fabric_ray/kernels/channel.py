@@ -73,6 +73,7 @@ class _AwaitWord(ctypes.Structure):
         ("value", _pointer),
         ("patience", _Patience),
         ("waited", _pointer),
+        ("gate", _pointer),
     )
 
 
@@ -193,11 +194,20 @@ class Channel:
         )
         self._launcher.launch(_FILE, "await_command", (1, 1), _WARP, arguments)
 
-    def wait_word(self, word: int, value: Tensor, waited: Tensor) -> None:
+    def wait_word(
+        self, word: int, value: Tensor, waited: Tensor, *, gate: Tensor | None = None
+    ) -> None:
         """Waits until a word of 8 bytes at this address, which only grows, has reached a value
         (int64 ``[1]``); what follows on the stream sees what was written before. ``waited`` (int32
-        ``[1]``) takes how that ended."""
-        arguments = _AwaitWord(word, value.data_ptr(), self._patience, waited.data_ptr())
+        ``[1]``) takes how that ended; ``gate`` (int64 ``[1]``) becomes 0 if the word did not come,
+        and is left alone if it did."""
+        arguments = _AwaitWord(
+            word,
+            value.data_ptr(),
+            self._patience,
+            waited.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+        )
         self._launcher.launch(_FILE, "await_word", (1, 1), _WARP, arguments)
 
     def _its_fifo(self) -> _Fifo:

@@ -468,7 +468,7 @@ def _dtype(tensor: Tensor) -> str:
 def _expect(
     name: str, tensor: Tensor, dtype: str, shape: tuple[int, ...], *, rows_apart: bool = False
 ) -> None:
-    packed = tensor.stride(-1) == 1 if rows_apart else tensor.is_contiguous()
+    packed = _elements_adjoin(tensor) if rows_apart else tensor.is_contiguous()
     if _dtype(tensor) != dtype or tuple(tensor.shape) != shape or not packed:
         raise InvalidArgument(
             f"{name} are {tensor.dtype} {tuple(tensor.shape)}; give {dtype} {shape}, contiguous"
@@ -481,10 +481,18 @@ def _one(name: str, tensor: Tensor) -> int:
 
 
 def _part(name: str, tensor: Tensor) -> structs.Part:
-    if tensor.ndim != 2 or tensor.stride(1) != 1 or tensor.stride(0) < tensor.shape[1]:
+    if tensor.ndim != 2:
+        raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give [rows, elements]")
+    (rows, width), size = tensor.shape, tensor.element_size()
+    # Strides along which there is nothing to go may be anything.
+    stride = tensor.stride(0) if rows > 1 else width
+    if stride < width or not _elements_adjoin(tensor):
         raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give rows of contiguous elements")
-    size = tensor.element_size()
-    return structs.Part(tensor.data_ptr(), tensor.stride(0) * size, tensor.shape[1] * size)
+    return structs.Part(tensor.data_ptr(), stride * size, width * size)
+
+
+def _elements_adjoin(tensor: Tensor) -> bool:
+    return tensor.shape[-1] <= 1 or tensor.shape[0] == 0 or tensor.stride(-1) == 1
 
 
 def _parts(given: Sequence[structs.Part]) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
-from fabric_ray.moe.device import DeviceSteps, gpu, room_on
+from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
 from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
 
 
@@ -96,8 +96,9 @@ class AllToAll:
         home = torch.device(device or "cpu")
         if home.type == "cuda" and home.index is None:
             home = torch.device("cuda", torch.cuda.current_device())
-        if launcher is None and home.type != "cpu":
-            launcher = gpu(home)
+        if launcher is not None or home.type != "cpu":
+            check_sizes(ranks, self._parts)
+            launcher = launcher or gpu(home)
         memory: list[Tensor] = []
 
         def allocate(nbytes: int) -> Region:
@@ -205,7 +206,7 @@ class AllToAll:
             InvalidArgument: tokens went where they can't, and their rows were left out of the
                 exchange.
             Cancelled: the device went on without what it waited for, or the exchange was closed;
-                its results are none.
+                its results are none. Or the host hasn't followed the device in time.
             NotQuiesced: as above, for a lost rank has not let go of memory.
         """
         self._finish()
@@ -228,7 +229,7 @@ class AllToAll:
     @property
     def left_out(self) -> tuple[int, ...]:
         """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`; a device is
-        waited for."""
+        waited for, and what went wrong there is raised as by :meth:`check`."""
         return self._left_out if self._steps is None else self._steps.left_out()
 
     @property

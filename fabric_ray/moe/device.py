@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import Cancelled, InvalidArgument
 from fabric_ray.kernels import (
     Channel,
     Device,
@@ -39,18 +41,19 @@ _LINE = 128
 #: How much longer a device waits than ranks may be apart: the host, which gives up who is late, is
 #: to be the first. A device that waits for so long has lost its host.
 _PATIENCE = 16
+#: A command names its own rank in ten bits.
+_MAX_RANKS = 1024
 
 
 class _Word(enum.IntEnum):
     """What a device waits for, in the order in which words lie."""
 
     ABORT = 0
-    NEXT = 1
-    AFTER = 2
-    ROUTES = 3
-    ROWS = 4
-    ROOM = 5
-    ANSWERS = 6
+    OVER = 1
+    ROUTES = 2
+    ROWS = 3
+    ROOM = 4
+    ANSWERS = 5
 
 
 class _Told(enum.IntEnum):
@@ -97,10 +100,6 @@ class DeviceSteps:
         launcher: Launcher,
         timeout: float,
     ) -> None:
-        if len(parts) > structs.MAX_PARTS:
-            raise InvalidArgument(
-                f"a token of {len(parts)} parts; a device takes {structs.MAX_PARTS}, x among them"
-            )
         self._native, self._memory, self._sizes = native, memory, sizes
         self._device = device = memory.device
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
@@ -108,6 +107,7 @@ class DeviceSteps:
         self._kernels = MoeKernels(launcher, sizes)
         self._turn = _Turn.IDLE
         self._tokens = self._room = 0
+        self._caller = threading.Lock()
 
         words, (row_turns, answer_turns) = native.device_words, native.device_turns
         commands = 2 * (3 + row_turns + answer_turns)
@@ -127,20 +127,30 @@ class DeviceSteps:
 
         note = self._mirror["note"]
         self._now = note[1:2].view(torch.int32)[:1]
+        self._given = torch.zeros(1, dtype=torch.int32, device=device)
         self._routing = dataclasses.replace(
             Routing.empty(sizes, device),
             fault=note[0:1],
             counts=note[2:].view(torch.int32)[: sizes.experts],
         )
+        # What is read before it was ever routed, because a wait failed, is nobody's row.
+        self._routing.row_of.fill_(-1)
+        self._routing.first.fill_(0)
         self._placement = Placement.empty(sizes, device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        told = [add_command(rank, slot, 1) for slot in _Told]
+        told = [add_command(rank, slot, 0) for slot in _Told]
         self._commands = _each(torch.tensor(told, dtype=torch.int64, device=device))
+        self._command = torch.zeros_like(self._commands[0])
+        # 1 until a wait ends without what it waited for, then 0 for good; and what that adds to the
+        # words of a command.
+        self._added = torch.tensor([[1, 0]], dtype=torch.int64, device=device)
+        self._gate = self._added[0, :1]
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self._waited = torch.zeros(1, dtype=torch.int32, device=device)
-        # Of each wait, the value that is waited for, and by how much it grows with each exchange.
-        values = [-1, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
-        grows = [1, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
+        # Of each wait, the value that is waited for, and by how much it grows with each exchange;
+        # one more for an exchange to be over if its answers are summed.
+        values = [-2, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
+        grows = [2, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
         self._values = torch.tensor(values, dtype=torch.int64, device=device)
         self._grows = torch.tensor(grows, dtype=torch.int64, device=device)
         each = _each(self._values)
@@ -159,11 +169,15 @@ class DeviceSteps:
         """What torch launches in between is loaded: later that could wait for a kernel that
         waits."""
         self._values.add_(torch.zeros_like(self._grows))
-        self._now.fill_(0)
+        self._combined(False)
+        self._over.add_(0)
+        self._set_tokens(0)
         for name in self._at:
             self._fetch(name)
         self._at["note"].copy_(self._mirror["note"], non_blocking=True)
         self._placement.counts.to(torch.int64)
+        torch.add(self._commands[0], self._added, out=self._command)
+        self._single(self._missing(), 1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -176,22 +190,171 @@ class DeviceSteps:
         )
 
     def finish(self) -> None:
-        """Waits until the device has done what was launched, and the host has heard of it."""
+        """Waits until the device has done what was launched, and the host has heard of it; not
+        at all for the host once the exchange was left.
+
+        Raises:
+            Cancelled: the host has not caught up in twice the timeout.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         pushed = int(self._pushers[0].item())
-        end = time.monotonic() + self._timeout
-        while int(self._completed[0]) < pushed and time.monotonic() < end:
+        end = time.monotonic() + 2 * self._timeout
+        while int(self._completed[0]) < pushed or self._native.begins:
+            if self._shared[_Word.ABORT]:
+                return
+            if time.monotonic() > end:
+                raise Cancelled(
+                    f"the host has not followed what the device did in {2 * self._timeout:g} s; "
+                    "call it again, or raise the timeout"
+                )
             time.sleep(50e-6)
 
     def left_out(self) -> tuple[int, ...]:
-        """Whose answers are missing in the last sums; waits for them."""
+        """Whose answers are missing in the last sums; waits for them.
+
+        Raises:
+            FabricError: as :meth:`AllToAll.check`, for then nobody knows.
+        """
         self.finish()
+        self._native.check()
         return tuple(self._native.left_out)
 
     def dispatch_send(self, indices: Tensor, parts: Mapping[str, Tensor]) -> None:
         """As :meth:`AllToAll.dispatch_send`."""
-        self._begin("dispatch_send", _Turn.IDLE, _Turn.COLLECTED)
+        with self._turn_of("dispatch_send", _Turn.IDLE, _Turn.COLLECTED):
+            tokens = self._check_tokens(indices, parts)
+            indices = indices.to(torch.int64).contiguous()
+            with self._launching():
+                self._values.add_(self._grows)
+                self._wait(_Word.OVER, self._over)
+                self._combined(False)
+                self._set_tokens(tokens)
+                self._kernels.route(indices, self._now, self._routing)
+                self._at["note"].copy_(self._mirror["note"], non_blocking=True)
+                self._tell(_Told.BEGUN)
+                own = self._rows(self._row_stride)
+                given = [parts[p.name] for p in self._parts]
+                self._kernels.pack(given, self._now, self._routing, own)
+                self._tell(_Told.PACKED)
+            self._tokens, self._turn = tokens, _Turn.DISPATCHED
+
+    def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
+        """As :meth:`AllToAll.dispatch_recv`; nobody knows yet how many rows come, and there must be
+        room for all that can."""
+        with self._turn_of("dispatch_recv", _Turn.DISPATCHED):
+            total = self._most_rows(multiple, stride)
+            tensors = {}
+            for p in self._parts:
+                given = x if p.name == "x" else None
+                if given is None:
+                    given = torch.empty(total, p.width, dtype=p.dtype, device=self._device)
+                self._check(p.name, given, p.width, p.dtype, rows=total)
+                tensors[p.name] = given
+            with self._launching():
+                self._place(total, multiple, stride)
+                for turn in self._lots:
+                    self._wait(_Word.ROWS, turn)
+                    chunks, count = self._chunks("lot")
+                    into = [tensors[p.name] for p in self._parts]
+                    self._kernels.hand_out(
+                        self._placement, chunks, count, self._memory, self._row_stride, into
+                    )
+                    self._tell(_Told.HANDED_OUT)
+                dispatched = Dispatched(
+                    x=tensors.pop("x")[:total],
+                    parts=tensors,
+                    counts=self._placement.counts.to(torch.int64),
+                    starts=self._placement.starts[:-1].to(torch.int64),
+                )
+            self._room, self._turn = total, _Turn.COLLECTED
+            return dispatched
+
+    def combine_send(self, y: Tensor) -> None:
+        """As :meth:`AllToAll.combine_send`."""
+        with self._turn_of("combine_send", _Turn.COLLECTED):
+            self._check("answers", y, self._hidden, self._answer_dtype, rows=self._room)
+            with self._launching():
+                for turn in self._rooms:
+                    self._wait(_Word.ROOM, turn)
+                    chunks, count = self._chunks("answers")
+                    self._kernels.pack_answers(
+                        self._placement, chunks, count, y, self._memory, self._back_stride
+                    )
+                    self._tell(_Told.ANSWERED)
+            self._turn = _Turn.ANSWERED
+
+    def combine_answers(self) -> Tensor:
+        """As :meth:`AllToAll.combine_answers`."""
+        with self._turn_of("combine_answers", _Turn.ANSWERED), self._launching():
+            self._wait(_Word.ANSWERS, self._answered)
+            return self._single(self._missing(), self._tokens)
+
+    def combine_recv(
+        self, weights: Tensor | None, out: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        """As :meth:`AllToAll.combine_recv`."""
+        with self._turn_of("combine_recv", _Turn.ANSWERED):
+            shape = (self._tokens, self._hidden)
+            out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
+            self._check("sums", out, self._hidden, out.dtype, rows=self._tokens)
+            if weights is not None:
+                topk = self._sizes.topk
+                self._check("weights", weights, topk, torch.float32, rows=self._tokens)
+            with self._launching():
+                self._wait(_Word.ANSWERS, self._answered)
+                self._kernels.sum(
+                    self._answers(),
+                    self._given,
+                    self._routing,
+                    out[: self._tokens],
+                    weights=weights,
+                    missing=self._missing(),
+                )
+                self._tell(_Told.SUMMED)
+                self._combined(True)
+            self._turn = _Turn.IDLE
+            return out[: self._tokens]
+
+    @contextmanager
+    def _turn_of(self, call: str, *turns: _Turn) -> Iterator[None]:
+        if not self._caller.acquire(blocking=False):
+            raise InvalidArgument(
+                "another thread is in a call of this exchange; make one exchange for each"
+            )
+        try:
+            self._check_earlier(call)
+            if self._turn not in turns:
+                raise InvalidArgument(f"{call} is not next; it is {self._turn.value}")
+            yield
+        finally:
+            self._caller.release()
+
+    def _check_earlier(self, call: str) -> None:
+        try:
+            self._native.check()
+        except InvalidArgument as fault:
+            raise InvalidArgument(
+                f"{fault}; that was an earlier call, and nothing of this {call} was done: call it "
+                "again"
+            ) from fault
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Leaves the exchange if not everything of a call could be launched: what comes next would
+        wait for the rest."""
+        try:
+            yield
+        except BaseException:
+            self._native.leave()
+            raise
+
+    def _check_tokens(self, indices: Tensor, parts: Mapping[str, Tensor]) -> int:
+        """How many they are.
+
+        Raises:
+            InvalidArgument: what doesn't fit.
+        """
         sizes = self._sizes
         if (
             indices.device != self._device
@@ -219,108 +382,40 @@ class DeviceSteps:
                 raise InvalidArgument(
                     f"{p.name} of {shape} for {tokens} tokens; give one row for each"
                 )
-        indices = indices.to(torch.int64).contiguous()
-        self._values.add_(self._grows)
-        self._wait(_Word.AFTER if self._turn is _Turn.IDLE else _Word.NEXT, self._over)
-        self._now.fill_(tokens)
-        self._kernels.route(indices, self._now, self._routing)
-        self._at["note"].copy_(self._mirror["note"], non_blocking=True)
-        self._tell(_Told.BEGUN)
-        own = self._rows(self._row_stride)
-        self._kernels.pack([parts[p.name] for p in self._parts], self._now, self._routing, own)
-        self._tell(_Told.PACKED)
-        self._tokens, self._turn = tokens, _Turn.DISPATCHED
+        return tokens
 
-    def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
-        """As :meth:`AllToAll.dispatch_recv`; nobody knows yet how many rows come, and there must be
-        room for all that can."""
-        self._begin("dispatch_recv", _Turn.DISPATCHED)
-        total = self._most_rows(multiple, stride)
-        tensors = {}
-        for p in self._parts:
-            given = x if p.name == "x" else None
-            if given is None:
-                given = torch.empty(total, p.width, dtype=p.dtype, device=self._device)
-            self._check(p.name, given, p.width, p.dtype, rows=total)
-            tensors[p.name] = given
+    def _set_tokens(self, tokens: int) -> None:
+        """Of this exchange; none are packed over rows that may still be on their way (MR-1)."""
+        self._given.fill_(tokens)
+        self._now.fill_(tokens).mul_(self._gate)
+
+    def _combined(self, summed: bool) -> None:
+        """Whether the next exchange waits for the answers of this one to be summed."""
+        if summed:
+            self._over.add_(1)
+        else:
+            self._over.bitwise_and_(-2)
+
+    def _place(self, room: int, multiple: int, stride: int | None) -> None:
+        """Where the rows of each source go, once they are known."""
         self._wait(_Word.ROUTES, self._routed)
         incoming = self._fetch("incoming").view(torch.int32)
         ranks, local = self._sizes.ranks, self._sizes.local_experts
         self._kernels.place(
             incoming[: ranks * local].view(ranks, local),
             self._placement,
-            room=total,
+            room=room,
             multiple=multiple,
             stride=stride,
         )
-        for turn in self._lots:
-            self._wait(_Word.ROWS, turn)
-            chunks, count = self._chunks("lot")
-            into = [tensors[p.name] for p in self._parts]
-            self._kernels.hand_out(
-                self._placement, chunks, count, self._memory, self._row_stride, into
-            )
-            self._tell(_Told.HANDED_OUT)
-        self._room, self._turn = total, _Turn.COLLECTED
-        return Dispatched(
-            x=tensors.pop("x")[:total],
-            parts=tensors,
-            counts=self._placement.counts.to(torch.int64),
-            starts=self._placement.starts[:-1].to(torch.int64),
-        )
 
-    def combine_send(self, y: Tensor) -> None:
-        """As :meth:`AllToAll.combine_send`."""
-        self._begin("combine_send", _Turn.COLLECTED)
-        self._check("answers", y, self._hidden, self._answer_dtype, rows=self._room)
-        for turn in self._rooms:
-            self._wait(_Word.ROOM, turn)
-            chunks, count = self._chunks("answers")
-            self._kernels.pack_answers(
-                self._placement, chunks, count, y, self._memory, self._back_stride
-            )
-            self._tell(_Told.ANSWERED)
-        self._turn = _Turn.ANSWERED
-
-    def combine_answers(self) -> Tensor:
-        """As :meth:`AllToAll.combine_answers`."""
-        self._begin("combine_answers", _Turn.ANSWERED)
-        self._wait(_Word.ANSWERS, self._answered)
-        missing = self._missing()
-        row = self._routing.row_of[: self._tokens].to(torch.int64)
+    def _single(self, missing: Tensor, tokens: int) -> Tensor:
+        """Answers one by one: zeros for those that are missing, and for rows that there aren't."""
+        row = self._routing.row_of[:tokens].to(torch.int64)
         rank = torch.searchsorted(self._routing.first[1:].to(torch.int64), row, right=True)
         there = (row >= 0) & (missing[rank.clamp(max=self._sizes.ranks - 1)] == 0)
         found = self._answers()[row.clamp(min=0)]
         return torch.where(there[..., None], found, torch.zeros_like(found))
-
-    def combine_recv(
-        self, weights: Tensor | None, out: Tensor | None, dtype: torch.dtype | None
-    ) -> Tensor:
-        """As :meth:`AllToAll.combine_recv`."""
-        self._begin("combine_recv", _Turn.ANSWERED)
-        shape = (self._tokens, self._hidden)
-        out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
-        self._check("sums", out, self._hidden, out.dtype, rows=self._tokens)
-        if weights is not None:
-            topk = self._sizes.topk
-            self._check("weights", weights, topk, torch.float32, rows=self._tokens)
-        self._wait(_Word.ANSWERS, self._answered)
-        self._kernels.sum(
-            self._answers(),
-            self._now,
-            self._routing,
-            out[: self._tokens],
-            weights=weights,
-            missing=self._missing(),
-        )
-        self._tell(_Told.SUMMED)
-        self._turn = _Turn.IDLE
-        return out[: self._tokens]
-
-    def _begin(self, call: str, *turns: _Turn) -> None:
-        self._native.check()
-        if self._turn not in turns:
-            raise InvalidArgument(f"{call} is not next; it is {self._turn.value}")
 
     def _check(
         self, what: str, tensor: Tensor, width: int, dtype: torch.dtype, *, rows: int | None = None
@@ -353,25 +448,41 @@ class DeviceSteps:
         return self._rows(self._back_stride).view(self._answer_dtype)[:, : self._hidden]
 
     def _missing(self) -> Tensor:
-        return self._fetch("missing").view(torch.uint8)[: self._sizes.ranks]
+        # All are, once a wait failed.
+        missing = self._fetch("missing").add_(self._gate - 1)
+        return missing.view(torch.uint8)[: self._sizes.ranks]
 
     def _chunks(self, name: str) -> tuple[Tensor, Tensor]:
         table = self._fetch(name)
         return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
 
     def _fetch(self, name: str) -> Tensor:
-        """What the host has written down, on the device."""
-        return self._mirror[name].copy_(self._at[name], non_blocking=True)
+        """What the host has written down, on the device; zeros once a wait failed, for then it
+        may be another exchange's (RS-1)."""
+        return self._mirror[name].copy_(self._at[name], non_blocking=True).mul_(self._gate)
 
     def _word(self, word: _Word) -> int:
         return self._shared.data_ptr() + 8 * word
 
     def _wait(self, word: _Word, value: Tensor) -> None:
-        self._channel.wait_word(self._word(word), value, self._waited)
+        self._channel.wait_word(self._word(word), value, self._waited, gate=self._gate)
 
     def _tell(self, told: _Told) -> None:
-        self._channel.push(
-            self._commands[told], self._one, self._index, self._waited, at_once=False
+        torch.add(self._commands[told], self._added, out=self._command)
+        self._channel.push(self._command, self._one, self._index, self._waited, at_once=False)
+
+
+def check_sizes(ranks: int, parts: Sequence[RowPart]) -> None:
+    """That a device can take part.
+
+    Raises:
+        InvalidArgument: more ranks, or more parts of a token, than it can.
+    """
+    if ranks > _MAX_RANKS:
+        raise InvalidArgument(f"{ranks} ranks; on a device there are {_MAX_RANKS} at most")
+    if len(parts) > structs.MAX_PARTS:
+        raise InvalidArgument(
+            f"a token of {len(parts)} parts; a device takes {structs.MAX_PARTS}, x among them"
         )
 
 

@@ -51,8 +51,12 @@ struct AwaitWord {
   const u64* value;
   Patience patience;
   u32* waited;
+  u64* gate;  // becomes 0 unless the word came, and stays so; may be null
 };
 
 FR_KERNEL(await_word, AwaitWord) {
-  if (block() == 0 && thread() == 0) *p.waited = wait_at_least(p.word, *p.value, p.patience);
+  if (block() != 0 || thread() != 0) return;
+  Waited waited = wait_at_least(p.word, *p.value, p.patience);
+  *p.waited = waited;
+  if (p.gate && waited != READY) *p.gate = 0;
 }

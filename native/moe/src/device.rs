@@ -19,10 +19,8 @@ use crate::{routes::Routes, shape::Shape};
 pub enum Word {
     /// Not 0: nothing comes any more.
     Abort,
-    /// The last exchange is over, and its answers were left out.
-    Next,
-    /// The last exchange is over, answers and all.
-    After,
+    /// The last exchange is over: twice its number, and one more if its answers were summed.
+    Over,
     /// The rows of each source are known.
     Routes,
     /// There are rows to hand out.
@@ -33,7 +31,8 @@ pub enum Word {
     Answers,
 }
 
-/// What a device has done: the slot of an atomic to its own rank.
+/// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it waited for before did
+/// not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     /// Its routes are written down.
@@ -56,9 +55,17 @@ impl Told {
     /// What it is instead.
     pub fn of(words: [u64; 2], rank: u32) -> Result<Self, String> {
         match Command::decode(words).map_err(|e| e.to_string())? {
-            Command::Atomic { rank: to, add: Add { slot, .. }, .. } if u32::from(to) == rank => {
-                let told = Self::ALL.get(usize::from(slot)).copied();
-                told.ok_or_else(|| format!("an exchange has no slot {slot}"))
+            Command::Atomic { rank: to, add, .. } if u32::from(to) == rank => {
+                let slot = usize::from(add.slot);
+                let told = Self::ALL.get(slot).copied();
+                let told = told.ok_or_else(|| format!("an exchange has no slot {slot}"))?;
+                match add.value {
+                    0 => Err(format!(
+                        "the device waited for too long before it said {told:?}; raise the timeout, or have every \
+                         rank make the same calls"
+                    )),
+                    _ => Ok(told),
+                }
             }
             other => Err(format!("an exchange takes atomics to its own rank, and no {other:?}")),
         }
@@ -201,14 +208,19 @@ impl Shared {
         self.put(self.layout.missing, words);
     }
 
-    /// Nothing comes any more, and nothing is there (RS-1): who waits is told, and whatever is read is empty.
+    /// Nothing comes any more, and nothing is there: who waits is told, and whatever is read is empty.
     pub fn abort(&self) {
+        self.clear();
+        self.set(Word::Abort, 1);
+    }
+
+    /// Nothing is there until it is put (RS-1): no rows, no room, and every rank's answers are missing.
+    pub fn clear(&self) {
         let clear = |(first, n): Area8| {
             self.words[first..first + n].iter().for_each(|word| word.store(0, Relaxed));
         };
         [self.layout.incoming, self.layout.lot, self.layout.answers].into_iter().for_each(clear);
         self.put(self.layout.missing, std::iter::repeat_n(u64::MAX, self.layout.missing.1));
-        self.set(Word::Abort, 1);
     }
 
     fn put_chunks(&self, area: Area8, chunks: &[Listed]) {

@@ -203,6 +203,12 @@ impl MoeExchange {
         py.detach(|| self.0.leave());
     }
 
+    /// Whether tokens that the device has told of wait for the exchange before to be over.
+    #[getter]
+    fn begins(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.begins())
+    }
+
     /// Ranks whose answers are missing in the last sums that the device has told of.
     #[getter]
     fn left_out(&self, py: Python<'_>) -> Vec<u32> {

@@ -14,7 +14,7 @@ import torch
 from fabric_ray import TransferEngine, errors
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.channel import ARGUMENTS
-from fabric_ray.moe import AllToAll, RowPart
+from fabric_ray.moe import AllToAll, RowPart, device
 from tests.host_kernels import Host
 from tests.moe_ranks import batch, expert
 
@@ -277,6 +277,182 @@ def test_tokens_that_go_nowhere_are_told_and_the_others_go(host: Host, bad: int,
             assert a.combine_recv(w)[:, 0].tolist() == [2, 2, 1, 2]
 
         together(ranks, work)
+
+
+def test_a_call_that_an_earlier_fault_stopped_can_be_made_again(host: Host) -> None:
+    with group(host, (True,), experts=2, topk=1, hidden=8, max_tokens=4) as (a,):
+        x, w = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 1)
+        a.dispatch_send(x, torch.tensor([[0], [9]]))
+        a._finish()
+        with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_recv was done"):
+            a.dispatch_recv()
+        a.combine_send(a.dispatch_recv().x)
+        assert a.combine_recv(w)[:, 0].tolist() == [1, 0]
+
+
+def test_mr_1_rows_that_have_not_left_stay_when_a_wait_is_aborted(host: Host) -> None:
+    """The peer gives no room for the rest of the rows, and the next tokens come."""
+    room = {"private_rows": 0, "shared_rows": 1}
+    with group(
+        host, (True, False), experts=2, topk=1, hidden=8, max_tokens=4, timeout=LIMIT, **room
+    ) as (a, silent):
+        x, to_peer = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.int64)
+        silent.dispatch_send(x[:0], to_peer[:0])
+        a.dispatch_send(x, to_peer)
+        a.dispatch_recv()
+        steps = a._steps
+        assert steps is not None
+        own = steps._rows(steps._row_stride).clone()
+        assert own.any()
+        waits = threading.Thread(target=a.dispatch_send, args=(3 * x, to_peer), daemon=True)
+        waits.start()
+        time.sleep(0.05)
+        assert waits.is_alive()
+        a.close()
+        waits.join(LIMIT)
+        assert not waits.is_alive()
+        assert torch.equal(steps._rows(steps._row_stride), own)
+
+
+@pytest.mark.parametrize("call", ["check", "left_out"])
+def test_rs_1_a_device_that_has_waited_for_too_long_hands_out_nothing_and_says_so(
+    host: Host, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    sizes = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
+    monkeypatch.setattr(device, "_PATIENCE", 1e-3)
+    with group(host, (True, False), timeout=LIMIT, **sizes) as (a, _):
+        x, idx, _w = batch(0, 4, 2, 1, 8)
+        a.dispatch_send(x, idx)
+        steps = a._steps
+        assert steps is not None
+        # As an exchange before would have left them.
+        steps._at["incoming"].fill_(1 << 32 | 1)
+        steps._at["missing"].fill_(0)
+        given = torch.full((8, 8), 7, dtype=torch.bfloat16)
+        got = steps.dispatch_recv(1, None, given)
+        assert got.counts.tolist() == [0]
+        assert (given == 7).all()
+        with pytest.raises(errors.Cancelled, match="waited for too long before it said HandedOut"):
+            a.check() if call == "check" else a.left_out
+        with pytest.raises(errors.Cancelled):
+            a.combine_send(got.x)
+
+
+def test_a_host_that_does_not_follow_the_device_is_told_of(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
+    with group(host, (True,), **sizes) as (a,):
+        steps = a._steps
+        assert steps is not None
+        steps._pushers[0] += 1
+        a.set_timeout(0.01)
+        for wants in (lambda: a.left_out, a.card, a.check):
+            with pytest.raises(errors.Cancelled, match="host has not followed"):
+                wants()
+        a.close()
+        with pytest.raises(errors.Cancelled, match="closed"):
+            a.check()
+
+
+def test_tensors_whose_strides_mean_nothing_are_taken(host: Host) -> None:
+    parts = [RowPart("scale", 1, torch.float32)]
+    sizes = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4, "parts": parts}
+    with group(host, (True,), **sizes) as (a,):
+        for n in (4, 1, 0):
+            x = torch.arange(n * 8, dtype=torch.bfloat16).view(n, 8)
+            apart = torch.as_strided(x, (n, 8), (1, 1)) if n < 2 else x
+            scale = torch.arange(4, dtype=torch.float32)[:n].as_strided((n, 1), (1, 4))
+            idx = torch.zeros(n, 1, dtype=torch.int64)
+            a.dispatch_send(apart, idx, scale=scale)
+            got = a.dispatch_recv()
+            assert torch.equal(got.parts["scale"][:n], scale)
+            a.combine_send(got.x)
+            weights = torch.ones(4, dtype=torch.float32)[:n].as_strided((n, 1), (1, 4))
+            assert torch.equal(a.combine_recv(weights), x)
+        a.check()
+
+
+def test_a_launch_that_fails_ends_the_exchange(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(host, (True,), experts=2, topk=1, hidden=8, max_tokens=4) as (a,):
+        x, idx, _ = batch(0, 4, 2, 1, 8)
+        steps = a._steps
+        assert steps is not None
+
+        def fails(*_: object) -> None:
+            raise errors.ResourceError("no launch any more")
+
+        monkeypatch.setattr(steps._kernels, "pack", fails)
+        with pytest.raises(errors.ResourceError):
+            a.dispatch_send(x, idx)
+        with pytest.raises(errors.Cancelled, match="closed"):
+            a.dispatch_send(x, idx)
+
+
+def test_one_thread_at_a_time_is_in_a_call(host: Host) -> None:
+    with group(host, (True, True), experts=2, topk=1, hidden=8, max_tokens=4) as (a, _):
+        x, idx, _w = batch(0, 4, 2, 1, 8)
+        a.dispatch_send(x, idx)
+        waits = threading.Thread(target=a.dispatch_recv, daemon=True)
+        waits.start()
+        time.sleep(0.05)
+        assert waits.is_alive()
+        with pytest.raises(errors.InvalidArgument, match="another thread is in a call"):
+            a.dispatch_recv()
+        a.close()
+        waits.join(LIMIT)
+        assert not waits.is_alive()
+
+
+def test_more_ranks_than_commands_can_name_are_refused_first(host: Host) -> None:
+    with (
+        TransferEngine(name="many", transport="shm") as engine,
+        pytest.raises(errors.InvalidArgument, match="1025 ranks; on a device there are 1024"),
+    ):
+        AllToAll(
+            engine,
+            rank=0,
+            ranks=1025,
+            experts=1025,
+            topk=1,
+            hidden=8,
+            max_tokens=1,
+            launcher=host.another(),
+        )
+
+
+class Recorder:
+    """Launches, and keeps what was launched to launch it again, as a CUDA graph does."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(self, *launched: Any) -> None:
+        self.launches.append(launched)
+        self._host.launch(*launched)
+
+
+def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -> None:
+    """A dispatch's launches are the same after an exchange with answers and after one without."""
+    recorder = Recorder(host.another())
+    with TransferEngine(name="alone", transport="shm") as engine:
+        sizes: dict[str, Any] = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
+        a = AllToAll(engine, rank=0, ranks=1, launcher=recorder, **sizes)
+        x, idx, w = batch(0, 4, 2, 1, 8)
+        words = []
+        for combines in (True, False, False, True, True, False, True):
+            recorder.launches.clear()
+            a.dispatch_send(x, idx)
+            _, _, _, _, arguments = recorder.launches[0]
+            words.append((arguments.word, arguments.value))
+            got = a.dispatch_recv()
+            if combines:
+                a.combine_send(got.x)
+                a.combine_recv(w)
+        a.check()
+        assert len({*words}) == 1
+        a.close()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_launched(host: Host) -> None:

@@ -5,7 +5,7 @@
 //! same bytes between ranks. So ranks with kernels and without are one exchange, and a rank that is lost is masked: what
 //! a device waits for then comes without it.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Result};
 
@@ -70,15 +70,35 @@ impl State {
         self.device = Some(device);
     }
 
+    /// Whether the device waits for memory that lost ranks let go of when they like.
+    pub fn device_hangs(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.hangs(self))
+    }
+
+    /// Lost ranks have not let go of memory for so long, or never will, and the device can't go on without it.
+    pub fn device_is_stuck(&mut self, after: Duration, cause: &str) {
+        let error = self.not_quiet(after, cause);
+        if let Some(device) = self.device.as_mut().filter(|d| d.failed.is_none()) {
+            device.fail(error);
+        }
+    }
+
     /// Why a device that goes on without what it waited for can't.
     fn gives_up(&self, cause: String) -> EngineError {
         match self.holds(Until::Quiet) {
             true => EngineError::Cancelled { what: "exchange on the device", cause },
-            false => EngineError::NotQuiesced {
-                what: "memory that goes to a lost rank, or comes from it,".into(),
-                after: Default::default(),
-                cause: format!("ranks {:?} have not let go of it; {cause}", self.revoking),
-            },
+            false => self.not_quiet(Duration::ZERO, &cause),
+        }
+    }
+
+    fn not_quiet(&self, after: Duration, cause: &str) -> EngineError {
+        EngineError::NotQuiesced {
+            what: "memory that goes to a lost rank, or comes from it,".into(),
+            after,
+            cause: format!(
+                "ranks {:?} have not let go of it, and {} writes that failed are under way; {cause}",
+                self.revoking, self.unsettled
+            ),
         }
     }
 }
@@ -122,6 +142,28 @@ impl Device {
         }
     }
 
+    /// Whether tokens of its wait for the exchange before to be over.
+    pub fn begins(&self) -> bool {
+        self.begins.is_some() && self.failed.is_none()
+    }
+
+    /// Whether rows are being handed out, and must stay where they are.
+    pub fn hands_out(&self) -> bool {
+        self.lot.is_some() && self.failed.is_none()
+    }
+
+    fn hangs(&self, s: &State) -> bool {
+        let until = match s.step {
+            _ if self.failed.is_some() => return false,
+            _ if self.begins.is_some() => Until::MayDispatch,
+            Step::Dispatched if self.routed && self.lot.is_none() => Until::Rows,
+            Step::Collected | Step::Answering if self.leaving.is_none() => Until::AnswersLeft,
+            Step::Idle if !self.may_begin => Until::MayDispatch,
+            _ => return false,
+        };
+        s.hangs_on_quiet(until)
+    }
+
     /// The device gets nothing any more, and every wait of its ends (RS-4).
     pub fn end(&mut self, cause: EngineError) {
         self.failed.get_or_insert(cause);
@@ -150,11 +192,11 @@ impl Device {
             }
             Step::Collected => {
                 self.tell_room(s);
-                self.tell_over(s, Word::Next);
+                self.tell_over(s, 2 * self.exchange);
             }
             Step::Answering => self.tell_room(s),
             Step::Answered => self.tell_answers(s),
-            Step::Idle => self.tell_over(s, Word::After),
+            Step::Idle => self.tell_over(s, 2 * self.exchange + 1),
         }
     }
 
@@ -182,6 +224,7 @@ impl Device {
     }
 
     fn begin(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+        self.shared.clear();
         (self.routed, self.answered, self.lots, self.answers) = (false, false, 0, 0);
         (self.lot, self.leaving, self.cursor) = (None, None, (0, 0));
         s.begin(Arc::new(self.begins.take().unwrap_or_default()), acts);
@@ -190,10 +233,10 @@ impl Device {
         }
     }
 
-    fn tell_over(&mut self, s: &State, word: Word) {
+    fn tell_over(&mut self, s: &State, value: u64) {
         if s.holds(Until::MayDispatch) {
             self.may_begin = true;
-            self.shared.set(word, self.exchange);
+            self.shared.set(Word::Over, value);
         }
     }
 

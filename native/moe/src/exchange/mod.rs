@@ -421,6 +421,7 @@ impl Inner {
     pub(crate) fn revoked(self: &Arc<Self>, rank: u32, end: Result<()>) {
         if let Err(error) = end {
             tracing::warn!(%error, "memory can't be taken back from a lost rank");
+            self.state.lock().device_is_stuck(Duration::ZERO, &error.to_string());
             return;
         }
         let mut acts = Vec::new();

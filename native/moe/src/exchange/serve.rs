@@ -28,6 +28,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// What it sleeps when nothing has come for [`IDLE`].
 const LONG_NAP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
+/// How often it looks whether the device hangs on a lost rank.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// The thread, for as long as the exchange is there.
 #[derive(Debug)]
@@ -95,6 +97,11 @@ impl AllToAll {
         self.inner.state.lock().device.as_ref().map(Device::left_out).unwrap_or_default()
     }
 
+    /// Whether tokens that the device has told of wait for the exchange before to be over.
+    pub fn begins(&self) -> bool {
+        self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
+    }
+
     /// Ends every wait of the device, now and later, and hears it no more.
     pub fn leave(&self) {
         if let Some(device) = self.inner.state.lock().device.as_mut() {
@@ -117,11 +124,29 @@ impl Inner {
         drop(state);
         self.run(acts);
     }
+
+    /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a caller's wait would end.
+    /// `since` is when it was first seen to.
+    fn end_if_stuck(&self, since: &mut Option<Instant>) {
+        let mut state = self.state.lock();
+        if !state.device_hangs() {
+            *since = None;
+            return;
+        }
+        if since.get_or_insert_with(Instant::now).elapsed() >= self.timeout() {
+            state.device_is_stuck(self.timeout(), "the device waits for that");
+        }
+    }
 }
 
 fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
     let mut quiet_since = Instant::now();
+    let (mut looked, mut hangs_since) = (quiet_since, None);
     while !stop.load(SeqCst) {
+        if looked.elapsed() >= LOOK {
+            inner.end_if_stuck(&mut hangs_since);
+            looked = Instant::now();
+        }
         if let Some(words) = popper.poll(0) {
             inner.told(words);
             // Completed when all that follows from it was posted.
@@ -134,5 +159,73 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
             quiet if quiet < IDLE => std::thread::sleep(NAP),
             _ => std::thread::sleep(LONG_NAP),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+
+    use super::*;
+    use crate::{
+        device::{Add, AtomicWords, Command, Layout},
+        kernels::Float,
+        shape::{Back, Shape},
+    };
+
+    /// A device that has begun, while a lost rank holds on to memory.
+    fn hanging() -> (SimNet, AllToAll) {
+        let mut net = SimNet::new(SimConfig::default());
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let shape = Shape {
+            ranks: 2,
+            experts: 2,
+            topk: 1,
+            max_tokens: 4,
+            row_nbytes: 16,
+            back: Back { elements: 8, float: Float::F32 },
+            private_rows: 4,
+            shared_rows: None,
+        };
+        let all = AllToAll::new(engine, shape, 0).unwrap();
+        let layout = Layout::new(&shape);
+        let words = AtomicWords::allocate(layout.words);
+        // No fault.
+        words[layout.note.0].store(u64::MAX, SeqCst);
+        all.attach(Shared::new(words, &shape).unwrap()).unwrap();
+        all.inner.state.lock().revoking.push(1);
+        let add = Add { slot: Told::Begun as u16, value: 1, ordered: true };
+        all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
+        assert!(all.begins());
+        (net, all)
+    }
+
+    #[test]
+    fn rs_4_a_device_that_hangs_on_a_lost_rank_is_let_go_after_the_timeout() {
+        let (_net, all) = hanging();
+        let mut since = None;
+        all.inner.end_if_stuck(&mut since);
+        assert!(since.is_some() && all.check().is_ok());
+        all.set_timeout(Duration::ZERO);
+        all.inner.end_if_stuck(&mut since);
+        assert!(matches!(all.check(), Err(EngineError::NotQuiesced { .. })));
+        assert!(!all.begins());
+    }
+
+    #[test]
+    fn a_device_goes_on_when_the_lost_rank_lets_go() {
+        let (_net, all) = hanging();
+        let mut since = Some(Instant::now());
+        all.inner.revoked(1, Ok(()));
+        all.set_timeout(Duration::ZERO);
+        all.inner.end_if_stuck(&mut since);
+        assert!(since.is_none() && all.check().is_ok() && !all.begins());
+    }
+
+    #[test]
+    fn rs_4_a_device_waits_for_no_memory_that_never_comes_back() {
+        let (_net, all) = hanging();
+        all.inner.revoked(1, Err(EngineError::Closed));
+        assert!(matches!(all.check(), Err(EngineError::NotQuiesced { .. })));
     }
 }

@@ -348,7 +348,10 @@ impl State {
     /// What follows for all from something that has happened to one.
     pub fn go_on(&mut self, acts: &mut Vec<Act>) {
         // The shared buffer has room again when nothing in it is wanted, nor can be written by anybody who was lost.
-        let used = self.here().any(|l| !l.inward.chunks.is_empty()) || !self.holds(Until::Quiet);
+        // What a device hands out is wanted, even if who sent it has gone since.
+        let used = self.here().any(|l| !l.inward.chunks.is_empty())
+            || self.device.as_ref().is_some_and(Device::hands_out)
+            || !self.holds(Until::Quiet);
         if !self.waiting.is_empty() && !used {
             self.next_place = 0;
         }

@@ -74,7 +74,7 @@ impl Kernels {
             rows,
             words,
             exchange: 0,
-            combined: true,
+            combined: false,
             next: Next::Route,
             routes: Routes::default(),
             placing: None,
@@ -85,7 +85,11 @@ impl Kernels {
     }
 
     pub fn tell(&self, all: &AllToAll, told: Told) {
-        let add = Add { slot: told as u16, value: 1, ordered: true };
+        self.say(all, told, 1);
+    }
+
+    fn say(&self, all: &AllToAll, told: Told, value: i64) {
+        let add = Add { slot: told as u16, value, ordered: true };
         let command = Command::Atomic { rank: self.rank as u16, channel: 0, add };
         all.tell(command.encode().unwrap());
     }
@@ -104,8 +108,7 @@ impl Kernels {
     pub fn step(&mut self, all: &AllToAll, batch: &Batch, combine: bool) -> Outcome {
         let (n, (lots, rooms)) = (self.exchange, turns(&self.shape));
         let ready = match self.next {
-            Next::Route if self.combined => self.has(Word::After, n),
-            Next::Route => self.has(Word::Next, n),
+            Next::Route => self.has(Word::Over, 2 * n + u64::from(self.combined)),
             Next::Pack => true,
             Next::Place => self.has(Word::Routes, n),
             Next::HandOut(turn) => self.has(Word::Rows, n * lots + turn),
@@ -305,6 +308,25 @@ mod tests {
             assert!(kernels.has(Word::Abort, 1), "{command:?}");
             assert!(all.check().is_err());
         }
+    }
+
+    #[test]
+    fn a_device_that_says_that_it_waited_for_too_long_is_heard() {
+        let (_net, _engine, all, kernels) = alone(2);
+        kernels.say(&all, Told::Begun, 0);
+        assert!(kernels.has(Word::Abort, 1));
+        assert!(all.check().unwrap_err().to_string().contains("too long before it said Begun"));
+    }
+
+    #[test]
+    fn rs_1_tables_of_the_exchange_before_are_empty_when_the_next_begins() {
+        let (_net, _engine, all, mut kernels) = alone(1);
+        let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
+        while !matches!(kernels.step(&all, &batch, true), Outcome::Summed(..)) {}
+        let (words, at) = (kernels.words.clone(), kernels.layout.missing.0);
+        assert_eq!(words[at].load(Acquire) & 0xff, 0, "the own answers were there");
+        assert!(matches!(kernels.step(&all, &batch, true), Outcome::Went));
+        assert_eq!(words[at].load(Acquire), u64::MAX);
     }
 
     #[test]
