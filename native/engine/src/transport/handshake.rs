@@ -469,7 +469,8 @@ mod tests {
         use crate::api::{Endpoint, TransportKind};
         let (a, mut b) = (speaking(1, 3), speaking(1, 3));
         b.own.endpoints = vec![Endpoint { transport: TransportKind::Tcp, data: vec![1, 2, 3] }];
-        let changes: [(&str, fn(&mut Welcome)); 5] = [
+        type Change = (&'static str, fn(&mut Welcome));
+        let changes: [Change; 5] = [
             ("version", |w| w.version ^= 1),
             ("name", |w| w.from.name.replace_range(..1, "w")),
             ("an endpoint", |w| w.from.endpoints[0].data[1] ^= 1),
