@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,6 +35,19 @@ def _rebuild(cls: type[FabricError], message: str, fields: dict[str, Any]) -> Fa
 
 class InvalidArgument(FabricError, ValueError):
     """A request that can't be carried out as described; nothing was sent."""
+
+
+@contextmanager
+def given_path(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around reading or writing what the user named, and nothing else.
+
+    Raises:
+        InvalidArgument: for whatever the system says to that; it names the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(f"{os.fspath(path)}: {error.strerror or error}") from error
 
 
 class OutOfBounds(InvalidArgument):

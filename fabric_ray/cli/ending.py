@@ -32,13 +32,11 @@ def fail(message: str, code: Code = Code.IMPOSSIBLE) -> NoReturn:
 
 @contextmanager
 def errors_in_words() -> Iterator[None]:
-    """Ends the command where what is within can't be done, and says why."""
+    """Ends the command where what is within can't be done, and says why.
+
+    What isn't a :class:`FabricError` is a fault of ours, and shown as one.
+    """
     try:
         yield
     except FabricError as error:
         fail(str(error))
-    except OSError as error:
-        # Files that the user named; anything else is a fault of ours, and shown as one.
-        if error.filename is None:
-            raise
-        fail(f"{error.filename}: {error.strerror}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, given_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,11 @@ def draw(plan: Plan, title: str, path: Path) -> None:
 
 
 def save(figure: Figure, title: str, path: Path) -> None:
-    """Writes a figure as what the path's name says."""
+    """Writes a figure as what the path's name says.
+
+    Raises:
+        InvalidArgument: it can't be written there.
+    """
     kind = "png" if path.suffix == ".png" else "svg"
     out = BytesIO()
     figure.savefig(out, format=kind, dpi=150)
@@ -56,7 +60,8 @@ def save(figure: Figure, title: str, path: Path) -> None:
             "<style>svg{max-width:100%;height:auto}</style>\n"
         )
         image = (head + body[body.index("<svg") :]).encode()
-    path.write_bytes(image)
+    with given_path(path):
+        path.write_bytes(image)
 
 
 def matrix(plan: Plan) -> npt.NDArray[np.float64]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
+from fabric_ray.errors import given_path
 from fabric_ray.observe import Flight, ProcessRecords, join, load, story
 from fabric_ray.observe.asking import Silent, ask_records, sockets
 from fabric_ray.observe.chrome import trace as chrome_trace
@@ -58,13 +59,17 @@ def trace(
     with errors_in_words(), working("asking") as tell:
         processes = _processes(files or [], tell)
         if dump:
-            dump.write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in processes))
+            records = b"".join(msgspec.json.encode(p) + b"\n" for p in processes)
+            with given_path(dump):
+                dump.write_bytes(records)
         tell("joining")
         flights = join(processes)
         if request is not None:
             flights = story(flights, request)
         if out and (flights or request is None):
-            out.write_bytes(msgspec.json.encode(chrome_trace(processes, flights)))
+            timeline = msgspec.json.encode(chrome_trace(processes, flights))
+            with given_path(out):
+                out.write_bytes(timeline)
     if request is not None and not flights:
         fail(
             f"nothing is recorded of {request!r}: it may be too long ago, or its process isn't "

@@ -7,12 +7,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import FabricError, InvalidArgument, given_path
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def named_failures() -> Iterator[None]:
 
 def make_output(directory: Path) -> None:
     """Raises InvalidArgument if results can't be written there."""
-    try:
+    with given_path(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument(f"{directory} can't be written to: {error.strerror}") from None
+        # It may have been there, and belong to somebody else.
+        TemporaryFile(dir=directory).close()

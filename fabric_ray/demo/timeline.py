@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_ray.demo.options import Push
+from fabric_ray.errors import given_path
 from fabric_ray.weights.report import Span
 
 # Paul Tol's bright scheme: told apart with any kind of colour vision.
@@ -48,7 +49,8 @@ def draw(path: Path, driver: Sequence[Span], pushes: Sequence[Push]) -> None:
         loc="left",
         fontsize="medium",
     )
-    figure.savefig(path)
+    with given_path(path):
+        figure.savefig(path)
 
 
 def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
@@ -62,7 +64,8 @@ def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
     _bars(axes, lanes, spans, min(span.start for span in spans), 1.0)
     axes.set_xlabel("seconds")
     axes.set_title(title, loc="left", fontsize="medium")
-    figure.savefig(path)
+    with given_path(path):
+        figure.savefig(path)
 
 
 def _bars(axes: Any, rows: Sequence[str], spans: Sequence[Span], zero: float, scale: float) -> None:

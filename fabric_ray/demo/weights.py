@@ -12,14 +12,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from fabric_ray.demo.cluster import cluster, make_output, named_failures
 from fabric_ray.demo.options import Checked, Options, Outcome, Push
 from fabric_ray.demo.rollout import Rollout
 from fabric_ray.demo.timeline import draw
 from fabric_ray.demo.trainer import Trainer
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import given_path
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.weights import WeightSync
 from fabric_ray.weights.families import target_side
@@ -47,12 +46,7 @@ def run(options: Options, tell: Tell = lambda *_: None) -> Outcome:
     target_side(config, tp=options.rollouts, ep=options.ep)
     make_output(options.output)
     with cluster(options.address), _scratch(options.output) as scratch, named_failures():
-        try:
-            return _Run(options, config, scratch, tell).outcome()
-        except RayError:
-            raise
-        except OSError as error:
-            raise FabricError(f"{error.filename or options.output}: {error.strerror}") from None
+        return _Run(options, config, scratch, tell).outcome()
 
 
 class _Run:
@@ -182,7 +176,8 @@ def _config(options: Options) -> ModelConfig:
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    directory = Path(mkdtemp(prefix="reference-", dir=output))
+    with given_path(output):
+        directory = Path(mkdtemp(prefix="reference-", dir=output))
     try:
         yield directory
     finally:

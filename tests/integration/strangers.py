@@ -138,8 +138,9 @@ def hear(connection: socket.socket, *, tcp: bool) -> bytes:
         return b""
 
 
-def mac(token: bytes, role: bytes, said: bytes, nonce: bytes, acceptor: bytes) -> bytes:
-    return hmac.new(token, role + said + nonce + acceptor, hashlib.sha256).digest()
+def mac(token: bytes, role: bytes, hello: bytes, welcome: bytes) -> bytes:
+    """Over all of a welcome's body but its kind and its own mac."""
+    return hmac.new(token, role + hello + welcome, hashlib.sha256).digest()
 
 
 def _host() -> bytes:

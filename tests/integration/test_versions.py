@@ -53,10 +53,10 @@ def test_a_peer_of_a_neighbouring_version_is_welcomed_at_the_version_that_both_s
     welcome = stranger.hear_message()
     body = welcome[10:]
     kind, version, acceptor = body[0], body[1], body[2:18]
-    nonce, proof = body[-64:-32], body[-32:]
+    unsigned, proof = body[1:-32], body[-32:]
     assert (kind, version, acceptor.hex()) == (1, VERSION, server.address.id)
-    assert proof == mac(TOKEN, b"acceptor", said, nonce, acceptor)
-    stranger.say(sealed(b"FRhs", b"\x02" + mac(TOKEN, b"initiator", said, nonce, acceptor)))
+    assert proof == mac(TOKEN, b"acceptor", said, unsigned)
+    stranger.say(sealed(b"FRhs", b"\x02" + mac(TOKEN, b"initiator", said, unsigned)))
     assert stranger.hear_message() == sealed(b"FRhs", b"\x03"), "it was not accepted"
     stranger.socket.close()
 
@@ -66,7 +66,7 @@ def test_a_peer_of_a_version_far_away_is_told_so_and_so_is_the_log(
     server: TransferEngine, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     far = VERSION + 2
-    words = (f"x#00000000 speaks {far}", f"speaks {VERSION}", "upgrade the older side")
+    words = (f"{far} is spoken by x#00000000, {VERSION} by server#", "upgrade the older side")
     with caplog.at_level(logging.WARNING, logger="fabric_ray.native"):
         stranger = knock(server, transport)
         stranger.say(hello(server.address.id, protocol=(far, far)))
@@ -81,7 +81,7 @@ def test_a_peer_of_a_version_far_away_is_told_so_and_so_is_the_log(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("refusal", "no common protocol version: x speaks 3"),
+        ("refusal", "no common protocol version: 3 is spoken by x"),
         ("welcome", f"protocol version 3 was chosen, {VERSION} was offered; upgrade"),
     ],
 )
@@ -90,7 +90,7 @@ def test_whoever_calls_a_peer_of_a_version_far_away_learns_why(
 ) -> None:
     engine = open_engine("caller", transport=transport, token=TOKEN)
     with Door(transport) as door:
-        reason = b"no common protocol version: x speaks 3"
+        reason = b"no common protocol version: 3 is spoken by x"
         message = {
             "refusal": b"\x04" + b"\x00" + bytes([len(reason)]) + reason,
             "welcome": b"\x01" + b"\x03" + door.id + NAME + b"\x00" + bytes(64),

@@ -19,6 +19,7 @@ import typer.main
 from click.testing import Result
 from typer.testing import CliRunner
 
+from fabric_ray import observe
 from fabric_ray.cli.ending import Code
 from fabric_ray.cli.main import app
 
@@ -134,6 +135,47 @@ def test_the_exit_code_says_which_kind_of_no_it_is(
     assert result.exit_code == code
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--dump"])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("/dev/full", "No space left on device"), ("/no/such/folder/a", "No such file or directory")],
+)
+def test_a_path_of_the_users_that_can_not_be_written_is_named_in_one_sentence(
+    option: str, path: str, words: str, tmp_path: Path
+) -> None:
+    observe.dump(tmp_path / "ours.json")
+    result = run("trace", str(tmp_path / "ours.json"), option, path)
+    assert result.exit_code == Code.IMPOSSIBLE
+    assert result.stderr == f"fabric-ray: {path}: {words}\n"
+
+
+def test_a_picture_that_finds_no_room_is_named_in_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'fabric-ray[ray]'")
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    push = ["llama-3.1-8b", "--trainer", "fsdp=8", "--rollout", "tp=4"]
+    result = run("plan", *push, "--picture", str(tmp_path / "full.svg"))
+    assert result.exit_code == Code.IMPOSSIBLE
+    last = result.stderr.splitlines()[-1]
+    assert last == f"fabric-ray: {tmp_path / 'full.svg'}: No space left on device"
+
+
+def test_an_output_folder_that_takes_no_files_is_told_before_anything_runs() -> None:
+    pytest.importorskip("ray", reason="pip install 'fabric-ray[ray]'")
+    for demo in ("weights", "rl"):
+        result = run("demo", demo, "--output", "/proc/self/fdinfo")
+        assert result.exit_code == Code.IMPOSSIBLE
+        assert result.stderr.strip() == "fabric-ray: /proc/self/fdinfo: No such file or directory"
+
+
+def test_a_program_that_is_missing_is_a_fault_of_ours_and_shown_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    result = run("bench", "--sizes", "4KiB", "--turns", "1", "--transports", "tcp")
+    assert isinstance(result.exception, FileNotFoundError)
+    assert result.exception.filename == "/no/such/python"
 
 
 def test_the_documented_codes_are_those_that_there_are() -> None:

@@ -1,8 +1,8 @@
 //! How values that travel between processes are framed: magic, version, checksum, body.
 //!
-//! Two neighbouring versions are spoken at a time, so that processes can be upgraded one after another. Who writes
-//! a value rarely knows who will read it: it is written in the older one, and both are read. What a link says is of the
-//! version that its handshake agreed on.
+//! Two neighbouring versions are read at a time, so that processes can be upgraded one after another. Who writes a
+//! value rarely knows who will read it: which of the two is written is a number of its own, that follows a release
+//! after the newest that is read.
 //!
 //! Peers are untrusted: decoding never panics, never allocates more than the input's size allows,
 //! and says which rule was broken.
@@ -20,9 +20,14 @@ pub(crate) struct Versions {
     pub newest: u16,
 }
 
-/// What this build reads and writes. The newest is bumped when a body changes in any way, and the oldest follows a
-/// release later.
+/// What this build reads, and offers in handshakes. The newest is bumped when a body changes in any way; the oldest
+/// follows two releases later.
 pub(crate) const WIRE: Versions = Versions { oldest: 1, newest: 1 };
+
+/// What this build writes. It follows [`WIRE`]'s newest a release later, when all who may read it can.
+const WRITES: u16 = 1;
+
+const _: () = assert!(WIRE.oldest <= WRITES && WRITES <= WIRE.newest);
 
 impl Versions {
     /// Of a format that never changes.
@@ -57,13 +62,16 @@ pub(crate) struct Envelope {
     pub what: &'static str,
     /// The largest encoding that is accepted, in bytes.
     pub limit: usize,
-    pub versions: Versions,
+    /// Versions that are opened.
+    pub reads: Versions,
+    /// The version that is sealed: one of those that are read.
+    pub writes: u16,
 }
 
 impl Envelope {
     /// Of the format that this build speaks.
     pub const fn new(magic: [u8; 4], what: &'static str, limit: usize) -> Self {
-        Self { magic, what, limit, versions: WIRE }
+        Self { magic, what, limit, reads: WIRE, writes: WRITES }
     }
 
     pub fn encode<T: Serialize>(&self, value: &T) -> Vec<u8> {
@@ -74,7 +82,7 @@ impl Envelope {
     pub fn seal(&self, body: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER + body.len());
         out.extend_from_slice(&self.magic);
-        out.extend_from_slice(&self.versions.oldest.to_le_bytes());
+        out.extend_from_slice(&self.writes.to_le_bytes());
         out.extend_from_slice(&checksum(body).to_le_bytes());
         out.extend_from_slice(body);
         out
@@ -103,10 +111,10 @@ impl Envelope {
             return Err(fail("it does not begin with the mark of one".into()));
         }
         let version = u16::from_le_bytes([header[4], header[5]]);
-        if !self.versions.contains(version) {
+        if !self.reads.contains(version) {
             return Err(fail(format!(
                 "wire version {version}, this build reads {}; upgrade the older side",
-                self.versions
+                self.reads
             )));
         }
         let sum = u32::from_le_bytes([header[6], header[7], header[8], header[9]]);
@@ -127,37 +135,51 @@ fn checksum(body: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    fn build(oldest: u16, newest: u16) -> Envelope {
-        let versions = Versions { oldest, newest };
-        Envelope { magic: *b"FRxx", what: "a value", limit: 64, versions }
+    fn build(oldest: u16, newest: u16, writes: u16) -> Envelope {
+        let reads = Versions { oldest, newest };
+        assert!(reads.contains(writes));
+        Envelope { magic: *b"FRxx", what: "a value", limit: 64, reads, writes }
+    }
+
+    /// Releases in a row while version 2 comes and version 1 goes, then 3 and 2.
+    fn releases() -> Vec<Envelope> {
+        [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 3, 2), (2, 3, 3), (3, 3, 3)]
+            .map(|(oldest, newest, writes)| build(oldest, newest, writes))
+            .into()
     }
 
     #[test]
-    fn builds_one_version_apart_read_each_others_values() {
-        for (older, newer) in [(build(1, 1), build(1, 2)), (build(1, 2), build(2, 3))] {
-            assert_eq!(newer.decode::<u32>(&newer.encode(&7u32)), Ok(7));
-            let both = older.versions.common(newer.versions).unwrap();
-            let written = build(both, both).encode(&8u32);
-            assert_eq!(older.decode::<u32>(&written), Ok(8));
-            assert_eq!(newer.decode::<u32>(&written), Ok(8));
+    fn releases_next_to_each_other_read_each_others_values() {
+        for pair in releases().windows(2) {
+            let (older, newer) = (&pair[0], &pair[1]);
+            assert_eq!(newer.decode::<u32>(&older.encode(&7u32)), Ok(7));
+            assert_eq!(older.decode::<u32>(&newer.encode(&8u32)), Ok(8));
+            assert!(older.reads.common(newer.reads).is_some());
         }
-        // A release that speaks 1 and 2 can be mixed with one that speaks 1 alone, whoever reads.
-        assert_eq!(build(1, 1).decode::<u32>(&build(1, 2).encode(&9u32)), Ok(9));
+    }
+
+    #[test]
+    fn a_value_is_of_the_version_that_is_written_not_of_the_oldest_or_newest_read() {
+        for release in releases() {
+            let sealed = release.encode(&7u32);
+            assert_eq!(sealed[4..6], release.writes.to_le_bytes());
+        }
     }
 
     #[test]
     fn values_of_builds_further_apart_are_refused_with_both_versions() {
         let text = |e: EngineError| e.to_string();
-        let newer = build(1, 2).decode::<u32>(&build(3, 3).encode(&7u32)).map_err(text);
+        let newer = build(1, 2, 1).decode::<u32>(&build(3, 3, 3).encode(&7u32)).map_err(text);
         assert!(newer.unwrap_err().contains("wire version 3, this build reads 1 to 2; upgrade"));
-        let older = build(3, 4).decode::<u32>(&build(2, 2).encode(&7u32)).map_err(text);
+        let older = build(3, 4, 3).decode::<u32>(&build(2, 2, 2).encode(&7u32)).map_err(text);
         assert!(older.unwrap_err().contains("wire version 2, this build reads 3 to 4; upgrade"));
     }
 
     #[test]
     fn builds_meet_at_the_newest_version_that_both_speak() {
         let common = |a: (u16, u16), b: (u16, u16)| {
-            build(a.0, a.1).versions.common(build(b.0, b.1).versions)
+            let versions = |(oldest, newest)| Versions { oldest, newest };
+            versions(a).common(versions(b))
         };
         assert_eq!(common((1, 2), (2, 3)), Some(2));
         assert_eq!(common((1, 3), (1, 2)), Some(2));

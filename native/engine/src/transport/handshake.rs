@@ -7,10 +7,11 @@
 //! initiator -> Proof    { mac }
 //! acceptor  -> Accepted                                        or Refusal
 //! ```
-//! These messages stay as they are in all versions: builds of any age can tell each other why not.
-//! What follows them is of the version that the welcome says.
+//! What these messages say stays as it is in all versions, but for the endpoints of an [`EngineAddress`]: see the known
+//! gaps of `docs/design/wire.md`.
 //!
-//! A mac is HMAC-SHA256 over the role and all that was said before, keyed with the token.
+//! A mac is HMAC-SHA256, keyed with the token, over the role, the hello as it came, and all of the welcome but its
+//! mac: nobody on the way can change a version, a name or an endpoint.
 
 use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
@@ -25,7 +26,8 @@ const ENVELOPE: Envelope = Envelope {
     magic: *b"FRhs",
     what: "a handshake message",
     limit: MAX_MESSAGE,
-    versions: Versions::only(1),
+    reads: Versions::only(1),
+    writes: 1,
 };
 
 /// Longest handshake message, bytes.
@@ -50,6 +52,14 @@ struct Welcome {
     from: EngineAddress,
     nonce: Nonce,
     mac: Digest,
+}
+
+impl Welcome {
+    /// What its mac is over.
+    fn unsigned(&self) -> Vec<u8> {
+        // Serialising our own plain values into memory has no way to fail.
+        postcard::to_allocvec(&(self.version, &self.from, self.nonce)).unwrap_or_default()
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -112,9 +122,21 @@ fn unexpected(expected: &str) -> Failure {
     Failure::refuse(false, format!("the handshake is out of step: expected {expected}"))
 }
 
+/// What a stranger says, fit for a line of a log: short, and without what ends lines or turns them around.
+fn printable(said: &str, longest: usize) -> String {
+    let plain = |c: &char| {
+        !c.is_control() && !matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    said.chars().filter(plain).take(longest).collect()
+}
+
+/// An engine's label, before it has proven anything.
+fn claimed(address: &EngineAddress) -> String {
+    format!("{}#{}", printable(&address.name, 64), address.id)
+}
+
 fn refused(r: Refusal) -> Failure {
-    // The reason comes from a stranger: keep it short and printable.
-    let reason: String = r.reason.chars().filter(|c| !c.is_control()).take(300).collect();
+    let reason = printable(&r.reason, 300);
     Failure::silent(match r.stale {
         true => DomainError::Stale(reason),
         false => DomainError::Handshake(reason),
@@ -138,19 +160,12 @@ fn nonce() -> Result<Nonce, Failure> {
     Ok(n)
 }
 
-fn mac(
-    token: &[u8],
-    role: &[u8],
-    hello: &[u8],
-    welcome_nonce: &Nonce,
-    acceptor: EngineId,
-) -> Hmac<Sha256> {
+fn mac(key: &[u8], role: &[u8], said: &[&[u8]]) -> Hmac<Sha256> {
     // HMAC takes keys of any length.
-    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(token)
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key)
         .unwrap_or_else(|_| unreachable!("hmac takes any key"));
-    for part in [role, hello, welcome_nonce, &acceptor.0] {
-        mac.update(part);
-    }
+    mac.update(role);
+    said.iter().for_each(|part| mac.update(part));
     mac
 }
 
@@ -162,7 +177,7 @@ pub(crate) struct Session(Digest);
 impl Session {
     /// The bytes with a mac behind them. `role` tells the two directions apart.
     pub fn seal(&self, role: &[u8], bytes: &[u8]) -> Vec<u8> {
-        let sum = mac(&self.0, role, bytes, &[0; 32], EngineId([0; 16]));
+        let sum = mac(&self.0, role, &[bytes]);
         [bytes, &sum.finalize().into_bytes()].concat()
     }
 
@@ -170,7 +185,7 @@ impl Session {
     pub fn unseal<'a>(&self, role: &[u8], sealed: &'a [u8]) -> Result<&'a [u8], DomainError> {
         let cut = sealed.len().checked_sub(size_of::<Digest>());
         let (bytes, sum) = cut.map(|n| sealed.split_at(n)).unwrap_or_default();
-        mac(&self.0, role, bytes, &[0; 32], EngineId([0; 16]))
+        mac(&self.0, role, &[bytes])
             .verify_slice(sum)
             .map(|()| bytes)
             .map_err(|_| DomainError::Handshake("a message was changed on its way".into()))
@@ -223,11 +238,12 @@ impl Initiator {
             return Err(Failure::refuse(false, reason));
         }
         if welcome.from.id != self.to {
-            let cause = format!("engine {} answers there now", welcome.from.label());
+            let cause = format!("engine {} answers there now", claimed(&welcome.from));
             return Err(Failure::silent(DomainError::Stale(cause)));
         }
         let token = &self.credentials.token;
-        let sum = |role: &[u8]| mac(token, role, &self.hello, &welcome.nonce, welcome.from.id);
+        let unsigned = welcome.unsigned();
+        let sum = |role: &[u8]| mac(token, role, &[&self.hello, &unsigned]);
         if sum(b"acceptor").verify_slice(&welcome.mac).is_err() {
             return Err(Failure::refuse(false, WRONG_TOKEN.into()));
         }
@@ -252,9 +268,9 @@ impl Initiator {
 /// Waits for the proof of whoever said hello.
 pub(crate) struct Acceptor {
     token: Vec<u8>,
-    own: EngineId,
     hello: Vec<u8>,
-    nonce: Nonce,
+    /// All of ours but its mac.
+    welcome: Vec<u8>,
     pub peer: PeerIdentity,
     pub extra: Vec<u8>,
 }
@@ -267,46 +283,42 @@ impl Acceptor {
             (credentials.versions, Versions { oldest: hello.oldest, newest: hello.newest });
         let Some(version) = ours.common(theirs) else {
             // Both sides read it: here and there would mean something else to each.
-            let (name, from) = (credentials.own.label(), hello.from.label());
+            let (name, from) = (claimed(&credentials.own), claimed(&hello.from));
             return Err(Failure::refuse(
                 false,
                 format!(
-                    "no common protocol version: {from} speaks {theirs}, {name} speaks {ours}; \
+                    "no common protocol version: {theirs} is spoken by {from}, {ours} by {name}; \
                      upgrade the older side"
                 ),
             ));
         };
-        let own = credentials.own.id;
-        if hello.to != own {
+        if hello.to != credentials.own.id {
             let now = credentials.own.label();
             return Err(Failure::refuse(
                 true,
                 format!("engine {} is gone, {now} lives at its address now", hello.to),
             ));
         }
-        let nonce = nonce()?;
-        let mac = mac(&credentials.token, b"acceptor", bytes, &nonce, own);
-        let welcome = Message::Welcome(Welcome {
-            version,
-            from: credentials.own.clone(),
-            nonce,
-            mac: mac.finalize().into_bytes().into(),
-        });
+        let (from, nonce) = (credentials.own.clone(), nonce()?);
+        let mut welcome = Welcome { version, from, nonce, mac: [0; 32] };
         let this = Self {
             token: credentials.token.clone(),
-            own,
             hello: bytes.to_vec(),
-            nonce,
+            welcome: welcome.unsigned(),
             peer: PeerIdentity { address: hello.from },
             extra: hello.extra,
         };
-        Ok((this, ENVELOPE.encode(&welcome)))
+        welcome.mac = this.sum(b"acceptor").finalize().into_bytes().into();
+        Ok((this, ENVELOPE.encode(&Message::Welcome(welcome))))
+    }
+
+    fn sum(&self, role: &[u8]) -> Hmac<Sha256> {
+        mac(&self.token, role, &[&self.hello, &self.welcome])
     }
 
     /// Worth something once the proof was right.
     pub fn session(&self) -> Session {
-        let mac = mac(&self.token, b"session", &self.hello, &self.nonce, self.own);
-        Session(mac.finalize().into_bytes().into())
+        Session(self.sum(b"session").finalize().into_bytes().into())
     }
 
     /// Returns the acceptance to send.
@@ -316,8 +328,7 @@ impl Acceptor {
             Message::Refusal(r) => return Err(refused(r)),
             _ => return Err(unexpected("a proof")),
         };
-        let mac = mac(&self.token, b"initiator", &self.hello, &self.nonce, self.own);
-        match mac.verify_slice(&proof) {
+        match self.sum(b"initiator").verify_slice(&proof) {
             Ok(()) => Ok(ENVELOPE.encode(&Message::Accepted)),
             Err(_) => Err(Failure::refuse(false, WRONG_TOKEN.into())),
         }
@@ -431,7 +442,8 @@ mod tests {
             assert_eq!(refusal.error, heard.error);
             let said = heard.error.to_string();
             for (who, versions) in [(&a, a.versions), (&b, b.versions)] {
-                assert!(said.contains(&format!("{} speaks {versions}", who.own.label())), "{said}");
+                assert!(said.contains(&versions.to_string()), "{said}");
+                assert!(said.contains(&who.own.label()), "{said}");
             }
             assert!(said.contains("upgrade the older side"), "{said}");
         }
@@ -442,13 +454,76 @@ mod tests {
         let (a, b) = (speaking(1, 2), speaking(1, 3));
         let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
         let from = b.own.clone();
-        let mac = mac(&b.token, b"acceptor", &hello, &[3; 32], b.own.id).finalize().into_bytes();
-        let welcome = Welcome { version: 3, from, nonce: [3; 32], mac: mac.into() };
+        let mut welcome = Welcome { version: 3, from, nonce: [3; 32], mac: [0; 32] };
+        let mac = mac(&b.token, b"acceptor", &[&hello, &welcome.unsigned()]);
+        welcome.mac = mac.finalize().into_bytes().into();
         let Err(failure) = init.on_welcome(&ENVELOPE.encode(&Message::Welcome(welcome))) else {
             panic!("it was taken")
         };
         assert!(failure.reply.is_some());
         assert!(failure.error.to_string().contains("version 3 was chosen, 1 to 2 was offered"));
+    }
+
+    #[test]
+    fn a_welcome_that_was_changed_on_its_way_is_refused() {
+        use crate::api::{Endpoint, TransportKind};
+        let (a, mut b) = (speaking(1, 3), speaking(1, 3));
+        b.own.endpoints = vec![Endpoint { transport: TransportKind::Tcp, data: vec![1, 2, 3] }];
+        type Change = (&'static str, fn(&mut Welcome));
+        let changes: [Change; 5] = [
+            ("version", |w| w.version ^= 1),
+            ("name", |w| w.from.name.replace_range(..1, "w")),
+            ("an endpoint", |w| w.from.endpoints[0].data[1] ^= 1),
+            ("transport", |w| w.from.endpoints[0].transport = TransportKind::Shm),
+            ("nonce", |w| w.nonce[0] ^= 1),
+        ];
+        for (what, change) in changes {
+            let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+            let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+            assert!(init.on_welcome(&welcome).is_ok());
+            let Ok(Message::Welcome(mut welcome)) = decode(&welcome) else { panic!("no welcome") };
+            change(&mut welcome);
+            let changed = ENVELOPE.encode(&Message::Welcome(welcome));
+            assert!(init.on_welcome(&changed).is_err(), "{what}");
+        }
+    }
+
+    #[test]
+    fn proof_and_session_are_of_one_welcome() {
+        let (a, b) = (speaking(1, 3), speaking(1, 3));
+        let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let (mut acc, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+        let welcomed = init.on_welcome(&welcome).unwrap();
+        // The acceptor chose a version, and thinks that it said another.
+        acc.welcome[0] ^= 1;
+        assert!(acc.on_proof(&welcomed.proof).is_err());
+        let sealed = acc.session().seal(b"setup", b"what else");
+        assert!(welcomed.session.unseal(b"setup", &sealed).is_err());
+    }
+
+    #[test]
+    fn a_stranger_cannot_write_lines_into_the_log() {
+        let (mut a, b) = (speaking(3, 3), speaking(1, 2));
+        a.own.name = format!("x\n\u{1b}[31m\u{2028}\u{202e}WARN {}", "y".repeat(5000));
+        let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
+        let said = refusal.error.to_string();
+        let name = format!("x[31mWARN {}", "y".repeat(54));
+        let id = a.own.id;
+        assert!(said.contains(&format!("3 is spoken by {name}#{id}, 1 to 2 by v2#")), "{said}");
+        assert!(said.ends_with("upgrade the older side"), "{said}");
+        let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
+        assert_eq!(heard.error, refusal.error, "it was cut on the other side");
+        // Nor can whoever answers in another's place.
+        let (c, mut d) = (speaking(1, 1), speaking(1, 1));
+        d.own.name = "z\nERROR".into();
+        let (init, hello) = Initiator::start(&c, EngineId([9; 16]), vec![]).unwrap();
+        let Message::Hello(mut said) = decode(&hello).unwrap() else { panic!("no hello") };
+        said.to = d.own.id;
+        let (_, welcome) = Acceptor::on_hello(&d, &ENVELOPE.encode(&Message::Hello(said))).unwrap();
+        let Err(stale) = init.on_welcome(&welcome) else { panic!("welcomed") };
+        let said = stale.error.to_string();
+        assert!(said.contains("engine zERROR#"), "{said}");
     }
 
     proptest! {
