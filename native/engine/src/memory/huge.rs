@@ -10,6 +10,9 @@ pub(crate) const HUGE: usize = 2 << 20;
 /// (RS-4).
 const PART: usize = 128 << 20;
 
+/// How often addresses are looked for that another thread's mapping may take first.
+const TRIES: usize = 16;
+
 /// Maps `len` bytes from the start of `fd`, for reading and writing. Where they hold a huge page, they begin
 /// at a multiple of one if they can: elsewhere no page table can point to it.
 pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
@@ -18,15 +21,10 @@ pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
         // SAFETY: a fresh mapping that takes the place of none aliases nothing.
         unsafe { mm::mmap(at as *mut _, len, prot, mm::MapFlags::SHARED | flags, fd, 0) }
     };
-    let anywhere = || map(0, mm::MapFlags::empty());
-    let at = match len >= HUGE {
-        // What it is may be longer than what was asked for, and somebody may have come in between: nothing is replaced.
-        true => match room(len) {
-            Some(base) => map(base, mm::MapFlags::FIXED_NOREPLACE).or_else(|_| anywhere()),
-            None => anywhere(),
-        },
-        false => anywhere(),
-    };
+    // What it is may be longer than what was asked for, and somebody may have come in between: nothing is replaced.
+    let tries = if len >= HUGE { TRIES } else { 0 };
+    let begun = (0..tries).find_map(|_| map(room(len)?, mm::MapFlags::FIXED_NOREPLACE).ok());
+    let at = begun.map_or_else(|| map(0, mm::MapFlags::empty()), Ok);
     at.map(|at| at as usize)
 }
 
