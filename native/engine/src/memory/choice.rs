@@ -3,25 +3,40 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 pub(super) const MOST: usize = 4;
-/// Every so many uses the best is timed, and right after it one of the others.
-const EVERY: u32 = 64;
-/// Pairs with each of the others that come first, one after the other.
-const TRIALS: u32 = 4;
+/// Uses from one comparison to the next: no multiple of what callers do in groups, for the first of a group is slower
+/// than the others.
+const EVERY: u32 = 127;
+/// Comparisons with each of the others that come first, without a pause.
+const TRIALS: u32 = 16;
+/// Uses of one comparison. The first is not timed: whoever comes back after a pause finds nothing in the cache. Then
+/// come the best and another, in turn the one and the other first, so that nothing is always the earlier one's cost.
+const USES: u32 = 3;
 /// An equal cost.
 const ONE: u64 = 1 << 10;
+/// How far one comparison moves what is known of a routine.
+const STEP: u64 = ONE / 128;
 /// Whoever costs less than this of the best takes its place.
 const CLEARLY: u64 = ONE - ONE / 32;
+/// No worse is known of any: else one that becomes cheap is found out too late.
+const DEARLY: u64 = ONE + ONE / 8;
 
-/// Compares routines in pairs of uses that follow each other: what else goes on in the machine slows both
-/// down alike, and by far more than routines differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Best,
+    Other,
+}
+
+/// Compares routines in uses that follow each other: what else goes on in the machine slows all of them down alike,
+/// and by far more than routines differ. Each comparison counts as a vote, by however much it was won: one in
+/// which a thread lost its core says nothing.
 #[derive(Debug)]
 pub(super) struct Choice {
     routines: u32,
     turn: AtomicU32,
     best: AtomicU32,
-    /// What the best cost in the pair that is being measured, picoseconds a byte.
-    reference: AtomicU64,
-    /// Smoothed cost of each, `ONE` being that of the best.
+    /// What both sides of the comparison under way have cost, picoseconds a byte.
+    spent: [AtomicU64; 2],
+    /// What the median comparison says that each costs, `ONE` being the best.
     ratio: [AtomicU64; MOST],
 }
 
@@ -29,7 +44,21 @@ pub(super) struct Choice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Use {
     pub routine: usize,
-    pub timed: bool,
+    side: Option<Side>,
+    /// Of its comparison.
+    last: bool,
+    other: usize,
+}
+
+impl Use {
+    /// One of which nothing is learnt.
+    pub fn untimed(routine: usize) -> Self {
+        Self { routine, side: None, last: false, other: routine }
+    }
+
+    pub fn is_timed(&self) -> bool {
+        self.side.is_some()
+    }
 }
 
 impl Choice {
@@ -38,7 +67,7 @@ impl Choice {
             routines: routines as u32,
             turn: AtomicU32::new(0),
             best: AtomicU32::new(0),
-            reference: AtomicU64::new(0),
+            spent: [const { AtomicU64::new(0) }; 2],
             ratio: [const { AtomicU64::new(ONE) }; MOST],
         }
     }
@@ -50,36 +79,41 @@ impl Choice {
     #[inline]
     pub fn choose(&self) -> Use {
         let (best, others) = (self.best.load(Relaxed), self.routines - 1);
+        if others == 0 {
+            return Use::untimed(0);
+        }
         let turn = self.turn.fetch_add(1, Relaxed);
-        let (pair, at) = match turn < 2 * TRIALS * others {
-            true => (turn / 2, turn % 2),
+        let (round, at) = match turn < USES * TRIALS * others {
+            true => (turn / USES, turn % USES),
             false => (turn / EVERY, turn % EVERY),
         };
-        let routine = match at == 1 && others > 0 {
-            true => (best + 1 + pair % others) % self.routines,
-            false => best,
+        if at == 0 || at >= USES {
+            return Use::untimed(best as usize);
+        }
+        let other = ((best + 1 + round / 2 % others) % self.routines) as usize;
+        let (routine, side) = match (at == 1) == round.is_multiple_of(2) {
+            true => (best as usize, Side::Best),
+            false => (other, Side::Other),
         };
-        Use { routine: routine as usize, timed: at < 2 && others > 0 }
+        Use { routine, side: Some(side), last: at + 1 == USES, other }
     }
 
     /// Takes what a timed use cost, picoseconds a byte.
-    pub fn learn(&self, routine: usize, cost: u64) {
-        if routine == self.best() {
-            self.reference.store(cost.max(1), Relaxed);
+    pub fn learn(&self, used: Use, cost: u64) {
+        let Some(side) = used.side else { return };
+        self.spent[side as usize].fetch_add(cost.max(1), Relaxed);
+        if !used.last {
             return;
         }
-        // Threads that measure at the same time take each other's reference: a worse guess, no more.
-        let reference = self.reference.swap(0, Relaxed);
-        if reference == 0 {
-            return;
-        }
-        let seen = (cost * ONE / reference).clamp(ONE / 2, 2 * ONE);
-        let old = self.ratio[routine].load(Relaxed);
-        let new = (7 * old + seen) / 8;
+        // Threads that compare at the same time mix their costs up: a worse vote, no more.
+        let [best, other] = [0, 1].map(|side: usize| self.spent[side].swap(0, Relaxed));
+        let (ratio, seen) = (&self.ratio[used.other], other * ONE / best.max(1));
+        let old = ratio.load(Relaxed);
+        let new = if seen < old { old - STEP } else { (old + STEP).min(DEARLY) };
         if new >= CLEARLY {
-            return self.ratio[routine].store(new, Relaxed);
+            return ratio.store(new, Relaxed);
         }
-        self.best.store(routine as u32, Relaxed);
+        self.best.store(used.other as u32, Relaxed);
         // To the new one nobody has been compared yet.
         self.ratio.iter().for_each(|ratio| ratio.store(ONE, Relaxed));
     }
@@ -102,9 +136,7 @@ mod tests {
             let held = if draw.u32(..10) == 0 { 5.0 } else { 1.0 + 0.2 * draw.f64() };
             let chosen = choice.choose();
             used[chosen.routine] += 1;
-            if chosen.timed {
-                choice.learn(chosen.routine, (costs[chosen.routine] as f64 * slow * held) as u64);
-            }
+            choice.learn(chosen, (costs[chosen.routine] as f64 * slow * held) as u64);
         }
         used.iter().map(|n| f64::from(*n) / f64::from(uses)).collect()
     }
@@ -118,15 +150,29 @@ mod tests {
     }
 
     #[test]
+    fn those_who_copy_in_groups_and_are_often_held_up_stay_with_the_cheapest() {
+        for (seed, group) in (0..20).flat_map(|seed| [16u64, 64, 127].map(|group| (seed, group))) {
+            let (choice, mut draw) = (Choice::new(3), fastrand::Rng::with_seed(seed));
+            let mut cheapest = 0u32;
+            for turn in 0..50_000 {
+                let cold = if turn % group == 0 { 3.0 } else { 1.0 };
+                let held = if draw.u32(..8) == 0 { 4.0 } else { 1.0 + 0.2 * draw.f64() };
+                let chosen = choice.choose();
+                cheapest += u32::from(chosen.routine == 1);
+                choice.learn(chosen, ([110.0, 100.0, 130.0][chosen.routine] * cold * held) as u64);
+            }
+            assert!(cheapest > 45_000, "seed {seed}, groups of {group}: {cheapest} of 50,000");
+        }
+    }
+
+    #[test]
     fn a_routine_that_becomes_slow_is_left() {
         let choice = Choice::new(2);
         let mut last = 0;
         for turn in 0..20_000u64 {
             let chosen = choice.choose();
             let cost = if turn < 10_000 { [100, 150] } else { [300, 150] };
-            if chosen.timed {
-                choice.learn(chosen.routine, cost[chosen.routine]);
-            }
+            choice.learn(chosen, cost[chosen.routine]);
             last = choice.best();
             assert!(turn >= 10_000 || last == 0);
         }
@@ -136,6 +182,6 @@ mod tests {
     #[test]
     fn one_alone_is_never_timed() {
         let choice = Choice::new(1);
-        assert!((0..200).all(|_| choice.choose() == Use { routine: 0, timed: false }));
+        assert!((0..200).all(|_| !choice.choose().is_timed()));
     }
 }

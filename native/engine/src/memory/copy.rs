@@ -11,8 +11,8 @@ use super::{
 
 /// Below this, the choice costs more than it brings.
 const SMALL: usize = 4096;
-/// Pages from here on are copied one by one.
-const LARGE_PAGE: usize = 64 << 10;
+/// Pages from here on are copied one by one: what comes before the next is fetched is a small part of one.
+const LARGE_PAGE: usize = 256 << 10;
 /// Streaming stores of less than this don't fill enough lines.
 const TINY_PAGE: usize = 256;
 /// Copies shorter than this are too short to time.
@@ -69,13 +69,13 @@ impl Copier {
             // SAFETY: the caller's.
             return unsafe { self.candidates[class.best()](d, s, len) };
         }
-        let Use { routine, timed } = class.choose();
-        let start = timed.then(Instant::now);
+        let used = class.choose();
+        let start = used.is_timed().then(Instant::now);
         // SAFETY: the caller's.
-        unsafe { self.candidates[routine](d, s, len) };
+        unsafe { self.candidates[used.routine](d, s, len) };
         if let Some(start) = start {
             let picos = start.elapsed().as_nanos() as u64 * 1000;
-            class.learn(routine, picos / len as u64);
+            class.learn(used, picos / len as u64);
         }
     }
 
@@ -106,12 +106,12 @@ impl Copier {
             return;
         }
         let class = &self.page_classes[usize::from(len >= SMALL)];
-        let Use { routine, timed } = match bytes < TIMED {
-            true => Use { routine: class.best(), timed: false },
+        let used = match bytes < TIMED {
+            true => Use::untimed(class.best()),
             false => class.choose(),
         };
-        let copy_page = self.page_candidates[routine];
-        let start = timed.then(Instant::now);
+        let copy_page = self.page_candidates[used.routine];
+        let start = used.is_timed().then(Instant::now);
         let (mut dst, mut src) = at(0);
         for i in 0..n {
             let next = if i + 1 < n { at(i + 1) } else { (dst, src) };
@@ -122,7 +122,7 @@ impl Copier {
         fence();
         if let Some(start) = start {
             let picos = start.elapsed().as_nanos() as u64 * 1000;
-            class.learn(routine, picos / bytes as u64);
+            class.learn(used, picos / bytes as u64);
         }
     }
 }

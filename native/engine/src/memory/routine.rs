@@ -39,7 +39,12 @@ pub(super) fn page_candidates() -> &'static [PageRoutine] {
     #[cfg(target_arch = "x86_64")]
     {
         if std::is_x86_feature_detected!("avx512f") {
-            return &[x86::page_512::<true>, x86::page_512::<false>, cached_page];
+            return &[
+                x86::page_512::<true>,
+                x86::page_512::<false>,
+                x86::page_512_quads,
+                cached_page,
+            ];
         }
         if std::is_x86_feature_detected!("avx2") {
             return &[x86::page_256::<true>, x86::page_256::<false>, cached_page];
@@ -162,6 +167,16 @@ mod x86 {
         unsafe { page_512_inner::<AHEAD>(dst, src, len, next) }
     }
 
+    pub(in crate::memory) unsafe fn page_512_quads(
+        dst: *mut u8,
+        src: *const u8,
+        len: usize,
+        _: *const u8,
+    ) {
+        // SAFETY: only offered where the feature was detected.
+        unsafe { stream_512_pages_inner(dst, src, len) }
+    }
+
     #[target_feature(enable = "avx2")]
     unsafe fn page_256_inner<const AHEAD: bool>(
         dst: *mut u8,
@@ -253,11 +268,12 @@ mod tests {
 
     #[test]
     fn every_page_routine_copies_every_byte_at_any_alignment() {
-        let src: Vec<u8> = (0..9000u32).map(|i| (i * 11 + i / 241) as u8).collect();
+        let src: Vec<u8> = (0..50_000u32).map(|i| (i * 11 + i / 241) as u8).collect();
         for routine in page_candidates() {
-            for (so, d_o, len) in [(0, 0, 4096), (1, 3, 4095), (9, 64, 257), (5, 1, 63), (0, 9, 0)]
+            for (so, d_o, len) in
+                [(0, 0, 4096), (1, 3, 4095), (9, 64, 257), (5, 1, 63), (0, 9, 0), (2, 1, 40_000)]
             {
-                let mut dst = vec![0xEE; 9000];
+                let mut dst = vec![0xEE; 50_000];
                 let next = src.as_ptr().wrapping_add(100_000);
                 // SAFETY: both ranges lie inside their vectors.
                 unsafe { routine(dst.as_mut_ptr().add(d_o), src.as_ptr().add(so), len, next) };

@@ -25,8 +25,10 @@ use crate::{
     wake::Waker,
 };
 
-/// How long the end of a copy may go untold while others wait, nanoseconds; a chunk of mapped memory comes on top.
-const TELL_AFTER: u64 = 200_000;
+/// How long the end of a copy may go untold while others wait, nanoseconds: so long while more waits than has ended, and
+/// the shorter time after that. A chunk of mapped memory comes on top.
+const TELL_AFTER: u64 = 500_000;
+const TELL_SOON: u64 = 100_000;
 
 /// A copy on its way through the pool.
 #[derive(Debug)]
@@ -114,8 +116,12 @@ pub(super) struct Pool {
     limit: usize,
     pub copier: Copier,
     pub done: SegQueue<Arc<Job>>,
+    /// Chunks that nobody has taken yet.
+    waiting: AtomicU64,
     /// When the first copy ended that nobody was told of, in nanoseconds after `born`; 0 if there is none.
     untold: AtomicU64,
+    /// Chunks of all of those.
+    untold_chunks: AtomicU64,
     born: Instant,
     waker: Waker,
 }
@@ -136,7 +142,9 @@ impl Pool {
             limit: limit.max(1),
             copier: Copier::default(),
             done: SegQueue::new(),
+            waiting: AtomicU64::new(0),
             untold: AtomicU64::new(0),
+            untold_chunks: AtomicU64::new(0),
             born: Instant::now(),
             waker: waker.clone(),
         })
@@ -145,6 +153,7 @@ impl Pool {
     pub fn submit(self: &Arc<Self>, job: Arc<Job>) {
         let chunks = job.chunks as usize;
         let mut q = self.queue.lock();
+        self.waiting.fetch_add(chunks as u64, SeqCst);
         q.jobs.push(job);
         self.pending.store(q.jobs.len(), SeqCst);
         while q.threads.len() < self.limit {
@@ -190,18 +199,20 @@ impl Pool {
             if job.takes_long() {
                 self.tell_at_once();
             }
+            let chunks = u64::from(job.chunks);
             match job.work(&self.copier) {
                 None => {
                     self.remove(&job);
-                    self.tell(false);
+                    self.tell(0);
                     true
                 }
                 Some(last) => {
+                    self.waiting.fetch_sub(1, SeqCst);
                     if last {
                         self.remove(&job);
                         self.done.push(job);
                     }
-                    self.tell(last);
+                    self.tell(if last { chunks } else { 0 });
                     true
                 }
             }
@@ -210,25 +221,33 @@ impl Pool {
         worked
     }
 
-    /// Has the engine look at copies that have ended. While others wait for their turn, some are told of at
-    /// once: waking whoever waits for one takes as long as copying a part of the next.
-    fn tell(&self, ended: bool) {
-        if !ended && self.untold.load(SeqCst) == 0 {
+    /// Has the engine look at copies that have ended, of which this one had so many chunks. While others wait for their
+    /// turn, some are told of at once: that takes as long as copying a part of the next. No more than as
+    /// many as still wait, so that who keeps a window of writes full has the time to.
+    fn tell(&self, ended: u64) {
+        if ended == 0 && self.untold.load(SeqCst) == 0 {
             return;
         }
         let now = self.born.elapsed().as_nanos() as u64;
-        if ended {
+        if ended > 0 {
+            self.untold_chunks.fetch_add(ended, SeqCst);
             let _ = self.untold.compare_exchange(0, now.max(1), SeqCst, SeqCst);
         }
         // Whoever finds that no chunk waits any more comes by here after it.
         let first = self.untold.load(SeqCst);
-        if first != 0 && (!self.is_busy() || now.saturating_sub(first) >= TELL_AFTER) {
+        if first == 0 {
+            return;
+        }
+        let more_waits = self.waiting.load(SeqCst) > self.untold_chunks.load(SeqCst);
+        let late = if more_waits { TELL_AFTER } else { TELL_SOON };
+        if !self.is_busy() || now.saturating_sub(first) >= late {
             self.tell_at_once();
         }
     }
 
     fn tell_at_once(&self) {
         if self.untold.swap(0, SeqCst) != 0 {
+            self.untold_chunks.store(0, SeqCst);
             self.waker.act();
         }
     }
