@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
+from fabric_ray.moe.asking import WATCH_S, cause_of, gather, given_up
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import MoeModelConfig, likeliest
 from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
 
 _CLOSE_S = 10.0
-_WATCH_S = 0.5
-"""Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
 
 
 class LostRank(msgspec.Struct, frozen=True):
@@ -338,7 +336,7 @@ class ExpertGroup:
         except RayError as error:
             ray.kill(actor)
             raise PeerLost(
-                f"rank {rank} did not come anew: {_cause(error)}", peer=f"rank {rank}"
+                f"rank {rank} did not come anew: {cause_of(error)}", peer=f"rank {rank}"
             ) from None
         except BaseException:
             ray.kill(actor)
@@ -372,7 +370,7 @@ class ExpertGroup:
     ) -> tuple[dict[int, Any], dict[int, str]]:
         """What each says, or why it doesn't."""
         refs = {getattr(self._actors[r], method).remote(*args): r for r in ranks}
-        return _gather(refs, timeout or self._start_timeout)
+        return gather(refs, timeout or self._start_timeout)
 
     def _survive(self, failed: Mapping[int, str]) -> None:
         if failed:
@@ -386,7 +384,7 @@ class ExpertGroup:
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
         refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
-        passes, failed = _gather(refs, self._pass_timeout, hopeless, self._watch)
+        passes, failed = gather(refs, self._pass_timeout, hopeless, self._watch)
         named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
         causes = {}
         for rank in {*failed, *given_up(named)}:
@@ -398,7 +396,7 @@ class ExpertGroup:
     def _watch(self) -> None:
         """Ends whom the others have given up while a pass is under way: they wait for that, for one
         that lives might write to memory that it shared with them (MR-1)."""
-        said, _ = self._ask("lost", self._actors, timeout=_WATCH_S)
+        said, _ = self._ask("lost", self._actors, timeout=WATCH_S)
         named = {rank: said.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
         for rank in given_up(named):
             self._end(self._members[rank])
@@ -477,62 +475,3 @@ class _Reading:
         most = max(sum(len(one.tokens) for one in share) for share in shares.values())
         rounds = max(1, -(-most // self._group._options.max_tokens))
         return {rank: Work(self._session, rounds, last, share) for rank, share in shares.items()}
-
-
-def given_up(named: Mapping[int, Collection[int]]) -> set[int]:
-    """Whom to leave out, so that nobody who stays has given up another who stays.
-
-    A rank that fell behind gives up the others as they give it up: who is named most often goes
-    first, of equals the higher rank.
-
-    Args:
-        named: ranks that each living one has given up.
-    """
-    out: set[int] = set()
-    while True:
-        votes = Counter(
-            blamed
-            for rank, all_blamed in named.items()
-            for blamed in all_blamed
-            if rank not in out and blamed in named and blamed not in out
-        )
-        if not votes:
-            return out
-        out.add(max(votes, key=lambda rank: (votes[rank], rank)))
-
-
-def _gather(
-    refs: Mapping[Any, int],
-    timeout: float,
-    hopeless: Callable[[Mapping[int, Any], Collection[int]], bool] = lambda *_: False,
-    watch: Callable[[], None] | None = None,
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late;
-    ``watch`` is called as long as nothing comes."""
-    deadline = time.monotonic() + timeout
-    said: dict[int, Any] = {}
-    failed: dict[int, str] = {}
-    waiting = dict(refs)
-    while waiting and not hopeless(said, waiting.values()):
-        left = max(0.0, deadline - time.monotonic())
-        at_once = left if watch is None else min(left, _WATCH_S)
-        ready, _ = ray.wait([*waiting], num_returns=1, timeout=at_once)
-        if not ready and left > at_once and watch is not None:
-            watch()
-            continue
-        if not ready:
-            break
-        rank = waiting.pop(ready[0])
-        try:
-            said[rank] = ray.get(ready[0])
-        except RayError as error:
-            failed[rank] = _cause(error)
-    for rank in waiting.values():
-        failed[rank] = f"it gave no answer within {timeout} s, or the others had given it up"
-    return said, failed
-
-
-def _cause(error: RayError) -> str:
-    if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
-    return " ".join(str(error).split())[:300]

@@ -15,12 +15,11 @@ from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
 from fabric_ray.moe.deepep.event import EventOverlap
-from fabric_ray.moe.deepep.normal import Form, Handle
+from fabric_ray.moe.deepep.normal import Handle
+from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
 Hook: TypeAlias = Callable[[], None]
-Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-"""Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
 
 
 class Buffer:
@@ -214,20 +213,25 @@ class Buffer:
                 raise InvalidArgument(
                     f"{handle.rows} rows come, and num_worst_tokens is {num_worst_tokens}; raise it"
                 )
-            form, parts = _form(tokens, scales, handle.ranks_of.shape[1])
+            form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
-            received, _, _ = _padded(got, num_worst_tokens or handle.rows, 0, 0)
+            received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
             return received, None, None, None, None, EventOverlap()
 
         try:
-            layout = self._checked_layout(
-                tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
+            layout = normal.checked_layout(
+                tokens,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                self.group_size,
             )
             assert topk_idx is not None
             if expert_alignment < 1:
                 raise InvalidArgument(f"expert_alignment is {expert_alignment}; give at least 1")
             width = min(topk_idx.shape[1], self.group_size)
-            form, parts = _form(tokens, scales, width, topk_idx, topk_weights)
+            form, parts = form_of(tokens, scales, width, topk_idx, topk_weights)
             size: int | FabricError = len(tokens)
         except FabricError as error:
             self._normal.reserve(error, None)
@@ -240,7 +244,7 @@ class Buffer:
         ranks_of = normal.ranks_of(layout.in_rank, width)
         got, made = self._normal.send(form, tokens, parts, ranks_of)
         local = len(layout.tokens_per_expert) // self.group_size
-        received, idx, weights = _padded(
+        received, idx, weights = padded(
             got, num_worst_tokens or made.rows, self.rank * local, local
         )
         counts: list[int] = []
@@ -290,29 +294,6 @@ class Buffer:
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
         return sums.to(x.dtype), weights, EventOverlap()
-
-    def _checked_layout(
-        self,
-        x: Tensor,
-        per_rank: Tensor | None,
-        in_rank: Tensor | None,
-        per_expert: Tensor | None,
-        topk_idx: Tensor | None,
-    ) -> normal.Layout:
-        if topk_idx is None:
-            raise Unsupported("experts are counted from topk_idx here; give it, or a handle")
-        if per_rank is None or in_rank is None or per_expert is None:
-            raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
-        layout = normal.layout_of(topk_idx, len(per_expert), self.group_size)
-        if len(topk_idx) != len(x):
-            raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
-        if not (
-            torch.equal(layout.in_rank, in_rank)
-            and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
-            and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
-        ):
-            raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
-        return layout
 
     # Low-latency calls
 
@@ -501,64 +482,3 @@ def _config(num_ranks: int) -> Config:
     if num_ranks < 1:
         raise InvalidArgument(f"{num_ranks} ranks; give at least 1")
     return Config(num_sms=Buffer.num_sms)
-
-
-def _form(
-    x: Tensor,
-    scales: Tensor | None,
-    width: int,
-    topk_idx: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-) -> tuple[Form, dict[str, Tensor]]:
-    """What an exchange for these carries, and its parts."""
-    if x.ndim != 2:
-        raise InvalidArgument(f"tokens are {tuple(x.shape)}; give [tokens, hidden]")
-    rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
-    parts: dict[str, Tensor] = {}
-    if topk_idx is not None:
-        # From 1, for rows of a rank that is lost on the way come as zeros.
-        parts["topk_idx"] = topk_idx.to(torch.int64) + 1
-    if topk_weights is not None:
-        parts["topk_weights"] = topk_weights
-        if topk_idx is None or topk_weights.shape != topk_idx.shape:
-            raise InvalidArgument(f"weights are {tuple(topk_weights.shape)}; give topk_idx's shape")
-        rows.part("weights", topk_weights, width=topk_weights.shape[1], dtype=torch.float32)
-    if scales is not None:
-        if scales.ndim != 2 or len(scales) != len(x):
-            raise InvalidArgument(f"scales are {tuple(scales.shape)} for {len(x)} tokens")
-        parts["scales"] = scales.contiguous()
-    form = Form(
-        hidden=x.shape[1],
-        dtype=x.dtype,
-        width=width,
-        topk=0 if topk_idx is None else topk_idx.shape[1],
-        weights=topk_weights is not None,
-        scales=0 if scales is None else scales.shape[1],
-        scales_dtype=torch.float32 if scales is None else scales.dtype,
-    )
-    return form, parts
-
-
-def _padded(
-    got: Any, total: int, first: int, local: int
-) -> tuple[Tokens, Tensor | None, Tensor | None]:
-    """What came, in ``total`` rows: tokens, this rank's experts and their weights."""
-
-    def fill(tensor: Tensor, value: float) -> Tensor:
-        if len(tensor) == total:
-            return tensor
-        room = torch.full((total, tensor.shape[1]), value, dtype=torch.float32).to(tensor.dtype)
-        room[: len(tensor)] = tensor
-        return room
-
-    tokens: Tokens = fill(got.x, 0)
-    if "scales" in got.parts:
-        tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
-    idx = weights = None
-    if "topk_idx" in got.parts:
-        here = got.parts["topk_idx"] - 1 - first
-        here = torch.where((here >= 0) & (here < local), here, -1)
-        idx = fill(here, -1)
-        if "topk_weights" in got.parts:
-            weights = fill(torch.where(here >= 0, got.parts["topk_weights"], 0.0), 0)
-    return tokens, idx, weights
