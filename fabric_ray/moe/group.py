@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe.asking import WATCH_S, cause_of, gather, given_up
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import MoeModelConfig, likeliest
@@ -90,6 +91,9 @@ class ExpertGroup:
         ranks_per_node: ranks whose bundles are one placement group, which Ray puts on one node;
             all if ``None``.
         cpus_per_rank: that Ray reserves for each, more than 0.
+        gpus_per_rank: likewise; with more than 0 each rank computes on its GPU, and kernels make
+            the exchange.
+        launcher: makes what launches kernels on a rank, in place of a GPU; Ray pickles it.
         start_timeout: seconds for actors to come up.
         pass_timeout: seconds after which a rank that hasn't ended a pass is given up, whatever the
             others say.
@@ -112,6 +116,8 @@ class ExpertGroup:
         threads: int = 1,
         ranks_per_node: int | None = None,
         cpus_per_rank: float = 1.0,
+        gpus_per_rank: float = 0.0,
+        launcher: Callable[[], Launcher] | None = None,
         start_timeout: float = 120.0,
         pass_timeout: float = 300.0,
         engine: Mapping[str, Any] | None = None,
@@ -120,6 +126,8 @@ class ExpertGroup:
         for name, value in {"ranks": ranks, "max_tokens": max_tokens, "threads": threads}.items():
             if value < 1:
                 raise InvalidArgument(f"{name} is {value}; give at least 1")
+        if gpus_per_rank < 0:
+            raise InvalidArgument(f"gpus_per_rank is {gpus_per_rank}; give 0 for none")
         if per_node < 1 or cpus_per_rank <= 0 or min(timeout, start_timeout, pass_timeout) <= 0:
             raise InvalidArgument(
                 "ranks_per_node, cpus_per_rank and timeouts are more than 0: Ray keeps no place "
@@ -140,8 +148,11 @@ class ExpertGroup:
             deterministic=deterministic,
             threads=threads,
             engine=dict(engine or {}),
+            device="cuda" if gpus_per_rank else None,
+            launcher=launcher,
         )
-        self._cpus, self._per_node = cpus_per_rank, per_node
+        self._needs = {"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {})
+        self._per_node = per_node
         self._start_timeout, self._pass_timeout = start_timeout, pass_timeout
         self._turn = threading.RLock()
         self._actors: dict[int, Any] = {}
@@ -301,14 +312,14 @@ class ExpertGroup:
     def _start(self) -> None:
         ranks, per_node = self._options.ranks, self._per_node
         for first in range(0, ranks, per_node):
-            bundles = [{"CPU": self._cpus}] * min(per_node, ranks - first)
+            bundles = [self._needs] * min(per_node, ranks - first)
             self._places.append(placement_group(bundles, strategy="STRICT_PACK"))
         try:
             ray.get([place.ready() for place in self._places], timeout=self._start_timeout)
         except GetTimeoutError:
             raise FabricError(
-                f"no place for {ranks} ranks, {per_node} on a node, of {self._cpus} CPUs each, "
-                f"within {self._start_timeout} s; lower ranks_per_node or cpus_per_rank"
+                f"no place for {ranks} ranks, {per_node} on a node, of {self._needs} each, within "
+                f"{self._start_timeout} s; lower ranks_per_node, cpus_per_rank or gpus_per_rank"
             ) from None
         for rank in range(ranks):
             self._actors[rank] = self._actor(rank)
@@ -321,7 +332,12 @@ class ExpertGroup:
         where = PlacementGroupSchedulingStrategy(place, rank % self._per_node)
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"watch": 1})(Rank)
-        options = {"num_cpus": self._cpus, "max_restarts": 0, "scheduling_strategy": where}
+        options = {
+            "num_cpus": self._needs["CPU"],
+            "num_gpus": self._needs.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": where,
+        }
         return kind.options(**options).remote(rank, self._options)
 
     def _take_in(self, rank: int) -> Member:

@@ -143,10 +143,9 @@ def summed(answers: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
     total = torch.zeros(len(answers), answers.shape[2])
     for k in range(answers.shape[1]):
         answer = answers[:, k].float().masked_fill_(~wanted[:, k, None], 0)
-        weight = wanted[:, k, None].float()
         if weights is not None:
-            weight = weight * weights[: len(answers), k, None]
-        total += weight * answer
+            answer *= weights[: len(answers), k, None].masked_fill(~wanted[:, k, None], 0)
+        total += answer
     return total
 
 

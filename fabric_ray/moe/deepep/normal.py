@@ -33,6 +33,19 @@ class Layout:
     """bool ``[tokens, ranks]``."""
 
 
+def check_host(tensor: Tensor) -> None:
+    """
+    Raises:
+        Unsupported: it lies on a device.
+    """
+    if tensor.device.type != "cpu":
+        raise Unsupported(
+            f"normal calls take host tensors, and this one lies on {tensor.device}: how many rows "
+            "come makes the shapes of results, and whoever waits for that waits for the device; "
+            "move it to the CPU, or use low-latency calls"
+        )
+
+
 def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
     """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none.
 
