@@ -300,7 +300,12 @@ def low_latency(
                 found += [out[0], counts, handle[1]]
                 tensors = recv if isinstance(recv, tuple) else (recv,)
                 for expert_of, n in enumerate(counts.tolist()):
-                    found += [t[expert_of, :n].contiguous().view(torch.uint8) for t in tensors]
+                    found += [
+                        t[expert_of, :n]
+                        .clone(memory_format=torch.contiguous_format)
+                        .view(torch.uint8)
+                        for t in tensors
+                    ]
                     found.append(handle[0][expert_of, :n])
         buffer.check()
         buffer.destroy()
@@ -399,5 +404,37 @@ def test_tensors_that_lie_apart_are_refused(host: Host) -> None:
             buffer.low_latency_combine(answers(0, recv), idx, w.to("meta"), handle)
         buffer.low_latency_combine(answers(0, recv), idx, w, handle)
         buffer.destroy()
+
+    on_ranks(1, work)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_answers_that_are_not_wanted_are_skipped_and_not_multiplied_by_zero(
+    host: Host, on_kernels: bool
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        engine = TransferEngine(name="alone", transport="shm")
+        launcher = host.another() if on_kernels else None
+        a = AllToAll(
+            engine, rank=0, ranks=1, experts=3, topk=2, hidden=8, max_tokens=M, launcher=launcher
+        )
+        x, w = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 2)
+        idx = torch.tensor([[0, 1], [2, -1]])
+        for wanted, sums in (
+            ([[True, True], [True, True]], [float("nan"), 1]),
+            ([[False, True], [True, False]], [1, 1]),
+            ([[False, True], [False, True]], [1, 0]),
+        ):
+            a.dispatch_send(x, idx)
+            got = a.dispatch_recv()
+            # Expert 0 answers no number.
+            nothing = (got.experts() == 0)[:, None]
+            a.combine_send(torch.where(nothing, float("nan"), got.x.float()).to(torch.bfloat16))
+            with pytest.raises(errors.InvalidArgument, match=r"wanted is torch\.bool"):
+                a.combine_recv(w, wanted=torch.ones(2, 3, dtype=torch.bool))
+            found = a.combine_recv(w, wanted=torch.tensor(wanted))[:, 0].float()
+            assert torch.equal(found.nan_to_num(9), torch.tensor(sums).float().nan_to_num(9))
+        a.check()
+        engine.close()
 
     on_ranks(1, work)
