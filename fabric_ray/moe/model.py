@@ -108,10 +108,13 @@ class MoeModel:
         seed: of its weights, which are the same for any number of ranks.
         exchange: this rank's, of the layers' sizes; all experts are here if ``None``.
         max_tokens: of the exchange.
-        device: what it is computed on if there is no exchange: the host, if ``None``; otherwise it
-            is what the exchange's tokens lie on.
+        device: what it is computed on; the host if ``None``. With an exchange it is what the
+            exchange's tokens lie on, and none is given.
         deterministic: with the bits of the model in one place, whatever is computed beside it
             (:mod:`fabric_ray.moe.arithmetic`); otherwise as fast as torch can.
+
+    Raises:
+        InvalidArgument: an exchange and a device.
     """
 
     def __init__(
@@ -124,6 +127,10 @@ class MoeModel:
         device: torch.device | str | None = None,
         deterministic: bool = True,
     ) -> None:
+        if exchange is not None and device is not None:
+            raise InvalidArgument(
+                "a model computes where its exchange's tokens lie; leave device out"
+            )
         self.config, self.exchange = config, exchange
         self.device = torch.device(device or "cpu") if exchange is None else exchange.device
         self._arithmetic = FIXED if deterministic else FAST

@@ -74,6 +74,9 @@ class AllToAll:
         self._dtype = out_dtype
         self._rows = 0
         self._indices: Tensor | None = None
+        if device is not None:
+            # An engine knows a GPU by the context that it finds.
+            torch.zeros(1, device=device)
         self._exchanges = Exchanges(comm, engine, timeout)
         self._exchange = self._exchanges.make(
             experts=num_experts,

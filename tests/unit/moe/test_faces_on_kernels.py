@@ -106,6 +106,8 @@ def test_weights_have_to_lie_where_tokens_do(host: Host) -> None:
         weights = MoeWeights.random(QWEN, seed=0, experts=a.local_experts).to("meta")
         with pytest.raises(errors.InvalidArgument, match="weights lie on meta, tokens on cpu"):
             ParallelMoeLayer(QWEN, weights, a, max_tokens=M)
+        with pytest.raises(errors.InvalidArgument, match="leave device out"):
+            MoeModel(MoeModelConfig(moe=QWEN), exchange=a, max_tokens=M, device="cpu")
         engine.close()
 
     on_ranks(1, work)
