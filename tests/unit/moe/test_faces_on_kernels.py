@@ -174,27 +174,27 @@ def test_gradients_have_the_bits_of_the_host(
         torch.testing.assert_close(of_scales, wanted_scales)
 
 
-def test_rs_4_gradients_that_lack_a_part_are_told_of_before_they_are_used(host: Host) -> None:
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_rs_4_gradients_that_lack_a_part_are_told_of_before_they_are_used(
+    host: Host, on_kernels: bool
+) -> None:
     def work(comm: ThreadComm) -> None:
-        engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
-        a = Differentiable(
-            engine, rank=comm.rank(), ranks=2, experts=2, topk=1, hidden=8, max_tokens=M,
-            dtype=torch.float32, launcher=host.another(), timeout=20.0,
-        )  # fmt: skip
-        a.connect(comm.all_gather(a.card()))
-        comm.all_gather(b"")
-        if comm.rank() == 1:
-            engine.close()
-            return
-        x, idx, w = batch(0, M, 2, 1, 8, torch.float32)
-
-        def step() -> None:
+        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
+            a = Differentiable(
+                engine, rank=comm.rank(), ranks=2, experts=2, topk=1, hidden=8, max_tokens=M,
+                dtype=torch.float32, launcher=host.another() if on_kernels else None,
+            )  # fmt: skip
+            a.connect(comm.all_gather(a.card()))
+            comm.all_gather(b"")
+            x, idx, w = batch(comm.rank(), M, 2, 1, 8, torch.float32)
             combine(a, dispatch(a, x, idx).x, w)
             a.check()
-
-        with pytest.raises(errors.PeerLost, match="rank 1 was lost"):
-            step()
-        engine.close()
+            comm.all_gather(b"")
+            # As a device's host learns of it while nothing is called.
+            a.weights.mask(1 - comm.rank(), "it fell silent")
+            with pytest.raises(errors.PeerLost, match=r"rank . was lost .* it fell silent"):
+                a.check()
+            comm.all_gather(b"")
 
     on_ranks(2, work)
 

@@ -123,3 +123,20 @@ def test_experts_that_are_left_out_are_left_out_of_the_bound() -> None:
     bound = layer_bound(layer, x, left_out=[0, 2])
     assert within(layer.forward(x, left_out=[0, 2]), bound.sums, bound, 1)
     assert not within(layer.forward(x), bound.sums, bound, 1)
+
+
+def test_sums_that_cancel_are_off_by_their_length() -> None:
+    """The exact sums are zeros, and rounding what comes out of them says nothing."""
+    config = MoeConfig(hidden=512, experts=2, topk=1, intermediate=16)
+    weights = MoeWeights.random(config, seed=4)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(4))
+    half = weights.w13[..., :256]
+    layer = MoeLayer(
+        config, replace(weights, w13=torch.cat([half, half[..., order]], -1)), arithmetic=FAST
+    )
+    first = tokens(4, 32, config)[:, :256]
+    x = torch.cat([first, -first[:, order]], 1)
+    bound = layer_bound(layer, x)
+    found = layer.forward(x)
+    assert found.any()
+    assert within(found, bound.sums, bound, 1)
