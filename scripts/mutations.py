@@ -305,7 +305,9 @@ def prepare(table: Table, checks: dict[str, Check]) -> Runner:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only whether the table is true")
-    parser.add_argument("--only", default="", help="those whose name or promise has this in it")
+    parser.add_argument(
+        "--only", default="", help="those whose name has this in it, or of this promise or check"
+    )
     arguments = parser.parse_args()
     table = read()
     if said := wrong(table):
@@ -316,7 +318,7 @@ def main() -> int:
     chosen = [
         (number, m)
         for number, m in enumerate(table.mutations)
-        if arguments.only in m.name or arguments.only == m.promise
+        if arguments.only in m.name or arguments.only in (m.promise, *m.checks)
     ]
     bases = {check.partition(":")[0] for _, m in chosen for check in m.checks}
     runner = prepare(table, {name: table.checks[name] for name in sorted(bases)})

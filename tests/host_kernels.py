@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric_ray.kernels import structs
+from fabric_ray.kernels.channel import ARGUMENTS
 from fabric_ray.kernels.sources import FOLDER
 
 #: A warp there. Few, for each is a thread; none of the kernels counts on a number.
@@ -86,3 +88,11 @@ class _Copy(Host):
     def built(self, file: str) -> Path:
         built = self._original.built(file)
         return Path(shutil.copy(built, self._build / built.name))
+
+
+def exchange_kernels(build: Path) -> Host:
+    """All kernels of an exchange, built in a folder."""
+    host = Host(build)
+    for file in {**structs.ARGUMENTS, **ARGUMENTS}:
+        host.built(file)
+    return host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,6 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, not
 
 CONTENDERS = ["shm", "tcp", "gloo", "floor"]
 OF_NODES = ["nodes shm", "shm", "gloo", "floor"]
-MOST_ROWS = 100_000
-"""Rows of all ranks in one exchange: what fits this benchmark's memory, some 80 KiB for each."""
 
 
 @app.callback()
@@ -78,7 +77,7 @@ def private(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank")] = 128,
     turns: Turns = 31,
-    transport: Annotated[str, typer.Option(help="shm or tcp")] = "shm",
+    transport: Annotated[str, typer.Option(help="shm, tcp, or a simulated NIC")] = "shm",
     quick: Quick = False,
     json: Json = None,
     markdown: Markdown = False,
@@ -114,11 +113,12 @@ def _ms(values: list[float]) -> float:
 def _exchanges(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sheets.Sheet:
     rows, figures = [], {}
     for case in cases:
-        if case.rows * case.ranks > MOST_ROWS * 4:
-            say(f"{case.ranks} ranks of {case.tokens} tokens: left out, too large for one machine")
+        names = _that_fit(case)
+        if not names:
+            say(f"{case.ranks} ranks of {case.tokens} tokens: left out, too large for this memory")
             continue
         say(f"{case.ranks} ranks of {case.tokens} tokens")
-        times = measure(case, CONTENDERS, turns if case.tokens < 1024 else max(3, turns // 4))
+        times = measure(case, names, turns if case.tokens < 1024 else max(3, turns // 4))
         figures[f"ep{case.ranks} tokens {case.tokens}"] = times
         for half, what in enumerate(("dispatch", "combine")):
             rows.append(_row(case, what, _medians(times, half)))
@@ -186,14 +186,24 @@ def _throughput(cases: list[Shape], turns: int, say: Callable[[str], None]) -> s
     )
 
 
+def _that_fit(case: Shape) -> list[str]:
+    """The contenders that the machine's memory has room for: without tcp, if not for all."""
+    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = 1024 * int(found[1]) if found else 0
+    if case.nbytes(2) < free:
+        return CONTENDERS
+    return [n for n in CONTENDERS if n != "tcp"] if case.nbytes(1) < free else []
+
+
 def _medians(times: Times, half: int) -> dict[str, float]:
     return {name: _ms([t[half] for t in all_turns]) for name, all_turns in times.items()}
 
 
 def _row(case: Shape, what: str, ms: dict[str, float]) -> tuple[str, ...]:
-    ratios = [ms["shm"] / ms["gloo"], ms["tcp"] / ms["gloo"], ms["shm"] / ms["floor"]]
-    name = f"{case.ranks} x {case.tokens}"
-    return (name, what, *(f"{ms[n]:.2f}" for n in CONTENDERS), *(f"{r:.2f}" for r in ratios))
+    pairs = [("shm", "gloo"), ("tcp", "gloo"), ("shm", "floor")]
+    ratios = [f"{ms[a] / ms[b]:.2f}" if a in ms else "" for a, b in pairs]
+    times = [f"{ms[n]:.2f}" if n in ms else "" for n in CONTENDERS]
+    return (f"{case.ranks} x {case.tokens}", what, *times, *ratios)
 
 
 def _private(
@@ -202,13 +212,18 @@ def _private(
     found: dict[int, float] = {}
     for case in cases:
         say(f"{case.private_rows} private rows")
+        nic = next((n for n in NICS if n.name == transport), None)
+        if nic is not None:
+            one = run(case, gbps=nic.gbps, latency_us=nic.latency_us, exchanges=turns)
+            found[case.private_rows] = one.dispatch_p50_us / 1e3
+            continue
         times = measure(case, [transport], turns)
         found[case.private_rows] = _ms([t[0] for t in times[transport]])
     best = found[cases[0].private_rows]
-    rows = [(str(n), f"{ms:.2f}", f"{best / ms:.2f}") for n, ms in found.items()]
-    one = cases[0]
+    rows = [(str(n), f"{ms:.3f}", f"{best / ms:.2f}") for n, ms in found.items()]
+    shape = cases[0]
     return sheets.Sheet(
-        title=f"Private buffers: {one.tokens} tokens, {one.ranks} ranks over {transport}",
+        title=f"Private buffers: {shape.tokens} tokens, {shape.ranks} ranks over {transport}",
         columns=("rows of each source", "ms", "of the speed with room for all"),
         rows=tuple(rows),
         figures={"ms by private rows": found},

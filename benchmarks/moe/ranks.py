@@ -74,6 +74,7 @@ def _rank(shape: Shape, names: list[str], turns: int, rank: int, folder: str) ->
             sums = way.combine(y, given)
             combined = time.perf_counter() - begin
             check(name, shape, sums, given, want[name.startswith("nodes ")])
+            del rows, y, sums
             both: Any = torch.tensor([dispatched, combined], dtype=torch.float64)
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
             if turn >= WARM:

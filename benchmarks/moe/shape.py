@@ -39,6 +39,12 @@ class Shape(msgspec.Struct, frozen=True):
         """Rows that a rank sends, and on average receives."""
         return self.tokens * self.topk
 
+    def nbytes(self, contenders: int) -> int:
+        """What a benchmark of all ranks takes at most, roughly: an exchange of ours for each
+        contender, buffers of the floor, and gloo's or torch's copies while it is its turn."""
+        answers = self.rows * self.back_nbytes
+        return self.ranks * (int(2.5 * answers) * contenders + 2 * answers + 4 * answers + 2**28)
+
 
 class Batch(msgspec.Struct):
     """A rank's tokens."""

@@ -106,6 +106,7 @@ class AllToAll:
             memory.append(tensor)
             return region
 
+        self._home = home
         self._native = MoeExchange(
             engine,
             rank=rank,
@@ -149,6 +150,17 @@ class AllToAll:
     def local_experts(self) -> range:
         """The experts that this rank hosts."""
         return range(self._rank * self._local, (self._rank + 1) * self._local)
+
+    @property
+    def device(self) -> torch.device:
+        """What tokens and answers lie on."""
+        return self._home
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether kernels do this rank's part: calls return before their work is done, and how many
+        rows come is known on the device alone."""
+        return self._steps is not None
 
     @property
     def nbytes(self) -> int:
@@ -322,6 +334,7 @@ class AllToAll:
         *,
         out: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Waits for the answers: for each token their sum, ``[tokens, hidden]``.
 
@@ -332,19 +345,26 @@ class AllToAll:
             weights: float32 ``[tokens, topk]``; one for each if ``None``.
             out: where to put the sums.
             dtype: of the sums: ``answer_dtype`` if ``None``.
+            wanted: bool ``[tokens, topk]``, the answers that are summed; all if ``None``.
 
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
         """
         if self._steps is not None:
-            return self._steps.combine_recv(weights, out, dtype)
+            return self._steps.combine_recv(weights, out, dtype, wanted)
+        if wanted is not None:
+            tokens.check_wanted(wanted, (self._tokens, self._topk), self._home)
         out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
         weight = None
         if weights is not None:
             weight = rows.part(
                 "weights", weights, width=self._topk, dtype=torch.float32, rows=self._tokens
             )
+        some = None if wanted is None or wanted.all() else self.combine_answers()
         self._left_out = tuple(self._native.combine_recv(weight, room, SUMS[out.dtype]))
+        if some is not None and wanted is not None:
+            # An answer that isn't wanted is skipped, not multiplied by zero.
+            out[: self._tokens] = tokens.summed(some, weights, wanted)
         return out[: self._tokens]
 
     def _finish(self) -> None:

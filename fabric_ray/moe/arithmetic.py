@@ -89,7 +89,7 @@ class Fast:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        mask = _seen(q.shape[2], k.shape[2])
+        mask = _seen(q.shape[2], k.shape[2], q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 
@@ -131,7 +131,7 @@ class Fixed:
         shared = heads // k.shape[1]
         keys = k.float().repeat_interleave(shared, 1).permute(2, 1, 0)[:, None]
         values = v.float().repeat_interleave(shared, 1)[:, None]
-        seen = _seen(tokens, len(k))
+        seen = _seen(tokens, len(k), q.device)
         at_once = max(1, _PRODUCTS // keys.numel())
         out = q.new_empty(tokens, heads, width)
         parts = [torch.split(t, at_once) for t in (q.float(), seen, out)]
@@ -184,7 +184,7 @@ def exp(x: Tensor) -> Tensor:
     return near_one * power.view(torch.float32)
 
 
-def _seen(tokens: int, positions: int) -> Tensor:
+def _seen(tokens: int, positions: int, device: torch.device) -> Tensor:
     """Which positions each of the last tokens sees."""
-    ends = torch.arange(positions - tokens, positions)
-    return torch.arange(positions)[None] <= ends[:, None]
+    ends = torch.arange(positions - tokens, positions, device=device)
+    return torch.arange(positions, device=device)[None] <= ends[:, None]

@@ -12,6 +12,8 @@ they were summed up, ``topk`` of them for each token; they are kept at their exp
 has them anyway.
 
 Gradients that lack a part are not gradients: a rank that is lost ends the pass with ``PeerLost``.
+Where kernels make the exchange nothing waits for the device, and :meth:`Differentiable.check` says
+so after the pass, before its gradients are used.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
-from fabric_ray.moe import rows
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +70,8 @@ class Differentiable:
         private_rows: as for :class:`AllToAll`.
         shared_rows: as for :class:`AllToAll`.
         timeout: as for :class:`AllToAll`.
+        device: as for :class:`AllToAll`.
+        launcher: as for :class:`AllToAll`.
         dtype: of tokens, answers and all gradients: float32, bfloat16 or float16.
     """
 
@@ -84,6 +89,8 @@ class Differentiable:
         private_rows: int = 32,
         shared_rows: int | None = None,
         timeout: float = 30.0,
+        device: torch.device | str | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         if dtype not in _SUMMED:
             raise InvalidArgument(f"gradients of {dtype} can't be summed; use one of {[*_SUMMED]}")
@@ -96,6 +103,8 @@ class Differentiable:
             "private_rows": private_rows,
             "shared_rows": shared_rows,
             "timeout": timeout,
+            "device": device,
+            "launcher": launcher,
         }
         self.tokens = AllToAll(engine, hidden=hidden, dtype=dtype, answer_dtype=dtype, **sizes)
         self.weights = AllToAll(
@@ -114,6 +123,18 @@ class Differentiable:
     def local_experts(self) -> range:
         """The experts that this rank hosts."""
         return self.tokens.local_experts
+
+    def check(self) -> None:
+        """Waits for what was launched on the device, and raises what went wrong there; without a
+        device that is known already.
+
+        Raises:
+            PeerLost: a rank was lost: what was computed lacks its part.
+            FabricError: as :meth:`AllToAll.check`.
+        """
+        self.tokens.check()
+        self.weights.check()
+        self._check_all_here()
 
     def card(self) -> bytes:
         """What the other ranks need to know of this one."""
@@ -192,7 +213,14 @@ def combine(exchange: Differentiable, y: Tensor, weights: Tensor | None = None) 
         raise InvalidArgument("nothing was dispatched since the last combine; dispatch first")
     if weights is not None:
         topk = routing.indices.shape[1]
-        rows.part("weights", weights, width=topk, dtype=torch.float32, rows=routing.tokens)
+        check_rows(
+            "weights",
+            weights,
+            width=topk,
+            dtype=torch.float32,
+            rows=routing.tokens,
+            device=exchange.tokens.device,
+        )
     sums: Tensor = _Combine.apply(y, weights, exchange, routing)
     exchange._latest = None
     return sums
@@ -210,9 +238,9 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         exchange.tokens.dispatch_send(x.detach().contiguous(), indices)
         got = exchange.tokens.dispatch_recv(multiple=multiple)
-        expert_of_row = torch.full((len(got.x),), -1, dtype=torch.int32)
-        for local, number in enumerate(exchange.local_experts):
-            expert_of_row[got.of(local)] = number
+        local = got.experts()
+        here = local + exchange.local_experts.start
+        expert_of_row = torch.where(local < 0, -1, here).to(torch.int32)
         exchange._check_all_here()
         routing = _Routing(indices.clone(), len(x), multiple, expert_of_row)
         exchange._latest = exchange._open = routing

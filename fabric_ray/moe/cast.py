@@ -111,7 +111,7 @@ def back(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 def unpack(scales: Tensor) -> Tensor:
     """The float32 scales in packed words ``[..., n]``: ``[..., 4 n]``."""
-    shifts = torch.arange(0, 8 * PACKED, 8, dtype=torch.int32)
+    shifts = torch.arange(0, 8 * PACKED, 8, dtype=torch.int32, device=scales.device)
     exponents = (scales[..., None] >> shifts) & _EXPONENTS
     ue8m0 = exponents.flatten(-2).to(torch.uint8)
     return ue8m0.view(torch.float8_e8m0fnu).float()

@@ -35,7 +35,7 @@ from fabric_ray.kernels import (
 from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import Dispatched, RowPart, room_for_sums
+from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, room_for_sums
 
 _LINE = 128
 #: How much longer a device waits than ranks may be apart: the host, which gives up who is late, is
@@ -291,7 +291,11 @@ class DeviceSteps:
             return self._single(self._missing(), self._tokens)
 
     def combine_recv(
-        self, weights: Tensor | None, out: Tensor | None, dtype: torch.dtype | None
+        self,
+        weights: Tensor | None,
+        out: Tensor | None,
+        dtype: torch.dtype | None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`AllToAll.combine_recv`."""
         with self._turn_of("combine_recv", _Turn.ANSWERED):
@@ -301,8 +305,13 @@ class DeviceSteps:
             if weights is not None:
                 topk = self._sizes.topk
                 self._check("weights", weights, topk, torch.float32, rows=self._tokens)
+            if wanted is not None:
+                check_wanted(wanted, (self._tokens, self._sizes.topk), self._device)
             with self._launching():
                 self._wait(_Word.ANSWERS, self._answered)
+                if wanted is not None:
+                    # What is nobody's row is passed over.
+                    self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
                 self._kernels.sum(
                     self._answers(),
                     self._given,

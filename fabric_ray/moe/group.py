@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,20 +11,20 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
+from fabric_ray.kernels import Launcher
+from fabric_ray.moe.asking import WATCH_S, cause_of, gather, given_up
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import MoeModelConfig, likeliest
 from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
 
 _CLOSE_S = 10.0
-_WATCH_S = 0.5
-"""Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
 
 
 class LostRank(msgspec.Struct, frozen=True):
@@ -92,6 +91,9 @@ class ExpertGroup:
         ranks_per_node: ranks whose bundles are one placement group, which Ray puts on one node;
             all if ``None``.
         cpus_per_rank: that Ray reserves for each, more than 0.
+        gpus_per_rank: likewise; with more than 0 each rank computes on its GPU, and kernels make
+            the exchange.
+        launcher: makes what launches kernels on a rank, in place of a GPU; Ray pickles it.
         start_timeout: seconds for actors to come up.
         pass_timeout: seconds after which a rank that hasn't ended a pass is given up, whatever the
             others say.
@@ -114,6 +116,8 @@ class ExpertGroup:
         threads: int = 1,
         ranks_per_node: int | None = None,
         cpus_per_rank: float = 1.0,
+        gpus_per_rank: float = 0.0,
+        launcher: Callable[[], Launcher] | None = None,
         start_timeout: float = 120.0,
         pass_timeout: float = 300.0,
         engine: Mapping[str, Any] | None = None,
@@ -122,6 +126,8 @@ class ExpertGroup:
         for name, value in {"ranks": ranks, "max_tokens": max_tokens, "threads": threads}.items():
             if value < 1:
                 raise InvalidArgument(f"{name} is {value}; give at least 1")
+        if gpus_per_rank < 0:
+            raise InvalidArgument(f"gpus_per_rank is {gpus_per_rank}; give 0 for none")
         if per_node < 1 or cpus_per_rank <= 0 or min(timeout, start_timeout, pass_timeout) <= 0:
             raise InvalidArgument(
                 "ranks_per_node, cpus_per_rank and timeouts are more than 0: Ray keeps no place "
@@ -142,8 +148,11 @@ class ExpertGroup:
             deterministic=deterministic,
             threads=threads,
             engine=dict(engine or {}),
+            device="cuda" if gpus_per_rank else None,
+            launcher=launcher,
         )
-        self._cpus, self._per_node = cpus_per_rank, per_node
+        self._needs = {"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {})
+        self._per_node = per_node
         self._start_timeout, self._pass_timeout = start_timeout, pass_timeout
         self._turn = threading.RLock()
         self._actors: dict[int, Any] = {}
@@ -303,14 +312,14 @@ class ExpertGroup:
     def _start(self) -> None:
         ranks, per_node = self._options.ranks, self._per_node
         for first in range(0, ranks, per_node):
-            bundles = [{"CPU": self._cpus}] * min(per_node, ranks - first)
+            bundles = [self._needs] * min(per_node, ranks - first)
             self._places.append(placement_group(bundles, strategy="STRICT_PACK"))
         try:
             ray.get([place.ready() for place in self._places], timeout=self._start_timeout)
         except GetTimeoutError:
             raise FabricError(
-                f"no place for {ranks} ranks, {per_node} on a node, of {self._cpus} CPUs each, "
-                f"within {self._start_timeout} s; lower ranks_per_node or cpus_per_rank"
+                f"no place for {ranks} ranks, {per_node} on a node, of {self._needs} each, within "
+                f"{self._start_timeout} s; lower ranks_per_node, cpus_per_rank or gpus_per_rank"
             ) from None
         for rank in range(ranks):
             self._actors[rank] = self._actor(rank)
@@ -323,7 +332,12 @@ class ExpertGroup:
         where = PlacementGroupSchedulingStrategy(place, rank % self._per_node)
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"watch": 1})(Rank)
-        options = {"num_cpus": self._cpus, "max_restarts": 0, "scheduling_strategy": where}
+        options = {
+            "num_cpus": self._needs["CPU"],
+            "num_gpus": self._needs.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": where,
+        }
         return kind.options(**options).remote(rank, self._options)
 
     def _take_in(self, rank: int) -> Member:
@@ -338,7 +352,7 @@ class ExpertGroup:
         except RayError as error:
             ray.kill(actor)
             raise PeerLost(
-                f"rank {rank} did not come anew: {_cause(error)}", peer=f"rank {rank}"
+                f"rank {rank} did not come anew: {cause_of(error)}", peer=f"rank {rank}"
             ) from None
         except BaseException:
             ray.kill(actor)
@@ -372,7 +386,7 @@ class ExpertGroup:
     ) -> tuple[dict[int, Any], dict[int, str]]:
         """What each says, or why it doesn't."""
         refs = {getattr(self._actors[r], method).remote(*args): r for r in ranks}
-        return _gather(refs, timeout or self._start_timeout)
+        return gather(refs, timeout or self._start_timeout)
 
     def _survive(self, failed: Mapping[int, str]) -> None:
         if failed:
@@ -386,7 +400,7 @@ class ExpertGroup:
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
         refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
-        passes, failed = _gather(refs, self._pass_timeout, hopeless, self._watch)
+        passes, failed = gather(refs, self._pass_timeout, hopeless, self._watch)
         named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
         causes = {}
         for rank in {*failed, *given_up(named)}:
@@ -398,7 +412,7 @@ class ExpertGroup:
     def _watch(self) -> None:
         """Ends whom the others have given up while a pass is under way: they wait for that, for one
         that lives might write to memory that it shared with them (MR-1)."""
-        said, _ = self._ask("lost", self._actors, timeout=_WATCH_S)
+        said, _ = self._ask("lost", self._actors, timeout=WATCH_S)
         named = {rank: said.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
         for rank in given_up(named):
             self._end(self._members[rank])
@@ -477,62 +491,3 @@ class _Reading:
         most = max(sum(len(one.tokens) for one in share) for share in shares.values())
         rounds = max(1, -(-most // self._group._options.max_tokens))
         return {rank: Work(self._session, rounds, last, share) for rank, share in shares.items()}
-
-
-def given_up(named: Mapping[int, Collection[int]]) -> set[int]:
-    """Whom to leave out, so that nobody who stays has given up another who stays.
-
-    A rank that fell behind gives up the others as they give it up: who is named most often goes
-    first, of equals the higher rank.
-
-    Args:
-        named: ranks that each living one has given up.
-    """
-    out: set[int] = set()
-    while True:
-        votes = Counter(
-            blamed
-            for rank, all_blamed in named.items()
-            for blamed in all_blamed
-            if rank not in out and blamed in named and blamed not in out
-        )
-        if not votes:
-            return out
-        out.add(max(votes, key=lambda rank: (votes[rank], rank)))
-
-
-def _gather(
-    refs: Mapping[Any, int],
-    timeout: float,
-    hopeless: Callable[[Mapping[int, Any], Collection[int]], bool] = lambda *_: False,
-    watch: Callable[[], None] | None = None,
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late;
-    ``watch`` is called as long as nothing comes."""
-    deadline = time.monotonic() + timeout
-    said: dict[int, Any] = {}
-    failed: dict[int, str] = {}
-    waiting = dict(refs)
-    while waiting and not hopeless(said, waiting.values()):
-        left = max(0.0, deadline - time.monotonic())
-        at_once = left if watch is None else min(left, _WATCH_S)
-        ready, _ = ray.wait([*waiting], num_returns=1, timeout=at_once)
-        if not ready and left > at_once and watch is not None:
-            watch()
-            continue
-        if not ready:
-            break
-        rank = waiting.pop(ready[0])
-        try:
-            said[rank] = ray.get(ready[0])
-        except RayError as error:
-            failed[rank] = _cause(error)
-    for rank in waiting.values():
-        failed[rank] = f"it gave no answer within {timeout} s, or the others had given it up"
-    return said, failed
-
-
-def _cause(error: RayError) -> str:
-    if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
-    return " ".join(str(error).split())[:300]

@@ -125,6 +125,12 @@ class MoeWeights:
             shared_w2=drawn("shared.w2", c.hidden, shared).to(dtype) if shared else None,
         )
 
+    def to(self, device: torch.device | str) -> MoeWeights:
+        """The same on a device."""
+        here: dict[str, Tensor | None] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {n: None if w is None else w.to(device) for n, w in here.items()}
+        return MoeWeights(**moved)
+
 
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     """float32 numbers with variance ``1 / shape[-1]``, which the name and the seed decide."""
@@ -155,7 +161,7 @@ def route(
         grouped = preferred.view(len(preferred), config.groups, size)
         best = grouped.sort(dim=-1, descending=True).values[..., :2]
         order = by.total(best).sort(dim=-1, descending=True, stable=True).indices
-        left = torch.ones(grouped.shape[:-1], dtype=torch.bool)
+        left = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=logits.device)
         left.scatter_(-1, order[:, : config.kept_groups], False)
         preferred = grouped.masked_fill(left[..., None], float("-inf")).flatten(-2)
     chosen = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : config.topk]
@@ -173,11 +179,13 @@ class Traffic:
     rows: int = 0
     """That its experts computed."""
     dispatched_nbytes: int = 0
-    """Of tokens that went to other ranks, once for each expert there."""
+    """Of tokens that went to other ranks, once for each expert there; on a device also of those
+    whose ranks are left out."""
     combined_nbytes: int = 0
     """Of answers that went to other ranks."""
     dispatch_seconds: float = 0.0
-    """In ``dispatch_send`` and ``dispatch_recv``, waiting for slower ranks included."""
+    """In ``dispatch_send`` and ``dispatch_recv``, waiting for slower ranks included; on a device
+    what it takes to launch them."""
     combine_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -222,7 +230,7 @@ class MoeLayer:
         for expert in {*chosen.flatten().tolist()} - {*left_out}:
             token, place = (chosen == expert).nonzero(as_tuple=True)
             answers[token, place] = self._expert(expert, x[token])
-        sums = torch.zeros(x.shape, dtype=torch.float32)
+        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for k in range(self.config.topk):
             sums = sums + weights[:, k, None] * answers[:, k].float()
         return self._with_shared(sums, self._shared(x))
@@ -265,9 +273,14 @@ class ParallelMoeLayer(MoeLayer):
     number of ranks and however tokens are divided among them. Experts of ranks that are lost are
     left out: :attr:`AllToAll.lost` names them.
 
+    Where kernels make the exchange (``AllToAll(device=...)``), nothing waits for the device: each
+    expert computes as many rows as it could get, and a pass can be captured into a CUDA graph.
+    Call :meth:`AllToAll.check` before relying on what came of it.
+
     Args:
         config: of the layer.
-        weights: of the experts that the rank hosts, ``exchange.local_experts``.
+        weights: of the experts that the rank hosts, ``exchange.local_experts``, where the
+            exchange's tokens lie.
         exchange: of the layer's sizes and dtype, ``parts`` none; layers may share one.
         arithmetic: as for :class:`MoeLayer`.
         max_tokens: that the exchange takes at a time.
@@ -283,8 +296,19 @@ class ParallelMoeLayer(MoeLayer):
         arithmetic: Arithmetic = FIXED,
     ) -> None:
         self.exchange, self.max_tokens = exchange, max_tokens
-        self.traffic = Traffic()
+        self._spent = Traffic()
+        self._counted = torch.zeros(3, dtype=torch.int64, device=exchange.device)
         super().__init__(config, weights, arithmetic=arithmetic)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Since the layer was made; a device is waited for."""
+        computed, received, sent = self._counted.tolist()
+        row = self.config.hidden * self.config.torch_dtype.itemsize
+        counted = Traffic(
+            rows=computed, dispatched_nbytes=sent * row, combined_nbytes=received * row
+        )
+        return self._spent + counted
 
     def forward(self, x: Tensor, *, left_out: Collection[int] = (), rounds: int = 1) -> Tensor:
         """``[tokens, hidden]`` to the same. All ranks call it together.
@@ -309,31 +333,48 @@ class ParallelMoeLayer(MoeLayer):
 
     def _check(self, experts: int) -> None:
         super()._check(len(self.exchange.local_experts))
+        if self.weights.w13.device != self.exchange.device:
+            raise InvalidArgument(
+                f"weights lie on {self.weights.w13.device}, tokens on {self.exchange.device}; "
+                "move the weights there"
+            )
 
     def _exchanged(self, x: Tensor) -> Tensor:
         chosen, weights = self._route(x)
-        dtype, exchange, spent = self.config.torch_dtype, self.exchange, _Clock()
-        there = torch.tensor(exchange.present)[chosen // len(exchange.local_experts)]
-        away = there & (chosen // len(exchange.local_experts) != exchange.rank)
+        exchange, spent = self.exchange, _Clock()
+        away = self._away(chosen)
         spent.on("dispatch", lambda: exchange.dispatch_send(x.contiguous(), chosen))
         shared = self._shared(x)
-        got = spent.on("dispatch", exchange.dispatch_recv)
-        answers = torch.empty(got.x.shape, dtype=dtype)
+        # Where it isn't known how many rows come there is room for all, and all are computed.
+        stride = exchange.ranks * self.max_tokens if exchange.asynchronous else None
+        got = spent.on("dispatch", lambda: exchange.dispatch_recv(stride=stride))
+        answers = torch.empty(got.x.shape, dtype=self.config.torch_dtype, device=x.device)
         for here in range(len(exchange.local_experts)):
-            answers[got.of(here)] = self._expert(here, got.x[got.of(here)])
+            of = got.of(here) if stride is None else slice(here * stride, (here + 1) * stride)
+            answers[of] = self._expert(here, got.x[of])
         spent.on("combine", lambda: exchange.combine_send(answers))
         sums = spent.on("combine", lambda: exchange.combine_recv(weights, dtype=torch.float32))
-        row = self.config.hidden * dtype.itemsize
-        own = chosen.numel() - int((chosen // len(exchange.local_experts) != exchange.rank).sum())
-        self.traffic += Traffic(
+        computed, own = got.counts.sum(), (chosen // self._each == exchange.rank).sum()
+        self._counted += torch.stack([computed, computed - own, away])
+        self._spent += Traffic(
             exchanges=1,
-            rows=len(got.x),
-            dispatched_nbytes=int(away.sum()) * row,
-            combined_nbytes=(len(got.x) - own) * row,
             dispatch_seconds=spent.seconds["dispatch"],
             combine_seconds=spent.seconds["combine"],
         )
         return self._with_shared(sums, shared)
+
+    @property
+    def _each(self) -> int:
+        """Experts of a rank."""
+        return len(self.exchange.local_experts)
+
+    def _away(self, chosen: Tensor) -> Tensor:
+        """How many rows go to other ranks."""
+        there = chosen // self._each
+        away = there != self.exchange.rank
+        if not self.exchange.asynchronous:
+            away &= torch.tensor(self.exchange.present)[there]
+        return away.sum()
 
 
 def swiglu(x: Tensor, w13: Tensor, w2: Tensor, by: Arithmetic) -> Tensor:

@@ -108,8 +108,13 @@ class MoeModel:
         seed: of its weights, which are the same for any number of ranks.
         exchange: this rank's, of the layers' sizes; all experts are here if ``None``.
         max_tokens: of the exchange.
+        device: what it is computed on; the host if ``None``. With an exchange it is what the
+            exchange's tokens lie on, and none is given.
         deterministic: with the bits of the model in one place, whatever is computed beside it
             (:mod:`fabric_ray.moe.arithmetic`); otherwise as fast as torch can.
+
+    Raises:
+        InvalidArgument: an exchange and a device.
     """
 
     def __init__(
@@ -119,29 +124,38 @@ class MoeModel:
         seed: int = 0,
         exchange: AllToAll | None = None,
         max_tokens: int = 0,
+        device: torch.device | str | None = None,
         deterministic: bool = True,
     ) -> None:
+        if exchange is not None and device is not None:
+            raise InvalidArgument(
+                "a model computes where its exchange's tokens lie; leave device out"
+            )
         self.config, self.exchange = config, exchange
+        self.device = torch.device(device or "cpu") if exchange is None else exchange.device
         self._arithmetic = FIXED if deterministic else FAST
         self._max_tokens = max_tokens
         hidden, dtype = config.moe.hidden, config.moe.torch_dtype
         # As large as what is added to it.
         self._embedding = (
             random_tensor("embedding", (config.vocab, hidden), seed=seed) * math.sqrt(hidden)
-        ).to(dtype)
-        self._head = random_tensor("head", (config.vocab, hidden), seed=seed).to(dtype)
-        self._norm = torch.ones(hidden, dtype=dtype)
+        ).to(self.device, dtype)
+        head = random_tensor("head", (config.vocab, hidden), seed=seed)
+        self._head = head.to(self.device, dtype)
+        self._norm = torch.ones(hidden, dtype=dtype, device=self.device)
         self._blocks = [self._block(layer, seed) for layer in range(config.layers)]
-        self._cos, self._sin = _rotation(config)
+        self._cos, self._sin = (t.to(self.device) for t in _rotation(config))
 
     def _block(self, layer: int, seed: int) -> _Block:
         c, hidden, dtype = self.config, self.config.moe.hidden, self.config.moe.torch_dtype
 
         def drawn(part: str, *shape: int) -> Tensor:
-            return random_tensor(f"layers.{layer}.{part}", shape, seed=seed).to(dtype)
+            found = random_tensor(f"layers.{layer}.{part}", shape, seed=seed)
+            return found.to(self.device, dtype)
 
         experts = None if self.exchange is None else self.exchange.local_experts
         weights = MoeWeights.random(c.moe, seed=seed, name=f"layers.{layer}.moe", experts=experts)
+        weights = weights.to(self.device)
         if self.exchange is None:
             moe = MoeLayer(c.moe, weights, arithmetic=self._arithmetic)
         else:
@@ -153,10 +167,10 @@ class MoeModel:
                 arithmetic=self._arithmetic,
             )
         return _Block(
-            attention_norm=torch.ones(hidden, dtype=dtype),
+            attention_norm=torch.ones_like(self._norm),
             qkv=drawn("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, hidden),
             out=drawn("out", hidden, c.heads * c.head_dim),
-            moe_norm=torch.ones(hidden, dtype=dtype),
+            moe_norm=torch.ones_like(self._norm),
             moe=moe,
         )
 
@@ -175,7 +189,8 @@ class MoeModel:
         left_out: Collection[int] = (),
         rounds: int = 1,
     ) -> list[Tensor]:
-        """Logits of each sequence, float32 ``[tokens, vocab]``.
+        """Logits of each sequence, float32 ``[tokens, vocab]``, on :attr:`device`. Where kernels
+        make the exchange, :meth:`AllToAll.check` says whether they can be relied on.
 
         Args:
             sequences: the tokens of each that are to be read.
@@ -195,9 +210,9 @@ class MoeModel:
         for tokens, start in zip(sequences, starts, strict=True):
             c.check_tokens(tokens, start)
         lengths = [len(tokens) for tokens in sequences]
-        ids = torch.tensor([t for tokens in sequences for t in tokens], dtype=torch.int64)
+        ids = self._there([t for tokens in sequences for t in tokens])
         places = [range(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-        positions = torch.tensor([p for place in places for p in place], dtype=torch.int64)
+        positions = self._there([p for place in places for p in place])
         x = self._embedding[ids]
         for layer, block in enumerate(self._blocks):
             x = x + self._attention(layer, block, x, positions, lengths, caches)
@@ -207,7 +222,7 @@ class MoeModel:
             else:
                 x = x + block.moe.forward(normed, left_out=left_out)
         if last:
-            ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+            ends = self._there(lengths).cumsum(0) - 1
             x, lengths = x[ends], [1] * len(lengths)
         x = self._arithmetic.rms_norm(x, self._norm, c.eps)
         logits = self._arithmetic.linear(x, self._head).float()
@@ -240,10 +255,15 @@ class MoeModel:
             logits = self.forward(
                 unread, caches=caches, last=True, left_out=left_out, rounds=rounds
             )
+            if self.exchange is not None:
+                self.exchange.check()
             unread = [[likeliest(rows[-1])] for rows in logits]
             for tokens, found in zip(out, unread, strict=True):
                 tokens += found
         return out
+
+    def _there(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _attention(
         self,
@@ -269,7 +289,7 @@ class MoeModel:
 
 def likeliest(logits: Tensor) -> int:
     """Of equals the lower token."""
-    return int(logits.numpy().argmax())
+    return int(logits.cpu().numpy().argmax())
 
 
 def _rotation(config: MoeModelConfig) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""pplx-kernels' interface over :class:`fabric_ray.moe.AllToAll`, on host tensors."""
+"""pplx-kernels' interface over :class:`fabric_ray.moe.AllToAll`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
-from fabric_ray.moe import rows
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Comm, Exchanges, comm_of
+from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import RowPart
 
 # Tokens are bytes to the exchange; whoever dispatches says what they are.
@@ -23,6 +24,10 @@ class AllToAll:
     """One rank of an exchange in pplx-kernels' names: the caller owns the outputs, and each half
     of a call may be made by itself (``do_send``, ``do_recv``). Made by :meth:`intranode` or
     :meth:`internode`, which are the same here: the engine chooses links.
+
+    On a device (``device="cuda"``) kernels do a rank's part on torch's current stream and nothing
+    waits for them: counts come on the device, ``bound_m`` is read there, and calls can be
+    captured. What goes wrong there is raised by a later call, or by :meth:`check`.
     """
 
     def __init__(
@@ -41,6 +46,8 @@ class AllToAll:
         engine: TransferEngine | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
         timeout: float = 30.0,
+        device: torch.device | str | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         if dp_size != 1:
             raise Unsupported(
@@ -67,6 +74,9 @@ class AllToAll:
         self._dtype = out_dtype
         self._rows = 0
         self._indices: Tensor | None = None
+        if device is not None:
+            # An engine knows a GPU by the context that it finds.
+            torch.zeros(1, device=device)
         self._exchanges = Exchanges(comm, engine, timeout)
         self._exchange = self._exchanges.make(
             experts=num_experts,
@@ -76,6 +86,8 @@ class AllToAll:
             dtype=self._bits,
             parts=parts,
             answer_dtype=out_dtype,
+            device=device,
+            launcher=launcher,
         )
 
     @classmethod
@@ -109,7 +121,8 @@ class AllToAll:
                 default group if ``None``.
             comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
             options: ``engine``, one of its own if ``None``; ``out_dtype``, of experts' answers:
-                bfloat16, float16 or float32; ``timeout``, seconds.
+                bfloat16, float16 or float32; ``timeout``, seconds; ``device`` and ``launcher``, as
+                for :class:`fabric_ray.moe.AllToAll`.
 
         Raises:
             InvalidArgument: sizes that don't go together.
@@ -148,12 +161,14 @@ class AllToAll:
 
         Args:
             out_expert_num_tokens: int32 ``[local experts]``: rows of each.
-            out_expert_x: ``[local experts, rows, hidden]``; each expert's from its beginning.
+            out_expert_x: ``[local experts, rows, hidden]``; each expert's from its beginning. On a
+                device there are as many rows as can come, ``max_num_tokens * world_size``.
             out_expert_x_scale: ``[local experts, rows, scales]`` if there are scales.
             dp_x: ``[tokens, hidden]``, of the bytes the exchange was made for.
             dp_x_scale: ``[tokens, scales]``, likewise.
             indices: integers ``[tokens, experts_per_token]``; unsigned ones too.
-            bound_m: one element: how many of the tokens there are; all if ``None``.
+            bound_m: one element: how many of the tokens there are; all if ``None``. On a device
+                it isn't read by the host: tokens beyond it go nowhere, and their sums are zeros.
             do_send: whether to do the first half.
             do_recv: whether to do the second one; it is called with the same arguments.
 
@@ -162,13 +177,18 @@ class AllToAll:
         """
         self._check_outputs(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x)
         if do_send:
-            tokens = _bound(bound_m, len(dp_x))
+            tokens = self._bound(bound_m, len(dp_x))
             if dp_x.element_size() != self._bits.itemsize:
                 raise InvalidArgument(
                     f"tokens are {dp_x.dtype}, and elements have {self._bits.itemsize} bytes"
                 )
             parts = self._scales(dp_x_scale, len(dp_x))
             experts = indices[:tokens].to(torch.int64)
+            if bound_m is not None and self._exchange.asynchronous:
+                there = torch.arange(tokens, device=experts.device)[:, None] < bound_m.to(
+                    torch.int64
+                )
+                experts = torch.where(there, experts, -1)
             self._exchange.dispatch_send(
                 dp_x[:tokens].view(self._bits), experts, **{k: p[:tokens] for k, p in parts.items()}
             )
@@ -196,7 +216,7 @@ class AllToAll:
 
         Args:
             out_tokens: ``[tokens or more, hidden]``; bfloat16, float16 or float32.
-            indices: those of the dispatch.
+            indices: those of the dispatch; on a device they aren't compared.
             weights: float32 ``[tokens, experts_per_token]``.
             expert_y: ``[local experts, rows, hidden]`` of ``out_dtype``; rows as at dispatch.
             bound_m: as at dispatch.
@@ -208,8 +228,12 @@ class AllToAll:
         """
         if self._indices is None:
             raise InvalidArgument("nothing was dispatched; dispatch before combine")
-        tokens = _bound(bound_m, len(indices))
-        if not torch.equal(indices[:tokens].to(torch.int64), self._indices):
+        tokens = self._bound(bound_m, len(indices))
+        same = indices[:tokens].shape == self._indices.shape
+        # Whoever compares what lies on a device waits for it.
+        if same and not self._exchange.asynchronous:
+            same = torch.equal(indices[:tokens].to(torch.int64), self._indices)
+        if not same:
             raise InvalidArgument("indices aren't those of the dispatch; give the same")
         wanted = (self._experts, self._rows, self._hidden)
         if expert_y.shape != wanted or expert_y.dtype != self._dtype:
@@ -219,13 +243,30 @@ class AllToAll:
         if out_tokens.dtype not in _SUMMED:
             raise InvalidArgument(f"out_tokens are {out_tokens.dtype}; give one of {[*_SUMMED]}")
         width = self._indices.shape[1]
-        rows.part("weights", weights, width=width, dtype=torch.float32, rows=tokens)
-        rows.part("out_tokens", out_tokens, width=self._hidden, dtype=out_tokens.dtype, rows=tokens)
+        where = self._exchange.device
+        check_rows("weights", weights, width=width, dtype=torch.float32, rows=tokens, device=where)
+        check_rows(
+            "out_tokens",
+            out_tokens,
+            width=self._hidden,
+            dtype=out_tokens.dtype,
+            rows=tokens,
+            device=where,
+        )
         if do_send:
             self._exchange.combine_send(expert_y.flatten(0, 1))
         if do_recv:
             self._exchange.combine_recv(weights[:tokens], out=out_tokens)
             self._indices = None
+
+    def check(self) -> None:
+        """Waits for what was launched on the device, and raises what went wrong there; without a
+        device that is known already.
+
+        Raises:
+            FabricError: as :meth:`fabric_ray.moe.AllToAll.check`.
+        """
+        self._exchange.check()
 
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here; a second call does nothing."""
@@ -234,6 +275,10 @@ class AllToAll:
     def _check_outputs(
         self, counts: Tensor, out: Tensor, out_scale: Tensor | None, x: Tensor
     ) -> None:
+        where = self._exchange.device
+        for name, tensor in (("out_expert_num_tokens", counts), ("out_expert_x", out)):
+            if tensor.device != where:
+                raise InvalidArgument(f"{name} is on {tensor.device}; give it on {where}")
         if counts.shape != (self._experts,) or counts.dtype != torch.int32:
             raise InvalidArgument(
                 f"out_expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; give int32 "
@@ -254,6 +299,18 @@ class AllToAll:
                 f"each of {tuple(out.shape[:2])}"
             )
 
+    def _bound(self, bound_m: Tensor | None, tokens: int) -> int:
+        if bound_m is None:
+            return tokens
+        if bound_m.numel() != 1:
+            raise InvalidArgument(f"bound_m has {bound_m.numel()} elements; give one")
+        if self._exchange.asynchronous:
+            return tokens
+        bound = int(bound_m)
+        if not 0 <= bound <= tokens:
+            raise InvalidArgument(f"bound_m is {bound}, and there are {tokens} tokens")
+        return bound
+
     def _scales(self, scale: Tensor | None, tokens: int) -> dict[str, Tensor]:
         given = 0 if scale is None else scale.shape[-1] * scale.element_size()
         if given != self._scale_bytes or (scale is not None and len(scale) != tokens):
@@ -262,15 +319,6 @@ class AllToAll:
                 f"{tokens}"
             )
         return {} if scale is None else {"scale": scale.contiguous().view(torch.uint8)}
-
-
-def _bound(bound_m: Tensor | None, tokens: int) -> int:
-    if bound_m is None:
-        return tokens
-    bound = int(bound_m)
-    if bound_m.numel() != 1 or not 0 <= bound <= tokens:
-        raise InvalidArgument(f"bound_m is {bound}, and there are {tokens} tokens")
-    return bound
 
 
 def _comm(group_name: str | None, comm: Any) -> Comm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray import runtime
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import Cache, MoeModel, MoeModelConfig
@@ -32,6 +33,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool
     threads: int
     engine: dict[str, Any]
+    device: str | None = None
+    """What tokens lie on; the host if ``None``."""
+    launcher: Callable[[], Launcher] | None = None
+    """Makes what launches kernels there, in place of that GPU."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -84,6 +89,9 @@ class Rank:
     def __init__(self, rank: int, options: Options) -> None:
         self._rank, self._options = rank, options
         moe = options.model.moe
+        if options.device is not None:
+            # An engine knows a GPU by the context that it finds.
+            torch.zeros(1, device=options.device)
         self._engine = runtime.engine(**options.engine)
         self._exchange = AllToAll(
             self._engine,
@@ -96,6 +104,8 @@ class Rank:
             dtype=moe.torch_dtype,
             answer_dtype=moe.torch_dtype,
             timeout=options.timeout,
+            device=options.device,
+            launcher=None if options.launcher is None else options.launcher(),
         )
         self._model = MoeModel(
             options.model,
@@ -169,8 +179,9 @@ class Rank:
             last=work.last,
             rounds=work.rounds,
         )
+        self._exchange.check()
         return Pass(
-            logits=[part.clone() for part in logits],
+            logits=[part.cpu().clone() for part in logits],
             lost=self._lost(),
             traffic=self._model.traffic - before,
             seconds=time.perf_counter() - begin,

@@ -34,14 +34,21 @@ class Dispatched:
     parts: dict[str, Tensor]
     """By name, ``[rows, width]``."""
     counts: Tensor
-    """Rows of each local expert, int64 on the host."""
+    """Rows of each local expert, int64; where the tokens lie."""
     starts: Tensor
-    """The first row of each local expert, int64 on the host."""
+    """The first row of each local expert, int64; where the tokens lie."""
 
     def of(self, expert: int) -> slice:
-        """The rows of a local expert."""
+        """The rows of a local expert; waits for a device."""
         start = int(self.starts[expert])
         return slice(start, start + int(self.counts[expert]))
+
+    def experts(self) -> Tensor:
+        """The local expert of each row, int64 ``[rows]``, and -1 for rows that fill up; known where
+        the tokens lie, and nothing is waited for."""
+        row = torch.arange(len(self.x), device=self.x.device)
+        expert = torch.searchsorted(self.starts, row, right=True) - 1
+        return torch.where(row - self.starts[expert] < self.counts[expert], expert, -1)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,30 @@ def check_order(multiple: int, stride: int | None) -> None:
     for name, value in (("multiple", multiple), ("stride", stride)):
         if value is not None and not 0 < value < 1 << 31:
             raise InvalidArgument(f"{name} is {value}; give at least 1")
+
+
+def check_wanted(wanted: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """
+    Raises:
+        InvalidArgument: it doesn't say of each answer whether it is.
+    """
+    if (wanted.shape, wanted.dtype, wanted.device) != (shape, torch.bool, device):
+        raise InvalidArgument(
+            f"wanted is {wanted.dtype} {tuple(wanted.shape)} on {wanted.device}; give bool "
+            f"{shape} on {device}"
+        )
+
+
+def summed(answers: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
+    """Sums of those that are wanted of ``[tokens, topk, hidden]``, as the exchange makes them:
+    float32, one expert after the other."""
+    total = torch.zeros(len(answers), answers.shape[2])
+    for k in range(answers.shape[1]):
+        answer = answers[:, k].float().masked_fill_(~wanted[:, k, None], 0)
+        if weights is not None:
+            answer *= weights[: len(answers), k, None].masked_fill(~wanted[:, k, None], 0)
+        total += answer
+    return total
 
 
 def sums(

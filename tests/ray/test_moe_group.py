@@ -15,7 +15,8 @@ import ray
 import torch
 
 from fabric_ray import errors
-from fabric_ray.moe.group import ExpertGroup, Forward, given_up
+from fabric_ray.moe.asking import given_up
+from fabric_ray.moe.group import ExpertGroup, Forward
 from fabric_ray.moe.layer import MoeConfig
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
 

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument, Unsupported
-from fabric_ray.moe import rows
+from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
-from fabric_ray.moe.deepep.event import EventOverlap
-from fabric_ray.moe.deepep.normal import Form, Handle
+from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.normal_calls import NormalCalls
+from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
 Hook: TypeAlias = Callable[[], None]
-Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-"""Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
+_Result = TypeVar("_Result")
 
 
-class Buffer:
-    """One rank's calls in DeepEP's legacy names, on host tensors over the transfer engine.
+class Buffer(NormalCalls):
+    """One rank's calls in DeepEP's legacy names, over the transfer engine.
 
-    All ranks make the same calls in the same order, as with DeepEP. What depends on a device and
-    can't be had here raises :class:`~fabric_ray.errors.Unsupported` at the call.
+    All ranks make the same calls in the same order, as with DeepEP. Low-latency calls take tensors
+    on a GPU, too: kernels do a rank's part there, counts stay there, and no call waits for it.
+    They run on torch's current stream, with ``async_finish`` on :meth:`get_comm_stream`'s. What
+    goes wrong on the device is raised by a later call, or by :meth:`check`. Normal calls take host
+    tensors. What can't be had raises :class:`~fabric_ray.errors.Unsupported` at the call.
 
     Args:
         group: a ``torch.distributed`` group with a backend for CPU tensors (gloo).
@@ -47,6 +50,7 @@ class Buffer:
             ``None``. With several nodes, normal calls send a token once to each node, and a rank
             that is lost ends them (:class:`~fabric_ray.moe.ThroughputAllToAll`).
         timeout: seconds after which a silent rank is given up.
+        launcher: launches the kernels of low-latency calls, in place of a GPU.
     """
 
     num_sms: ClassVar[int] = 20
@@ -68,6 +72,7 @@ class Buffer:
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
         timeout: float = 30.0,
+        launcher: Launcher | None = None,
     ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
@@ -86,13 +91,14 @@ class Buffer:
                 f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
             )
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node)
-        self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes)
+        self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
+        self._streams = Streams()
 
     # What has no rank
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Nothing here is compiled for a device."""
+        """Nothing is compiled ahead: kernels are when they are first used, for the GPU there."""
         return False
 
     @staticmethod
@@ -104,8 +110,8 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event that is over."""
-        return EventOverlap()
+        """An event behind what torch's current stream has been given; over, without a GPU."""
+        return captured()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -124,195 +130,31 @@ class Buffer:
         """As :meth:`get_dispatch_config`."""
         return _config(num_ranks)
 
-    # What there is no device for
+    # Devices
 
-    def get_comm_stream(self) -> NoReturn:
-        raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of calls with ``async_finish``, on torch's current GPU.
+
+        Raises:
+            Unsupported: there is no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
+        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
+
+    def check(self) -> None:
+        """Waits for what was launched on the device, and raises what went wrong there; without a
+        device that is known already.
+
+        Raises:
+            FabricError: as :meth:`fabric_ray.moe.AllToAll.check`.
+        """
+        self._low_latency.check()
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
         raise Unsupported(
             "buffers belong to exchanges here; get_next_low_latency_combine_buffer has tensors"
         )
-
-    # Normal calls
-
-    def get_dispatch_layout(
-        self,
-        topk_idx: Tensor,
-        num_experts: int,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Counts where tokens go.
-
-        Returns:
-            int32 tokens for each rank ``[ranks]``; for each node ``[nodes]``, ``None`` if there is
-            one; for each expert ``[experts]``; whether each token goes to each rank, bool
-            ``[tokens, ranks]``; an event.
-        """
-        layout = normal.layout_of(topk_idx, num_experts, self.group_size)
-        per_node = self._normal.ranks_per_node
-        of_nodes = None
-        if per_node < self.group_size:
-            in_node = layout.in_rank.view(len(layout.in_rank), -1, per_node).any(2)
-            of_nodes = in_node.sum(0).to(torch.int32)
-        return (
-            layout.tokens_per_rank,
-            of_nodes,
-            layout.tokens_per_expert,
-            layout.in_rank,
-            EventOverlap(),
-        )
-
-    def dispatch(
-        self,
-        x: Tokens,
-        handle: Handle | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
-        """Sends each token once to each rank that hosts one of its experts.
-
-        Args:
-            x: ``[tokens, hidden]``, or fp8 with scales.
-            handle: of an earlier dispatch, to send other tokens the same way; then none of the
-                layout, ``topk_idx`` and ``topk_weights`` is given.
-            topk_idx: int64 ``[tokens, topk]``, -1 for none.
-            topk_weights: float32 ``[tokens, topk]``.
-            expert_alignment: what the counts of experts are rounded up to.
-            num_worst_tokens: rows of the results, whatever comes; further rows have no experts.
-
-        Returns:
-            The tokens in the order of their ranks, and of the tokens there; int64
-            ``[rows, topk]``, this rank's experts counted from 0 and -1 for others'; their weights,
-            0 for others'; the tokens of each local expert; a handle; an event. With a handle, all
-            but tokens and event are ``None``.
-
-        Raises:
-            InvalidArgument: what doesn't fit, before tokens are sent.
-        """
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
-        if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise InvalidArgument("topk_idx and topk_weights are the handle's; leave them out")
-            if len(tokens) != handle.tokens:
-                raise InvalidArgument(
-                    f"{len(tokens)} tokens, and the handle is for {handle.tokens}"
-                )
-            if 0 < num_worst_tokens < handle.rows:
-                raise InvalidArgument(
-                    f"{handle.rows} rows come, and num_worst_tokens is {num_worst_tokens}; raise it"
-                )
-            form, parts = _form(tokens, scales, handle.ranks_of.shape[1])
-            got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
-            received, _, _ = _padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return received, None, None, None, None, EventOverlap()
-
-        try:
-            layout = self._checked_layout(
-                tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
-            )
-            assert topk_idx is not None
-            if expert_alignment < 1:
-                raise InvalidArgument(f"expert_alignment is {expert_alignment}; give at least 1")
-            width = min(topk_idx.shape[1], self.group_size)
-            form, parts = _form(tokens, scales, width, topk_idx, topk_weights)
-            size: int | FabricError = len(tokens)
-        except FabricError as error:
-            self._normal.reserve(error, None)
-            raise
-        most = self._normal.reserve(size, form)
-        if 0 < num_worst_tokens < most:
-            raise InvalidArgument(
-                f"{most} rows may come, and num_worst_tokens is {num_worst_tokens}; raise it"
-            )
-        ranks_of = normal.ranks_of(layout.in_rank, width)
-        got, made = self._normal.send(form, tokens, parts, ranks_of)
-        local = len(layout.tokens_per_expert) // self.group_size
-        received, idx, weights = _padded(
-            got, num_worst_tokens or made.rows, self.rank * local, local
-        )
-        counts: list[int] = []
-        if not num_worst_tokens:
-            assert idx is not None
-            found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
-            counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return received, idx, weights, counts, made, EventOverlap()
-
-    def combine(
-        self,
-        x: Tensor,
-        handle: Handle,
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Adds up the ranks' answers, unweighted, and biases.
-
-        Args:
-            x: a rank's answer for each row of its dispatch, ``[rows, hidden]``; bfloat16, float16
-                or float32.
-            topk_weights: float32 ``[rows, topk]``, added up likewise by an exchange of their own.
-            bias: of this rank's tokens, one or two ``[tokens, hidden]``.
-
-        Returns:
-            ``[tokens, hidden]``, added up in float32 and rounded once, but on several nodes each
-            node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
-        """
-        rows.part("answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows)
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        for one in biases:
-            if one.shape != (handle.tokens, x.shape[1]):
-                shape = (handle.tokens, x.shape[1])
-                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
-        if topk_weights is not None:
-            rows.part(
-                "weights", topk_weights, width=handle.topk, dtype=torch.float32, rows=handle.rows
-            )
-        sums = self._normal.receive(handle, x, torch.float32 if biases else None)
-        for one in biases:
-            sums += one.float()
-        weights = None
-        if topk_weights is not None:
-            weights = self._normal.receive(handle, topk_weights)
-        return sums.to(x.dtype), weights, EventOverlap()
-
-    def _checked_layout(
-        self,
-        x: Tensor,
-        per_rank: Tensor | None,
-        in_rank: Tensor | None,
-        per_expert: Tensor | None,
-        topk_idx: Tensor | None,
-    ) -> normal.Layout:
-        if topk_idx is None:
-            raise Unsupported("experts are counted from topk_idx here; give it, or a handle")
-        if per_rank is None or in_rank is None or per_expert is None:
-            raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
-        layout = normal.layout_of(topk_idx, len(per_expert), self.group_size)
-        if len(topk_idx) != len(x):
-            raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
-        if not (
-            torch.equal(layout.in_rank, in_rank)
-            and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
-            and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
-        ):
-            raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
-        return layout
 
     # Low-latency calls
 
@@ -368,14 +210,17 @@ class Buffer:
             experts=num_experts,
             topk=topk_idx.shape[1],
             scales=scales,
+            device=x.device,
         )
-        got, hook = self._low_latency.dispatch(
-            x, topk_idx, form, cumulative_local_expert_recv_stats, round_scale
-        )
-        if not return_recv_hook:
-            hook()
+        stats = cumulative_local_expert_recv_stats
+
+        def sent() -> tuple[low_latency.Received, Hook]:
+            return self._low_latency.dispatch(x, topk_idx, form, stats, round_scale)
+
+        used = (x, topk_idx) if stats is None else (x, topk_idx, stats)
+        got, event, hook = self._run(sent, used, async_finish, return_recv_hook)
         received = got.x if got.scales is None else (got.x, got.scales)
-        return received, got.counts, got.handle, EventOverlap(), hook if return_recv_hook else None
+        return received, got.counts, got.handle, event, hook
 
     def low_latency_combine(
         self,
@@ -422,12 +267,14 @@ class Buffer:
             raise Unsupported(
                 "waits aren't measured by rank; leave combine_wait_recv_cost_stats out"
             )
-        combined, hook = self._low_latency.combine(
-            x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out
-        )
-        if not return_recv_hook:
-            hook()
-        return combined, EventOverlap(), hook if return_recv_hook else None
+
+        def sent() -> tuple[Tensor, Hook]:
+            return self._low_latency.combine(
+                x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out
+            )
+
+        used = (x, topk_idx, topk_weights) if out is None else (x, topk_idx, topk_weights, out)
+        return self._run(sent, used, async_finish, return_recv_hook)
 
     def get_next_low_latency_combine_buffer(self, handle: low_latency.Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
@@ -484,6 +331,29 @@ class Buffer:
         """Frees the buffers when all ranks are here; a second call does nothing."""
         self._exchanges.close()
 
+    def _run(
+        self,
+        sent: Callable[[], tuple[_Result, Hook]],
+        used: tuple[Tensor, ...],
+        async_finish: bool,
+        return_recv_hook: bool,
+    ) -> tuple[_Result, EventOverlap, Hook | None]:
+        """A low-latency call: its first half, and its second one unless that is for the caller."""
+        device = used[0].device
+        on_gpu = device.type == "cuda"
+        if async_finish and on_gpu:
+            with self._streams.run_beside(device, used) as event:
+                result, hook = sent()
+                hook()
+            return result, event, None
+        if on_gpu:
+            self._streams.join(device)
+        result, hook = sent()
+        if return_recv_hook:
+            return result, EventOverlap(), hook
+        hook()
+        return result, EventOverlap(), None
+
     def _no_way_back(self) -> NoReturn:
         raise Unsupported(
             f"ranks {sorted(self._exchanges.masked)} don't come back into this buffer; make a new "
@@ -501,64 +371,3 @@ def _config(num_ranks: int) -> Config:
     if num_ranks < 1:
         raise InvalidArgument(f"{num_ranks} ranks; give at least 1")
     return Config(num_sms=Buffer.num_sms)
-
-
-def _form(
-    x: Tensor,
-    scales: Tensor | None,
-    width: int,
-    topk_idx: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-) -> tuple[Form, dict[str, Tensor]]:
-    """What an exchange for these carries, and its parts."""
-    if x.ndim != 2:
-        raise InvalidArgument(f"tokens are {tuple(x.shape)}; give [tokens, hidden]")
-    rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
-    parts: dict[str, Tensor] = {}
-    if topk_idx is not None:
-        # From 1, for rows of a rank that is lost on the way come as zeros.
-        parts["topk_idx"] = topk_idx.to(torch.int64) + 1
-    if topk_weights is not None:
-        parts["topk_weights"] = topk_weights
-        if topk_idx is None or topk_weights.shape != topk_idx.shape:
-            raise InvalidArgument(f"weights are {tuple(topk_weights.shape)}; give topk_idx's shape")
-        rows.part("weights", topk_weights, width=topk_weights.shape[1], dtype=torch.float32)
-    if scales is not None:
-        if scales.ndim != 2 or len(scales) != len(x):
-            raise InvalidArgument(f"scales are {tuple(scales.shape)} for {len(x)} tokens")
-        parts["scales"] = scales.contiguous()
-    form = Form(
-        hidden=x.shape[1],
-        dtype=x.dtype,
-        width=width,
-        topk=0 if topk_idx is None else topk_idx.shape[1],
-        weights=topk_weights is not None,
-        scales=0 if scales is None else scales.shape[1],
-        scales_dtype=torch.float32 if scales is None else scales.dtype,
-    )
-    return form, parts
-
-
-def _padded(
-    got: Any, total: int, first: int, local: int
-) -> tuple[Tokens, Tensor | None, Tensor | None]:
-    """What came, in ``total`` rows: tokens, this rank's experts and their weights."""
-
-    def fill(tensor: Tensor, value: float) -> Tensor:
-        if len(tensor) == total:
-            return tensor
-        room = torch.full((total, tensor.shape[1]), value, dtype=torch.float32).to(tensor.dtype)
-        room[: len(tensor)] = tensor
-        return room
-
-    tokens: Tokens = fill(got.x, 0)
-    if "scales" in got.parts:
-        tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
-    idx = weights = None
-    if "topk_idx" in got.parts:
-        here = got.parts["topk_idx"] - 1 - first
-        here = torch.where((here >= 0) & (here < local), here, -1)
-        idx = fill(here, -1)
-        if "topk_weights" in got.parts:
-            weights = fill(torch.where(here >= 0, got.parts["topk_weights"], 0.0), 0)
-    return tokens, idx, weights

@@ -1,16 +1,25 @@
-"""DeepEP's events, without a device: the work of a call is done when it returns."""
+"""DeepEP's events: when what a call launched is over, on the stream that asks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
 
 class EventOverlap:
-    """What a call returns as its event; waiting for it returns at once.
+    """What a call returns as its event.
 
-    A call whose second half is still to come hands out a hook, not an event.
+    On the host the work of a call is done when it returns, and waiting returns at once. A call
+    whose second half is still to come hands out a hook, not an event.
+
+    Args:
+        event: a ``torch.cuda.Event`` that was recorded, or ``None`` for work that is done.
+        extra_tensors: kept until this is let go.
     """
 
     def __init__(self, event: Any = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
@@ -18,10 +27,63 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """There is no stream that could run ahead."""
+        """What is launched on torch's current stream from now on waits for the event; the host
+        doesn't."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.current_stream_wait()
+
+
+class Streams:
+    """On which streams of a device calls run: torch's current one, or one beside it."""
+
+    def __init__(self) -> None:
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: dict[torch.device, torch.cuda.Event] = {}
+
+    def beside(self, device: torch.device) -> torch.cuda.Stream:
+        """The one of calls that the current stream doesn't wait for."""
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._beside[device]
+
+    def join(self, device: torch.device) -> None:
+        """What follows on the current stream waits for calls that ran beside it: an exchange's
+        calls come one after the other."""
+        event = self._last.pop(device, None)
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    @contextmanager
+    def run_beside(self, device: torch.device, used: tuple[Tensor, ...]) -> Iterator[EventOverlap]:
+        """Runs what is in it on the stream beside, behind what the current one has been given.
+
+        Args:
+            used: what is read and written there and belongs to the current stream.
+
+        Yields:
+            the event, recorded when the block is left.
+        """
+        stream, found = self.beside(device), EventOverlap()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield found
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        for tensor in used:
+            tensor.record_stream(stream)
+        found.event = self._last[device] = event
+
+
+def captured() -> EventOverlap:
+    """An event behind what torch's current stream has been given; over, if there is no GPU."""
+    if not torch.cuda.is_available():
+        return EventOverlap()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return EventOverlap(event)

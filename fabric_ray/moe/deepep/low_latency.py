@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe import cast, rows
+from fabric_ray.kernels import Launcher
+from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
+from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import RowPart
 
 BLOCK = 128
+HOST = torch.device("cpu")
 ALIVE = 2
 """Results of dispatches that may be alive at a time."""
 
@@ -37,6 +40,8 @@ class Form:
     topk: int
     scales: torch.dtype | None
     """``None`` for tokens in bfloat16."""
+    device: torch.device = HOST
+    """What tokens lie on."""
 
     @property
     def parts(self) -> list[RowPart]:
@@ -83,9 +88,10 @@ class LowLatency:
     """One rank's low-latency calls. Dispatches alternate between two exchanges, as in DeepEP, so
     that two batches may overlap."""
 
-    def __init__(self, exchanges: Exchanges, limit: int) -> None:
+    def __init__(self, exchanges: Exchanges, limit: int, launcher: Launcher | None = None) -> None:
         self._exchanges = exchanges
         self._limit = limit
+        self._launcher = launcher
         self._slots: dict[Form, list[Slot]] = {}
         self._turn: dict[Form, int] = {}
 
@@ -95,15 +101,18 @@ class LowLatency:
         """Sends; the hook receives."""
         check_tokens(x, topk_idx, form)
         local = form.experts // self._exchanges.comm.size()
-        if stats is not None and (stats.shape != (local,) or stats.dtype != torch.int32):
+        if stats is not None and (
+            stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != form.device
+        ):
             raise InvalidArgument(
-                f"statistics are {stats.dtype} {tuple(stats.shape)}; give int32 [{local}]"
+                f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
+                f"[{local}] on {form.device}"
             )
         slot = self._next(form)
-        origin = torch.empty(len(x), 2, dtype=torch.int32)
+        origin = torch.empty(len(x), 2, dtype=torch.int32, device=form.device)
         # From 1, for rows of a rank that is lost on the way come as zeros.
-        origin[:, 0] = slot.exchange.rank + 1
-        origin[:, 1] = torch.arange(len(x))
+        origin[:, 0].fill_(slot.exchange.rank + 1)
+        origin[:, 1].copy_(torch.arange(len(x), device=form.device))
         parts = {"origin": origin}
         if form.scales is not None:
             x, parts["scales"] = cast.to_fp8(
@@ -144,8 +153,14 @@ class LowLatency:
                 f"indices {tuple(topk_idx.shape)} and weights {tuple(topk_weights.shape)} aren't "
                 f"those of the dispatch, {tuple(slot.indices.shape)}"
             )
+        where = slot.form.device
+        for tensor in (x, topk_idx, topk_weights):
+            if tensor.device != where:
+                raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {where}")
         kept = topk_idx >= 0
-        if not torch.equal(topk_idx[kept].to(slot.indices.dtype), slot.indices[kept]):
+        same = (topk_idx == slot.indices) | ~kept
+        # Whoever compares what lies on a device waits for it.
+        if not slot.exchange.asynchronous and not same.all():
             raise InvalidArgument(
                 "the experts of tokens aren't those of the dispatch; give the same topk_idx"
             )
@@ -158,29 +173,30 @@ class LowLatency:
         if topk_weights.dtype != torch.float32:
             raise InvalidArgument(f"weights are {topk_weights.dtype}; give float32")
         tokens = len(slot.indices)
-        combined = _sums(out, tokens, slot.form.hidden)
+        combined = _sums(out, tokens, slot.form)
         weights = torch.where(kept, topk_weights, 0.0)
-        unwanted = (slot.indices >= 0) & ~kept
+        wanted = kept | (slot.indices < 0)
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"
 
         def hook() -> None:
             if slot.handle is handle and slot.pending == "low_latency_combine":
-                # An answer that isn't wanted any more is skipped, not multiplied by zero.
-                answers = slot.exchange.combine_answers() if unwanted.any() else None
-                slot.exchange.combine_recv(weights, out=combined)
-                if answers is not None:
-                    answers.masked_fill_(unwanted[..., None], 0)
-                    combined.copy_(_in_order(answers, weights))
+                slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
                 slot.pending = slot.handle = None
 
         return combined, hook
+
+    def check(self) -> None:
+        """As :meth:`AllToAll.check`, of all exchanges."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.exchange.check()
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
         slot = self._slot_of(handle)
         if slot.answers is None:
-            slot.answers = torch.zeros(slot.shape, dtype=torch.bfloat16)
+            slot.answers = torch.zeros(slot.shape, dtype=torch.bfloat16, device=slot.form.device)
         return slot.answers
 
     def _next(self, form: Form) -> Slot:
@@ -207,6 +223,8 @@ class LowLatency:
                 dtype=torch.bfloat16 if form.scales is None else torch.float8_e4m3fn,
                 parts=form.parts,
                 private_rows=PRIVATE_ROWS,
+                device=form.device,
+                launcher=self._launcher,
             )
             slots.append(Slot(form, exchange))
         needed = sum(slot.exchange.nbytes for slot in slots)
@@ -239,6 +257,10 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
         raise InvalidArgument(
             f"indices are {tuple(topk_idx.shape)} for {len(x)} tokens; give one row for each"
         )
+    if topk_idx.device != x.device:
+        raise InvalidArgument(
+            f"indices lie on {topk_idx.device}, tokens on {x.device}; move one of them"
+        )
     words = cast.PACKED if form.scales == torch.int32 else 1
     if form.scales is not None and form.hidden % (BLOCK * words):
         raise InvalidArgument(
@@ -249,21 +271,23 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
 
 def _room(slot: Slot, dtype: torch.dtype) -> Received:
     experts, room, hidden = slot.shape
-    form = slot.form
+    form, where = slot.form, slot.form.device
     scales = None
     if form.scales is not None:
         width = next(p.width for p in form.parts if p.name == "scales")
         # DeepEP's scales lie by columns, as grouped GEMMs load them.
-        scales = torch.empty(experts, width, room, dtype=form.scales).transpose(1, 2)
+        by_column = torch.empty(experts, width, room, dtype=form.scales, device=where)
+        scales = by_column.transpose(1, 2)
     handle = (
-        torch.empty(experts, room, dtype=torch.int32),
-        torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64),
+        torch.empty(experts, room, dtype=torch.int32, device=where),
+        torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64, device=where),
         form.max_tokens,
         hidden,
         form.experts,
     )
-    x = torch.empty(experts, room, hidden, dtype=dtype)
-    return Received(x, scales, torch.zeros(experts, dtype=torch.int32), handle)
+    x = torch.empty(experts, room, hidden, dtype=dtype, device=where)
+    counts = torch.zeros(experts, dtype=torch.int32, device=where)
+    return Received(x, scales, counts, handle)
 
 
 def _receive(slot: Slot, received: Received) -> None:
@@ -275,27 +299,34 @@ def _receive(slot: Slot, received: Received) -> None:
     src_info, layout = received.handle[:2]
     origin = got.parts["origin"].view(experts, room, 2)
     src_info.copy_(origin[:, :, 1])
-    for expert, count in enumerate(got.counts.tolist()):
-        sources, rows_of = torch.unique_consecutive(origin[expert, :count, 0], return_counts=True)
-        begins = rows_of.cumsum(0) - rows_of
-        here = sources > 0
-        layout[expert, sources[here].long() - 1] = ((begins << 32) | rows_of)[here]
+    layout.copy_(_layout(origin[:, :, 0], got.counts, slot.exchange.ranks))
 
 
-def _in_order(answers: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums as the exchange makes them: float32, one expert after the other."""
-    total = torch.zeros(len(answers), answers.shape[2])
-    for k in range(answers.shape[1]):
-        total += weights[:, k : k + 1] * answers[:, k].float()
-    return total
+def _layout(origin: Tensor, counts: Tensor, ranks: int) -> Tensor:
+    """Where each source's rows of each expert begin, and how many they are: ``layout_range``.
+
+    Args:
+        origin: ``[local experts, rows]``, of each row its source from 1; of others anything, and
+            so are rows beyond the counts.
+        counts: ``[local experts]``.
+    """
+    row = torch.arange(origin.shape[1], device=origin.device)
+    there = (row < counts[:, None]) & (origin > 0) & (origin <= ranks)
+    source = torch.where(there, origin, 0).to(torch.int64)
+    each = (len(origin), ranks + 1)
+    rows_of = source.new_zeros(each).scatter_add_(1, source, torch.ones_like(source))
+    begins = source.new_full(each, origin.shape[1])
+    begins.scatter_reduce_(1, source, row.expand_as(source), "amin")
+    return torch.where(rows_of > 0, begins << 32 | rows_of, 0)[:, 1:]
 
 
-def _sums(out: Tensor | None, tokens: int, hidden: int) -> Tensor:
+def _sums(out: Tensor | None, tokens: int, form: Form) -> Tensor:
+    hidden, where = form.hidden, form.device
     if out is None:
-        return torch.empty(tokens, hidden, dtype=torch.bfloat16)
+        return torch.empty(tokens, hidden, dtype=torch.bfloat16, device=where)
     if out.shape != (tokens, hidden) or out.dtype != torch.bfloat16:
         raise InvalidArgument(
             f"out is {out.dtype} {tuple(out.shape)}; give bfloat16 {(tokens, hidden)}"
         )
-    rows.part("out", out, width=hidden, dtype=torch.bfloat16)
+    check_rows("out", out, width=hidden, dtype=torch.bfloat16, device=where)
     return out

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, Unsupported
 from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, agree
-from fabric_ray.moe.tokens import Dispatched, RowPart
+from fabric_ray.moe.deepep.parcels import SUMMED, Form
+from fabric_ray.moe.tokens import Dispatched
 
-_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST_TOKENS = 128
 
 
@@ -31,6 +31,19 @@ class Layout:
     """int32 ``[experts]``."""
     in_rank: Tensor
     """bool ``[tokens, ranks]``."""
+
+
+def check_host(tensor: Tensor) -> None:
+    """
+    Raises:
+        Unsupported: it lies on a device.
+    """
+    if tensor.device.type != "cpu":
+        raise Unsupported(
+            f"normal calls take host tensors, and this one lies on {tensor.device}: how many rows "
+            "come makes the shapes of results, and whoever waits for that waits for the device; "
+            "move it to the CPU, or use low-latency calls"
+        )
 
 
 def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
@@ -59,6 +72,36 @@ def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
     )
 
 
+def checked_layout(
+    x: Tensor,
+    per_rank: Tensor | None,
+    in_rank: Tensor | None,
+    per_expert: Tensor | None,
+    topk_idx: Tensor | None,
+    ranks: int,
+) -> Layout:
+    """What :func:`layout_of` counted, as a dispatch of ``x`` is given it.
+
+    Raises:
+        Unsupported: experts that aren't named.
+        InvalidArgument: a layout of other indices, or of other tokens.
+    """
+    if topk_idx is None:
+        raise Unsupported("experts are counted from topk_idx here; give it, or a handle")
+    if per_rank is None or in_rank is None or per_expert is None:
+        raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
+    layout = layout_of(topk_idx, len(per_expert), ranks)
+    if len(topk_idx) != len(x):
+        raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
+    if not (
+        torch.equal(layout.in_rank, in_rank)
+        and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
+        and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
+    ):
+        raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
+    return layout
+
+
 @dataclass(frozen=True, eq=False)
 class Handle:
     """Where the tokens of a dispatch went; later calls may use it any number of times."""
@@ -72,36 +115,6 @@ class Handle:
     @property
     def tokens(self) -> int:
         return len(self.ranks_of)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What exchanges of one kind carry."""
-
-    hidden: int
-    dtype: torch.dtype
-    width: int
-    """Ranks of a token at most."""
-    topk: int = 0
-    """Experts that go with a token; 0 for none."""
-    weights: bool = False
-    scales: int = 0
-    scales_dtype: torch.dtype = torch.float32
-
-    @property
-    def answers(self) -> torch.dtype:
-        return self.dtype if self.dtype in _SUMMED else torch.bfloat16
-
-    @property
-    def parts(self) -> list[RowPart]:
-        parts = []
-        if self.topk:
-            parts.append(RowPart("topk_idx", self.topk, torch.int64))
-        if self.weights:
-            parts.append(RowPart("topk_weights", self.topk, torch.float32))
-        if self.scales:
-            parts.append(RowPart("scales", self.scales, self.scales_dtype))
-        return parts
 
 
 @dataclass
@@ -190,8 +203,8 @@ class Normal:
                 if lane.handle is handle and (form.hidden, form.answers) == (y.shape[1], y.dtype):
                     lane.handle = None
                     return _answer(lane.exchange, y, dtype)
-        if y.dtype not in _SUMMED:
-            raise InvalidArgument(f"answers of {y.dtype} can't be summed; use one of {[*_SUMMED]}")
+        if y.dtype not in SUMMED:
+            raise InvalidArgument(f"answers of {y.dtype} can't be summed; use one of {[*SUMMED]}")
         form = Form(y.shape[1], y.dtype, handle.ranks_of.shape[1])
         lane = self._lane(form)
         lane.exchange.dispatch_send(

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine, errors
-from fabric_ray.kernels import structs
-from fabric_ray.kernels.channel import ARGUMENTS
 from fabric_ray.moe import AllToAll, RowPart, device
-from tests.host_kernels import Host
+from tests.host_kernels import Host, exchange_kernels
 from tests.moe_ranks import batch, expert
 
 LIMIT = 60.0
@@ -23,10 +21,7 @@ LIMIT = 60.0
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    host = Host(tmp_path_factory.mktemp("kernels"))
-    for file in {**structs.ARGUMENTS, **ARGUMENTS}:
-        host.built(file)
-    return host
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @contextmanager

@@ -1,0 +1,188 @@
+"""How far evaluations of a layer may be apart that add up in other orders.
+
+:data:`~fabric_ray.moe.arithmetic.FAST` rounds as torch does: a row's bits depend on what is beside
+it, and so a layer on ranks differs from the layer in one place. By how much at most follows from
+formats and lengths of sums alone (Higham, Accuracy and Stability of Numerical Algorithms, §3.1):
+
+- a number rounded to a format is off by its unit roundoff ``v`` at most: 2^-24 in float32, 2^-8 in
+  bfloat16;
+- a sum of ``n`` products made in float32, in any order, fused or not, is off by
+  ``n u / (1 - n u)`` times the sum of their magnitudes, ``u`` being 2^-24;
+- an exponential, a sigmoid and a silu are right within 8 ``u``.
+
+An error of what goes in adds what it makes of the exact value: through the magnitudes of a matrix,
+by 1.1 at most for a silu and a quarter for a sigmoid. All of it is computed here in float64, number
+by number, for the tokens that are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric_ray.moe.layer import MoeConfig, MoeLayer
+
+_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+_U = _UNIT[torch.float32]
+_FUNCTION = 8 * _U
+"""Of what exponentials, sigmoids and silus come to."""
+_SMALLEST = 2.0**-100
+"""Below it numbers may be lost: it covers what is subnormal, and where exponentials end."""
+_SLACK = 1.001
+"""For the rounding of the bounds themselves."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a layer makes of tokens."""
+
+    sums: Tensor
+    """float64 ``[tokens, hidden]``, as if nothing were rounded."""
+    error: Tensor
+    """float64 ``[tokens, hidden]``: how far an evaluation is from that at most. Two of them, on
+    any number of ranks, differ by twice as much at most."""
+    settled: Tensor
+    """bool ``[tokens]``: whether a token has the same experts in every evaluation. Where it hasn't
+    (two experts whose scores are closer than rounding), there is no bound."""
+
+
+def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -> Bound:
+    """Bounds what ``layer.forward(x)`` comes to, with any arithmetic and on any number of ranks.
+
+    Args:
+        layer: with all its experts.
+        x: ``[tokens, hidden]``, the same bits for all that are compared.
+        left_out: as for :meth:`MoeLayer.forward`.
+    """
+    c, w, dtype = layer.config, layer.weights, layer.config.torch_dtype
+    given = _Near(x.double(), torch.zeros(x.shape, dtype=torch.float64))
+    scores = _scores(_linear(given, w.router).rounded(torch.float32), c)
+    chosen, settled = _chosen(scores, c, w.bias)
+    weights = _weights(scores, chosen, c)
+    sums = _Near.zeros(len(x), c.hidden)
+    size = torch.zeros_like(sums.value)
+    for expert in {*chosen.flatten().tolist()} - {*left_out}:
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        answer = _expert(given.at(token), w.w13[expert], w.w2[expert], dtype)
+        term = weights.at((token, place)).column() * answer
+        sums.value.index_add_(0, token, term.value)
+        sums.error.index_add_(0, token, term.error)
+        size.index_add_(0, token, term.most)
+    sums = _Near(sums.value, sums.error + _gamma(c.topk + 1) * size)
+    if w.shared_w13 is not None and w.shared_w2 is not None:
+        shared = _expert(given, w.shared_w13, w.shared_w2, dtype)
+        sums = _Near(sums.value + shared.value, sums.error + shared.error).rounded(torch.float32)
+    sums = sums.rounded(dtype)
+    return Bound(sums.value, _SLACK * sums.error, settled)
+
+
+@dataclass(frozen=True)
+class _Near:
+    """Numbers, and how far they may be off."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def zeros(cls, *shape: int) -> _Near:
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for _ in range(2)))
+
+    @property
+    def most(self) -> Tensor:
+        """Their largest magnitudes."""
+        return self.value.abs() + self.error
+
+    def at(self, where: Any) -> _Near:
+        return _Near(self.value[where], self.error[where])
+
+    def column(self) -> _Near:
+        return _Near(self.value[:, None], self.error[:, None])
+
+    def rounded(self, dtype: torch.dtype) -> _Near:
+        return self.off(_UNIT[dtype])
+
+    def off(self, relative: float | Tensor) -> _Near:
+        """With another relative error."""
+        return _Near(self.value, self.error + relative * self.most + _SMALLEST)
+
+    def __mul__(self, other: _Near) -> _Near:
+        value = self.value * other.value
+        return _Near(value, self.most * other.most - value.abs())
+
+    def __truediv__(self, other: _Near) -> _Near:
+        """By what is above its error."""
+        least = other.value - other.error
+        value = self.value / other.value
+        return _Near(value, (self.error + value.abs() * other.error) / least)
+
+
+def _gamma(n: int) -> float:
+    return n * _U / (1 - n * _U)
+
+
+def _linear(x: _Near, weight: Tensor) -> _Near:
+    matrix = weight.double().t()
+    size = x.most @ matrix.abs()
+    return _Near(x.value @ matrix, x.error @ matrix.abs() + _gamma(len(matrix)) * size)
+
+
+def _expert(x: _Near, w13: Tensor, w2: Tensor, dtype: torch.dtype) -> _Near:
+    both = _linear(x, w13).rounded(dtype)
+    half = len(w13) // 2
+    gate, up = both.at((slice(None), slice(half))), both.at((slice(None), slice(half, None)))
+    silu = _Near(gate.value * gate.value.sigmoid(), 1.1 * gate.error).off(_FUNCTION).rounded(dtype)
+    return _linear((silu * up).rounded(dtype), w2).rounded(dtype)
+
+
+def _scores(logits: _Near, config: MoeConfig) -> _Near:
+    if config.score == "sigmoid":
+        return _Near(logits.value.sigmoid(), 0.25 * logits.error).off(_FUNCTION)
+    below = logits.value.amax(-1, keepdim=True) - logits.value
+    apart = 2 * logits.error.amax(-1, keepdim=True)
+    # The difference from the largest is rounded, exponentials are off, and so is their sum.
+    relative = torch.expm1(apart + _U * (below + apart)) + _gamma(logits.value.shape[-1])
+    scores = _Near(logits.value.softmax(-1), torch.zeros_like(logits.error))
+    return scores.off(relative).off(2 * _FUNCTION)
+
+
+def _chosen(scores: _Near, config: MoeConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and whether every evaluation chooses them."""
+    c, preferred = config, scores
+    if bias is not None:
+        preferred = _Near(scores.value + bias.double(), scores.error).rounded(torch.float32)
+    settled = torch.ones(len(scores.value), dtype=torch.bool)
+    open_to = torch.ones_like(scores.value, dtype=torch.bool)
+    if c.groups > 1:
+        each = (len(scores.value), c.groups, c.experts // c.groups)
+        grouped = _Near(preferred.value.view(each), preferred.error.view(each))
+        best = grouped.value.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        group = _Near(best, 2 * grouped.error.amax(-1)).rounded(torch.float32)
+        kept, settled = _best(group, c.kept_groups)
+        open_to = kept[..., None].expand(each).flatten(1)
+    shut = torch.where(open_to, preferred.value, float("-inf"))
+    chosen, sure = _best(_Near(shut, preferred.error), c.topk)
+    order = torch.where(chosen, shut, float("-inf")).sort(-1, descending=True).indices
+    return order[:, : c.topk], settled & sure
+
+
+def _best(of: _Near, count: int) -> tuple[Tensor, Tensor]:
+    """Which are the ``count`` largest, and whether they are whatever the errors are."""
+    best = torch.zeros_like(of.value, dtype=torch.bool)
+    best.scatter_(-1, of.value.sort(-1, descending=True).indices[:, :count], True)
+    least = (of.value - of.error).masked_fill(~best, float("inf")).amin(-1)
+    rest = (of.value + of.error).masked_fill(best, float("-inf")).amax(-1)
+    return best, least > rest
+
+
+def _weights(scores: _Near, chosen: Tensor, config: MoeConfig) -> _Near:
+    weights = _Near(scores.value.gather(-1, chosen), scores.error.gather(-1, chosen))
+    if config.normalise:
+        total = _Near(weights.value.sum(-1), weights.error.sum(-1)).off(_gamma(config.topk + 1))
+        weights = (weights / total.column()).rounded(torch.float32)
+    scaled = _Near(weights.value * config.scale, weights.error * abs(config.scale))
+    # The scale is rounded, too.
+    return scaled.off(2 * _U)

@@ -1,0 +1,185 @@
+"""The normal calls of DeepEP's ``Buffer``, on host tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.moe import rows
+from fabric_ray.moe.deepep import normal
+from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.normal import Handle
+from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
+from fabric_ray.moe.deepep.sizes import Config
+
+
+class NormalCalls:
+    """What :class:`Buffer` does of them."""
+
+    rank: int
+    group_size: int
+    _normal: normal.Normal
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Counts where tokens go.
+
+        Returns:
+            int32 tokens for each rank ``[ranks]``; for each node ``[nodes]``, ``None`` if there is
+            one; for each expert ``[experts]``; whether each token goes to each rank, bool
+            ``[tokens, ranks]``; an event.
+        """
+        normal.check_host(topk_idx)
+        layout = normal.layout_of(topk_idx, num_experts, self.group_size)
+        per_node = self._normal.ranks_per_node
+        of_nodes = None
+        if per_node < self.group_size:
+            in_node = layout.in_rank.view(len(layout.in_rank), -1, per_node).any(2)
+            of_nodes = in_node.sum(0).to(torch.int32)
+        return (
+            layout.tokens_per_rank,
+            of_nodes,
+            layout.tokens_per_expert,
+            layout.in_rank,
+            EventOverlap(),
+        )
+
+    def dispatch(
+        self,
+        x: Tokens,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Sends each token once to each rank that hosts one of its experts.
+
+        Args:
+            x: ``[tokens, hidden]``, or fp8 with scales.
+            handle: of an earlier dispatch, to send other tokens the same way; then none of the
+                layout, ``topk_idx`` and ``topk_weights`` is given.
+            topk_idx: int64 ``[tokens, topk]``, -1 for none.
+            topk_weights: float32 ``[tokens, topk]``.
+            expert_alignment: what the counts of experts are rounded up to.
+            num_worst_tokens: rows of the results, whatever comes; further rows have no experts.
+
+        Returns:
+            The tokens in the order of their ranks, and of the tokens there; int64
+            ``[rows, topk]``, this rank's experts counted from 0 and -1 for others'; their weights,
+            0 for others'; the tokens of each local expert; a handle; an event. With a handle, all
+            but tokens and event are ``None``.
+
+        Raises:
+            InvalidArgument: what doesn't fit, before tokens are sent.
+        """
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        normal.check_host(tokens)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument("topk_idx and topk_weights are the handle's; leave them out")
+            if len(tokens) != handle.tokens:
+                raise InvalidArgument(
+                    f"{len(tokens)} tokens, and the handle is for {handle.tokens}"
+                )
+            if 0 < num_worst_tokens < handle.rows:
+                raise InvalidArgument(
+                    f"{handle.rows} rows come, and num_worst_tokens is {num_worst_tokens}; raise it"
+                )
+            form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
+            got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
+            received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
+            return received, None, None, None, None, EventOverlap()
+
+        try:
+            layout = normal.checked_layout(
+                tokens,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                self.group_size,
+            )
+            assert topk_idx is not None
+            if expert_alignment < 1:
+                raise InvalidArgument(f"expert_alignment is {expert_alignment}; give at least 1")
+            width = min(topk_idx.shape[1], self.group_size)
+            form, parts = form_of(tokens, scales, width, topk_idx, topk_weights)
+            size: int | FabricError = len(tokens)
+        except FabricError as error:
+            self._normal.reserve(error, None)
+            raise
+        most = self._normal.reserve(size, form)
+        if 0 < num_worst_tokens < most:
+            raise InvalidArgument(
+                f"{most} rows may come, and num_worst_tokens is {num_worst_tokens}; raise it"
+            )
+        ranks_of = normal.ranks_of(layout.in_rank, width)
+        got, made = self._normal.send(form, tokens, parts, ranks_of)
+        local = len(layout.tokens_per_expert) // self.group_size
+        received, idx, weights = padded(
+            got, num_worst_tokens or made.rows, self.rank * local, local
+        )
+        counts: list[int] = []
+        if not num_worst_tokens:
+            assert idx is not None
+            found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
+            counts = [-(-n // expert_alignment) * expert_alignment for n in found]
+        return received, idx, weights, counts, made, EventOverlap()
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Adds up the ranks' answers, unweighted, and biases.
+
+        Args:
+            x: a rank's answer for each row of its dispatch, ``[rows, hidden]``; bfloat16, float16
+                or float32.
+            topk_weights: float32 ``[rows, topk]``, added up likewise by an exchange of their own.
+            bias: of this rank's tokens, one or two ``[tokens, hidden]``.
+
+        Returns:
+            ``[tokens, hidden]``, added up in float32 and rounded once, but on several nodes each
+            node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
+        """
+        normal.check_host(x)
+        rows.part("answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows)
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        for one in biases:
+            if one.shape != (handle.tokens, x.shape[1]):
+                shape = (handle.tokens, x.shape[1])
+                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
+        if topk_weights is not None:
+            rows.part(
+                "weights", topk_weights, width=handle.topk, dtype=torch.float32, rows=handle.rows
+            )
+        sums = self._normal.receive(handle, x, torch.float32 if biases else None)
+        for one in biases:
+            sums += one.float()
+        weights = None
+        if topk_weights is not None:
+            weights = self._normal.receive(handle, topk_weights)
+        return sums.to(x.dtype), weights, EventOverlap()

@@ -1,0 +1,109 @@
+"""What normal calls carry: tokens, and what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe import rows
+from fabric_ray.moe.tokens import Dispatched, RowPart
+
+SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+"""What answers may be."""
+Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What exchanges of one kind carry."""
+
+    hidden: int
+    dtype: torch.dtype
+    width: int
+    """Ranks of a token at most."""
+    topk: int = 0
+    """Experts that go with a token; 0 for none."""
+    weights: bool = False
+    scales: int = 0
+    scales_dtype: torch.dtype = torch.float32
+
+    @property
+    def answers(self) -> torch.dtype:
+        return self.dtype if self.dtype in SUMMED else torch.bfloat16
+
+    @property
+    def parts(self) -> list[RowPart]:
+        parts = []
+        if self.topk:
+            parts.append(RowPart("topk_idx", self.topk, torch.int64))
+        if self.weights:
+            parts.append(RowPart("topk_weights", self.topk, torch.float32))
+        if self.scales:
+            parts.append(RowPart("scales", self.scales, self.scales_dtype))
+        return parts
+
+
+def form_of(
+    x: Tensor,
+    scales: Tensor | None,
+    width: int,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+) -> tuple[Form, dict[str, Tensor]]:
+    """What an exchange for these carries, and its parts."""
+    if x.ndim != 2:
+        raise InvalidArgument(f"tokens are {tuple(x.shape)}; give [tokens, hidden]")
+    rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
+    parts: dict[str, Tensor] = {}
+    if topk_idx is not None:
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        parts["topk_idx"] = topk_idx.to(torch.int64) + 1
+    if topk_weights is not None:
+        parts["topk_weights"] = topk_weights
+        if topk_idx is None or topk_weights.shape != topk_idx.shape:
+            raise InvalidArgument(f"weights are {tuple(topk_weights.shape)}; give topk_idx's shape")
+        rows.part("weights", topk_weights, width=topk_weights.shape[1], dtype=torch.float32)
+    if scales is not None:
+        if scales.ndim != 2 or len(scales) != len(x):
+            raise InvalidArgument(f"scales are {tuple(scales.shape)} for {len(x)} tokens")
+        parts["scales"] = scales.contiguous()
+    form = Form(
+        hidden=x.shape[1],
+        dtype=x.dtype,
+        width=width,
+        topk=0 if topk_idx is None else topk_idx.shape[1],
+        weights=topk_weights is not None,
+        scales=0 if scales is None else scales.shape[1],
+        scales_dtype=torch.float32 if scales is None else scales.dtype,
+    )
+    return form, parts
+
+
+def padded(
+    got: Dispatched, total: int, first: int, local: int
+) -> tuple[Tokens, Tensor | None, Tensor | None]:
+    """What came, in ``total`` rows: tokens, this rank's experts and their weights."""
+
+    def fill(tensor: Tensor, value: float) -> Tensor:
+        if len(tensor) == total:
+            return tensor
+        room = torch.full((total, tensor.shape[1]), value, dtype=torch.float32).to(tensor.dtype)
+        room[: len(tensor)] = tensor
+        return room
+
+    tokens: Tokens = fill(got.x, 0)
+    if "scales" in got.parts:
+        tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
+    idx = weights = None
+    if "topk_idx" in got.parts:
+        here = got.parts["topk_idx"] - 1 - first
+        here = torch.where((here >= 0) & (here < local), here, -1)
+        idx = fill(here, -1)
+        if "topk_weights" in got.parts:
+            weights = fill(torch.where(here >= 0, got.parts["topk_weights"], 0.0), 0)
+    return tokens, idx, weights

@@ -1,0 +1,193 @@
+"""What a CUDA graph needs of calls on a device: the same launches on the same memory, and no wait.
+
+The kernels run on the processor, and so does the graph (:mod:`tests.host_graph`): it keeps what was
+launched and computed, refuses whatever reads a value back, and does it all again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.moe import AllToAll
+from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
+from tests.host_graph import Graph, Waits
+from tests.host_kernels import Host, exchange_kernels
+from tests.moe_ranks import batch, expert
+from tests.unit.moe.moe_ranks import together, tokens
+
+RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 2, 4, 2, 16, 6
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@contextmanager
+def captured(host: Host, **options: Any) -> Iterator[list[tuple[AllToAll, Graph]]]:
+    """Ranks, each with a graph for its launches."""
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(RANKS):
+            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport="shm"))
+            graph = Graph()
+            ranks.append(
+                (
+                    AllToAll(
+                        engine,
+                        rank=rank,
+                        ranks=RANKS,
+                        experts=EXPERTS,
+                        topk=TOPK,
+                        hidden=HIDDEN,
+                        max_tokens=TOKENS,
+                        launcher=graph.launcher(host.another()),
+                        **options,
+                    ),
+                    graph,
+                )
+            )
+        cards = [a.card() for a, _ in ranks]
+        for a, _ in ranks:
+            a.connect(cards)
+        yield ranks
+
+
+def on_all(ranks: list[tuple[AllToAll, Graph]], work: Callable[[AllToAll, Graph], Any]) -> None:
+    together([lambda a=a, g=g: work(a, g) for a, g in ranks])
+
+
+def answered(a: AllToAll, x: torch.Tensor) -> torch.Tensor:
+    """Of all rows that there is room for: each expert's are as far apart."""
+    each = RANKS * TOKENS
+    parts = [expert(e, x[i * each :][:each]) for i, e in enumerate(a.local_experts)]
+    return torch.cat(parts)
+
+
+def exchanged(
+    a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, out: torch.Tensor
+) -> None:
+    a.dispatch_send(x, idx)
+    got = a.dispatch_recv(stride=RANKS * TOKENS)
+    a.combine_send(answered(a, got.x))
+    a.combine_recv(w, out=out)
+
+
+def sums_of(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape)
+    for t, k in (idx >= 0).nonzero().tolist():
+        out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
+    return out.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("shared_rows", [None, 2])
+def test_each_replay_of_a_captured_exchange_is_one_with_what_lies_there_then(
+    host: Host, shared_rows: int | None
+) -> None:
+    with captured(host, private_rows=2, shared_rows=shared_rows) as ranks:
+
+        def work(a: AllToAll, graph: Graph) -> None:
+            x, idx, w = batch(a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
+            out = torch.zeros_like(x)
+            with graph.capture():
+                exchanged(a, x, idx, w, out)
+            assert torch.equal(out, sums_of(x, idx, w))
+            for turn in range(1, 5):
+                fresh = batch(10 * turn + a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
+                for here, new in zip((x, idx, w), fresh, strict=True):
+                    here.copy_(new)
+                graph.replay()
+                a.check()
+                assert torch.equal(out, sums_of(x, idx, w))
+
+        on_all(ranks, work)
+
+
+def test_a_captured_dispatch_alone_is_replayed_with_whole_exchanges_between(host: Host) -> None:
+    with captured(host) as ranks:
+
+        def work(a: AllToAll, graph: Graph) -> None:
+            x, idx, w = batch(a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
+            out = torch.zeros_like(x)
+            with graph.capture():
+                a.dispatch_send(x, idx)
+                got = a.dispatch_recv(stride=RANKS * TOKENS)
+            first = [got.x[got.of(i)].clone() for i in range(len(a.local_experts))]
+            exchanged(a, x, idx, w, out)
+            assert torch.equal(out, sums_of(x, idx, w))
+            got.x.zero_()
+            graph.replay()
+            a.check()
+            for i, rows in enumerate(first):
+                assert torch.equal(got.x[got.of(i)], rows)
+
+        on_all(ranks, work)
+
+
+def test_a_whole_layer_is_captured_and_replayed(host: Host) -> None:
+    config = MoeConfig(
+        hidden=HIDDEN, experts=EXPERTS, topk=TOPK, intermediate=8, shared_intermediate=8,
+        score="sigmoid", groups=2, kept_groups=2, bias=True,
+    )  # fmt: skip
+    whole = MoeLayer(config, MoeWeights.random(config, seed=0))
+    dtype = config.torch_dtype
+    with captured(host, dtype=dtype, answer_dtype=dtype) as ranks:
+
+        def work(a: AllToAll, graph: Graph) -> None:
+            weights = MoeWeights.random(config, seed=0, experts=a.local_experts)
+            layer = ParallelMoeLayer(config, weights, a, max_tokens=TOKENS)
+            x = tokens(a.rank, TOKENS, config)
+            with graph.capture():
+                out = layer.forward(x)
+            assert torch.equal(out, whole.forward(x))
+            before = layer.traffic.rows
+            for turn in range(1, 4):
+                x.copy_(tokens(10 * turn + a.rank, TOKENS, config))
+                graph.replay()
+                a.check()
+                assert torch.equal(out, whole.forward(x))
+            assert layer.traffic.rows > before
+
+        on_all(ranks, work)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda t: t.sum().item(),
+        lambda t: t.cpu(),
+        lambda t: int(t[0]),
+        lambda t: bool(t[0]),
+        lambda t: t.tolist(),
+        lambda t: t.numpy(),
+        lambda t: t[t > 0],
+        lambda t: torch.equal(t, t),
+        lambda t: t.nonzero(),
+        lambda t: t.repeat_interleave(t.int()),
+        lambda t: torch.tensor([1]),
+    ],
+)
+def test_what_would_wait_for_a_device_is_noticed(asks: Callable[[torch.Tensor], Any]) -> None:
+    graph = Graph()
+    with graph.capture(), pytest.raises(Waits):
+        asks(torch.ones(3))
+
+
+def test_nothing_of_a_device_can_be_asked_for_while_it_is_captured(host: Host) -> None:
+    with captured(host) as ranks:
+
+        def work(a: AllToAll, graph: Graph) -> None:
+            x, idx, w = batch(a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
+            exchanged(a, x, idx, w, torch.zeros_like(x))
+            with graph.capture():
+                for asks in (a.check, lambda: a.left_out, a.card):
+                    with pytest.raises(Waits):
+                        asks()
+
+        on_all(ranks, work)

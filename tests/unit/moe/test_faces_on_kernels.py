@@ -1,0 +1,442 @@
+"""Layers, gradients and familiar faces where kernels make the exchange: the bits of the host.
+
+The kernels run on the processor. Where a GPU would be asked to wait, a capture refuses
+(:mod:`tests.host_graph`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import AllToAll, cast, pplx
+from fabric_ray.moe.arithmetic import FAST, FIXED
+from fabric_ray.moe.autograd import Differentiable, combine, dispatch
+from fabric_ray.moe.deepep import Buffer
+from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
+from fabric_ray.moe.model import MoeModel, MoeModelConfig
+from tests.host_graph import Graph
+from tests.host_kernels import Host, exchange_kernels
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.unit.moe.moe_ranks import tokens
+
+EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
+DEEPSEEK = MoeConfig(
+    hidden=32, experts=6, topk=2, intermediate=24, shared_intermediate=16,
+    score="sigmoid", scale=2.5, groups=3, kept_groups=2, bias=True, dtype="bfloat16",
+)  # fmt: skip
+QWEN = MoeConfig(hidden=24, experts=6, topk=3, intermediate=20)
+KERNELS = [(True, True), (True, False, True)]
+"""Which ranks have them."""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+def exchange_of(comm: ThreadComm, config: MoeConfig, launcher: Any) -> tuple[Any, AllToAll]:
+    engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
+    a = AllToAll(
+        engine, rank=comm.rank(), ranks=comm.size(), experts=config.experts, topk=config.topk,
+        hidden=config.hidden, max_tokens=M, dtype=config.torch_dtype,
+        answer_dtype=config.torch_dtype, launcher=launcher,
+    )  # fmt: skip
+    a.connect(comm.all_gather(a.card()))
+    comm.all_gather(b"")
+    return engine, a
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=str)
+@pytest.mark.parametrize("config", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
+def test_a_layer_has_the_bits_of_one_place_and_the_traffic_of_the_host(
+    host: Host, config: MoeConfig, kernels: tuple[bool, ...]
+) -> None:
+    whole = MoeLayer(config, MoeWeights.random(config, seed=0))
+
+    def traffic(with_kernels: bool) -> list[tuple[int, ...]]:
+        def work(comm: ThreadComm) -> tuple[int, ...]:
+            on_kernels = with_kernels and kernels[comm.rank()]
+            engine, a = exchange_of(comm, config, host.another() if on_kernels else None)
+            assert a.asynchronous == on_kernels
+            weights = MoeWeights.random(config, seed=0, experts=a.local_experts)
+            layer = ParallelMoeLayer(config, weights, a, max_tokens=M)
+            for turn, count in enumerate([M, 0, 2 * M - 1]):
+                x = tokens(10 * turn + comm.rank(), count, config)
+                assert torch.equal(layer.forward(x, rounds=2), whole.forward(x))
+            a.check()
+            t = layer.traffic
+            comm.all_gather(b"")
+            engine.close()
+            return t.exchanges, t.rows, t.dispatched_nbytes, t.combined_nbytes
+
+        return on_ranks(len(kernels), work)
+
+    assert traffic(True) == traffic(False)
+
+
+@pytest.mark.parametrize("arithmetic", [FIXED, FAST], ids=["fixed", "fast"])
+def test_a_layer_waits_for_nothing(host: Host, arithmetic: Any) -> None:
+    def work(comm: ThreadComm) -> None:
+        graph = Graph()
+        engine, a = exchange_of(comm, DEEPSEEK, graph.launcher(host.another()))
+        weights = MoeWeights.random(DEEPSEEK, seed=0, experts=a.local_experts)
+        layer = ParallelMoeLayer(DEEPSEEK, weights, a, max_tokens=M, arithmetic=arithmetic)
+        x = tokens(comm.rank(), M, DEEPSEEK)
+        with graph.capture():
+            out = layer.forward(x)
+        first = out.clone()
+        out.zero_()
+        graph.replay()
+        a.check()
+        assert torch.equal(out, first)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_weights_have_to_lie_where_tokens_do(host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange_of(comm, QWEN, host.another())
+        weights = MoeWeights.random(QWEN, seed=0, experts=a.local_experts).to("meta")
+        with pytest.raises(errors.InvalidArgument, match="weights lie on meta, tokens on cpu"):
+            ParallelMoeLayer(QWEN, weights, a, max_tokens=M)
+        with pytest.raises(errors.InvalidArgument, match="leave device out"):
+            MoeModel(MoeModelConfig(moe=QWEN), exchange=a, max_tokens=M, device="cpu")
+        engine.close()
+
+    on_ranks(1, work)
+
+
+def test_a_model_says_what_it_says_in_one_place(host: Host) -> None:
+    config = MoeModelConfig(moe=DEEPSEEK, vocab=32, positions=32)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    said = MoeModel(config, seed=3).generate(prompts, 4)
+
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange_of(comm, DEEPSEEK, host.another())
+        model = MoeModel(config, seed=3, exchange=a, max_tokens=M)
+        assert model.device == a.device
+        mine = prompts[comm.rank() :: 2]
+        assert model.generate(mine, 4, rounds=2) == said[comm.rank() :: 2]
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def gradients(kernels: tuple[bool, ...], host: Host, multiple: int) -> list[list[Tensor | None]]:
+    """Of tokens, weights and experts, through two layers."""
+
+    def work(comm: ThreadComm) -> list[Tensor | None]:
+        rank, ranks = comm.rank(), comm.size()
+        with TransferEngine(name=f"rank-{rank}", transport="shm") as engine:
+            a = Differentiable(
+                engine, rank=rank, ranks=ranks, experts=EXPERTS, topk=TOPK, hidden=8, max_tokens=M,
+                dtype=torch.float32, launcher=host.another() if kernels[rank] else None,
+            )  # fmt: skip
+            a.connect(comm.all_gather(a.card()))
+            comm.all_gather(b"")
+            x, idx, w = batch(rank, M - rank, EXPERTS, TOPK, 8, torch.float32)
+            scales = torch.arange(1.0, EXPERTS // ranks + 1).requires_grad_()
+            x.requires_grad_()
+            w.requires_grad_()
+            found = x
+            for _ in range(2):
+                got = dispatch(a, found, idx, multiple=multiple)
+                local = got.experts()
+                each = torch.where(local < 0, 0.0, scales[local.clamp(min=0)])
+                found = found + combine(a, torch.tanh(got.x) * each[:, None], w)
+            found.square().sum().backward()
+            a.check()
+            comm.all_gather(b"")
+        return [found.detach(), x.grad, w.grad, scales.grad]
+
+    return on_ranks(len(kernels), work)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("kernels", KERNELS, ids=str)
+def test_gradients_have_the_bits_of_the_host(
+    host: Host, kernels: tuple[bool, ...], multiple: int
+) -> None:
+    wanted = gradients((False,) * len(kernels), host, multiple)
+    for ours, theirs in zip(gradients(kernels, host, multiple), wanted, strict=True):
+        *ours, of_scales = ours
+        *theirs, wanted_scales = theirs
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        # A sum over rows, and there is room for more rows.
+        torch.testing.assert_close(of_scales, wanted_scales)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_rs_4_gradients_that_lack_a_part_are_told_of_before_they_are_used(
+    host: Host, on_kernels: bool
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
+            a = Differentiable(
+                engine, rank=comm.rank(), ranks=2, experts=2, topk=1, hidden=8, max_tokens=M,
+                dtype=torch.float32, launcher=host.another() if on_kernels else None,
+            )  # fmt: skip
+            a.connect(comm.all_gather(a.card()))
+            comm.all_gather(b"")
+            x, idx, w = batch(comm.rank(), M, 2, 1, 8, torch.float32)
+            combine(a, dispatch(a, x, idx).x, w)
+            a.check()
+            comm.all_gather(b"")
+            # As a device's host learns of it while nothing is called.
+            a.weights.mask(1 - comm.rank(), "it fell silent")
+            with pytest.raises(errors.PeerLost, match=r"rank . was lost .* it fell silent"):
+                a.check()
+            comm.all_gather(b"")
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_pplx_calls_are_captured_and_bounds_are_read_on_the_device(host: Host, fp8: bool) -> None:
+    def work(comm: ThreadComm) -> None:
+        rank, ranks = comm.rank(), comm.size()
+        local, rows, graph = EXPERTS // ranks, M * ranks, Graph()
+        a = pplx.AllToAll.internode(
+            M, EXPERTS, TOPK, rank, ranks, 1, HIDDEN, HIDDEN * (1 if fp8 else 2),
+            HIDDEN // 16 * 4 if fp8 else 0, comm=comm, launcher=graph.launcher(host.another()),
+        )  # fmt: skip
+        x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
+        idx = idx.to(torch.int32)
+        bound = torch.tensor([M], dtype=torch.uint32)
+        counts = torch.empty(local, dtype=torch.int32)
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        out_x = torch.empty(local, rows, HIDDEN, dtype=dtype)
+        out_scale = torch.empty(local, rows, HIDDEN // 16) if fp8 else None
+        out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
+        with graph.capture():
+            dp_x, dp_scale = cast.to_fp8(x, block=16) if fp8 else (x, None)
+            a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_recv=False)
+            a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_send=False)
+            there = out_x if out_scale is None else cast.back(out_x, out_scale)
+            y = torch.stack([expert(rank * local + i, part) for i, part in enumerate(there)])
+            a.combine(out, idx, w, y, bound)
+        for turn in range(4):
+            if turn:
+                fresh = batch(10 * turn + rank, M, EXPERTS, TOPK, HIDDEN)
+                for here, new in zip((x, idx, w), fresh, strict=True):
+                    here.copy_(new)
+                bound.fill_(M - turn - rank)
+                graph.replay()
+            a.check()
+            n = int(bound)
+            seen = cast.back(*cast.to_fp8(x, block=16)) if fp8 else x
+            want = torch.zeros(M, HIDDEN)
+            for t, k in (idx[:n] >= 0).nonzero().tolist():
+                want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
+            assert torch.equal(out, want.to(torch.bfloat16))
+        a.destroy()
+
+    on_ranks(2, work)
+
+
+def test_pplx_room_is_for_all_that_can_come(host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        a = pplx.AllToAll.internode(
+            M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
+        )
+        x, idx, _ = batch(0, M, EXPERTS, TOPK, HIDDEN)
+        counts = torch.empty(EXPERTS, dtype=torch.int32)
+        few = torch.empty(EXPERTS, M - 1, HIDDEN, dtype=torch.bfloat16)
+        a.dispatch(counts, few, None, x, None, idx, do_recv=False)
+        with pytest.raises(errors.InvalidArgument, match="stride is 4, and an expert may get 5"):
+            a.dispatch(counts, few, None, x, None, idx, do_send=False)
+        with pytest.raises(errors.InvalidArgument, match="out_expert_x is on meta"):
+            a.dispatch(counts, few.to("meta"), None, x, None, idx)
+        a.destroy()
+
+    on_ranks(1, work)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"use_fp8": False},
+    {"use_fp8": True},
+    {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
+]
+
+
+def answers(rank: int, recv: Any) -> Tensor:
+    x = cast.back(*recv) if isinstance(recv, tuple) else recv
+    return torch.stack([expert(len(x) * rank + i, part) for i, part in enumerate(x)])
+
+
+def low_latency(
+    kernels: tuple[bool, ...], host: Host, form: dict[str, Any], hooks: bool
+) -> list[list[Tensor]]:
+    """All that DeepEP's calls return, of two batches that overlap, twice."""
+
+    def work(comm: ThreadComm) -> list[Tensor]:
+        launcher = host.another() if kernels[comm.rank()] else None
+        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=launcher)
+        local, found = EXPERTS // comm.size(), []
+        stats = torch.zeros(local, dtype=torch.int32)
+        options = {"return_recv_hook": hooks}
+        for turn in range(2):
+            sent = []
+            for one in range(2):
+                x, idx, w = batch(10 * turn + 5 * one + comm.rank(), M, EXPERTS, TOPK, HIDDEN)
+                got = buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats, **form, **options)
+                sent.append((idx, w, *got))
+            for idx, w, recv, counts, handle, event, hook in sent:
+                if hook is not None:
+                    hook()
+                event.current_stream_wait()
+                y = answers(comm.rank(), recv)
+                less = idx.clone()
+                less[0, 0] = -1
+                out = buffer.low_latency_combine(y, less, w, handle, **options)
+                if out[2] is not None:
+                    out[2]()
+                found += [out[0], counts, handle[1]]
+                tensors = recv if isinstance(recv, tuple) else (recv,)
+                for expert_of, n in enumerate(counts.tolist()):
+                    found += [
+                        t[expert_of, :n]
+                        .clone(memory_format=torch.contiguous_format)
+                        .view(torch.uint8)
+                        for t in tensors
+                    ]
+                    found.append(handle[0][expert_of, :n])
+        buffer.check()
+        buffer.destroy()
+        return [*found, stats]
+
+    return on_ranks(len(kernels), work)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=["bf16", "fp8", "ue8m0"])
+@pytest.mark.parametrize("kernels", KERNELS, ids=str)
+def test_deepep_calls_return_what_they_do_on_the_host(
+    host: Host, kernels: tuple[bool, ...], form: dict[str, Any], hooks: bool
+) -> None:
+    wanted = low_latency((False,) * len(kernels), host, form, hooks)
+    for ours, theirs in zip(low_latency(kernels, host, form, hooks), wanted, strict=True):
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_deepep_calls_are_captured(host: Host) -> None:
+    """Two batches, hooks and statistics too: each replay is both exchanges."""
+
+    def work(comm: ThreadComm) -> None:
+        rank, graph = comm.rank(), Graph()
+        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=graph.launcher(host.another()))
+        stats = torch.zeros(EXPERTS // 2, dtype=torch.int32)
+        given = [batch(rank + 5 * one, M, EXPERTS, TOPK, HIDDEN) for one in range(2)]
+
+        def both() -> list[Tensor]:
+            sent = [
+                buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats, return_recv_hook=True)
+                for x, idx, _ in given
+            ]
+            out = []
+            for (_, idx, w), (recv, _, handle, _, hook) in zip(given, sent, strict=True):
+                assert hook is not None
+                hook()
+                y = buffer.get_next_low_latency_combine_buffer(handle)
+                y.copy_(answers(rank, recv))
+                out.append(buffer.low_latency_combine(y, idx, w, handle, zero_copy=True)[0])
+            return out
+
+        def right(out: list[Tensor]) -> None:
+            for (x, idx, w), sums in zip(given, out, strict=True):
+                seen = cast.back(*cast.to_fp8(x))
+                want = torch.zeros(x.shape)
+                for t, k in (idx >= 0).nonzero().tolist():
+                    want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
+                assert torch.equal(sums, want.to(torch.bfloat16))
+
+        right(both())
+        with graph.capture():
+            out = both()
+        right(out)
+        for turn in range(1, 4):
+            for one, tensors in enumerate(given):
+                fresh = batch(10 * turn + rank + 5 * one, M, EXPERTS, TOPK, HIDDEN)
+                for here, new in zip(tensors, fresh, strict=True):
+                    here.copy_(new)
+            graph.replay()
+            buffer.check()
+            right(out)
+        counted = comm.all_gather(stats.numpy().tobytes())
+        assert any(counted)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_what_normal_calls_do_not_take_is_said() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(comm=comm)
+        x = torch.zeros(2, 8, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(errors.Unsupported, match="normal calls take host tensors"):
+            buffer.get_dispatch_layout(torch.zeros(2, 1, dtype=torch.int64, device="meta"), 2)
+        with pytest.raises(errors.Unsupported, match="normal calls take host tensors"):
+            buffer.dispatch(x)
+        buffer.destroy()
+
+    on_ranks(1, work)
+
+
+def test_tensors_that_lie_apart_are_refused(host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
+        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+        invalid = errors.InvalidArgument
+        with pytest.raises(invalid, match="indices lie on meta, tokens on cpu"):
+            buffer.low_latency_dispatch(x, idx.to("meta"), M, EXPERTS)
+        stats = torch.zeros(EXPERTS, dtype=torch.int32, device="meta")
+        with pytest.raises(invalid, match=r"statistics are .* on meta"):
+            buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats)
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS)
+        with pytest.raises(invalid, match="lies on meta; move it to cpu"):
+            buffer.low_latency_combine(answers(0, recv), idx, w.to("meta"), handle)
+        buffer.low_latency_combine(answers(0, recv), idx, w, handle)
+        buffer.destroy()
+
+    on_ranks(1, work)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_answers_that_are_not_wanted_are_skipped_and_not_multiplied_by_zero(
+    host: Host, on_kernels: bool
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        engine = TransferEngine(name="alone", transport="shm")
+        launcher = host.another() if on_kernels else None
+        a = AllToAll(
+            engine, rank=0, ranks=1, experts=3, topk=2, hidden=8, max_tokens=M, launcher=launcher
+        )
+        x, w = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 2)
+        idx = torch.tensor([[0, 1], [2, -1]])
+        for wanted, sums in (
+            ([[True, True], [True, True]], [float("nan"), 1]),
+            ([[False, True], [True, False]], [1, 1]),
+            ([[False, True], [False, True]], [1, 0]),
+        ):
+            a.dispatch_send(x, idx)
+            got = a.dispatch_recv()
+            # Expert 0 answers no number.
+            nothing = (got.experts() == 0)[:, None]
+            a.combine_send(torch.where(nothing, float("nan"), got.x.float()).to(torch.bfloat16))
+            with pytest.raises(errors.InvalidArgument, match=r"wanted is torch\.bool"):
+                a.combine_recv(w, wanted=torch.ones(2, 3, dtype=torch.bool))
+            found = a.combine_recv(w, wanted=torch.tensor(wanted))[:, 0].float()
+            assert torch.equal(found.nan_to_num(9), torch.tensor(sums).float().nan_to_num(9))
+        a.check()
+        engine.close()
+
+    on_ranks(1, work)
