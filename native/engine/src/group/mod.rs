@@ -313,7 +313,8 @@ impl Group {
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
-                route.up(now, Pair { rail, endpoint }, (link, name), note, rails);
+                let said = (note, peer.version);
+                route.up(now, Pair { rail, endpoint }, (link, name), said, rails);
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }

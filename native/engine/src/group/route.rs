@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{DomainError, LinkId, LinkName, Receipts},
+    domain::{Domain, DomainError, LinkId, LinkName, Receipts},
     flight::PeerTally,
     time::Time,
     EngineError,
@@ -70,6 +70,15 @@ pub(super) struct Link {
     pub acked: u64,
     pub gauge: Gauge,
     note: String,
+    version: Option<u16>,
+}
+
+impl Link {
+    /// A line about it, for `explain`.
+    fn said(&self, rail: &dyn Domain) -> String {
+        let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
+        format!("{}; {version}{}", self.note, rail.describe(self.id))
+    }
 }
 
 /// See the module.
@@ -296,12 +305,13 @@ impl Route {
         now: Time,
         pair: Pair,
         (id, name): (LinkId, LinkName),
-        note: String,
+        (note, version): (String, Option<u16>),
         rails: &Rails,
     ) {
         let ours = self.tried(pair.rail, id).is_some();
         self.returns.up(now, pair);
-        self.links.push(Link { pair, id, name, ours, acked: 0, gauge: Gauge::new(now), note });
+        let gauge = Gauge::new(now);
+        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, note, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;
@@ -463,7 +473,7 @@ impl Route {
             let device = rail.device().to_owned();
             let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
             if !here.is_empty() {
-                let said = here.iter().map(|l| format!("{}; {}", l.note, rail.describe(l.id)));
+                let said = here.iter().map(|l| l.said(&**rail));
                 let reason = said.collect::<Vec<_>>().join("; and ");
                 return Verdict { transport, device, chosen: true, reason };
             }
