@@ -9,7 +9,8 @@ from statistics import median
 MIB = 1 << 20
 # Samples of which the first are left out: caches fill, allocators find their size.
 WARM = 0.25
-# Of each peer that it met, bytes: tables have grown. What is known of one takes twenty times as much, and is forgotten.
+# Of each peer that it met, bytes: tables have grown. What is known of one takes twenty times as
+# much, and is forgotten.
 PER_PEER = 64
 
 
