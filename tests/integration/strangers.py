@@ -41,10 +41,21 @@ def number(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def hello(to: str, *, protocol: tuple[int, int] = (1, 1), version: int = 1) -> bytes:
-    """The first message of a handshake, which offers the oldest and the newest version."""
+def hello(
+    to: str,
+    *,
+    protocol: tuple[int, int] = (1, 1),
+    version: int = 1,
+    endpoints: tuple[tuple[int, bytes], ...] = (),
+) -> bytes:
+    """The first message of a handshake, which offers the oldest and the newest version.
+
+    Args:
+        endpoints: numbers of transports, and what they say of where they listen.
+    """
     seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
-    sender = bytes(16) + NAME + b"\x00"
+    places = [number(kind) + number(len(data)) + data for kind, data in endpoints]
+    sender = bytes(16) + NAME + number(len(places)) + b"".join(places)
     body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32)
     return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
 

@@ -47,8 +47,20 @@ def knock(server: TransferEngine, transport: str) -> Stranger:
 def test_a_peer_of_a_neighbouring_version_is_welcomed_at_the_version_that_both_speak(
     server: TransferEngine, transport: str, offered: tuple[int, int]
 ) -> None:
+    come_in(server, transport, hello(server.address.id, protocol=offered))
+
+
+@over_both
+def test_a_peer_with_a_transport_that_is_unknown_here_is_welcomed(
+    server: TransferEngine, transport: str
+) -> None:
+    endpoints = ((200, b"of a later release"), (0, b""))
+    come_in(server, transport, hello(server.address.id, endpoints=endpoints))
+
+
+def come_in(server: TransferEngine, transport: str, said: bytes) -> None:
+    """A handshake to its end, begun by these words."""
     stranger = knock(server, transport)
-    said = hello(server.address.id, protocol=offered)
     stranger.say(said)
     welcome = stranger.hear_message()
     body = welcome[10:]
@@ -59,6 +71,17 @@ def test_a_peer_of_a_neighbouring_version_is_welcomed_at_the_version_that_both_s
     stranger.say(sealed(b"FRhs", b"\x02" + mac(TOKEN, b"initiator", said, unsigned)))
     assert stranger.hear_message() == sealed(b"FRhs", b"\x03"), "it was not accepted"
     stranger.socket.close()
+
+
+def test_explain_tells_which_version_a_link_speaks(
+    pair: tuple[TransferEngine, TransferEngine],
+) -> None:
+    a, b = pair
+    src, dst = a.alloc(8), b.alloc(8)
+    there = a.import_region(dst.descriptor())
+    a.write(src, there).wait(10)
+    (used,) = [v for v in a.explain(there.peer).verdicts if v.chosen]
+    assert f"; wire version {VERSION}; " in used.reason
 
 
 @over_both

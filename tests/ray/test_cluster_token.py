@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import ray
 
 from fabric_ray.runtime import cluster_token, ray_token
+
+ROOT = Path(__file__).parents[2]
 
 
 @ray.remote(num_cpus=0)
@@ -22,3 +30,15 @@ def test_a_cluster_has_one_secret_and_rays_token_goes_before_it(
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     assert cluster_token() == ray_token() != drawn
+
+
+def test_engines_of_a_cluster_that_ray_guards_by_a_token_share_it() -> None:
+    """A cluster of its own: whether Ray asks for tokens is settled when it starts."""
+    program = [sys.executable, "-m", "tests.ray.token_world"]
+    guarded = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    others = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        program, env=others | guarded, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("arrived\n")

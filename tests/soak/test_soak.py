@@ -38,7 +38,7 @@ def series(change: Callable[[int], dict[str, int]], n: int = 40) -> list[Sample]
         (lambda i: {"descriptors": 12 * (i % 2), "in_use": 4 * MIB * (i % 3)}, []),
         (lambda i: {"descriptors": min(i, 10), "threads": min(i, 10)}, []),
         (lambda i: {"descriptors": 500 * (i == 39), "threads": 50 * (i == 38)}, []),
-        # What is known of peers is kept, and no more than that.
+        # Tables have room for the peers that were met, and what was known of those is forgotten.
         (lambda i: {"peers": 1000 * i, "in_use": 1000 * i * PER_PEER}, []),
         (lambda i: {"peers": 1000 * i, "in_use": 3000 * i * PER_PEER}, ["in_use"]),
     ],

@@ -9,8 +9,9 @@ from statistics import median
 MIB = 1 << 20
 # Samples of which the first are left out: caches fill, allocators find their size.
 WARM = 0.25
-# What a living engine keeps of each peer that it ever met, bytes: a gap of docs/design/engine.md.
-PER_PEER = 2048
+# Of each peer that it met, bytes: tables have grown. What is known of one takes twenty times as
+# much, and is forgotten.
+PER_PEER = 64
 
 
 @dataclass(frozen=True)

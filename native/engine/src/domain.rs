@@ -181,6 +181,8 @@ pub enum Receipts {
 #[derive(Clone, Debug)]
 pub struct PeerIdentity {
     pub address: EngineAddress,
+    /// The newest wire version that both sides speak; `None` where nothing goes over a wire.
+    pub version: Option<u16>,
 }
 
 impl PeerIdentity {

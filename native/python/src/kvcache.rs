@@ -10,7 +10,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     apart::Apart,
-    attach::attached,
+    callback::Callback,
     engine::{current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
@@ -55,19 +55,6 @@ fn terms(
     Ok(kv::Terms { beat, silence, max_message, tail_nbytes, max_payloads })
 }
 
-/// Calls back, unless the interpreter is gone.
-fn call(
-    callback: &Py<PyAny>,
-    args: impl for<'py> FnOnce(Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>>,
-) {
-    attached(|py| {
-        let called = args(py).and_then(|args| callback.call1(py, args));
-        if let Err(e) = called {
-            e.write_unraisable(py, Some(callback.bind(py)));
-        }
-    });
-}
-
 /// The name of a cause, for the exception that stands for it.
 fn cause(cause: &kv::Cause) -> &'static str {
     match cause {
@@ -103,7 +90,7 @@ impl KvDecoder {
         layouts: Vec<Vec<u8>>,
         ranks: Vec<RankArg<'_>>,
         terms: TermsArg,
-        on_event: Py<PyAny>,
+        on_event: Callback,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
@@ -113,7 +100,7 @@ impl KvDecoder {
                 kv::Event::Failed(c) => ("failed", cause(c), c.to_string()),
                 kv::Event::Released => ("released", "", String::new()),
             };
-            call(&on_event, |py| (seq, what, why, text).into_pyobject(py));
+            on_event.call(|py, f| (f, seq, what, why, text).into_pyobject(py));
         };
         let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
         decoder.map(|d| Self(Apart::new(d))).or_raise(py)
@@ -203,24 +190,26 @@ impl KvPrefiller {
         layouts: Vec<Vec<u8>>,
         ranks: Vec<RankArg<'_>>,
         terms: TermsArg,
-        on_event: Py<PyAny>,
-        on_asked: Py<PyAny>,
+        on_event: Callback,
+        on_asked: Callback,
         device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
         let engine = local.first().map(|rank| Arc::clone(&rank.engine));
         let told = move |job: u64, event: kv::JobEvent| match event {
-            kv::JobEvent::Asked(asked) => call(&on_asked, |py| {
+            kv::JobEvent::Asked(asked) => on_asked.call(|py, f| {
                 let payload = PyBytes::new(py, &asked.payload);
                 let timeline = Py::new(py, KvTimeline(asked.timeline))?;
-                (job, asked.decoder, asked.tokens, asked.have, payload, timeline).into_pyobject(py)
+                (f, job, asked.decoder, asked.tokens, asked.have, payload, timeline)
+                    .into_pyobject(py)
             }),
             kv::JobEvent::Stopped(c) => {
-                call(&on_event, |py| (job, "stopped", cause(&c), c.to_string()).into_pyobject(py));
+                on_event
+                    .call(|py, f| (f, job, "stopped", cause(&c), c.to_string()).into_pyobject(py));
             }
             kv::JobEvent::Released => {
-                call(&on_event, |py| (job, "released", "", "").into_pyobject(py))
+                on_event.call(|py, f| (f, job, "released", "", "").into_pyobject(py))
             }
         };
         let made = py.detach(|| {

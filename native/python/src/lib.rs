@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod apart;
 mod attach;
+mod callback;
 mod engine;
 mod errors;
 mod kvcache;

@@ -35,7 +35,7 @@ use parking_lot::Mutex;
 use self::{driver::Worker, register::Segments};
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
-    group::{PeerKey, Verdict},
+    group::Verdict,
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
@@ -80,7 +80,7 @@ impl std::fmt::Debug for TransferEngine {
 #[derive(Debug, Clone)]
 pub struct Way {
     shared: Weak<Shared>,
-    peer: PeerKey,
+    peer: Peer,
 }
 
 impl Way {
@@ -88,7 +88,7 @@ impl Way {
     pub fn transport(&self) -> Option<TransportKind> {
         let shared = self.shared.upgrade()?;
         let core = shared.cell.lock(&shared);
-        core.group.kind(self.peer, &core.domains)
+        core.group.kind(self.peer.key, &core.domains)
     }
 }
 
@@ -219,14 +219,12 @@ impl TransferEngine {
     /// Makes a peer known. Connects with the first use.
     pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
         self.shared.check_process()?;
-        let key = {
-            let mut core = self.shared.cell.lock(&self.shared);
-            if core.closed {
-                return Err(EngineError::Closed);
-            }
-            core.group.peer(address)
-        };
-        let address = Arc::new(address.clone());
+        let mut core = self.shared.cell.lock(&self.shared);
+        if core.closed {
+            return Err(EngineError::Closed);
+        }
+        let (key, address) = core.group.name(self.shared.now(), address);
+        drop(core);
         Ok(Peer { key, known_to: self.shared.address.id, address })
     }
 
@@ -378,7 +376,7 @@ impl TransferEngine {
     /// For asking [`TransferEngine::transport`] later, without keeping the engine.
     #[inline]
     pub fn way(&self, peer: &Peer) -> Way {
-        Way { shared: Arc::downgrade(&self.shared), peer: peer.key }
+        Way { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
     }
 
     /// Takes nothing new from now on: requests and expectations fail with [`EngineError::Draining`]. The handle is

@@ -100,6 +100,22 @@ pub enum Op<'a> {
 }
 
 impl Op<'_> {
+    /// Names the peers that it goes to.
+    pub(crate) fn each_peer(&self, mut name: impl FnMut(&Peer)) {
+        match self {
+            Self::Write { dst: Remote { region, .. }, .. }
+            | Self::Read { src: Remote { region, .. }, .. }
+            | Self::WritePages { dst: region, .. }
+            | Self::ReadPages { src: region, .. } => name(&region.peer),
+            Self::WritePieces { pieces, .. } | Self::ReadPieces { pieces } => {
+                pieces.iter().for_each(|p| name(&p.remote.peer));
+            }
+            Self::Scatter { parts, .. } => parts.iter().for_each(|p| name(&p.dst.peer)),
+            Self::Barrier { group, .. } => group.peers.iter().for_each(name),
+            Self::Send { peer, .. } => name(peer),
+        }
+    }
+
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Write { .. } => "write",

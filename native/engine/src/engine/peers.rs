@@ -11,6 +11,7 @@ pub struct Peer {
     pub(crate) key: PeerKey,
     /// Which engine this name was made by; keys of one engine mean nothing to another.
     pub(crate) known_to: EngineId,
+    /// As long as somebody holds it, the key is this peer's.
     pub(crate) address: Arc<EngineAddress>,
 }
 

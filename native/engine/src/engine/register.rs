@@ -218,8 +218,9 @@ impl Shared {
         })?;
         let in_file = location.file().is_some();
         let rkey = nature.mark(u64::from_le_bytes(rkey));
-        let key = RegionKey { index: self.take_region_index()?, rkey };
-        let memory = RegionMemory::new(key, base, len, backing, keep).at(location);
+        let index = self.take_region_index()?;
+        let key = RegionKey { index: index.get(), rkey };
+        let memory = RegionMemory::new(key, base, len, backing, keep).numbered(index).at(location);
         let (memory, family) = match grant {
             Some(grant) => {
                 (memory.granted(grant.from, grant.only).until(grant.until), grant.family)

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         atomic::{
-            AtomicBool, AtomicU32, AtomicU64,
+            AtomicBool, AtomicU64,
             Ordering::{Relaxed, SeqCst},
         },
         Arc, Weak,
@@ -21,7 +21,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, Quiet},
     group::{Claim, Sink},
-    memory::{Backing, RegionMemory, HIDDEN},
+    memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
     time::Time,
     wake::{News, Waker},
     EngineError, Result,
@@ -68,7 +68,7 @@ pub(crate) struct Shared {
     owner_process: u32,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
-    next_region: AtomicU32,
+    indices: Arc<Indices>,
     next_number: AtomicU64,
     retiring: Mutex<Vec<Retiring>>,
     closed: AtomicBool,
@@ -110,7 +110,7 @@ impl Shared {
             owner_process: std::process::id(),
             counted: AtomicU64::new(0),
             regions: Mutex::default(),
-            next_region: AtomicU32::new(0),
+            indices: Arc::default(),
             next_number: AtomicU64::new(1 << 32),
             retiring: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -172,16 +172,15 @@ impl Shared {
         }
     }
 
-    /// An index that no region of this engine has had.
+    /// An index that no region of this engine has.
     ///
     /// # Errors
-    /// [`EngineError::Resource`] when all have been given out: the others are transports' own.
-    pub fn take_region_index(&self) -> Result<u32> {
-        let next = |index| (index < HIDDEN).then_some(index + 1);
-        self.next_region.fetch_update(Relaxed, Relaxed, next).map_err(|_| EngineError::Resource {
+    /// [`EngineError::Resource`] when all are taken.
+    pub fn take_region_index(&self) -> Result<Index> {
+        self.indices.take().ok_or_else(|| EngineError::Resource {
             call: "register",
-            cause: format!("this engine has registered and granted {HIDDEN} regions"),
-            hint: "open another engine".into(),
+            cause: format!("this engine has {HIDDEN} regions and grants"),
+            hint: "deregister some, or open another engine".into(),
         })
     }
 
@@ -439,7 +438,7 @@ mod tests {
     fn mr_2_an_engine_that_has_no_index_left_registers_nothing_more() {
         let engine = TransferEngine::open(EngineConfig::default()).unwrap();
         let last = engine.alloc(64).unwrap();
-        engine.shared.next_region.store(HIDDEN, SeqCst);
+        engine.shared.indices.begin_at(HIDDEN);
         for _ in 0..2 {
             let e = engine.alloc(64).unwrap_err();
             assert!(e.to_string().contains("open another engine"), "{e}");

@@ -16,7 +16,7 @@ use super::{
     Op, Shared,
 };
 use crate::{
-    api::{Priority, Span},
+    api::{EngineAddress, Priority, Span},
     group::{Claim, Submitted},
     EngineError, Result,
 };
@@ -111,7 +111,14 @@ impl Shared {
         }
         // Somebody holds the lock: leave the request to them.
         let mut bound = Vec::with_capacity(ops.len());
+        // Until it is posted only we name its peers.
+        let mut peers: Vec<Arc<EngineAddress>> = Vec::new();
         for op in ops {
+            op.each_peer(|peer| {
+                if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.address)) {
+                    peers.push(Arc::clone(&peer.address));
+                }
+            });
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
         self.mark(posted);
@@ -135,6 +142,7 @@ impl Shared {
                 for b in bound {
                     core.group.push(now, key, b, &mut core.domains, &**shared);
                 }
+                drop(peers);
                 let sealed = core.group.seal((now, shared.now()), key, timeout);
                 core.domains.iter_mut().for_each(|d| d.flush());
                 match sealed {

@@ -129,7 +129,7 @@ impl Group {
 
     /// Takes what a failed transfer has not posted yet out of the backlogs.
     pub(super) fn purge(&mut self, key: TransferKey) {
-        for (_, route) in &mut self.peers {
+        for (_, route) in self.peers.iter_mut() {
             self.backlogged -= route.backlog.remove(key);
         }
         self.transfers[key.slot as usize].waiting = 0;

@@ -82,6 +82,16 @@ impl Healing {
         ours.into_iter().map(named).collect()
     }
 
+    /// Whether nothing waits for the peer, nor it for us.
+    pub fn is_idle(&self) -> bool {
+        self.fallen.is_empty() && self.limbos.is_empty() && self.questions.is_empty()
+    }
+
+    /// Whether no link of the peer has ended here.
+    pub fn is_unmet(&self) -> bool {
+        self.receipts.is_empty()
+    }
+
     /// Everything that waits, for want of the peer, and all that it might have asked.
     pub fn take_all(&mut self) -> Vec<Slice> {
         let fallen = std::mem::take(&mut self.fallen).into_iter().map(|(_, s)| s);

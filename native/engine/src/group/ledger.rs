@@ -142,6 +142,11 @@ impl Ledger {
         })
     }
 
+    /// Whom slices are on their way to.
+    pub fn peers(&self) -> impl Iterator<Item = PeerKey> + '_ {
+        self.slices.iter().map(|(_, s)| s.peer)
+    }
+
     pub fn is_slice(token: Token) -> bool {
         token.part == SLICE
     }

@@ -150,7 +150,7 @@ impl Group {
 
     fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
         let route = &mut self.peers[peer as usize];
-        route.state = State::Lost;
+        (route.state, route.since) = (State::Lost, self.recorder.now);
         (route.asking, route.credit) = (false, u64::MAX);
         self.credits.forget(peer);
         route.lost = Some(error.clone());

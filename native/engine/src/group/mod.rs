@@ -13,6 +13,7 @@ mod ledger;
 mod links;
 mod missing;
 mod notes;
+mod peers;
 pub mod policy;
 mod recorder;
 mod returns;
@@ -31,7 +32,7 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::{
-    api::{EngineAddress, EngineId, Priority, Span, Spray},
+    api::{EngineId, Priority, Span, Spray},
     domain::{Completion, Count, Domain, DomainError, LinkId, Receipts, Token},
     flight::EventKind,
     time::Time,
@@ -45,10 +46,11 @@ use ledger::Ledger;
 pub(crate) use notes::fuzz_note;
 #[cfg(test)]
 pub(crate) use notes::sample_note;
+use peers::Peers;
 use recorder::Recorder;
 pub(crate) use route::PeerKey;
 pub use route::Verdict;
-use route::{Pair, Route, State};
+use route::{Pair, State};
 use slices::{post_slices, Posted};
 pub(crate) use slices::{BoundOp, Joint};
 use transfer::Transfer;
@@ -110,8 +112,7 @@ pub(crate) enum Submitted {
 
 #[derive(Default)]
 pub(crate) struct Group {
-    peers: Slab<Route>,
-    by_id: HashMap<EngineId, PeerKey>,
+    peers: Peers,
     links: HashMap<(usize, LinkId), PeerKey>,
     transfers: Slab<Transfer>,
     deadlines: BTreeSet<(Time, TransferKey)>,
@@ -142,16 +143,6 @@ impl Group {
         let (look_at, move_at) = (Time::NEVER, Time::NEVER);
         let recorder = Recorder::new(policy.records);
         Self { policy, ledger, look_at, move_at, recorder, ..Self::default() }
-    }
-
-    /// The peer with this address; made known if it wasn't.
-    pub fn peer(&mut self, address: &EngineAddress) -> PeerKey {
-        if let Some(key) = self.by_id.get(&address.id) {
-            return *key;
-        }
-        let key = self.peers.insert(Route::new(address.clone(), self.policy)) as PeerKey;
-        self.by_id.insert(address.id, key);
-        key
     }
 
     /// Begins a request; `push` its operations, then `seal` it.
@@ -313,7 +304,8 @@ impl Group {
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
-                route.up(now, Pair { rail, endpoint }, (link, name), note, rails);
+                let said = (note, peer.version);
+                route.up(now, Pair { rail, endpoint }, (link, name), said, rails);
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
@@ -340,7 +332,7 @@ impl Group {
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
             // Peers share rails: each is first in its turn.
-            let n = self.peers.capacity();
+            let n = self.peers.ends_at();
             self.first = (self.first + 1) % n.max(1);
             let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
             let peers = &self.peers;
@@ -402,7 +394,7 @@ impl Group {
     /// Fails whatever is left, once and for all.
     pub fn close(&mut self, now: Time) {
         self.recorder.tell(now);
-        for (_, route) in &mut self.peers {
+        for (_, route) in self.peers.iter_mut() {
             route.backlog = Backlog::default();
             route.state = State::Lost;
         }

@@ -1,6 +1,8 @@
 //! Keeps what happened to the group's transfers, and how long their stages took. Deterministic as the group
 //! itself: its time is the latest that the group was told.
 
+use std::collections::HashSet;
+
 use crate::{
     api::{Priority, Span},
     domain::Count,
@@ -244,6 +246,14 @@ impl Recorder {
             let (at, rail) = (self.now, rail.map(|r| r as u8));
             self.events.push(Event { at, kind, peer, rail, cause: cause().into_boxed_str() });
         }
+    }
+
+    /// The peers that records name.
+    pub fn peers<'a>(&self, going_on: impl Iterator<Item = &'a Transfer>) -> HashSet<PeerKey> {
+        let flights = self.ended.since(0).map(|e| &e.flight).chain(going_on.map(|t| &t.flight));
+        let first = flights.filter(|f| f.parts > 0).map(|f| f.first.peer);
+        let others = self.parts.since(0).map(|p| p.peer);
+        first.chain(others).chain(self.events.since(0).map(|e| e.peer)).collect()
     }
 
     /// What was recorded since, and what goes on.

@@ -1,6 +1,10 @@
 //! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use smallvec::SmallVec;
 
@@ -15,7 +19,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{DomainError, LinkId, LinkName, Receipts},
+    domain::{Domain, DomainError, LinkId, LinkName, Receipts},
     flight::PeerTally,
     time::Time,
     EngineError,
@@ -70,13 +74,26 @@ pub(super) struct Link {
     pub acked: u64,
     pub gauge: Gauge,
     note: String,
+    version: Option<u16>,
+}
+
+impl Link {
+    /// A line about it, for `explain`.
+    fn said(&self, rail: &dyn Domain) -> String {
+        let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
+        format!("{}; {version}{}", self.note, rail.describe(self.id))
+    }
 }
 
 /// See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
+    /// What the layer above holds to name this peer.
+    held: Weak<EngineAddress>,
     pub policy: Policy,
     pub state: State,
+    /// When it became known, or was lost after that.
+    pub since: Time,
     /// The preferred transport first, its rails in order. Two links over one pair where both sides
     /// connected at once.
     links: SmallVec<[Link; 1]>,
@@ -116,11 +133,13 @@ pub(super) struct Route {
 }
 
 impl Route {
-    pub fn new(address: EngineAddress, policy: Policy) -> Self {
+    pub fn new(now: Time, address: EngineAddress, policy: Policy) -> Self {
         Self {
             address,
+            held: Weak::new(),
             policy,
             state: State::Idle,
+            since: now,
             links: SmallVec::new(),
             active: 0,
             turn: 0,
@@ -144,6 +163,28 @@ impl Route {
             attempts: 0,
             revivals: (Time(0), 0),
         }
+    }
+
+    /// The address by which the layer above names this peer: one, however often it asks.
+    pub fn held(&mut self, address: &EngineAddress) -> Arc<EngineAddress> {
+        self.held.upgrade().unwrap_or_else(|| {
+            let held = Arc::new(address.clone());
+            self.held = Arc::downgrade(&held);
+            held
+        })
+    }
+
+    /// Whether nobody above names it, nothing here waits for it or leads to it, and it was never met, or so long ago that
+    /// it doesn't ask any more what came over its links.
+    pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
+        matches!(self.state, State::Idle | State::Lost)
+            && self.held.strong_count() == 0
+            && self.links.is_empty()
+            && self.trying.is_empty()
+            && self.backlog.is_empty()
+            && self.under_way.total() == 0
+            && self.healing.is_idle()
+            && (self.healing.is_unmet() || now >= self.since.after(rest))
     }
 
     /// The links to post on, best rail first. Not empty while `Up`.
@@ -296,12 +337,13 @@ impl Route {
         now: Time,
         pair: Pair,
         (id, name): (LinkId, LinkName),
-        note: String,
+        (note, version): (String, Option<u16>),
         rails: &Rails,
     ) {
         let ours = self.tried(pair.rail, id).is_some();
         self.returns.up(now, pair);
-        self.links.push(Link { pair, id, name, ours, acked: 0, gauge: Gauge::new(now), note });
+        let gauge = Gauge::new(now);
+        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, note, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;
@@ -463,7 +505,7 @@ impl Route {
             let device = rail.device().to_owned();
             let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
             if !here.is_empty() {
-                let said = here.iter().map(|l| format!("{}; {}", l.note, rail.describe(l.id)));
+                let said = here.iter().map(|l| l.said(&**rail));
                 let reason = said.collect::<Vec<_>>().join("; and ");
                 return Verdict { transport, device, chosen: true, reason };
             }

@@ -161,7 +161,7 @@ impl Group {
     /// another way, and their breaker opens.
     pub(super) fn look(&mut self, now: Time, rails: &mut Rails) {
         let mut busy = false;
-        for (key, route) in &mut self.peers {
+        for (key, route) in self.peers.iter_mut() {
             let links = route.active();
             if route.state != State::Up || links.len() < 2 {
                 continue;

@@ -100,6 +100,13 @@ impl Transfer {
         self.outstanding == 0 && self.waiting == 0 && result_known
     }
 
+    /// Those that it may still refer to.
+    pub fn peers(&self) -> impl Iterator<Item = PeerKey> + '_ {
+        let undecided = self.undecided.map(|(peer, _)| peer);
+        let confirming = self.confirms.iter().map(|c| c.peer);
+        confirming.chain(undecided).chain([self.peer])
+    }
+
     /// From when on it may miss its deadline.
     pub fn urgent_at(&self, now: Time, route: &Route) -> Time {
         match self.deadline {

@@ -57,9 +57,7 @@ impl Group {
 
     /// What was recorded since, and what goes on. Of peers the names, by which records call them.
     pub fn records(&self, since: Cursor, rails: &Rails, out: &mut Records) {
-        // Peers are never forgotten, and so are without gaps.
-        let peers = self.peers.iter().map(|(_, r)| (r.address.id, r.address.name.clone()));
-        out.peers = peers.collect();
+        out.peers = self.peers.names();
         out.rails = rails.iter().map(|r| (r.kind(), r.device().to_owned())).collect();
         self.recorder.read(since, self.transfers.iter().map(|(_, t)| t), out);
     }

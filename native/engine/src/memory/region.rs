@@ -5,7 +5,7 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{device::Location, Allocation};
+use super::{device::Location, Allocation, Index};
 use crate::{
     api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
@@ -46,6 +46,8 @@ pub struct RegionMemory {
     pub until: Time,
     /// Grants from it, and from those, that are not over.
     pub grants: AtomicU32,
+    /// Gives the key's index back when nobody holds this any more.
+    _index: Option<Index>,
 }
 
 impl RegionMemory {
@@ -63,7 +65,14 @@ impl RegionMemory {
             grantor: None,
             until: Time::NEVER,
             grants: AtomicU32::new(0),
+            _index: None,
         }
+    }
+
+    /// The same, with the index that its key names.
+    pub(crate) fn numbered(self, index: Index) -> Self {
+        debug_assert_eq!(index.get(), self.key.index);
+        Self { _index: Some(index), ..self }
     }
 
     /// The same, elsewhere than on the host.

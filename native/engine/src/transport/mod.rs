@@ -47,6 +47,10 @@ pub(crate) fn open(
             let why = "simulated links exist only inside a simulation";
             return Err(DomainError::Unavailable(why.into()));
         }
+        TransportKind::Unknown(number) => {
+            let why = format!("this build has no transport of the number {number}");
+            return Err(DomainError::Unavailable(why));
+        }
     };
     Ok(vec![one])
 }

@@ -58,7 +58,7 @@ impl Domain for NullDomain {
         _endpoint: usize,
     ) -> Result<LinkId, DomainError> {
         self.links += 1;
-        self.up.push((self.links, PeerIdentity { address: peer.clone() }));
+        self.up.push((self.links, PeerIdentity { address: peer.clone(), version: None }));
         Ok(self.links)
     }
 

@@ -9,7 +9,6 @@ use pyo3::{prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, Owned},
-    callable,
     config::{self, Nics},
     counter::Counter,
     keep::Keep,
@@ -25,7 +24,7 @@ use super::{
 };
 use crate::{
     apart::Apart,
-    attach::attached,
+    callback::Callback,
     errors::{raise, OrRaise},
 };
 
@@ -407,16 +406,12 @@ impl Engine {
     fn receive(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
+        callback: Callback,
         #[pyo3(from_py_with = whole)] count: u32,
         #[pyo3(from_py_with = whole)] max_nbytes: usize,
     ) -> PyResult<()> {
         let deliver = move |delivery: fe::Delivery| {
-            attached(|py| {
-                if let Err(e) = callback.call1(py, (Message(delivery),)) {
-                    e.write_unraisable(py, Some(callback.bind(py)));
-                }
-            });
+            callback.call(|py, f| (f, Message(delivery)).into_pyobject(py));
         };
         self.engine.receive(max_nbytes, count, deliver).or_raise(py)
     }
@@ -424,12 +419,7 @@ impl Engine {
     /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
     /// `device`, kernels on that GPU write and read it as well.
     #[pyo3(signature = (callback, device=None))]
-    fn watch(
-        &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
-        device: Option<i32>,
-    ) -> PyResult<Watcher> {
+    fn watch(&self, py: Python<'_>, callback: Callback, device: Option<i32>) -> PyResult<Watcher> {
         let on_change = on_change(callback);
         let watcher = match device {
             None => self.engine.watch(on_change),

@@ -1,11 +1,7 @@
 //! The engine's classes.
 
 use fabric_engine::EngineError;
-use pyo3::{
-    exceptions::{PyOverflowError, PyTypeError},
-    prelude::*,
-    types::PyInt,
-};
+use pyo3::{exceptions::PyOverflowError, prelude::*, types::PyInt};
 
 use crate::errors::raise;
 
@@ -86,13 +82,4 @@ where
         let text = format!("{what} is no size, offset or count: it is negative or too large");
         raise(py, &EngineError::Invalid(text))
     })
-}
-
-/// What is to be called later.
-fn callable(value: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-    if value.is_callable() {
-        return Ok(value.clone().unbind());
-    }
-    let kind = value.get_type().name()?;
-    Err(PyTypeError::new_err(format!("the callback must be callable, not {kind}")))
 }

@@ -16,9 +16,9 @@ use pyo3::{
     types::PyDict,
 };
 
-use super::{callable, queue::CompletionQueue, seconds, watcher::gpu_array};
+use super::{queue::CompletionQueue, seconds, watcher::gpu_array};
 use crate::{
-    attach::attached,
+    callback::Callback,
     errors::{raise, OrRaise},
 };
 
@@ -100,21 +100,12 @@ impl Transfer {
     }
 
     /// Calls `callback(self)` on the engine's callback thread when it is over, at once if it is.
-    fn add_done_callback(
-        slf: &Bound<'_, Self>,
-        #[pyo3(from_py_with = callable)] callback: Py<PyAny>,
-    ) {
+    fn add_done_callback(slf: &Bound<'_, Self>, callback: Callback) {
         let this = slf.clone().unbind();
         let handle = slf.get().handle.clone();
         // Detached: a callback may run on this thread if the engine is closed.
         slf.py().detach(|| {
-            handle.on_done(move |_| {
-                attached(|py| {
-                    if let Err(e) = callback.call1(py, (this,)) {
-                        e.write_unraisable(py, Some(callback.bind(py)));
-                    }
-                });
-            });
+            handle.on_done(move |_| callback.call(|py, f| (f, this).into_pyobject(py)));
         });
     }
 

@@ -2,7 +2,7 @@ use fabric_engine as fe;
 use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
 use super::whole;
-use crate::attach::attached;
+use crate::callback::Callback;
 
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -64,14 +64,8 @@ impl Watcher {
 }
 
 /// The change callback as the engine wants it. Runs on the watching thread.
-pub fn on_change(callback: Py<PyAny>) -> impl Fn(u64, u64) + Send + Sync + 'static {
-    move |old, new| {
-        attached(|py| {
-            if let Err(e) = callback.call1(py, (old, new)) {
-                e.write_unraisable(py, Some(callback.bind(py)));
-            }
-        });
-    }
+pub fn on_change(callback: Callback) -> impl Fn(u64, u64) + Send + Sync + 'static {
+    move |old, new| callback.call(|py, f| (f, old, new).into_pyobject(py))
 }
 
 /// A flat array in GPU memory, as other libraries take it.

@@ -270,7 +270,7 @@ impl Domain for FileDomain {
         self.link = Some(link);
         self.news.push(Completion::LinkUp {
             link,
-            peer: PeerIdentity { address: own },
+            peer: PeerIdentity { address: own, version: None },
             endpoint,
             name: u64::from(link),
             note: "this engine itself".into(),

@@ -365,7 +365,7 @@ impl World {
 fn up(link: LinkId, address: crate::api::EngineAddress, of: Port, name: LinkName) -> Completion {
     Completion::LinkUp {
         link,
-        peer: PeerIdentity { address },
+        peer: PeerIdentity { address, version: None },
         endpoint: of.rail.into(),
         name,
         note: "simulated".to_owned(),

@@ -1,0 +1,211 @@
+use proptest::prelude::*;
+
+use hmac::Mac;
+
+use super::{
+    failure::decode,
+    keys::mac,
+    messages::{Message, Welcome},
+    *,
+};
+use crate::{
+    api::{Endpoint, EngineId, TransportKind},
+    domain::DomainError,
+};
+
+fn credentials(name: &str, token: &[u8]) -> Credentials {
+    let id = EngineId::random().unwrap();
+    let own = EngineAddress { id, name: name.into(), endpoints: Vec::new() };
+    Credentials::new(own, token.into())
+}
+
+fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
+    let (init, hello) = Initiator::start(a, to, vec![1]).unwrap();
+    let (acc, welcome) = match Acceptor::on_hello(b, &hello) {
+        Ok(x) => x,
+        Err(f) => return init.on_welcome(&f.reply.unwrap()).map(drop).map_err(|f| f.error),
+    };
+    assert_eq!(acc.extra, [1]);
+    let welcomed = init.on_welcome(&welcome).map_err(|f| f.error)?;
+    let met = a.versions.common(b.versions);
+    let accepted = acc.on_proof(&welcomed.proof).map_err(|f| f.error)?;
+    init.on_accepted(&accepted).map_err(|f| f.error)?;
+    assert_eq!((&acc.peer.address, &welcomed.peer.address), (&a.own, &b.own));
+    assert_eq!((acc.peer.version, welcomed.peer.version), (met, met));
+    let mut sealed = acc.session().seal(b"setup", b"what else");
+    assert_eq!(welcomed.session.unseal(b"setup", &sealed).unwrap(), b"what else");
+    assert!(welcomed.session.unseal(b"other", &sealed).is_err());
+    assert!(welcomed.session.unseal(b"setup", &sealed[..20]).is_err());
+    sealed[0] ^= 1;
+    assert!(welcomed.session.unseal(b"setup", &sealed).is_err());
+    Ok(())
+}
+
+#[test]
+fn the_same_token_is_needed() {
+    let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
+    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+    let c = credentials("c", b"y");
+    assert_eq!(shake(&a, &c, c.own.id), Err(DomainError::Handshake(WRONG_TOKEN.into())));
+}
+
+#[test]
+fn an_acceptor_that_skips_the_token_is_found_out_and_so_is_an_initiator() {
+    let (a, b, c) = (credentials("a", b"x"), credentials("b", b"x"), credentials("b", b"y"));
+    let (_, hello) = Initiator::start(&c, b.own.id, vec![]).unwrap();
+    let (acc, _) = Acceptor::on_hello(&b, &hello).unwrap();
+    assert!(acc.on_proof(&Message::Proof([7; 32]).encode()).is_err());
+    let (init, hello) = Initiator::start(&a, c.own.id, vec![]).unwrap();
+    let (_, welcome) = Acceptor::on_hello(&c, &hello).unwrap();
+    assert!(init.on_welcome(&welcome).is_err());
+}
+
+#[test]
+fn mr_2_a_restart_under_the_same_name_is_stale() {
+    let (a, b, again) = (credentials("a", b""), credentials("b", b""), credentials("b", b""));
+    assert!(matches!(shake(&a, &again, b.own.id), Err(DomainError::Stale(_))));
+}
+
+/// What a build that speaks `oldest` to `newest` brings.
+fn speaking(oldest: u16, newest: u16) -> Credentials {
+    let versions = Versions { oldest, newest };
+    Credentials { versions, ..credentials(&format!("v{newest}"), b"x") }
+}
+
+#[test]
+fn builds_one_version_apart_meet_whoever_begins() {
+    for ((a, b), met) in
+        [(((1, 2), (2, 3)), 2), (((2, 3), (1, 2)), 2), (((1, 1), (1, 2)), 1), (((1, 2), (1, 1)), 1)]
+    {
+        let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
+        assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+        let (_, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+        let Ok(Message::Welcome(welcome)) = decode(&welcome) else { panic!("no welcome") };
+        assert_eq!(welcome.version, met);
+    }
+}
+
+#[test]
+fn builds_further_apart_refuse_each_other_with_the_same_words_on_both_sides() {
+    for (a, b) in [((1, 1), (3, 3)), ((3, 4), (1, 2))] {
+        let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
+        let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
+        let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
+        assert_eq!(refusal.error, heard.error);
+        let said = heard.error.to_string();
+        for (who, versions) in [(&a, a.versions), (&b, b.versions)] {
+            assert!(said.contains(&versions.to_string()), "{said}");
+            assert!(said.contains(&who.own.label()), "{said}");
+        }
+        assert!(said.contains("upgrade the older side"), "{said}");
+    }
+}
+
+#[test]
+fn an_endpoint_of_a_kind_that_is_unknown_here_keeps_its_place_and_bytes() {
+    let at = |transport| Endpoint { transport, data: vec![1, 2] };
+    let (mut a, mut b) = (credentials("a", b"x"), credentials("b", b"x"));
+    for kinds in [&mut a, &mut b] {
+        kinds.own.endpoints =
+            [TransportKind::Shm, TransportKind::Unknown(1000), TransportKind::Tcp].map(at).into();
+    }
+    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+    let sent = EngineAddress::from_bytes(&b.own.to_bytes()).unwrap();
+    assert_eq!((sent.first_of(TransportKind::Tcp), &sent), (2, &b.own));
+}
+
+#[test]
+fn a_version_that_was_not_offered_is_refused() {
+    let (a, b) = (speaking(1, 2), speaking(1, 3));
+    let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+    let from = (&b.own).into();
+    let mut welcome = Welcome { version: 3, from, nonce: [3; 32], mac: [0; 32] };
+    let mac = mac(&b.token, b"acceptor", &[&hello, &welcome.unsigned()]);
+    welcome.mac = mac.finalize().into_bytes().into();
+    let Err(failure) = init.on_welcome(&Message::Welcome(welcome).encode()) else {
+        panic!("it was taken")
+    };
+    assert!(failure.reply.is_some());
+    assert!(failure.error.to_string().contains("version 3 was chosen, 1 to 2 was offered"));
+}
+
+#[test]
+fn a_welcome_that_was_changed_on_its_way_is_refused() {
+    let (a, mut b) = (speaking(1, 3), speaking(1, 3));
+    b.own.endpoints = vec![Endpoint { transport: TransportKind::Tcp, data: vec![1, 2, 3] }];
+    type Change = (&'static str, fn(&mut Welcome));
+    let changes: [Change; 5] = [
+        ("version", |w| w.version ^= 1),
+        ("name", |w| w.from.name.replace_range(..1, "w")),
+        ("an endpoint", |w| w.from.endpoints[0].data[1] ^= 1),
+        ("transport", |w| w.from.endpoints[0].kind ^= 1),
+        ("nonce", |w| w.nonce[0] ^= 1),
+    ];
+    for (what, change) in changes {
+        let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+        assert!(init.on_welcome(&welcome).is_ok());
+        let Ok(Message::Welcome(mut welcome)) = decode(&welcome) else { panic!("no welcome") };
+        change(&mut welcome);
+        let changed = Message::Welcome(welcome).encode();
+        assert!(init.on_welcome(&changed).is_err(), "{what}");
+    }
+}
+
+#[test]
+fn proof_and_session_are_of_one_welcome() {
+    let (a, b) = (speaking(1, 3), speaking(1, 3));
+    let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+    let (mut acc, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+    let welcomed = init.on_welcome(&welcome).unwrap();
+    // The acceptor chose a version, and thinks that it said another.
+    acc.welcome[0] ^= 1;
+    assert!(acc.on_proof(&welcomed.proof).is_err());
+    let sealed = acc.session().seal(b"setup", b"what else");
+    assert!(welcomed.session.unseal(b"setup", &sealed).is_err());
+}
+
+#[test]
+fn a_stranger_cannot_write_lines_into_the_log() {
+    let (mut a, b) = (speaking(3, 3), speaking(1, 2));
+    a.own.name = format!("x\n\u{1b}[31m\u{2028}\u{202e}WARN {}", "y".repeat(5000));
+    let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+    let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
+    let said = refusal.error.to_string();
+    let name = format!("x[31mWARN {}", "y".repeat(54));
+    let id = a.own.id;
+    assert!(said.contains(&format!("3 is spoken by {name}#{id}, 1 to 2 by v2#")), "{said}");
+    assert!(said.ends_with("upgrade the older side"), "{said}");
+    let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
+    assert_eq!(heard.error, refusal.error, "it was cut on the other side");
+    // Nor can whoever answers in another's place.
+    let (c, mut d) = (speaking(1, 1), speaking(1, 1));
+    d.own.name = "z\nERROR".into();
+    let (init, hello) = Initiator::start(&c, EngineId([9; 16]), vec![]).unwrap();
+    let Message::Hello(mut said) = decode(&hello).unwrap() else { panic!("no hello") };
+    said.to = d.own.id.0;
+    let (_, welcome) = Acceptor::on_hello(&d, &Message::Hello(said).encode()).unwrap();
+    let Err(stale) = init.on_welcome(&welcome) else { panic!("welcomed") };
+    let said = stale.error.to_string();
+    assert!(said.contains("engine zERROR#"), "{said}");
+}
+
+proptest! {
+    #[test]
+    fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200), cut in 0usize..400, flip in any::<(usize, u8)>()) {
+        let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
+        prop_assert!(Acceptor::on_hello(&b, &bytes).is_err());
+        let (init, mut hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+        prop_assert!(init.on_welcome(&bytes).is_err());
+        if cut < hello.len() {
+            prop_assert!(Acceptor::on_hello(&b, &hello[..cut]).is_err());
+        }
+        let at = flip.0 % hello.len();
+        if flip.1 != 0 {
+            hello[at] ^= flip.1;
+            prop_assert!(Acceptor::on_hello(&b, &hello).is_err());
+        }
+    }
+}

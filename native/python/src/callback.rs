@@ -1,0 +1,51 @@
+//! What users give to be called later, and the context that it is called in.
+
+use pyo3::{exceptions::PyTypeError, intern, prelude::*, sync::PyOnceLock, types::PyTuple};
+
+use crate::attach::attached;
+
+static COPY_CONTEXT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// A function and the context of who gave it, as asyncio's `call_soon` keeps one.
+///
+/// The engine's threads call for everybody. Each call has a copy of its own, so that context variables that it sets are
+/// seen by no other call, and several threads may be in the same function.
+pub struct Callback {
+    function: Py<PyAny>,
+    context: Py<PyAny>,
+}
+
+impl Callback {
+    /// Calls, unless the interpreter is gone. `args` puts the function first and what it gets after it. What the
+    /// function raises goes to `sys.unraisablehook`.
+    pub fn call<F>(&self, args: F)
+    where
+        F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
+    {
+        attached(|py| {
+            if let Err(e) = args(py, &self.function).and_then(|args| self.run(&args)) {
+                e.write_unraisable(py, Some(self.function.bind(py)));
+            }
+        });
+    }
+
+    fn run(&self, args: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let py = args.py();
+        let context = self.context.bind(py).call_method0(intern!(py, "copy"))?;
+        context.call_method1(intern!(py, "run"), args).map(drop)
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Callback {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if !value.is_callable() {
+            let kind = value.get_type().name()?;
+            let text = format!("the callback must be callable, not {kind}");
+            return Err(PyTypeError::new_err(text));
+        }
+        let context = COPY_CONTEXT.import(value.py(), "contextvars", "copy_context")?.call0()?;
+        Ok(Self { function: value.to_owned().unbind(), context: context.unbind() })
+    }
+}

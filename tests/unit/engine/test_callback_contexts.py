@@ -1,0 +1,92 @@
+"""Callbacks run in the context in which they were given, and leave nothing behind in it."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import pytest
+
+from fabric_ray import TransferEngine
+from tests.processes import within
+
+Pair = tuple[TransferEngine, TransferEngine]
+T = TypeVar("T")
+
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME", default="nobody")
+
+
+class Heard:
+    """A callback that notes what the variable is, on which thread, and then sets it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, *_: object) -> None:
+        self.names.append(NAME.get())
+        self.threads.add(threading.get_ident())
+        NAME.set("left by a callback")
+
+    def often(self, times: int) -> bool:
+        return len(self.names) == times
+
+
+def given_as(name: str, give: Callable[[], T]) -> T:
+    """What `give` returns, in a context of its own where the variable is `name`."""
+    context = contextvars.copy_context()
+    context.run(NAME.set, name)
+    return context.run(give)
+
+
+def test_a_watchers_calls_see_the_context_of_watch_and_nothing_of_each_other(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    engine, heard = open_engine(), Heard()
+    watcher = given_as("ann", partial(engine.watch, heard))
+    for turn in range(3):
+        watcher.add()
+        within(10, "the call", partial(heard.often, turn + 1))
+    assert heard.names == ["ann"] * 3
+    assert threading.get_ident() not in heard.threads
+    assert NAME.get() == "nobody"
+
+
+def test_messages_are_delivered_in_the_context_of_receive(pair: Pair) -> None:
+    a, b = pair
+    heard = Heard()
+    given_as("ann", partial(b.receive, heard))
+    peer = a.peer(b.address)
+    for _ in range(3):
+        a.send(peer, b"hello").wait(10)
+    within(10, "three messages", lambda: len(heard.names) == 3)
+    assert heard.names == ["ann"] * 3
+
+
+def test_done_callbacks_of_one_transfer_have_contexts_of_their_own(pair: Pair) -> None:
+    a, b = pair
+    heard = Heard()
+    src, dst, counter = a.alloc(64), b.alloc(64), b.counter()
+    there = a.import_region(dst.descriptor())
+    arrival = counter.expect(1)
+    for name in ("ann", "bob"):
+        given_as(name, partial(arrival.add_done_callback, heard))
+    arrival.add_done_callback(heard)
+    a.write(src, there, imm=counter.ref).wait(10)
+    within(10, "three calls", lambda: len(heard.names) == 3)
+    assert heard.names == ["ann", "bob", "nobody"]
+    # One that is called at once changes nothing where it was given.
+    given_as("cid", partial(arrival.add_done_callback, heard))
+    within(10, "the fourth call", lambda: len(heard.names) == 4)
+    assert heard.names[3] == "cid"
+    assert NAME.get() == "nobody"
+
+
+def test_what_isnt_callable_is_refused_by_name(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    with pytest.raises(TypeError, match="must be callable, not int"):
+        open_engine().watch(7)  # type: ignore[arg-type]
