@@ -175,6 +175,11 @@ impl Device {
         self.stores
     }
 
+    /// It stores nothing any more.
+    pub fn settled(&mut self) {
+        self.stays = Stays::default();
+    }
+
     /// Whether it may be storing there now.
     pub fn is_storing(&self) -> bool {
         !self.stays.is_empty()

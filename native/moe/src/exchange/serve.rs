@@ -103,6 +103,13 @@ impl AllToAll {
         self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
     }
 
+    /// No kernel that was launched runs any more, and none comes: nothing is stored to peers' memory.
+    pub fn settled(&self) {
+        if let Some(device) = self.inner.state.lock().device.as_mut() {
+            device.settled();
+        }
+    }
+
     /// Ends every wait of the device, now and later, and hears it no more: but for when it has ended what it stores to
     /// peers' memory, which they wait for if they need it (MR-1).
     pub fn leave(&self) {

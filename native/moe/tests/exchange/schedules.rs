@@ -76,6 +76,8 @@ struct Run {
     faults: bool,
     /// There was a fault other than a death.
     links: bool,
+    /// A device stalls at one step in so many, if there are faults.
+    steady: u32,
     /// A death is known long before anybody is given up for being late.
     prompt: bool,
 }
@@ -143,8 +145,19 @@ impl Run {
             }
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
-        let faults = rng.u32(..4) > 0;
-        Self { net, rng, shape, without, ranks, killed: Vec::new(), faults, links: false, prompt }
+        let (faults, steady) = (rng.u32(..4) > 0, [80, 10][rng.usize(..2)]);
+        Self {
+            net,
+            rng,
+            shape,
+            without,
+            ranks,
+            killed: Vec::new(),
+            faults,
+            links: false,
+            steady,
+            prompt,
+        }
     }
 
     fn go(&mut self, sum: &mut Sum) -> Result<(), String> {
@@ -154,7 +167,7 @@ impl Run {
                 while self.ranks[i].wakes <= self.net.now() && self.advance(i)? {
                     // A device does its work when it comes to it.
                     if self.ranks[i].kernels.is_some() {
-                        let stalls = self.faults && self.rng.u32(..80) == 0;
+                        let stalls = self.faults && self.rng.u32(..self.steady) == 0;
                         self.links |= stalls;
                         let busy = if stalls { 400 * MS } else { MS };
                         self.ranks[i].wakes = Time(self.net.now().0 + self.rng.u64(..busy));
