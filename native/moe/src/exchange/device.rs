@@ -383,8 +383,9 @@ impl Device {
     /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the last, for they
     /// take the place of rows that have to have left.
     fn tell_room(&mut self, s: &mut State) {
-        let free = s.answers_out == 0 && s.holds(Until::Quiet);
-        let free = free && !(self.stores && !s.rows_left());
+        // Who stores has all answers leave at once as a rule, own ones with them: no peer is entered before that.
+        let may = !self.stores || s.rows_left();
+        let free = may && s.answers_out == 0 && s.holds(Until::Quiet);
         let Some(placing) = s.placing.clone().filter(|_| self.awaits_room() && free) else {
             return;
         };
