@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import gc
 import threading
@@ -18,6 +20,7 @@ from fabric_ray import TransferEngine, errors
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.channel import ARGUMENTS
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.moe import STORED
 from fabric_ray.moe import AllToAll, device
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, layer, serve
 from tests.host_kernels import Host
@@ -229,17 +232,27 @@ def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
 
 
 class Stalling:
-    """Launches, and stands still before one kernel until it is let go."""
+    """Launches, and stands still before the first kernel of a name that stores to a peer, until it
+    is let go."""
 
     def __init__(self, host: Host, kernel: str) -> None:
         self._host, self._kernel = host, kernel
         self.stands, self.go = threading.Event(), threading.Event()
 
-    def launch(self, file: str, kernel: str, *rest: Any) -> None:
-        if kernel == self._kernel:
+    def launch(
+        self, file: str, kernel: str, grid: tuple[int, int], threads: int, arguments: Any
+    ) -> None:
+        if kernel == self._kernel and self._stores(arguments):
             self.stands.set()
             assert self.go.wait(LIMIT)
-        self._host.launch(file, kernel, *rest)
+        self._host.launch(file, kernel, grid, threads, arguments)
+
+    def _stores(self, arguments: Any) -> bool:
+        if self._kernel == "pack_rows":
+            return ctypes.c_uint64.from_address(arguments.ways).value > 0
+        n = ctypes.c_uint32.from_address(arguments.chunks.n).value
+        words = (ctypes.c_uint64 * (3 * n)).from_address(arguments.chunks.chunk)
+        return any(words[3 * i + 2] & STORED for i in range(n))
 
 
 @pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
@@ -253,17 +266,23 @@ def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
         stalls.append(Stalling(own, kernel))
         return stalls[-1]
 
-    with group(host, (DIRECT, PLAIN), wrap=wrap) as (stalled, a):
-        x, idx, w = given(0)
-        late = threading.Thread(target=lambda: together([stalled], lambda s: layer(s, x, idx, w)))
-        late.start()
+    with group(host, (DIRECT, PLAIN), wrap=wrap, timeout=LIMIT) as (stalled, a):
         (stall,) = stalls
-        if kernel == "pack_answers":
-            a.dispatch_send(x, idx)
-            a.dispatch_recv()
+
+        def exchange(rank: AllToAll) -> None:
+            # Whoever is in a call when the other is masked may be told there.
+            with contextlib.suppress(errors.NotQuiesced):
+                while not stall.stands.is_set():
+                    layer(rank, *given(rank.rank))
+
+        both = [threading.Thread(target=exchange, args=(rank,)) for rank in (stalled, a)]
+        for one in both:
+            one.start()
         assert stall.stands.wait(LIMIT)
-        a.mask(0, "it stands still")
         a.set_timeout(0.2)
+        a.mask(0, "it stands still")
+        both[1].join(LIMIT)
+        x, idx, w = given(0)
         with pytest.raises(errors.NotQuiesced):
             a.dispatch_send(x, idx)
         a.set_timeout(LIMIT)
@@ -273,8 +292,8 @@ def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
             x, idx, w = given(seed)
             assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
         stalled.mask(1, "it has masked this one")
-        late.join(LIMIT)
-        assert not late.is_alive()
+        both[0].join(LIMIT)
+        assert not both[0].is_alive()
 
 
 def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -> None:
