@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_TOPK = 256
 ALIGN = 16
 _TILE = 256
+#: In a chunk's place: it is an address, and not an offset in the region.
+STORED = 1 << 62
 _THREADS = 256
 #: Blocks that go round rows: a few for each multiprocessor of the largest GPU.
 _BLOCKS = 2048
@@ -271,13 +273,26 @@ class MoeKernels:
         ):
             self._launch("moe/routes.cu", kernel, (blocks, 1), arguments)
 
-    def pack(self, parts: Sequence[Tensor], tokens: Tensor, routing: Routing, out: Tensor) -> None:
+    def pack(
+        self,
+        parts: Sequence[Tensor],
+        tokens: Tensor,
+        routing: Routing,
+        out: Tensor,
+        *,
+        ways: Tensor | None = None,
+        rest: bool = False,
+    ) -> None:
         """Tokens to where they are sent from: the parts of a row behind one another.
 
         Args:
             parts: ``[max_tokens or fewer, width]`` each, of any dtype.
             tokens: as for :meth:`route`.
             out: uint8 ``[max_tokens * topk, row stride]``; a row's bytes, and what fills up to 16.
+            ways: int64 ``[1 + 3 * ranks]``: to how many ranks rows go straight, and of each rank
+                an address (0: none), the first of its rows that goes there with the one behind the
+                last in the upper half, and from which of its rows on they go to ``out``.
+            rest: what doesn't go straight was packed before.
         """
         given = [_part(f"part {i}", part) for i, part in enumerate(parts)]
         _room_for("out", out, self.sizes.out_rows, sum(part.width for part in given))
@@ -289,6 +304,10 @@ class MoeKernels:
             out.data_ptr(),
             out.stride(0),
             *_parts(given),
+            routing.first.data_ptr(),
+            None if ways is None else _ways(ways, self.sizes.ranks),
+            self.sizes.ranks,
+            rest,
         )
         blocks = min(arguments.max_tokens, _BLOCKS)
         self._launch("moe/pack.cu", "pack_rows", (max(1, blocks), 1), arguments)
@@ -376,7 +395,8 @@ class MoeKernels:
 
         Args:
             answers: ``[room, elements]``.
-            chunks, count, region: as for :meth:`hand_out`; here they say where answers go.
+            chunks, count, region: as for :meth:`hand_out`; here they say where answers go. With
+                ``STORED`` in it, a place is an address at the peer.
             back_stride: bytes from one answer to the next there, a multiple of 16.
         """
         given = _part("answers", answers)
@@ -517,6 +537,11 @@ def _stride(name: str, nbytes: int, width: int) -> None:
 def _chunks(chunks: Tensor, count: Tensor) -> structs.Chunks:
     _expect("chunks", chunks, "int64", (chunks.shape[0], 3))
     return structs.Chunks(chunks.data_ptr(), _one("count", count))
+
+
+def _ways(ways: Tensor, ranks: int) -> int:
+    _expect("ways", ways, "int64", (1 + 3 * ranks,))
+    return ways.data_ptr()
 
 
 def _signed(word: int) -> int:

@@ -46,6 +46,10 @@ class PackRows(ctypes.Structure):
         ("parts", _u32),
         ("unused", _u32),
         ("part", Part * MAX_PARTS),
+        ("first", _pointer),
+        ("ways", _pointer),
+        ("ranks", _u32),
+        ("rest", _u32),
     )
 
 

@@ -52,6 +52,10 @@ class AllToAll:
         device: the GPU that tokens and answers lie on; the host if ``None``. Each rank on a GPU
             has a stream of its own.
         launcher: launches kernels on ``device``, in place of that GPU.
+        direct: kernels store rows and answers straight to the memory of peers that they reach
+            (NVLink and the GPU itself, by ``cuda_ipc``); :meth:`explain` says to whom. If there are
+            more rows than ``private_rows``, ``dispatch_send`` then waits on the device until those
+            peers have said where they go.
 
     Raises:
         InvalidArgument: sizes that don't go together.
@@ -77,6 +81,7 @@ class AllToAll:
         timeout: float = 30.0,
         device: torch.device | str | None = None,
         launcher: Launcher | None = None,
+        direct: bool = True,
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
         tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
@@ -133,6 +138,7 @@ class AllToAll:
                 answer_dtype=answer_dtype,
                 launcher=launcher,
                 timeout=timeout,
+                direct=direct,
             )
         self.set_timeout(timeout)
 
@@ -168,9 +174,12 @@ class AllToAll:
         return sum(nbytes for _, _, nbytes in self._native.areas)
 
     def explain(self) -> str:
-        """What the buffers are for, and what makes them as large as they are."""
+        """What the buffers are for, what makes them as large as they are, and which way rows go
+        to each other rank, and why."""
         lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
-        return "\n".join([*lines, f"{self.nbytes:>16,}  bytes in all"])
+        lines.append(f"{self.nbytes:>16,}  bytes in all")
+        ways = [f"rows to rank {rank}: {way}" for rank, way in sorted(self._native.ways)]
+        return "\n".join([*lines, *ways])
 
     def card(self, only: int | None = None) -> bytes:
         """What the other ranks need to know of this one.

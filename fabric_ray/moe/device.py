@@ -1,7 +1,7 @@
 """The calls of an exchange on a device: kernels on the current stream, and no wait of the host.
 
-Kernels say what they have done by commands in a FIFO, and wait for words that the host sets; what
-the two share is native/moe's ``device.rs``. Every call does the same work in the same order,
+Kernels say what they have done by commands in a FIFO, and wait for words that the host sets, in a
+:class:`~fabric_ray.moe.mailbox.Mailbox`. Every call does the same work in the same order,
 whatever the tokens are, so that calls can be captured into a CUDA graph and replayed.
 """
 
@@ -22,48 +22,24 @@ from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import Cancelled, InvalidArgument
 from fabric_ray.kernels import (
-    Channel,
     Device,
     MoeKernels,
     MoeSizes,
     Placement,
     Routing,
-    Words,
     channel,
     structs,
 )
-from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.moe.mailbox import Mailbox, Told, Word
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, room_for_sums
 
-_LINE = 128
 #: How much longer a device waits than ranks may be apart: the host, which gives up who is late, is
 #: to be the first. A device that waits for so long has lost its host.
 _PATIENCE = 16
 #: A command names its own rank in ten bits.
 _MAX_RANKS = 1024
-
-
-class _Word(enum.IntEnum):
-    """What a device waits for, in the order in which words lie."""
-
-    ABORT = 0
-    OVER = 1
-    ROUTES = 2
-    ROWS = 3
-    ROOM = 4
-    ANSWERS = 5
-
-
-class _Told(enum.IntEnum):
-    """What a device has done: the slot of an atomic to its own rank."""
-
-    BEGUN = 0
-    PACKED = 1
-    HANDED_OUT = 2
-    ANSWERED = 3
-    SUMMED = 4
 
 
 class _Turn(enum.Enum):
@@ -85,6 +61,7 @@ class DeviceSteps:
         answer_dtype: of what experts answer, ``hidden`` elements.
         launcher: launches on the device that ``memory`` is on.
         timeout: seconds that ranks may be apart.
+        direct: kernels store to peers' memory by themselves where they reach it.
     """
 
     def __init__(
@@ -99,33 +76,20 @@ class DeviceSteps:
         answer_dtype: torch.dtype,
         launcher: Launcher,
         timeout: float,
+        direct: bool,
     ) -> None:
         self._native, self._memory, self._sizes = native, memory, sizes
         self._device = device = memory.device
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
-        self._launcher = launcher
         self._kernels = MoeKernels(launcher, sizes)
         self._turn = _Turn.IDLE
         self._tokens = self._room = 0
         self._caller = threading.Lock()
+        self._direct, self._rest = direct, direct and native.stores_rest
 
-        words, (row_turns, answer_turns) = native.device_words, native.device_turns
-        commands = 2 * (3 + row_turns + answer_turns)
-        capacity = max(32, 1 << (commands - 1).bit_length())
-        # What the host writes and reads, in its memory, behind one another.
-        host = _zeros(_LINE + 16 * capacity + 8 * words, device, on_host=True)
-        completed, slots = host[:_LINE], host[_LINE : _LINE + 16 * capacity]
-        self._shared = host[_LINE + 16 * capacity :].view(torch.int64)
-        self._completed = completed.view(torch.int64)
-        self._pushers = _zeros(_LINE, device).view(torch.int64)
-        self._fifo = Words(
-            slots.data_ptr(), self._pushers.data_ptr(), completed.data_ptr(), capacity
-        )
-        self._at = {name: self._shared[first : first + n] for name, first, n in native.device_areas}
-        self._mirror = {name: torch.zeros_like(of, device=device) for name, of in self._at.items()}
+        self._box = box = Mailbox(native, rank, device, launcher)
         self._own, self._row_stride, self._back_stride = native.own_rows
-
-        note = self._mirror["note"]
+        note = box.mirror["note"]
         self._now = note[1:2].view(torch.int32)[:1]
         self._given = torch.zeros(1, dtype=torch.int32, device=device)
         self._routing = dataclasses.replace(
@@ -137,57 +101,29 @@ class DeviceSteps:
         self._routing.row_of.fill_(-1)
         self._routing.first.fill_(0)
         self._placement = Placement.empty(sizes, device)
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
-        told = [add_command(rank, slot, 0) for slot in _Told]
-        self._commands = _each(torch.tensor(told, dtype=torch.int64, device=device))
-        self._command = torch.zeros_like(self._commands[0])
-        # 1 until a wait ends without what it waited for, then 0 for good; and what that adds to the
-        # words of a command.
-        self._added = torch.tensor([[1, 0]], dtype=torch.int64, device=device)
-        self._gate = self._added[0, :1]
-        self._index = torch.zeros(1, dtype=torch.int64, device=device)
-        self._waited = torch.zeros(1, dtype=torch.int32, device=device)
-        # Of each wait, the value that is waited for, and by how much it grows with each exchange;
-        # one more for an exchange to be over if its answers are summed.
-        values = [-2, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
-        grows = [2, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
-        self._values = torch.tensor(values, dtype=torch.int64, device=device)
-        self._grows = torch.tensor(grows, dtype=torch.int64, device=device)
-        each = _each(self._values)
-        self._over, self._routed, self._answered = each[:3]
-        self._lots, self._rooms = each[3 : 3 + row_turns], each[3 + row_turns :]
 
         self.set_timeout(timeout)
         self._warm_up()
-        fifo = (self._fifo.slots, capacity, self._fifo.pushers, self._fifo.completed)
-        native.serve(fifo, self._shared.data_ptr(), (host, self._pushers, memory))
-        self._finalizer = weakref.finalize(
-            self, _leave, native, device, (host, memory, self._mirror)
-        )
+        fifo = (box.fifo.slots, box.fifo.capacity, box.fifo.pushers, box.fifo.completed)
+        native.serve(fifo, box.words.data_ptr(), (box.host, box.pushers, memory), direct)
+        used = (box, memory, self._given, self._routing, self._placement)
+        self._used = _Used(device, used)
+        self._finalizer = weakref.finalize(self, _leave, native, self._used)
 
     def _warm_up(self) -> None:
         """What torch launches in between is loaded: later that could wait for a kernel that
         waits."""
-        self._values.add_(torch.zeros_like(self._grows))
-        self._combined(False)
-        self._over.add_(0)
+        self._box.warm_up()
         self._set_tokens(0)
-        for name in self._at:
-            self._fetch(name)
-        self._at["note"].copy_(self._mirror["note"], non_blocking=True)
         self._placement.counts.to(torch.int64)
-        torch.add(self._commands[0], self._added, out=self._command)
-        self._single(self._missing(), 1)
+        self._single(self._box.missing(self._sizes.ranks), 1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def set_timeout(self, seconds: float) -> None:
         """For launches from now on."""
-        abort = self._word(_Word.ABORT)
         self._timeout = seconds
-        self._channel = Channel(
-            self._launcher, self._fifo, abort=abort, timeout=min(seconds * _PATIENCE, 1e8)
-        )
+        self._box.set_timeout(min(seconds * _PATIENCE, 1e8))
 
     def finish(self) -> None:
         """Waits until the device has done what was launched, and the host has heard of it; not
@@ -198,10 +134,10 @@ class DeviceSteps:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        pushed = int(self._pushers[0].item())
+        pushed = int(self._box.pushers[0].item())
         end = time.monotonic() + 2 * self._timeout
-        while int(self._completed[0]) < pushed or self._native.begins:
-            if self._shared[_Word.ABORT]:
+        while int(self._box.completed[0]) < pushed or self._native.begins:
+            if self._box.aborted:
                 return
             if time.monotonic() > end:
                 raise Cancelled(
@@ -226,18 +162,30 @@ class DeviceSteps:
             tokens = self._check_tokens(indices, parts)
             indices = indices.to(torch.int64).contiguous()
             with self._launching():
-                self._values.add_(self._grows)
-                self._wait(_Word.OVER, self._over)
-                self._combined(False)
+                box = self._box
+                box.begin()
+                box.wait(Word.OVER, box.over)
+                box.combined(False)
                 self._set_tokens(tokens)
                 self._kernels.route(indices, self._now, self._routing)
-                self._at["note"].copy_(self._mirror["note"], non_blocking=True)
-                self._tell(_Told.BEGUN)
-                own = self._rows(self._row_stride)
-                given = [parts[p.name] for p in self._parts]
-                self._kernels.pack(given, self._now, self._routing, own)
-                self._tell(_Told.PACKED)
+                box.give("note")
+                box.tell(Told.BEGUN)
+                self._pack([parts[p.name] for p in self._parts])
             self._tokens, self._turn = tokens, _Turn.DISPATCHED
+
+    def _pack(self, given: Sequence[Tensor]) -> None:
+        """Rows to where they are sent from, and straight to where they go where that is near."""
+        box, own, ways = self._box, self._rows(self._row_stride), None
+        if self._direct:
+            box.wait(Word.WAYS, box.ways)
+            ways = box.fetch("ways")
+        self._kernels.pack(given, self._now, self._routing, own, ways=ways)
+        box.tell(Told.PACKED)
+        if self._rest:
+            box.wait(Word.REST, box.rest)
+            ways = box.fetch("ways")
+            self._kernels.pack(given, self._now, self._routing, own, ways=ways, rest=True)
+            box.tell(Told.REST_STORED)
 
     def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
         """As :meth:`AllToAll.dispatch_recv`; nobody knows yet how many rows come, and there must be
@@ -253,14 +201,14 @@ class DeviceSteps:
                 tensors[p.name] = given
             with self._launching():
                 self._place(total, multiple, stride)
-                for turn in self._lots:
-                    self._wait(_Word.ROWS, turn)
-                    chunks, count = self._chunks("lot")
+                for turn in self._box.lots:
+                    self._box.wait(Word.ROWS, turn)
+                    chunks, count = self._box.chunks("lot")
                     into = [tensors[p.name] for p in self._parts]
                     self._kernels.hand_out(
                         self._placement, chunks, count, self._memory, self._row_stride, into
                     )
-                    self._tell(_Told.HANDED_OUT)
+                    self._box.tell(Told.HANDED_OUT)
                 dispatched = Dispatched(
                     x=tensors.pop("x")[:total],
                     parts=tensors,
@@ -275,20 +223,22 @@ class DeviceSteps:
         with self._turn_of("combine_send", _Turn.COLLECTED):
             self._check("answers", y, self._hidden, self._answer_dtype, rows=self._room)
             with self._launching():
-                for turn in self._rooms:
-                    self._wait(_Word.ROOM, turn)
-                    chunks, count = self._chunks("answers")
+                if self._direct:
+                    self._box.tell(Told.COMBINING)
+                for turn in self._box.rooms:
+                    self._box.wait(Word.ROOM, turn)
+                    chunks, count = self._box.chunks("answers")
                     self._kernels.pack_answers(
                         self._placement, chunks, count, y, self._memory, self._back_stride
                     )
-                    self._tell(_Told.ANSWERED)
+                    self._box.tell(Told.ANSWERED)
             self._turn = _Turn.ANSWERED
 
     def combine_answers(self) -> Tensor:
         """As :meth:`AllToAll.combine_answers`."""
         with self._turn_of("combine_answers", _Turn.ANSWERED), self._launching():
-            self._wait(_Word.ANSWERS, self._answered)
-            return self._single(self._missing(), self._tokens)
+            self._box.wait(Word.ANSWERS, self._box.answered)
+            return self._single(self._box.missing(self._sizes.ranks), self._tokens)
 
     def combine_recv(
         self,
@@ -308,7 +258,7 @@ class DeviceSteps:
             if wanted is not None:
                 check_wanted(wanted, (self._tokens, self._sizes.topk), self._device)
             with self._launching():
-                self._wait(_Word.ANSWERS, self._answered)
+                self._box.wait(Word.ANSWERS, self._box.answered)
                 if wanted is not None:
                     # What is nobody's row is passed over.
                     self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
@@ -318,10 +268,10 @@ class DeviceSteps:
                     self._routing,
                     out[: self._tokens],
                     weights=weights,
-                    missing=self._missing(),
+                    missing=self._box.missing(self._sizes.ranks),
                 )
-                self._tell(_Told.SUMMED)
-                self._combined(True)
+                self._box.tell(Told.SUMMED)
+                self._box.combined(True)
             self._turn = _Turn.IDLE
             return out[: self._tokens]
 
@@ -352,10 +302,12 @@ class DeviceSteps:
     def _launching(self) -> Iterator[None]:
         """Leaves the exchange if not everything of a call could be launched: what comes next would
         wait for the rest."""
+        self._used.by_graph |= _is_captured(self._device)
         try:
             yield
         except BaseException:
             self._native.leave()
+            _settle(self._native, self._device)
             raise
 
     def _check_tokens(self, indices: Tensor, parts: Mapping[str, Tensor]) -> int:
@@ -396,19 +348,12 @@ class DeviceSteps:
     def _set_tokens(self, tokens: int) -> None:
         """Of this exchange; none are packed over rows that may still be on their way (MR-1)."""
         self._given.fill_(tokens)
-        self._now.fill_(tokens).mul_(self._gate)
-
-    def _combined(self, summed: bool) -> None:
-        """Whether the next exchange waits for the answers of this one to be summed."""
-        if summed:
-            self._over.add_(1)
-        else:
-            self._over.bitwise_and_(-2)
+        self._now.fill_(tokens).mul_(self._box.gate)
 
     def _place(self, room: int, multiple: int, stride: int | None) -> None:
         """Where the rows of each source go, once they are known."""
-        self._wait(_Word.ROUTES, self._routed)
-        incoming = self._fetch("incoming").view(torch.int32)
+        self._box.wait(Word.ROUTES, self._box.routed)
+        incoming = self._box.fetch("incoming").view(torch.int32)
         ranks, local = self._sizes.ranks, self._sizes.local_experts
         self._kernels.place(
             incoming[: ranks * local].view(ranks, local),
@@ -456,30 +401,6 @@ class DeviceSteps:
     def _answers(self) -> Tensor:
         return self._rows(self._back_stride).view(self._answer_dtype)[:, : self._hidden]
 
-    def _missing(self) -> Tensor:
-        # All are, once a wait failed.
-        missing = self._fetch("missing").add_(self._gate - 1)
-        return missing.view(torch.uint8)[: self._sizes.ranks]
-
-    def _chunks(self, name: str) -> tuple[Tensor, Tensor]:
-        table = self._fetch(name)
-        return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
-
-    def _fetch(self, name: str) -> Tensor:
-        """What the host has written down, on the device; zeros once a wait failed, for then it
-        may be another exchange's (RS-1)."""
-        return self._mirror[name].copy_(self._at[name], non_blocking=True).mul_(self._gate)
-
-    def _word(self, word: _Word) -> int:
-        return self._shared.data_ptr() + 8 * word
-
-    def _wait(self, word: _Word, value: Tensor) -> None:
-        self._channel.wait_word(self._word(word), value, self._waited, gate=self._gate)
-
-    def _tell(self, told: _Told) -> None:
-        torch.add(self._commands[told], self._added, out=self._command)
-        self._channel.push(self._command, self._one, self._index, self._waited, at_once=False)
-
 
 def check_sizes(ranks: int, parts: Sequence[RowPart]) -> None:
     """That a device can take part.
@@ -517,25 +438,37 @@ def gpu(device: torch.device) -> Device:
     return launcher
 
 
-def _zeros(nbytes: int, device: torch.device, *, on_host: bool = False) -> Tensor:
-    """Zero bytes from the beginning of a line, on the device or where the host sees them too."""
-    where: dict[str, object] = {"device": device}
-    if on_host:
-        where = {"pin_memory": device.type == "cuda"}
-    whole = torch.zeros(nbytes + _LINE, dtype=torch.uint8, **where)  # type: ignore[call-overload]
-    begin = -whole.data_ptr() % _LINE
-    found: Tensor = whole[begin : begin + nbytes]
-    return found
+@dataclasses.dataclass
+class _Used:
+    """What kernels that were launched use."""
+
+    device: torch.device
+    what: tuple[object, ...]
+    by_graph: bool = False
 
 
-def _each(tensor: Tensor) -> list[Tensor]:
-    """Views of what it is made of, one by one."""
-    return [tensor[i : i + 1] for i in range(len(tensor))]
+#: What graphs use that may be replayed after their exchange is gone: every wait of theirs ends at
+#: once then, and nothing moves.
+_OF_GRAPHS: list[_Used] = []
 
 
-def _leave(native: MoeExchange, device: torch.device, kept: object) -> None:
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _leave(native: MoeExchange, used: _Used) -> None:
     """Ends the waits of kernels that were launched, and keeps what they use until then."""
     native.leave()
+    if used.by_graph:
+        _OF_GRAPHS.append(used)
+    _settle(native, used.device)
+
+
+def _settle(native: MoeExchange, device: torch.device) -> None:
+    """Until then kernels may store to peers' memory. It is not to be known while a graph is
+    captured."""
+    if _is_captured(device):
+        return
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    del kept
+    native.settled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.moe_ranks import batch
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 512, 64
 TIMEOUT = 20.0
+Options = dict[str, Any]
 
 
 def experts(a: AllToAll, rows: torch.Tensor, each: int) -> torch.Tensor:
@@ -64,6 +66,17 @@ class Rank:
         with torch.cuda.graph(self.graph):
             self.exchange()
 
+    def orphan(self, seed: int) -> torch.Tensor:
+        """The sums after a replay of the graph, when its exchange is gone."""
+        assert self.graph is not None
+        self.a.close()
+        del self.a
+        gc.collect()
+        self.give(seed)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return self.sums.cpu()
+
     def run(self, seed: int) -> tuple[torch.Tensor, tuple[int, ...]]:
         self.give(seed)
         if self.graph is None:
@@ -74,9 +87,12 @@ class Rank:
         return self.sums.cpu(), self.a.left_out
 
 
-def serve(connection: Connection, rank: int, ranks: int, transport: str, on_gpu: bool) -> None:
+def serve(
+    connection: Connection, rank: int, ranks: int, transport: str, on_gpu: bool, options: Options
+) -> None:
     """Answers until it is told to stop, or killed."""
-    options = {"device": "cuda"} if on_gpu else {}
+    if on_gpu:
+        options = {**options, "device": "cuda"}
     with TransferEngine(name=f"rank-{rank}", transport=transport, token=b"gpu") as engine:
         this = Rank(engine, rank, ranks, **options)
         connection.send(this.a.card())
@@ -89,6 +105,10 @@ def serve(connection: Connection, rank: int, ranks: int, transport: str, on_gpu:
                 case ("capture",):
                     this.capture()
                     connection.send(None)
+                case ("explain",):
+                    connection.send(this.a.explain())
+                case ("orphan", seed):
+                    connection.send(this.orphan(seed))
                 case ("stop",):
                     connection.send([lost.rank for lost in this.a.lost])
                     return

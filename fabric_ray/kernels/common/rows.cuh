@@ -55,29 +55,29 @@ FR_DEVICE u32 each_unit(const u8* from, u32 nbytes, Put put) {
   return n * sizeof(T);
 }
 
-// A row to `n` places, `base + places[j] * stride`; none where that is NONE. It is read once.
+// A row to `n` places, `offset` bytes behind the address of each; none where that is 0. It is read once.
 template <class T>
-FR_DEVICE u32 spread(const u8* from, u32 nbytes, u8* base, u64 stride, const u32* places, u32 n) {
+FR_DEVICE u32 spread(const u8* from, u32 nbytes, const u64* places, u32 n, u64 offset) {
   return each_unit<T>(from, nbytes, [=](u32 i, T value) {
     for (u32 j = 0; j < n; ++j)
-      if (places[j] != NONE) store_unit(reinterpret_cast<T*>(base + places[j] * stride) + i, value);
+      if (places[j] != 0) store_unit(reinterpret_cast<T*>(places[j] + offset) + i, value);
   });
 }
 
-FR_DEVICE void spread_row(const u8* from, u32 nbytes, u8* base, u64 stride, const u32* places,
-                          u32 n) {
-  u32 unit = unit_of(address(from) | address(base) | stride), done;
+// Every place is a multiple of `unit`, or of 16.
+FR_DEVICE void spread_row(const u8* from, u32 nbytes, const u64* places, u32 n, u64 offset,
+                          u32 unit) {
+  u32 done = 0;
+  unit = unit_of(address(from) | offset | unit);
   if (unit == 16)
-    done = spread<Vec16>(from, nbytes, base, stride, places, n);
+    done = spread<Vec16>(from, nbytes, places, n, offset);
   else if (unit == 8)
-    done = spread<Vec8>(from, nbytes, base, stride, places, n);
+    done = spread<Vec8>(from, nbytes, places, n, offset);
   else if (unit == 4)
-    done = spread<u32>(from, nbytes, base, stride, places, n);
+    done = spread<u32>(from, nbytes, places, n, offset);
   else if (unit == 2)
-    done = spread<u16>(from, nbytes, base, stride, places, n);
-  else
-    done = 0;
-  spread<u8>(from + done, nbytes - done, base + done, stride, places, n);
+    done = spread<u16>(from, nbytes, places, n, offset);
+  spread<u8>(from + done, nbytes - done, places, n, offset + done);
 }
 
 template <class T>

@@ -1,9 +1,18 @@
-// Tokens to where they are sent from: the parts of a row behind one another, rows in the order of experts.
+// Tokens to where they are sent from, or straight to where they go: the parts of a row behind one another, rows in the
+// order of experts.
 #include "common/rows.cuh"
 
 using namespace fr;
 
 constexpr u32 MAX_TOPK = 256;
+
+// Where a rank's rows go: some to an address at that rank, and those from `home` on to this rank's own memory.
+struct Way {
+  u64 to;  // of the row `begin`; 0: none go there
+  u32 begin;
+  u32 end;
+  u64 home;
+};
 
 struct PackRows {
   const u32* tokens;
@@ -15,22 +24,58 @@ struct PackRows {
   u32 parts;
   u32 unused;
   Part part[MAX_PARTS];
+  const u32* first;  // [ranks + 1]: the first row for each
+  const u64* ways;   // to how many ranks rows go straight, and the way to each; may be null: to none
+  u32 ranks;
+  u32 rest;  // not 0: what went before has packed all that doesn't go straight
 };
+
+// The last rank whose rows begin at or before this one.
+FR_DEVICE u32 rank_of(const PackRows& p, u32 row) {
+  u32 low = 0, high = p.ranks;
+  while (high - low > 1) {
+    u32 middle = (low + high) / 2;
+    if (p.first[middle] <= row)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// The address that a row goes to; 0 if it goes nowhere now.
+FR_DEVICE u64 place_of(const PackRows& p, u32 row) {
+  if (row == NONE) return 0;
+  u64 home = address(p.out) + row * p.row_stride;
+  if (p.ways == nullptr) return home;
+  u32 rank = rank_of(p, row), i = row - p.first[rank];
+  const Way way = reinterpret_cast<const Way*>(p.ways + 1)[rank];
+  if (way.to != 0 && i >= way.begin && i < way.end) return way.to + (i - way.begin) * p.row_stride;
+  return i >= way.home ? home : 0;
+}
 
 // Each token is read once, and written for each of its experts.
 FR_KERNEL(pack_rows, PackRows) {
-  FR_SHARED u32 places[MAX_TOPK];
+  FR_SHARED u64 places[MAX_TOPK];
+  bool straight = p.ways != nullptr && p.ways[0] != 0;
+  if (p.rest && !straight) return;
   u32 tokens = *p.tokens < p.max_tokens ? *p.tokens : p.max_tokens;
+  u32 unit = unit_of(address(p.out));
   for (u32 token = block(); token < tokens; token += blocks()) {
     sync_block();
     for (u32 k = thread(); k < p.topk; k += threads())
-      places[k] = p.row_of[static_cast<u64>(token) * p.topk + k];
+      places[k] = place_of(p, p.row_of[static_cast<u64>(token) * p.topk + k]);
     sync_block();
-    u8* to = p.out;
+    u64 some = 0;
+    for (u32 k = 0; k < p.topk; ++k) some |= places[k];
+    if (some == 0) continue;
+    u64 offset = 0;
     for (u32 i = 0; i < p.parts; ++i) {
       const Part& part = p.part[i];
-      spread_row(part.row(token), part.width, to, p.row_stride, places, p.topk);
-      to += part.width;
+      spread_row(part.row(token), part.width, places, p.topk, offset, unit);
+      offset += part.width;
     }
   }
+  // Whoever hears that this is over may count rows that lie at peers (IC-2).
+  if (straight) fence_system();
 }

@@ -36,9 +36,20 @@ struct Chunk {
   u32 rows;
   u64 first;  // among the source's
   u64 place;  // bytes from the beginning of the region; BLANK: they don't come, and zeros stand for them (RS-1)
+
+  FR_DEVICE bool is_straight() const;
+  FR_DEVICE u8* in(u8* region) const;
 };
 
 constexpr u64 BLANK = ~0ull;
+// In a place: it is an address at a peer.
+constexpr u64 STORED = 1ull << 62;
+
+FR_DEVICE bool Chunk::is_straight() const { return place != BLANK && (place & STORED) != 0; }
+
+FR_DEVICE u8* Chunk::in(u8* region) const {
+  return is_straight() ? reinterpret_cast<u8*>(place & ~STORED) : region + place;
+}
 
 // What there is to move, written by the host before the kernel begins.
 struct Chunks {

@@ -3,11 +3,14 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
+mod aperture;
 mod landed;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
+pub(crate) use aperture::Held;
+pub use aperture::{Aperture, Stay};
 pub use landed::Landed;
 use smallvec::SmallVec;
 
@@ -379,6 +382,20 @@ pub trait Domain: Send {
     /// Whether bytes of a region with this key take a detour through host memory.
     fn stages(&self, _key: RegionKey) -> bool {
         false
+    }
+
+    /// Where a device stores to a peer's region by itself: a GPU of this process, or its processors. Of a region that
+    /// work has named before, on a link that is up.
+    ///
+    /// # Errors
+    /// Why it can't, in words.
+    fn aperture(
+        &mut self,
+        _link: LinkId,
+        _key: RegionKey,
+        _by: Option<i32>,
+    ) -> Result<Arc<Aperture>, String> {
+        Err(format!("{} has no memory of the peer's within reach", self.kind()))
     }
 
     /// Whether it leads to other engines.

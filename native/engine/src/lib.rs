@@ -21,6 +21,7 @@ pub mod topology;
 pub mod transport;
 mod wake;
 
+pub use domain::{Aperture, Stay};
 pub use engine::{
     Counter, Delivery, Explanation, Grant, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet,
     Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats,

@@ -29,6 +29,10 @@ pub enum Word {
     Room,
     /// The answers have come.
     Answers,
+    /// Where the first rows for each rank go.
+    Ways,
+    /// Where further ones go that the device stores itself.
+    Rest,
 }
 
 /// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it waited for before did
@@ -45,30 +49,57 @@ pub enum Told {
     Answered,
     /// It has read the answers.
     Summed,
+    /// It has stored the further rows.
+    RestStored,
+    /// It has come to the answers.
+    Combining,
+}
+
+/// A command that says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Said {
+    pub told: Told,
+    /// What it waited for before came.
+    pub well: bool,
 }
 
 impl Told {
-    const ALL: [Self; 5] =
-        [Self::Begun, Self::Packed, Self::HandedOut, Self::Answered, Self::Summed];
+    const ALL: [Self; 7] = [
+        Self::Begun,
+        Self::Packed,
+        Self::HandedOut,
+        Self::Answered,
+        Self::Summed,
+        Self::RestStored,
+        Self::Combining,
+    ];
+}
 
+impl Said {
     /// # Errors
     /// What it is instead.
     pub fn of(words: [u64; 2], rank: u32) -> Result<Self, String> {
         match Command::decode(words).map_err(|e| e.to_string())? {
             Command::Atomic { rank: to, add, .. } if u32::from(to) == rank => {
                 let slot = usize::from(add.slot);
-                let told = Self::ALL.get(slot).copied();
+                let told = Told::ALL.get(slot).copied();
                 let told = told.ok_or_else(|| format!("an exchange has no slot {slot}"))?;
-                match add.value {
-                    0 => Err(format!(
-                        "the device waited for too long before it said {told:?}; raise the timeout, or have every \
-                         rank make the same calls"
-                    )),
-                    _ => Ok(told),
-                }
+                Ok(Self { told, well: add.value != 0 })
             }
             other => Err(format!("an exchange takes atomics to its own rank, and no {other:?}")),
         }
+    }
+
+    /// # Errors
+    /// It went on without what it waited for.
+    pub fn came(self) -> Result<Told, String> {
+        let Self { told, well } = self;
+        well.then_some(told).ok_or_else(|| {
+            format!(
+                "the device waited for too long before it said {told:?}; raise the timeout, or have every rank make \
+                 the same calls"
+            )
+        })
     }
 }
 
@@ -82,6 +113,24 @@ pub struct Listed {
 }
 
 pub const BLANK: u64 = u64::MAX;
+
+/// In a place: it is an address that the device stores to, and not an offset in this rank's rows.
+pub const STORED: u64 = 1 << 62;
+
+/// Where a rank's rows go, for kernels that pack them: those from `begin` on, up to `end`, to an address at that rank, and
+/// those from `home` on to this rank's own memory; others nowhere now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowWay {
+    pub to: u64,
+    pub begin: u32,
+    pub end: u32,
+    pub home: u64,
+}
+
+impl RowWay {
+    /// None of its rows go anywhere now.
+    pub const NONE: Self = Self { to: 0, begin: 0, end: 0, home: u64::MAX };
+}
 
 /// Words of the memory: first, and how many.
 type Area8 = (usize, usize);
@@ -99,6 +148,8 @@ pub struct Layout {
     pub answers: Area8,
     /// A byte for each rank.
     pub missing: Area8,
+    /// To how many ranks the device stores rows now, and of each rank where its rows go.
+    pub ways: Area8,
     pub words: usize,
 }
 
@@ -117,7 +168,8 @@ impl Layout {
         let lot = area(1 + 3 * 2 * ranks);
         let answers = area(1 + 3 * ranks);
         let missing = area(ranks.div_ceil(8));
-        Self { note, incoming, lot, answers, missing, words: end }
+        let ways = area(1 + 3 * ranks);
+        Self { note, incoming, lot, answers, missing, ways, words: end }
     }
 
     /// By name.
@@ -128,6 +180,7 @@ impl Layout {
             ("lot", self.lot),
             ("answers", self.answers),
             ("missing", self.missing),
+            ("ways", self.ways),
         ];
         named.into_iter().map(|(name, (first, words))| (name, first, words)).collect()
     }
@@ -143,6 +196,12 @@ pub fn turns(shape: &Shape) -> (u64, u64) {
     let pieces = others * shape.pair_rows().div_ceil(room);
     let answers = if all <= room { 1 } else { pieces.min(2 * all.div_ceil(room)) };
     (rows, answers.max(1))
+}
+
+/// Whether a device stores rows beyond the private slots itself: where they come in one turn, so that one grant says
+/// where all of them go.
+pub fn stores_rest(shape: &Shape) -> bool {
+    shape.ranks > 1 && turns(shape).0 == 1 && shape.private_rows() < shape.pair_rows()
 }
 
 /// The memory itself.
@@ -201,6 +260,13 @@ impl Shared {
         self.put_chunks(self.layout.answers, answers);
     }
 
+    pub fn put_ways(&self, ways: &[RowWay]) {
+        let stored = ways.iter().filter(|way| way.to != 0).count() as u64;
+        let words =
+            ways.iter().flat_map(|w| [w.to, u64::from(w.begin) | u64::from(w.end) << 32, w.home]);
+        self.put(self.layout.ways, std::iter::once(stored).chain(words));
+    }
+
     pub fn put_missing(&self, missing: &[bool]) {
         let words = missing.chunks(8).map(|bytes| {
             bytes.iter().rev().fold(0u64, |word, missing| word << 8 | u64::from(*missing))
@@ -219,7 +285,8 @@ impl Shared {
         let clear = |(first, n): Area8| {
             self.words[first..first + n].iter().for_each(|word| word.store(0, Relaxed));
         };
-        [self.layout.incoming, self.layout.lot, self.layout.answers].into_iter().for_each(clear);
+        let Layout { incoming, lot, answers, ways, .. } = self.layout;
+        [incoming, lot, answers, ways].into_iter().for_each(clear);
         self.put(self.layout.missing, std::iter::repeat_n(u64::MAX, self.layout.missing.1));
     }
 

@@ -167,7 +167,19 @@ impl MoeExchange {
         device::turns(self.0.shape())
     }
 
-    /// Kernels carry the exchange out from now on. Addresses of the FIFO's parts and of what is shared, which `keep`
+    /// Whether a device stores rows beyond the private slots itself, where it may.
+    #[getter]
+    fn stores_rest(&self) -> bool {
+        device::stores_rest(self.0.shape())
+    }
+
+    /// Which way rows go to each other rank, in words.
+    #[getter]
+    fn ways(&self, py: Python<'_>) -> Vec<(u32, String)> {
+        py.detach(|| self.0.ways())
+    }
+
+    /// Kernels carry the exchange out from now on, and store to peers' memory by themselves if they are to. Addresses of the FIFO's parts and of what is shared, which `keep`
     /// keeps, all zero now.
     fn serve(
         &self,
@@ -175,6 +187,7 @@ impl MoeExchange {
         fifo: (usize, u32, usize, usize),
         words: usize,
         keep: Py<PyAny>,
+        stores: bool,
     ) -> PyResult<()> {
         let (slots, capacity, pushers, completed) = fifo;
         let keep = Arc::new(keep);
@@ -190,12 +203,17 @@ impl MoeExchange {
         // SAFETY: as above; kernels read and write it in 8 bytes, or when the host doesn't.
         let words = unsafe { device::AtomicWords::over(at(py, words)?, n, keep) };
         let shared = device::Shared::new(words, self.0.shape()).or_raise(py)?;
-        py.detach(|| self.0.serve(area, shared)).or_raise(py)
+        py.detach(|| self.0.serve(area, shared, stores)).or_raise(py)
     }
 
     /// Raises what went wrong on the device since the last call.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.check()).or_raise(py)
+    }
+
+    /// No kernel runs any more that could store to a peer's memory.
+    fn settled(&self, py: Python<'_>) {
+        py.detach(|| self.0.settled());
     }
 
     /// Ends every wait of the device.

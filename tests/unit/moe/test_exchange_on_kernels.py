@@ -321,8 +321,8 @@ def test_rs_1_a_device_that_has_waited_for_too_long_hands_out_nothing_and_says_s
         steps = a._steps
         assert steps is not None
         # As an exchange before would have left them.
-        steps._at["incoming"].fill_(1 << 32 | 1)
-        steps._at["missing"].fill_(0)
+        steps._box.tables["incoming"].fill_(1 << 32 | 1)
+        steps._box.tables["missing"].fill_(0)
         given = torch.full((8, 8), 7, dtype=torch.bfloat16)
         got = steps.dispatch_recv(1, None, given)
         assert got.counts.tolist() == [0]
@@ -340,7 +340,7 @@ def test_a_host_that_does_not_follow_the_device_is_told_of(
     with group(host, (True,), **sizes) as (a,):
         steps = a._steps
         assert steps is not None
-        steps._pushers[0] += 1
+        steps._box.pushers[0] += 1
         a.set_timeout(0.01)
         for wants in (lambda: a.left_out, a.card, a.check):
             with pytest.raises(errors.Cancelled, match="host has not followed"):
@@ -374,7 +374,7 @@ def test_a_launch_that_fails_ends_the_exchange(host: Host, monkeypatch: pytest.M
         steps = a._steps
         assert steps is not None
 
-        def fails(*_: object) -> None:
+        def fails(*_: object, **__: object) -> None:
             raise errors.ResourceError("no launch any more")
 
         monkeypatch.setattr(steps._kernels, "pack", fails)

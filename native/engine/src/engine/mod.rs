@@ -32,9 +32,13 @@ use std::{
 
 use parking_lot::Mutex;
 
-use self::{driver::Worker, register::Segments};
+use self::{
+    driver::{Core, Worker},
+    register::Segments,
+};
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
+    domain::Aperture,
     group::Verdict,
     memory::device::DeviceWord,
     time::Time,
@@ -339,6 +343,25 @@ impl TransferEngine {
     /// moves and nothing is counted; operations other than writes are passed over.
     pub fn prepare(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
         self.shared.submit(ops, options, (true, None))
+    }
+
+    /// Where a device of this process stores to a peer's region by itself: GPU `by`, or its processors. Of a region that
+    /// a request has named before ([`TransferEngine::prepare`] will do), at a peer that is connected.
+    ///
+    /// # Errors
+    /// Why it can't, in words.
+    pub fn aperture(
+        &self,
+        region: &RemoteRegion,
+        by: Option<i32>,
+    ) -> std::result::Result<Arc<Aperture>, String> {
+        self.shared.check_open().map_err(|e| e.to_string())?;
+        if region.offset != 0 {
+            return Err("it is a part of a region; name the whole".into());
+        }
+        let mut core = self.shared.cell.lock(&self.shared);
+        let Core { group, domains, .. } = &mut *core;
+        group.aperture(region.peer.key, (region.key, by), domains)
     }
 
     /// A word that others write and this engine watches; see [`Watcher`].

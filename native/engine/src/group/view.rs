@@ -1,11 +1,14 @@
 //! What a group says of itself, and the limits that it is told.
 
+use std::sync::Arc;
+
 use super::{
     route::{Route, State, Verdict},
     Group, PeerKey, Rails,
 };
 use crate::{
-    api::TransportKind,
+    api::{RegionKey, TransportKind},
+    domain::Aperture,
     flight::{Cursor, Metrics, PeerMetrics, RailMetrics, Records},
     time::Time,
     topology::Tier,
@@ -53,6 +56,23 @@ impl Group {
     pub fn kind(&self, peer: PeerKey, rails: &Rails) -> Option<TransportKind> {
         let route = self.peers.get(peer as usize)?;
         route.active().first().map(|l| rails[l.pair.rail].kind())
+    }
+
+    /// Where a device stores to a peer's region by itself, over the first link that shows it.
+    ///
+    /// # Errors
+    /// Why it can't, by the last link that was asked.
+    pub fn aperture(
+        &self,
+        peer: PeerKey,
+        (key, by): (RegionKey, Option<i32>),
+        rails: &mut Rails,
+    ) -> Result<Arc<Aperture>, String> {
+        let links = self.peers.get(peer as usize).map_or(&[][..], Route::active);
+        let none = Err("the peer is not connected".to_owned());
+        links
+            .iter()
+            .fold(none, |found, l| found.or_else(|_| rails[l.pair.rail].aperture(l.id, key, by)))
     }
 
     /// What was recorded since, and what goes on. Of peers the names, by which records call them.

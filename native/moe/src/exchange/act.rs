@@ -29,6 +29,13 @@ pub struct Piece {
     pub counts: Stage,
 }
 
+impl Piece {
+    /// No bytes: what counts is there already, or is nothing but the count.
+    pub fn count(counts: Stage) -> Self {
+        Self { src: 0, dst: 0, len: 0, counts }
+    }
+}
+
 #[derive(Debug)]
 pub enum Act {
     /// Waits for `n` counts.
@@ -106,7 +113,7 @@ impl Inner {
 
     fn write(self: &Arc<Self>, wire: Arc<Wire>, piece: Piece, load: Load) {
         let ended = Ended::Written(load, piece.counts);
-        let (ours, theirs) = match piece.counts.is_rows() {
+        let (ours, theirs) = match piece.counts.is_rows() && piece.len > 0 {
             true => (&self.rows, &wire.rows),
             false => (&self.control, &wire.control),
         };

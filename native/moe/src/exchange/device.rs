@@ -12,10 +12,12 @@ use fabric_engine::{EngineError, Result};
 use super::{
     act::Act,
     link::{Answer, Link, Lot},
-    state::{State, Step, Until},
+    state::{State, Step},
+    stores::{AnswersThere, Stays},
+    waits::Until,
 };
 use crate::{
-    device::{turns, Listed, Shared, Told, Word, BLANK},
+    device::{stores_rest, turns, Listed, Said, Shared, Told, Word, BLANK},
     routes::{Order, Placing, Routes},
     shape::Shape,
 };
@@ -41,12 +43,30 @@ pub struct Device {
     /// Ranks that were answered, counted from the one behind this, and rows of the next one that were.
     cursor: (u32, u64),
     answers: u64,
-    leaving: Option<(Vec<(u32, Answer)>, bool)>,
+    leaving: Option<(Vec<(u32, Leaving)>, bool)>,
+    /// It stores to peers' memory by itself, where it can.
+    stores: bool,
+    /// Further rows too, and it was told where.
+    rest: bool,
+    rest_told: bool,
+    /// It waits for room for answers.
+    combines: bool,
+    /// Where it may be storing.
+    stays: Stays,
     /// Ranks whose answers are missing in the last sums.
     left_out: Vec<u32>,
     /// What the device found wrong with tokens, until somebody is told.
     fault: Option<String>,
     failed: Option<EngineError>,
+}
+
+/// Answers to a rank's rows.
+#[derive(Clone, Copy, Debug)]
+enum Leaving {
+    /// From the shared buffer.
+    Sent(Answer),
+    /// They are there, and so many counts are to follow.
+    Stored(u32),
 }
 
 impl State {
@@ -59,10 +79,13 @@ impl State {
     }
 
     /// The device has done something.
-    pub fn told(&mut self, told: Result<Told, String>, acts: &mut Vec<Act>) {
+    pub fn told(&mut self, said: Result<Said, String>, acts: &mut Vec<Act>) {
         let Some(mut device) = self.device.take() else { return };
+        if let Ok(said) = &said {
+            device.stays.end(said.told);
+        }
         if device.failed.is_none() {
-            match told.and_then(|told| device.told(self, told, acts)) {
+            match said.and_then(Said::came).and_then(|told| device.told(self, told, acts)) {
                 Ok(()) => device.advance(self, acts),
                 Err(cause) => device.fail(self.gives_up(cause)),
             }
@@ -104,7 +127,7 @@ impl State {
 }
 
 impl Device {
-    pub fn new(shared: Shared, shape: &Shape) -> Self {
+    pub fn new(shared: Shared, shape: &Shape, stores: bool) -> Self {
         Self {
             shared,
             turns: turns(shape),
@@ -119,6 +142,11 @@ impl Device {
             cursor: (0, 0),
             answers: 0,
             leaving: None,
+            stores,
+            rest: stores && stores_rest(shape),
+            rest_told: false,
+            combines: false,
+            stays: Stays::default(),
             left_out: Vec::new(),
             fault: None,
             failed: None,
@@ -142,6 +170,21 @@ impl Device {
         }
     }
 
+    /// Whether it stores to peers' memory by itself, where it can.
+    pub fn stores(&self) -> bool {
+        self.stores
+    }
+
+    /// It stores nothing any more.
+    pub fn settled(&mut self) {
+        self.stays = Stays::default();
+    }
+
+    /// Whether it may be storing there now.
+    pub fn is_storing(&self) -> bool {
+        !self.stays.is_empty()
+    }
+
     /// Whether tokens of its wait for the exchange before to be over.
     pub fn begins(&self) -> bool {
         self.begins.is_some() && self.failed.is_none()
@@ -157,7 +200,7 @@ impl Device {
             _ if self.failed.is_some() => return false,
             _ if self.begins.is_some() => Until::MayDispatch,
             Step::Dispatched if self.routed && self.lot.is_none() => Until::Rows,
-            Step::Collected | Step::Answering if self.leaving.is_none() => Until::AnswersLeft,
+            Step::Collected | Step::Answering if self.awaits_room() => Until::AnswersLeft,
             Step::Idle if !self.may_begin => Until::MayDispatch,
             _ => return false,
         };
@@ -187,6 +230,7 @@ impl Device {
         }
         match s.step {
             Step::Dispatched => {
+                self.tell_rest(s, acts);
                 self.tell_routes(s);
                 self.tell_rows(s);
             }
@@ -212,7 +256,12 @@ impl Device {
                 self.exchange += 1;
             }
             (Told::Packed, _) if self.begins.is_some() => self.packed = true,
-            (Told::Packed, Step::Dispatched) => pack(s, acts),
+            (Told::Packed, Step::Dispatched) => {
+                self.packed = true;
+                pack(s, acts);
+            }
+            (Told::RestStored, Step::Dispatched) if self.rest_told => s.rest_stored(acts),
+            (Told::Combining, Step::Collected) => self.combines = true,
             (Told::HandedOut, Step::Dispatched) => self.handed_out(s, acts)?,
             (Told::Answered, Step::Collected | Step::Answering) => self.put_answers(s, acts)?,
             // There were fewer turns than there could have been.
@@ -227,9 +276,26 @@ impl Device {
         self.shared.clear();
         (self.routed, self.answered, self.lots, self.answers) = (false, false, 0, 0);
         (self.lot, self.leaving, self.cursor) = (None, None, (0, 0));
+        (self.rest_told, self.combines) = (false, false);
         s.begin(Arc::new(self.begins.take().unwrap_or_default()), acts);
         if self.packed {
             pack(s, acts);
+        }
+        if self.stores {
+            let ways = s.first_ways(self.rest, &mut self.stays);
+            self.shared.put_ways(&ways);
+            self.shared.set(Word::Ways, self.exchange);
+        }
+    }
+
+    fn tell_rest(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+        if !self.rest || self.rest_told || !self.packed {
+            return;
+        }
+        if let Some(ways) = s.rest_ways(&mut self.stays, acts) {
+            self.rest_told = true;
+            self.shared.put_ways(&ways);
+            self.shared.set(Word::Rest, self.exchange);
         }
     }
 
@@ -309,15 +375,22 @@ impl Device {
         Ok(())
     }
 
+    /// Whether it waits for room for answers. Who stores says so, for what may be stored to isn't quiet.
+    fn awaits_room(&self) -> bool {
+        self.leaving.is_none() && (!self.stores || self.combines)
+    }
+
     /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the last, for they
     /// take the place of rows that have to have left.
-    fn tell_room(&mut self, s: &State) {
-        let free = s.answers_out == 0 && s.holds(Until::Quiet);
-        let Some(placing) = s.placing.as_ref().filter(|_| self.leaving.is_none() && free) else {
+    fn tell_room(&mut self, s: &mut State) {
+        // Who stores has all answers leave at once as a rule, own ones with them: no peer is entered before that.
+        let may = !self.stores || s.rows_left();
+        let free = may && s.answers_out == 0 && s.holds(Until::Quiet);
+        let Some(placing) = s.placing.clone().filter(|_| self.awaits_room() && free) else {
             return;
         };
         let (room, mut place) = (s.shape.shared_rows(), 0);
-        let (mut pieces, mut cursor) = (Vec::new(), self.cursor);
+        let (mut pieces, mut listed, mut cursor) = (Vec::new(), Vec::new(), self.cursor);
         let last = loop {
             let Some(rank) = s.others().nth(cursor.0 as usize) else { break true };
             let rows = (placing.rows_of(rank) - cursor.1).min(room);
@@ -325,25 +398,27 @@ impl Device {
                 cursor = (cursor.0 + 1, 0);
                 continue;
             }
+            let (first, all) = (cursor.1, placing.rows_of(rank) - cursor.1);
+            let there = self.stores.then(|| s.answers_there(rank, first, all)).flatten();
+            if let Some(AnswersThere { place, counts, stay }) = there {
+                self.stays.add(Told::Answered, stay);
+                pieces.push((rank, Leaving::Stored(counts)));
+                listed.push(Listed { source: rank, first, rows: all, place });
+                cursor = (cursor.0 + 1, 0);
+                continue;
+            }
             if place + rows > room {
                 break false;
             }
-            pieces.push((rank, Answer { place, first: cursor.1, rows }));
+            pieces.push((rank, Leaving::Sent(Answer { place, first, rows })));
+            let lies = s.memory.shared_back(place);
+            listed.push(Listed { source: rank, first, rows, place: lies });
             cursor.1 += rows;
             place += rows;
         };
         if last && !s.rows_left() {
             return;
         }
-        let mut listed: Vec<Listed> = pieces
-            .iter()
-            .map(|(source, a)| Listed {
-                source: *source,
-                first: a.first,
-                rows: a.rows,
-                place: s.memory.shared_back(a.place),
-            })
-            .collect();
         if last {
             let place = s.memory.own_back(s.routes.first_to(s.rank));
             let rows = placing.rows_of(s.rank);
@@ -363,8 +438,11 @@ impl Device {
             self.may_begin = false;
             s.begin_answers(acts);
         }
-        for (rank, answer) in pieces {
-            s.answer(rank, answer, acts);
+        for (rank, leaving) in pieces {
+            match leaving {
+                Leaving::Sent(answer) => s.answer(rank, answer, acts),
+                Leaving::Stored(counts) => s.answers_stored(rank, counts, acts),
+            }
         }
         if last {
             s.step = Step::Answered;

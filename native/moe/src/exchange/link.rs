@@ -1,8 +1,14 @@
 //! One peer of an exchange: what goes there, and what comes from there.
 
-use std::{collections::VecDeque, fmt, sync::Arc};
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
-use fabric_engine::{api::CounterRef, Counter, Peer, Region, RemoteRegion};
+use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegion, Stay};
+
+use super::act::{Act, Load, Piece};
 
 /// What one rank waits for from another, each on a counter of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +71,8 @@ pub struct Wire {
     pub rows: RemoteRegion,
     pub counters: [CounterRef; 5],
     pub ours: Ours,
+    /// Where this rank's device stores to the peer's rows itself, or why it doesn't; nothing until that is known.
+    pub stores: OnceLock<Result<Arc<Aperture>, String>>,
 }
 
 /// Rows of a source that have come, or will, and aren't handed out yet.
@@ -117,6 +125,9 @@ pub struct Out {
     pub answered: bool,
     /// Answers to rows of its lie ready.
     pub answers: VecDeque<Answer>,
+    /// The device stores the rows for the private slot itself, and the further ones.
+    pub stored: bool,
+    pub rest_stored: bool,
 }
 
 /// Answers on their way to a peer.
@@ -158,5 +169,38 @@ impl Link {
             out: Out::default(),
             inward: In::default(),
         }
+    }
+
+    /// Rows have come that were not handed out: all of them, for none is read before it was counted (IC-2).
+    pub fn has_rows(&self) -> bool {
+        self.inward.due == 0 && !self.inward.chunks.is_empty()
+    }
+
+    /// Those.
+    pub fn lot(&self) -> Option<Lot> {
+        let chunks = || self.inward.chunks.iter().copied().collect();
+        let (source, life) = (self.wire.rank, self.wire.life);
+        self.has_rows().then(|| Lot { source, life, chunks: chunks() })
+    }
+
+    /// Begins to store to its rows, if the device can and may.
+    pub fn enter(&self) -> Option<Stay> {
+        self.wire.stores.get()?.as_ref().ok()?.enter()
+    }
+
+    pub fn count(&self, stage: Stage) -> Act {
+        let (wire, piece) = (Arc::clone(&self.wire), Piece::count(stage));
+        Act::Write { wire, piece, load: Load::Control }
+    }
+
+    pub fn expect(&self, stage: Stage, n: u32) -> Act {
+        Act::Expect { wire: Arc::clone(&self.wire), stage, n }
+    }
+
+    /// Waits for the peer's fence, unless that has come or is waited for already.
+    pub fn await_fence(&mut self) -> Option<Act> {
+        let waits = !self.open && !self.awaits_fence;
+        self.awaits_fence |= waits;
+        waits.then(|| self.expect(Stage::Fence, 1))
     }
 }

@@ -1,11 +1,14 @@
 //! Who takes part in an exchange: cards that go around, ranks that come, and ranks that are given up.
 
+use std::sync::{Arc, OnceLock};
+
 use fabric_engine::{EngineError, Result};
 
 use super::{
     act::Act,
     link::{Link, Ours, Stage, Wire},
-    state::{Lost, State, Until},
+    state::{Lost, State},
+    waits::Until,
     AllToAll, Inner,
 };
 use crate::card::{Card, Grant};
@@ -87,9 +90,22 @@ impl AllToAll {
             )));
         };
         let life = state.new_life();
-        let wire = Wire { rank, life, peer, control, rows, counters: grant.counters, ours };
+        let wire = Wire {
+            rank,
+            life,
+            peer,
+            control,
+            rows,
+            counters: grant.counters,
+            ours,
+            stores: OnceLock::new(),
+        };
         state.lost.retain(|l| l.rank != rank);
-        state.newcomers[rank as usize] = Some(Link::new(wire));
+        let link = Link::new(wire);
+        let wire = Arc::clone(&link.wire);
+        state.newcomers[rank as usize] = Some(link);
+        drop(state);
+        inner.seek(wire);
         Ok(rank)
     }
 

@@ -8,6 +8,8 @@ mod members;
 mod rows;
 mod serve;
 mod state;
+mod stores;
+mod waits;
 
 use std::{
     fmt,
@@ -25,7 +27,8 @@ use self::{
     act::{Act, Ended},
     link::{Ours, Wire},
     serve::Server,
-    state::{State, Step, Until},
+    state::{State, Step},
+    waits::Until,
 };
 pub use self::{link::Stage, state::Lost};
 use crate::{

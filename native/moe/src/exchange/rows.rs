@@ -7,7 +7,8 @@ use fabric_engine::{EngineError, Result};
 use super::{
     link::{Answer, Chunk, Link, Lot},
     out_of_turn,
-    state::{Cursor, Step, Until},
+    state::{Cursor, Step},
+    waits::Until,
     Inner,
 };
 use crate::{

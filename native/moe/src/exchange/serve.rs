@@ -20,7 +20,7 @@ use fabric_proxy::{
 };
 
 use super::{device::Device, AllToAll, Inner};
-use crate::device::{Shared, Told};
+use crate::device::{Said, Shared};
 
 /// How long it looks for commands before it sleeps, and how long it sleeps: a GPU can't wake it.
 const SPIN: Duration = Duration::from_micros(50);
@@ -40,17 +40,18 @@ pub struct Server {
 
 impl AllToAll {
     /// From now on kernels carry the exchange out: they push what they have done into the FIFO, as
-    /// [`device`](crate::device) says, and wait for what is shared.
+    /// [`device`](crate::device) says, and wait for what is shared. If they are to store to peers' memory by
+    /// themselves, where they reach it, before any rank is admitted.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device, or for a FIFO that can't be; [`EngineError::Resource`] without
     /// a thread.
-    pub fn serve(&self, fifo: Area, shared: Shared) -> Result<()> {
+    pub fn serve(&self, fifo: Area, shared: Shared, stores: bool) -> Result<()> {
         let wrong = |e: fabric_proxy::fifo::FifoError| EngineError::Invalid(e.to_string());
         // The device has the other end.
         let (_, popper) = fifo_in(fifo, Arc::new(Bed::default())).map_err(wrong)?;
         let mut server = self.server.lock();
-        self.attach(shared)?;
+        self.attach(shared, stores)?;
         let stop = Arc::new(AtomicBool::new(false));
         let (theirs, ended) = (Arc::clone(&self.inner), Arc::clone(&stop));
         let thread = std::thread::Builder::new()
@@ -69,12 +70,12 @@ impl AllToAll {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device.
-    pub fn attach(&self, shared: Shared) -> Result<()> {
+    pub fn attach(&self, shared: Shared, stores: bool) -> Result<()> {
         let mut state = self.inner.state.lock();
         if state.device.is_some() {
             return Err(EngineError::Invalid("a device carries this exchange out already".into()));
         }
-        state.device = Some(Device::new(shared, &self.inner.shape));
+        state.device = Some(Device::new(shared, &self.inner.shape, stores));
         Ok(())
     }
 
@@ -102,15 +103,25 @@ impl AllToAll {
         self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
     }
 
-    /// Ends every wait of the device, now and later, and hears it no more.
+    /// No kernel that was launched runs any more, and none comes: nothing is stored to peers' memory.
+    pub fn settled(&self) {
+        if let Some(device) = self.inner.state.lock().device.as_mut() {
+            device.settled();
+        }
+    }
+
+    /// Ends every wait of the device, now and later, and hears it no more: but for when it has ended what it stores to
+    /// peers' memory, which they wait for if they need it (MR-1).
     pub fn leave(&self) {
+        let mut storing = false;
         if let Some(device) = self.inner.state.lock().device.as_mut() {
             let cause = "the exchange was closed".into();
             device.end(EngineError::Cancelled { what: "exchange on the device", cause });
+            storing = device.is_storing();
         }
         let Some(Server { stop, thread }) = self.server.lock().take() else { return };
         stop.store(true, SeqCst);
-        if thread.thread().id() != std::thread::current().id() {
+        if !storing && thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();
         }
     }
@@ -120,9 +131,14 @@ impl Inner {
     fn told(self: &Arc<Self>, words: [u64; 2]) {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
-        state.told(Told::of(words, self.rank), &mut acts);
+        state.told(Said::of(words, self.rank), &mut acts);
         drop(state);
         self.run(acts);
+    }
+
+    /// Whether the device may be storing to peers' memory.
+    fn is_storing(&self) -> bool {
+        self.state.lock().device.as_ref().is_some_and(Device::is_storing)
     }
 
     /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a caller's wait would end.
@@ -142,7 +158,7 @@ impl Inner {
 fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
     let mut quiet_since = Instant::now();
     let (mut looked, mut hangs_since) = (quiet_since, None);
-    while !stop.load(SeqCst) {
+    while !stop.load(SeqCst) || inner.is_storing() {
         if looked.elapsed() >= LOOK {
             inner.end_if_stuck(&mut hangs_since);
             looked = Instant::now();
@@ -168,7 +184,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        device::{Add, AtomicWords, Command, Layout},
+        device::{Add, AtomicWords, Command, Layout, Told},
         kernels::Float,
         shape::{Back, Shape},
     };
@@ -192,7 +208,7 @@ mod tests {
         let words = AtomicWords::allocate(layout.words);
         // No fault.
         words[layout.note.0].store(u64::MAX, SeqCst);
-        all.attach(Shared::new(words, &shape).unwrap()).unwrap();
+        all.attach(Shared::new(words, &shape).unwrap(), false).unwrap();
         all.inner.state.lock().revoking.push(1);
         let add = Add { slot: Told::Begun as u16, value: 1, ordered: true };
         all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());

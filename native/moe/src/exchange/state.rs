@@ -15,6 +15,7 @@ use super::{
     blocks::{grant_words, read_grant, read_routes, routes_words},
     device::Device,
     link::{Answer, Chunk, In, Link, Lot, Ours, Out, Stage, Wire},
+    waits::Until,
 };
 use crate::{
     memory::Memory,
@@ -44,21 +45,6 @@ pub enum Step {
     Answering,
     /// Sent all answers.
     Answered,
-}
-
-/// What a caller may wait for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
-    /// The last exchange has left nothing to do: own rows have left, peers know, and no answer waits for its asker.
-    MayDispatch,
-    /// Nothing of lost ranks can land any more, and nothing on its way to them is read (MR-1).
-    Quiet,
-    Routes,
-    /// There are rows to hand out, or all were.
-    Rows,
-    /// More answers can be sent.
-    AnswersLeft,
-    Answers,
 }
 
 /// How far this rank is with its answers.
@@ -261,6 +247,12 @@ impl State {
         if link.out.routed && link.out.packed {
             let stride = shape.row_stride();
             let mut send = |link: &mut Link, dst: u64, rows: u64| {
+                if link.out.stored && link.out.sent == 0 {
+                    // The device has stored them.
+                    acts.push(link.count(Stage::Rows));
+                    link.out.sent += rows;
+                    return;
+                }
                 let src = memory.own(link.out.first + link.out.sent);
                 let piece = Piece { src, dst, len: rows * stride, counts: Stage::Rows };
                 acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Rows });
@@ -271,7 +263,7 @@ impl State {
             if link.out.sent == 0 && private > 0 {
                 send(link, memory.private(me, 0), private);
             }
-            if let Some((place, rows)) = link.out.grant.take() {
+            if let Some((place, rows)) = link.out.grant.take_if(|_| !link.out.rest_stored) {
                 send(link, memory.shared(place), rows);
                 if link.out.sent < link.out.rows {
                     acts.push(link.expect(Stage::Grant, 1));
@@ -321,7 +313,13 @@ impl State {
                 // The rows of the private slot may still wait to be packed.
                 let private = link.out.rows.min(shape.private_rows());
                 let left = link.out.rows - link.out.sent.max(private);
-                link.out.grant = Some(read_grant(&shape, link.exchanges, left, words)?);
+                let (place, rows) = read_grant(&shape, link.exchanges, left, words)?;
+                if link.out.rest_stored && rows != left {
+                    return Err(format!(
+                        "its grant is for {rows} rows of {left}, and there is room for all"
+                    ));
+                }
+                link.out.grant = Some((place, rows));
                 self.flush(rank, acts);
             }
             Stage::Fence => {
@@ -359,8 +357,7 @@ impl State {
         if self.step != Step::Dispatched && self.rows_left() && !self.fenced {
             self.fenced = true;
             for link in self.here() {
-                let piece = Piece { src: 0, dst: 0, len: 0, counts: Stage::Fence };
-                acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Control });
+                acts.push(link.count(Stage::Fence));
             }
         }
     }
@@ -426,107 +423,5 @@ impl State {
             self.revoking.push(rank);
             acts.push(Act::Revoke { rank, memory });
         }
-    }
-
-    pub fn holds(&self, until: Until) -> bool {
-        match until {
-            Until::MayDispatch => {
-                // What waits is not lost (IC-4).
-                let queued = self.here().any(|l| !l.out.answers.is_empty());
-                self.rows_left() && self.fenced && !queued && self.holds(Until::Quiet)
-            }
-            Until::Quiet => self.revoking.is_empty() && self.unsettled == 0,
-            Until::Routes => self.all_routes(),
-            Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
-            Until::AnswersLeft if self.step == Step::Collected => {
-                self.answers_out == 0 && self.holds(Until::Quiet)
-            }
-            Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),
-            Until::AnswersLeft => self.answers_out + self.unsettled == 0,
-            Until::Answers => self.all_answers(),
-        }
-    }
-
-    /// Whether what is waited for hangs on lost ranks, who let go of memory when they like.
-    pub fn hangs_on_quiet(&self, until: Until) -> bool {
-        let needs = match until {
-            Until::Routes | Until::Answers => false,
-            Until::Rows => !self.waiting.is_empty(),
-            Until::MayDispatch | Until::Quiet | Until::AnswersLeft => true,
-        };
-        needs && !self.holds(Until::Quiet)
-    }
-
-    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what
-    /// comes later would count in the next exchange (IC-6), or be read when its memory is used again (MR-1).
-    pub fn rows_left(&self) -> bool {
-        self.rows_out == 0
-            && self.unsettled == 0
-            && self.here().all(|l| l.out.routed && l.out.sent == l.out.rows)
-    }
-
-    /// Whether the routes of every rank that is here are known.
-    pub fn all_routes(&self) -> bool {
-        self.here().all(|l| l.inward.counts.is_some())
-    }
-
-    /// Whether the answers of every rank that is here have come.
-    fn all_answers(&self) -> bool {
-        self.here().all(|l| l.out.rows == 0 || l.out.answered)
-    }
-
-    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this exchange (RS-1).
-    pub fn missing(&self) -> Vec<bool> {
-        let gone = |(rank, link): (usize, &Option<Link>)| match link {
-            None => rank != self.rank as usize,
-            Some(link) => !link.out.answered,
-        };
-        self.links.iter().enumerate().map(gone).collect()
-    }
-
-    /// Those of them that had rows of this rank.
-    pub fn left_out(&self, missing: &[bool]) -> Vec<u32> {
-        let had_rows = |rank: &u32| missing[*rank as usize] && self.routes.rows_to(*rank) > 0;
-        (0..self.shape.ranks).filter(had_rows).collect()
-    }
-
-    /// Each source's rows for each local expert; none from one that is left out.
-    pub fn incoming(&self) -> Vec<Vec<u32>> {
-        let mut incoming = vec![Vec::new(); self.shape.ranks as usize];
-        for link in self.here() {
-            incoming[link.wire.rank as usize] = link.inward.counts.clone().unwrap_or_default();
-        }
-        incoming[self.rank as usize] = self.routes.counts_to(&self.shape, self.rank).to_vec();
-        incoming
-    }
-
-    /// Whether every rank's rows were handed out.
-    pub fn all_collected(&self) -> bool {
-        self.here().all(|l| l.inward.counts.is_some() && l.inward.collected == l.inward.rows)
-    }
-}
-
-impl Link {
-    /// Rows have come that were not handed out: all of them, for none is read before it was counted (IC-2).
-    pub fn has_rows(&self) -> bool {
-        self.inward.due == 0 && !self.inward.chunks.is_empty()
-    }
-
-    /// Those.
-    pub fn lot(&self) -> Option<Lot> {
-        let chunks = || self.inward.chunks.iter().copied().collect();
-        let (source, life) = (self.wire.rank, self.wire.life);
-        self.has_rows().then(|| Lot { source, life, chunks: chunks() })
-    }
-
-    pub fn expect(&self, stage: Stage, n: u32) -> Act {
-        Act::Expect { wire: Arc::clone(&self.wire), stage, n }
-    }
-
-    /// Waits for the peer's fence, unless that has come or is waited for already.
-    pub fn await_fence(&mut self) -> Option<Act> {
-        let waits = !self.open && !self.awaits_fence;
-        self.awaits_fence |= waits;
-        waits.then(|| self.expect(Stage::Fence, 1))
     }
 }

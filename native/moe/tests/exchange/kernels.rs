@@ -1,11 +1,17 @@
 //! What kernels of a device do, step by step on the processor, with nothing but what is shared with the exchange and
 //! this rank's rows.
 
-use std::sync::{atomic::Ordering::Acquire, Arc};
+use std::sync::{
+    atomic::Ordering::{Acquire, Relaxed},
+    Arc,
+};
 
 use fabric_engine::{Region, TransferEngine};
 use fabric_moe::{
-    device::{turns, Add, AtomicWords, Command, Layout, Shared, Told, Word, BLANK},
+    device::{
+        stores_rest, turns, Add, AtomicWords, Command, Layout, RowWay, Shared, Told, Word, BLANK,
+        STORED,
+    },
     memory::Memory,
     routes::{Order, Placing, Routes},
     AllToAll, Shape,
@@ -18,8 +24,10 @@ use crate::model::{bytes, floats, Batch, Handed, EXTRA, WIDE};
 pub enum Next {
     Route,
     Pack,
+    PackRest,
     Place,
     HandOut(u64),
+    Combine,
     Answer(u64),
     Sum,
 }
@@ -39,6 +47,13 @@ pub struct Kernels {
     placing: Option<Placing>,
     handed: Handed,
     answers: Vec<u8>,
+    /// It stores to peers' memory.
+    stores: bool,
+    /// What it was told of where to store, and has yet to do.
+    ways: Option<Vec<RowWay>>,
+    leaving: Option<Vec<Listed>>,
+    /// Rows and answers that it has stored there.
+    pub stored: u64,
 }
 
 /// What came of a step.
@@ -52,6 +67,7 @@ pub enum Outcome {
     Summed(Vec<f32>, Vec<u32>),
 }
 
+#[derive(Clone, Copy)]
 struct Listed {
     source: u32,
     rows: u64,
@@ -60,12 +76,17 @@ struct Listed {
 }
 
 impl Kernels {
-    pub fn new(engine: Arc<TransferEngine>, shape: Shape, rank: u32) -> (AllToAll, Self) {
+    pub fn new(
+        engine: Arc<TransferEngine>,
+        shape: Shape,
+        rank: u32,
+        stores: bool,
+    ) -> (AllToAll, Self) {
         let (memory, layout) = (Memory::new(shape).unwrap(), Layout::new(&shape));
         let rows = engine.alloc(memory.rows_nbytes()).unwrap();
         let all = AllToAll::over(engine, shape, rank, rows.clone()).unwrap();
         let words = AtomicWords::allocate(layout.words);
-        all.attach(Shared::new(words.clone(), &shape).unwrap()).unwrap();
+        all.attach(Shared::new(words.clone(), &shape).unwrap(), stores).unwrap();
         let kernels = Self {
             shape,
             rank,
@@ -80,6 +101,10 @@ impl Kernels {
             placing: None,
             handed: Handed::default(),
             answers: Vec::new(),
+            stores,
+            ways: None,
+            leaving: None,
+            stored: 0,
         };
         (all, kernels)
     }
@@ -109,7 +134,9 @@ impl Kernels {
         let (n, (lots, rooms)) = (self.exchange, turns(&self.shape));
         let ready = match self.next {
             Next::Route => self.has(Word::Over, 2 * n + u64::from(self.combined)),
-            Next::Pack => true,
+            Next::Pack => !self.stores || self.has(Word::Ways, n),
+            Next::PackRest => self.has(Word::Rest, n),
+            Next::Combine => true,
             Next::Place => self.has(Word::Routes, n),
             Next::HandOut(turn) => self.has(Word::Rows, n * lots + turn),
             Next::Answer(turn) => self.has(Word::Room, n * rooms + turn),
@@ -126,8 +153,25 @@ impl Kernels {
                 self.next = Next::Pack;
             }
             Next::Pack => {
-                self.pack(batch);
+                // What it was told is a while old when it stores.
+                let Some(ways) = self.ways.take() else {
+                    self.ways = Some(self.read_ways());
+                    return Outcome::Went;
+                };
+                self.pack(batch, &ways);
                 self.tell(all, Told::Packed);
+                self.next = match self.stores && stores_rest(&self.shape) {
+                    true => Next::PackRest,
+                    false => Next::Place,
+                };
+            }
+            Next::PackRest => {
+                let Some(ways) = self.ways.take() else {
+                    self.ways = Some(self.read_ways());
+                    return Outcome::Went;
+                };
+                self.pack(batch, &ways);
+                self.tell(all, Told::RestStored);
                 self.next = Next::Place;
             }
             Next::Place => {
@@ -141,14 +185,22 @@ impl Kernels {
                 if turn == lots {
                     (self.combined, self.next) = (combine, Next::Route);
                     if combine {
-                        self.next = Next::Answer(1);
+                        self.next = if self.stores { Next::Combine } else { Next::Answer(1) };
                         self.compute();
                     }
                     return Outcome::Collected;
                 }
             }
+            Next::Combine => {
+                self.tell(all, Told::Combining);
+                self.next = Next::Answer(1);
+            }
             Next::Answer(turn) => {
-                self.pack_answers();
+                let Some(leaving) = self.leaving.take() else {
+                    self.leaving = Some(self.chunks(self.layout.answers));
+                    return Outcome::Went;
+                };
+                self.pack_answers(&leaving);
                 self.tell(all, Told::Answered);
                 self.next = if turn == rooms { Next::Sum } else { Next::Answer(turn + 1) };
             }
@@ -170,16 +222,35 @@ impl Kernels {
             counts.map(|c| u64::from(c[0]) | u64::from(c.get(1).copied().unwrap_or(0)) << 32);
         let note = [u64::MAX, u64::from(self.routes.tokens)].into_iter().chain(pairs);
         for (word, value) in self.words[self.layout.note.0..].iter().zip(note) {
-            word.store(value, std::sync::atomic::Ordering::Relaxed);
+            word.store(value, Relaxed);
         }
     }
 
-    fn pack(&self, batch: &Batch) {
+    fn read_ways(&self) -> Vec<RowWay> {
+        let first = self.layout.ways.0 + 1;
+        let word = |i: usize| self.words[first + i].load(Acquire);
+        let way = |rank: usize| {
+            let (to, ends, home) = (word(3 * rank), word(3 * rank + 1), word(3 * rank + 2));
+            RowWay { to, begin: ends as u32, end: (ends >> 32) as u32, home }
+        };
+        (0..self.shape.ranks as usize).map(way).collect()
+    }
+
+    fn pack(&mut self, batch: &Batch, ways: &[RowWay]) {
         let values = bytes(&batch.values);
         for (row, token) in self.routes.token_of.iter().enumerate() {
-            let (at, token) = (self.memory.own(row as u64), *token as usize);
-            self.rows.put(at, &values[token * WIDE * 4..][..WIDE * 4]).unwrap();
-            self.rows.put(at + WIDE as u64 * 4, &batch.extra[token * EXTRA..][..EXTRA]).unwrap();
+            let (row, token) = (row as u64, *token as usize);
+            let all =
+                [&values[token * WIDE * 4..][..WIDE * 4], &batch.extra[token * EXTRA..][..EXTRA]];
+            let rank = self.routes.first.partition_point(|first| u64::from(*first) <= row) - 1;
+            let (way, i) = (ways[rank], row - u64::from(self.routes.first[rank]));
+            if way.to != 0 && (u64::from(way.begin)..u64::from(way.end)).contains(&i) {
+                let to = way.to + (i - u64::from(way.begin)) * self.shape.row_stride();
+                store(to, &all.concat());
+                self.stored += 1;
+            } else if i >= way.home {
+                self.rows.put(self.memory.own(row), &all.concat()).unwrap();
+            }
         }
     }
 
@@ -218,14 +289,20 @@ impl Kernels {
         self.answers = self.handed.answers(&self.shape, self.rank, counts, starts);
     }
 
-    fn pack_answers(&self) {
+    fn pack_answers(&mut self, leaving: &[Listed]) {
         let placing = self.placing.as_ref().unwrap();
-        for chunk in self.chunks(self.layout.answers) {
+        for chunk in leaving {
             for run in placing.runs(chunk.source, chunk.first, chunk.first + chunk.rows) {
                 for i in 0..run.rows {
-                    let place = (run.from + i - chunk.first) * self.shape.back_stride();
+                    let place =
+                        chunk.place + (run.from - chunk.first + i) * self.shape.back_stride();
                     let answer = &self.answers[(run.to + i) as usize * WIDE * 4..][..WIDE * 4];
-                    self.rows.put(chunk.place + place, answer).unwrap();
+                    if chunk.place & STORED != 0 {
+                        store(place & !STORED, answer);
+                        self.stored += 1;
+                    } else {
+                        self.rows.put(place, answer).unwrap();
+                    }
                 }
             }
         }
@@ -266,6 +343,13 @@ impl Kernels {
     }
 }
 
+/// What a device does to memory of a peer.
+fn store(to: u64, bytes: &[u8]) {
+    // SAFETY: the exchange has said that this rank may store there until it says that it has, and keeps the memory of
+    // the peer, which is in this process, until then.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+}
+
 #[cfg(test)]
 mod tests {
     use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
@@ -277,13 +361,20 @@ mod tests {
     fn alone(ranks: u32) -> (SimNet, Arc<TransferEngine>, AllToAll, Kernels) {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
-        let (all, kernels) = Kernels::new(Arc::clone(&engine), shape(ranks, 2, 2, 4), 0);
+        let (all, kernels) = Kernels::new(Arc::clone(&engine), shape(ranks, 2, 2, 4), 0, false);
         (net, engine, all, kernels)
     }
 
     #[test]
     fn rs_4_a_device_that_goes_on_without_what_it_waited_for_gets_nothing_more() {
-        for early in [Told::Packed, Told::HandedOut, Told::Answered, Told::Summed] {
+        for early in [
+            Told::Packed,
+            Told::HandedOut,
+            Told::Answered,
+            Told::Summed,
+            Told::RestStored,
+            Told::Combining,
+        ] {
             let (_net, _engine, all, kernels) = alone(1);
             kernels.tell(&all, early);
             assert!(kernels.has(Word::Abort, 1), "{early:?}");
@@ -297,7 +388,7 @@ mod tests {
     #[test]
     fn a_command_that_no_exchange_takes_ends_it() {
         let (to_self, other) =
-            (Add { slot: 5, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
+            (Add { slot: 7, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
         for command in [
             Command::Atomic { rank: 0, channel: 0, add: to_self },
             Command::Atomic { rank: 1, channel: 0, add: other },
@@ -335,7 +426,7 @@ mod tests {
         let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
         kernels.route(&batch);
         let count = &kernels.words[kernels.layout.note.0 + 2];
-        count.store(u64::from(u32::MAX), std::sync::atomic::Ordering::Relaxed);
+        count.store(u64::from(u32::MAX), Relaxed);
         kernels.tell(&all, Told::Begun);
         assert!(kernels.has(Word::Abort, 1));
         assert!(all.check().unwrap_err().to_string().contains("can't have"));
@@ -357,7 +448,7 @@ mod tests {
         let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
         assert!(batch.send(&all).unwrap_err().to_string().contains("a device carries"));
         let words = AtomicWords::allocate(kernels.layout.words);
-        assert!(all.attach(Shared::new(words, &kernels.shape).unwrap()).is_err());
+        assert!(all.attach(Shared::new(words, &kernels.shape).unwrap(), false).is_err());
         assert!(Shared::new(AtomicWords::allocate(3), &kernels.shape).is_err());
         let rows = engine.alloc(64).unwrap();
         assert!(AllToAll::over(engine, kernels.shape, 0, rows).is_err());

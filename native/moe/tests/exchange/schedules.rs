@@ -50,6 +50,15 @@ struct Rank {
     left_out: u32,
 }
 
+/// What schedules came to.
+#[derive(Debug, Default)]
+struct Sum {
+    ranks: u64,
+    left_out: u64,
+    /// Rows and answers that devices stored at peers.
+    stored: u64,
+}
+
 impl Rank {
     fn batch(&self) -> &Batch {
         &self.batches[self.exchange as usize]
@@ -67,6 +76,8 @@ struct Run {
     faults: bool,
     /// There was a fault other than a death.
     links: bool,
+    /// A device stalls at one step in so many, if there are faults.
+    steady: u32,
     /// A death is known long before anybody is given up for being late.
     prompt: bool,
 }
@@ -81,6 +92,7 @@ impl Run {
             page_counts: rng.bool(),
             max_bytes: 1 << rng.u32(6..13),
             window: rng.usize(2..16),
+            apertures: with_kernels && rng.u32(..4) > 0,
             ..SimConfig::default()
         };
         let mut net = SimNet::new(config);
@@ -103,7 +115,8 @@ impl Run {
             let engine = net.engine_with_rails(config, rails).unwrap();
             let (all, kernels) = match on_kernels.contains(&rank) {
                 true => {
-                    let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank);
+                    let stores = rng.u32(..4) > 0;
+                    let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank, stores);
                     (all, Some(kernels))
                 }
                 false => (AllToAll::new(Arc::clone(&engine), shape, rank).unwrap(), None),
@@ -132,18 +145,32 @@ impl Run {
             }
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
-        let faults = rng.u32(..4) > 0;
-        Self { net, rng, shape, without, ranks, killed: Vec::new(), faults, links: false, prompt }
+        let (faults, steady) = (rng.u32(..4) > 0, [80, 10][rng.usize(..2)]);
+        Self {
+            net,
+            rng,
+            shape,
+            without,
+            ranks,
+            killed: Vec::new(),
+            faults,
+            links: false,
+            steady,
+            prompt,
+        }
     }
 
-    fn go(&mut self) -> Result<(u32, u32), String> {
+    fn go(&mut self, sum: &mut Sum) -> Result<(), String> {
         let mut steps = 0u32;
         loop {
             for i in 0..self.ranks.len() {
                 while self.ranks[i].wakes <= self.net.now() && self.advance(i)? {
                     // A device does its work when it comes to it.
                     if self.ranks[i].kernels.is_some() {
-                        self.ranks[i].wakes = Time(self.net.now().0 + self.rng.u64(..MS));
+                        let stalls = self.faults && self.rng.u32(..self.steady) == 0;
+                        self.links |= stalls;
+                        let busy = if stalls { 400 * MS } else { MS };
+                        self.ranks[i].wakes = Time(self.net.now().0 + self.rng.u64(..busy));
                     }
                 }
             }
@@ -170,7 +197,10 @@ impl Run {
             }
         }
         let alive = self.ranks.iter().filter(|r| !r.dead);
-        let left_out = alive.clone().map(|r| r.left_out).sum();
+        sum.ranks += self.ranks.len() as u64;
+        sum.left_out += alive.clone().map(|r| u64::from(r.left_out)).sum::<u64>();
+        let kernels = self.ranks.iter().filter_map(|r| r.kernels.as_ref());
+        sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
             let lost = rank.all.lost();
             let blameless = |l: &fabric_moe::Lost| !self.killed.contains(&l.rank);
@@ -182,7 +212,7 @@ impl Run {
                 ));
             }
         }
-        Ok((self.ranks.len() as u32, left_out))
+        Ok(())
     }
 
     fn standing(&self) -> String {
@@ -370,16 +400,14 @@ fn mr_1_rs_1_rs_4_and_so_they_do_where_kernels_carry_the_exchange_out() {
 
 fn schedules(with_kernels: bool) {
     let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 400));
-    let mut sum = (0u64, 0u64);
+    let mut sum = Sum::default();
     for seed in first..first + runs {
-        let outcome = std::panic::catch_unwind(|| Run::new(seed, with_kernels).go());
-        match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
-            Ok((ranks, left_out)) => {
-                sum.0 += u64::from(ranks);
-                sum.1 += u64::from(left_out);
-            }
-            Err(what) => panic!("seed {seed}: {what}"),
+        let run = || Run::new(seed, with_kernels).go(&mut sum);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+        if let Err(what) = outcome.unwrap_or_else(|_| Err("it panicked".into())) {
+            panic!("seed {seed}: {what}");
         }
     }
-    println!("{runs} schedules: {} ranks, {} times one was left out", sum.0, sum.1);
+    assert!(!with_kernels || runs < 100 || sum.stored > 0, "no device stored anything at a peer");
+    println!("{runs} schedules: {sum:?}");
 }

@@ -12,7 +12,7 @@ use std::{
 use super::raw::Map;
 use crate::{
     api::RegionKey,
-    domain::DomainError,
+    domain::{Aperture, DomainError, Held},
     memory::{self, device::Driver},
 };
 
@@ -58,7 +58,7 @@ pub(super) enum Reach {
     /// By the kernel, in this process.
     Process(i32),
     /// By the copy engine of this device.
-    Device(i32, #[allow(dead_code)] Option<Arc<DeviceMapping>>),
+    Device(i32, Option<Arc<DeviceMapping>>),
 }
 
 /// A peer's GPU allocation, mapped here.
@@ -67,6 +67,15 @@ pub(super) struct DeviceMapping {
     driver: &'static Driver,
     device: i32,
     base: u64,
+    handle: [u8; 64],
+}
+
+impl DeviceMapping {
+    fn new(device: i32, handle: [u8; 64]) -> Result<Self, DomainError> {
+        let driver = Driver::open()?;
+        let base = driver.import(device, handle)?;
+        Ok(Self { driver, device, base, handle })
+    }
 }
 
 impl Drop for DeviceMapping {
@@ -95,8 +104,10 @@ pub(super) struct Imports {
     device_mappings: HashMap<[u8; 64], Weak<DeviceMapping>>,
     /// The last one looked up: most writes go where the last one went.
     last: Option<Arc<Import>>,
-    /// Revoked by the owner, still used by a copy under way.
-    leaving: Vec<Arc<Import>>,
+    /// Those that devices store to by themselves.
+    apertures: Vec<(u32, Arc<Aperture>)>,
+    /// Revoked by the owner, still used by a copy under way, or by a device.
+    leaving: Vec<(Arc<Import>, Vec<Arc<Aperture>>)>,
 }
 
 impl Imports {
@@ -157,15 +168,12 @@ impl Imports {
         let known = self.device_mappings.get(&handle).and_then(Weak::upgrade);
         let mapping = match known {
             Some(mapping) => mapping,
-            None => {
-                let base = driver.import(device, handle).map_err(|e| {
-                    DomainError::Unavailable(format!(
-                        "its GPU memory can't be mapped here: {e}; leave cuda_ipc out of the \
-                         transports, and shm stages through host memory"
-                    ))
-                })?;
-                Arc::new(DeviceMapping { driver, device, base })
-            }
+            None => Arc::new(DeviceMapping::new(device, handle).map_err(|e| {
+                DomainError::Unavailable(format!(
+                    "its GPU memory can't be mapped here: {e}; leave cuda_ipc out of the \
+                     transports, and shm stages through host memory"
+                ))
+            })?),
         };
         let (_, size) = driver.allocation(device, mapping.base)?;
         if offset.checked_add(len).is_none_or(|end| end > size) {
@@ -181,25 +189,76 @@ impl Imports {
         self.regions.insert(import.key.index, Arc::new(import));
     }
 
+    /// Where a GPU stores to a region that is known here, or the processors; `left` is called when one has ended.
+    pub fn aperture(
+        &mut self,
+        key: RegionKey,
+        by: Option<i32>,
+        left: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Arc<Aperture>, String> {
+        let import = self.get(key).cloned().ok_or("its owner has not shown it yet, or no more")?;
+        let (base, held): (usize, Held) = match (&import.reach, by) {
+            (Reach::Mapped(_), None) => (import.base, Arc::clone(&import) as Held),
+            (Reach::Device(owner, _), Some(device)) if *owner == device => {
+                (import.base, Arc::clone(&import) as Held)
+            }
+            (Reach::Device(_, Some(mapping)), Some(device)) => {
+                // Another GPU reaches it by a mapping of its own.
+                let own = DeviceMapping::new(device, mapping.handle).map_err(|e| e.to_string())?;
+                let offset = import.base - mapping.base as usize;
+                (own.base as usize + offset, Arc::new((own, Arc::clone(&import))) as Held)
+            }
+            (Reach::Device(_, None), Some(device)) => {
+                return Err(format!("it is another GPU's of this process, and not cuda:{device}'s"))
+            }
+            (Reach::Device(..), None) => return Err("processors don't reach GPU memory".into()),
+            (Reach::Mapped(_), Some(device)) => {
+                return Err(format!("it is host memory, which cuda:{device} does not reach"))
+            }
+            (Reach::Process(_), _) => {
+                let why = "it is memory that its process can't share; allocate it with alloc()";
+                return Err(why.into());
+            }
+        };
+        let aperture = Aperture::new(base, import.len, held, left);
+        self.apertures.push((key.index, Arc::clone(&aperture)));
+        Ok(aperture)
+    }
+
+    /// No device begins to store any more.
+    pub fn shut(&mut self) {
+        self.apertures.iter().for_each(|(_, aperture)| aperture.shut());
+    }
+
+    /// Whether a device may be storing.
+    pub fn is_entered(&self) -> bool {
+        let leaving = self.leaving.iter().flat_map(|(_, apertures)| apertures);
+        let known = self.apertures.iter().map(|(_, aperture)| aperture);
+        known.chain(leaving).any(|aperture| aperture.stays() > 0)
+    }
+
     /// Forgets a region; true if nothing uses it any more, else `left` will say so later (MR-1).
     pub fn revoke(&mut self, index: u32) -> bool {
         self.last = None;
+        let of_region = self.apertures.extract_if(.., |(of, _)| *of == index);
+        let apertures: Vec<Arc<Aperture>> = of_region.map(|(_, aperture)| aperture).collect();
+        apertures.iter().for_each(|aperture| aperture.shut());
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
         self.device_mappings.retain(|_, m| m.strong_count() > 0);
         if Arc::strong_count(&import) == 1 {
             return true;
         }
-        self.leaving.push(import);
+        self.leaving.push((import, apertures));
         false
     }
 
     /// Revoked regions whose last copy has ended since.
     pub fn left(&mut self) -> Vec<u32> {
         let mut left = Vec::new();
-        self.leaving.retain(|i| match Arc::strong_count(i) {
+        self.leaving.retain(|(import, _)| match Arc::strong_count(import) {
             1 => {
-                left.push(i.key.index);
+                left.push(import.key.index);
                 false
             }
             _ => true,
@@ -207,7 +266,9 @@ impl Imports {
         left
     }
 
+    /// Whether there is something to look after before long: a device says when it has ended.
     pub fn is_leaving(&self) -> bool {
-        !self.leaving.is_empty()
+        let entered = |apertures: &[Arc<Aperture>]| apertures.iter().any(|a| a.stays() > 0);
+        self.leaving.iter().any(|(_, apertures)| !entered(apertures))
     }
 }

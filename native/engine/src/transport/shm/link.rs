@@ -241,13 +241,17 @@ impl Link {
 
     /// Whether a poll would find something; asked once more after the bell was armed.
     pub fn has_work(&mut self, room: &dyn Fn(usize) -> bool) -> bool {
-        // Once its end was told, only the connection has something to say.
-        if !self.is_up() || self.told {
+        if !self.is_up() {
             return false;
+        }
+        // Once its end was told, only the connection has something to say, or a device that stored until now.
+        if self.told {
+            return (self.gone || !self.finished) && !self.imports.is_entered();
         }
         let (slots, _) = counts(&self.inbox);
         // A link on its way down has its last word to say, or its end to tell; then its peer has.
-        let ends = self.closing.is_some() && (!self.finished || self.deaf);
+        let stores = self.imports.is_entered();
+        let ends = self.closing.is_some() && (!self.finished && !stores || self.deaf);
         if !self.consume.is_empty(slots) || ends {
             return true;
         }

@@ -7,6 +7,7 @@
 mod bell;
 mod control;
 mod copies;
+mod farewell;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod imports;
@@ -32,10 +33,10 @@ use slab::Slab;
 use smallvec::{smallvec, SmallVec};
 
 use crate::{
-    api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
+    api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys,
-        Pinned, Post, Quiet, Seq, Token, WakeFds, WorkRequest,
+        Aperture, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
+        NicKeys, Pinned, Post, Quiet, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
@@ -74,6 +75,7 @@ pub struct ShmDomain {
     /// Regions on their way out, and the links that have not let go of them.
     retiring: HashMap<u32, HashSet<LinkId>>,
     pool: Arc<Pool>,
+    waker: Waker,
     inline_bytes: u64,
     inline_left: u64,
     /// A request is being posted: its peers are woken when all of it is.
@@ -131,6 +133,7 @@ impl ShmDomain {
             book: RegionBook::default(),
             retiring: HashMap::new(),
             pool: Pool::new(config.copy_threads, waker),
+            waker: waker.clone(),
             inline_bytes: config.inline_bytes,
             inline_left: config.inline_bytes,
             holding: false,
@@ -319,6 +322,19 @@ impl Domain for ShmDomain {
         holders.iter().for_each(|id| self.watch(*id));
         self.retiring.insert(index, holders);
         Quiet::Later
+    }
+
+    fn aperture(
+        &mut self,
+        id: LinkId,
+        key: RegionKey,
+        by: Option<i32>,
+    ) -> Result<Arc<Aperture>, String> {
+        let waker = self.waker.clone();
+        let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) else {
+            return Err("the link is down".into());
+        };
+        link.imports.aperture(key, by, move || waker.wake())
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

@@ -1,9 +1,6 @@
 //! The slow half of the shm domain: sockets, handshakes, resolutions, farewells.
 
-use std::{
-    os::fd::OwnedFd,
-    time::{Duration, Instant},
-};
+use std::{os::fd::OwnedFd, time::Duration};
 
 use rustix::event::{epoll, Timespec};
 use smallvec::smallvec;
@@ -24,8 +21,6 @@ use crate::{
 
 /// Whispers that nobody has taken yet: far more than one poll of honest peers brings.
 const MAX_WHISPERS: usize = 1 << 16;
-/// How long `close` waits for peers to let go of memory that isn't the engine's own.
-const FAREWELL: Duration = Duration::from_secs(1);
 
 impl ShmDomain {
     pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
@@ -69,7 +64,12 @@ impl ShmDomain {
         self.look_for(now, Duration::ZERO, out)
     }
 
-    fn look_for(&mut self, now: Time, patience: Duration, out: &mut Vec<Completion>) -> bool {
+    pub(super) fn look_for(
+        &mut self,
+        now: Time,
+        patience: Duration,
+        out: &mut Vec<Completion>,
+    ) -> bool {
         let blank =
             epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [blank; 32];
@@ -424,6 +424,7 @@ impl ShmDomain {
                 let _ = link.send(&Frame::Revoked { index }, smallvec![]);
             }
             let Some(cause) = link.closing.clone() else { continue };
+            link.imports.shut();
             for token in link.abandon() {
                 moved = true;
                 let result = Err(cause.clone());
@@ -432,7 +433,9 @@ impl ShmDomain {
             if !link.jobs.is_empty() {
                 continue;
             }
-            if !link.finished {
+            // The peer's memory is not quiet while a device of ours stores there (MR-1).
+            let stores = link.imports.is_entered();
+            if !link.finished && !stores {
                 link.finished = true;
                 link.control.finish();
             }
@@ -445,7 +448,7 @@ impl ShmDomain {
                     unfinished: Vec::new(),
                 });
             }
-            if link.gone {
+            if link.gone && !stores {
                 moved = true;
                 let link = self.links.remove(slot);
                 let held: Vec<u32> = self.retiring.keys().copied().collect();
@@ -453,32 +456,6 @@ impl ShmDomain {
             }
         }
         moved
-    }
-
-    /// Tells all peers, and waits for those that could still write to memory that isn't ours.
-    pub(super) fn say_goodbye(&mut self) {
-        let mut out = Vec::new();
-        for (_, link) in &mut self.links {
-            let reason = "its engine was closed".to_owned();
-            let _ = link.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
-            link.closing.get_or_insert(DomainError::LinkDown(reason));
-        }
-        let start = Instant::now();
-        while self.links.iter().any(|(_, l)| !l.exported.is_empty()) {
-            if start.elapsed() > FAREWELL {
-                // MR-1: it can't be shown that they have let go, so the memory is never given back.
-                tracing::warn!("a peer did not let go of this engine's memory in time; it is kept");
-                std::mem::take(&mut self.book).keep_for_good();
-                break;
-            }
-            while let Some(job) = self.pool.done.pop() {
-                self.finish_job(&job, &mut out);
-            }
-            self.look_for(Time::now(), Duration::from_millis(20), &mut out);
-        }
-        // No copy is under way any more. A child of this process may hold the sockets open: say it.
-        self.links.iter_mut().for_each(|(_, link)| link.control.finish());
-        self.links.clear();
     }
 }
 

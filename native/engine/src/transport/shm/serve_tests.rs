@@ -15,7 +15,8 @@ use crate::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
         Quiet, Seq, Token, WorkRequest,
     },
-    memory::{Backing, RegionMemory},
+    domain::{Aperture, Stay},
+    memory::{Allocation, Backing, RegionMemory},
     time::Time,
     wake::Waker,
 };
@@ -80,6 +81,43 @@ impl Pair {
     fn poll_b(&mut self) {
         self.now = self.now.after(Duration::from_millis(1));
         self.b.poll(self.now, &NoRoom, &mut self.of_b);
+    }
+
+    /// Memory of `b` that `a` may store to by itself, and where.
+    fn show(&mut self) -> (Arc<Allocation>, Arc<Aperture>) {
+        let memory = Arc::new(Allocation::new(4096).unwrap());
+        let (base, backing) =
+            (memory.base(), Backing::Owned { allocation: Arc::clone(&memory), offset: 0 });
+        self.b
+            .register(&Arc::new(RegionMemory::new(KEY, base, 4096, backing, None)), None)
+            .unwrap();
+        let local = [0u8; 16];
+        let data = Data {
+            local: LocalAddr(local.as_ptr() as usize),
+            local_region: 0,
+            local_seq: Seq::at(0),
+            remote: KEY,
+            remote_keys: RailKeys::default(),
+            remote_seq: Seq::at(0),
+            page_len: 16,
+            pages: 1,
+        };
+        let early = self.a.aperture(self.mine, KEY, None).unwrap_err();
+        assert!(early.contains("not shown it yet"), "{early}");
+        self.a.post(self.mine, Token::default(), &WorkRequest::Prepare { data }).unwrap();
+        for _ in 0..10 {
+            self.poll_b();
+            self.poll_a();
+        }
+        let aperture = self.a.aperture(self.mine, KEY, None).unwrap();
+        (memory, aperture)
+    }
+
+    fn poll_both(&mut self) {
+        for _ in 0..10 {
+            self.poll_a();
+            self.poll_b();
+        }
     }
 
     /// `a` copies all of `from` into `memory` of `b`, and says nothing of it before it is polled again.
@@ -271,4 +309,86 @@ fn a_link_that_waits_for_the_end_of_its_peer_lets_its_engine_sleep() {
     // A copy of `b` holds up the end of its side.
     pair.poll_b();
     assert!(sleeps(&mut pair.b, &mut pair.now));
+}
+
+/// What a device does.
+fn store(stay: &Stay, value: u8) {
+    let at = stay.address(100, 1).unwrap() as *mut u8;
+    // SAFETY: the stay keeps the peer's memory mapped, and nobody else writes there.
+    unsafe { at.write_volatile(value) };
+}
+
+fn read(memory: &Allocation) -> u8 {
+    // SAFETY: inside of an allocation that lives, and read after whoever wrote has said so.
+    unsafe { ((memory.base() + 100) as *const u8).read_volatile() }
+}
+
+#[test]
+fn mr_1_memory_that_a_device_stores_to_is_quiet_when_it_has_ended_and_not_before() {
+    let mut pair = Pair::new();
+    let (memory, aperture) = pair.show();
+    let stay = aperture.enter().unwrap();
+    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    pair.poll_both();
+    assert!(!is_quiet(&pair.of_b), "a device may be storing");
+    assert!(aperture.enter().is_none(), "none begins any more");
+    assert!(pair.a.arm(), "nobody spins for it");
+    pair.a.disarm();
+    store(&stay, 7);
+    assert_eq!(read(&memory), 7);
+    drop(stay);
+    assert!(!pair.a.arm(), "there is something to say");
+    pair.poll_both();
+    assert!(is_quiet(&pair.of_b));
+}
+
+#[test]
+fn mr_1_a_region_that_no_device_stores_to_is_given_back_at_once() {
+    let mut pair = Pair::new();
+    let (_memory, aperture) = pair.show();
+    drop(aperture.enter());
+    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    pair.poll_both();
+    assert!(is_quiet(&pair.of_b) && !aperture.is_open());
+    assert!(pair.a.aperture(pair.mine, KEY, None).is_err());
+}
+
+#[test]
+fn mr_1_a_link_ends_for_the_owner_when_the_device_has_ended() {
+    for leaves in [true, false] {
+        let mut pair = Pair::new();
+        let (memory, aperture) = pair.show();
+        let stay = aperture.enter().unwrap();
+        match leaves {
+            true => pair.a.disconnect(pair.mine, "enough"),
+            false => pair.b.disconnect(pair.theirs, "enough"),
+        }
+        pair.poll_both();
+        assert!(is_down(&pair.of_a), "whoever waits for the peer is told at once (RS-4)");
+        assert!(aperture.enter().is_none());
+        assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+        pair.poll_both();
+        assert!(!is_quiet(&pair.of_b), "a device may be storing");
+        assert!(pair.a.arm(), "nobody spins for it");
+        pair.a.disarm();
+        store(&stay, 9);
+        assert_eq!(read(&memory), 9);
+        drop(stay);
+        pair.poll_both();
+        assert!(is_quiet(&pair.of_b) && pair.a.links.is_empty());
+    }
+}
+
+#[test]
+fn mr_1_an_engine_that_closes_while_a_device_stores_leaves_the_peer_waiting() {
+    let mut pair = Pair::new();
+    let (_memory, aperture) = pair.show();
+    let stay = aperture.enter().unwrap();
+    pair.a.close();
+    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    for _ in 0..20 {
+        pair.poll_b();
+    }
+    assert!(!is_quiet(&pair.of_b));
+    drop(stay);
 }

@@ -32,6 +32,8 @@ pub struct SimConfig {
     pub max_message: usize,
     /// Work requests that a link takes at a time.
     pub window: usize,
+    /// Peers' memory can be stored to, as on one host.
+    pub apertures: bool,
     /// Bytes are carried. Else only time passes: for measuring rates that no memory keeps up with.
     pub carries: bool,
 }
@@ -62,6 +64,7 @@ impl Default for SimConfig {
             max_pages: 4,
             max_message: 1 << 16,
             window: 16,
+            apertures: false,
             carries: true,
         }
     }

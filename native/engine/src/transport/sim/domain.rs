@@ -9,10 +9,10 @@ use super::{
     SimConfig,
 };
 use crate::{
-    api::{Endpoint, EngineAddress, TransportKind},
+    api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
-        Admit, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
-        Pinned, Post, Quiet, Receipts, Token, WorkRequest,
+        Admit, Aperture, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        NicKeys, Pinned, Post, Quiet, Receipts, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -82,11 +82,23 @@ impl Domain for SimDomain {
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
-        if let Some(node) = self.world.lock().nodes.get_mut(&self.port) {
+        let mut world = self.world.lock();
+        if let Some(node) = world.nodes.get_mut(&self.port) {
             // As with an adapter: what lands from now on finds an invalid key.
             node.book.remove(index);
         }
-        Quiet::Now
+        world.withdraw(self.port, index)
+    }
+
+    fn aperture(
+        &mut self,
+        link: LinkId,
+        key: RegionKey,
+        _by: Option<i32>,
+    ) -> Result<Arc<Aperture>, String> {
+        let mut world = self.world.lock();
+        let (there, _) = self.there(&world, link).ok_or("the link is down")?;
+        world.show((self.port, there.0), key, Arc::downgrade(&self.world))
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

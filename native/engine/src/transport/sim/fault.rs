@@ -195,6 +195,7 @@ impl World {
         for port in ports.into_iter().filter(|p| p.engine == engine) {
             self.end(port, there, &cause);
         }
+        self.end_apertures_of(engine);
     }
 
     /// A NIC is no more.

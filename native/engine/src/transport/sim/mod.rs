@@ -4,6 +4,7 @@
 //! Two ends of a link know of each other only by what travels. What is on its way lands as long as the end it
 //! comes to is up, whatever became of the end that sent it; each end learns of a loss in its own time.
 
+mod apertures;
 mod clock;
 mod config;
 mod domain;

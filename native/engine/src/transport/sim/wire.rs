@@ -12,6 +12,7 @@ use std::{
 use slab::Slab;
 
 use super::{
+    apertures::Apertures,
     free::Free,
     land::Job,
     node::{ByName, Nodes, Port, Side},
@@ -123,6 +124,7 @@ pub(crate) struct World {
     pub stirred: BTreeSet<EngineId>,
     /// What is under way where nothing has a time of its own.
     pub free: Option<Free>,
+    pub apertures: Apertures,
     coming: Slab<Scheduled>,
     events: BinaryHeap<Reverse<Due>>,
     lanes: HashMap<(LinkName, Port), Lane, ByName>,
@@ -143,6 +145,7 @@ impl World {
             notes: 0,
             trace: None,
             stirred: BTreeSet::new(),
+            apertures: Apertures::default(),
             coming: Slab::new(),
             events: BinaryHeap::new(),
             lanes: HashMap::default(),

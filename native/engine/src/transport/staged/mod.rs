@@ -23,8 +23,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
-        NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
+        Aperture, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
+        MessageRoom, NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
@@ -279,6 +279,18 @@ impl<D: Whispers> Domain for Staged<D> {
         match self.withdraw(index) {
             Some(quiet) => quiet,
             None => self.inner.deregister(index),
+        }
+    }
+
+    fn aperture(
+        &mut self,
+        link: LinkId,
+        key: RegionKey,
+        by: Option<i32>,
+    ) -> Result<Arc<Aperture>, String> {
+        match self.inner.reaches(key.nature()) && !self.is_forced() {
+            true => self.inner.aperture(link, key, by),
+            false => Err(format!("{} stages it through host memory", self.kind())),
         }
     }
 

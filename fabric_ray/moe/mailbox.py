@@ -1,0 +1,172 @@
+"""What the kernels of an exchange share with its host: commands in a FIFO, words that are waited
+for, tables. Its other half is native/moe's ``device.rs``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+
+from fabric_ray._native import MoeExchange
+from fabric_ray.kernels import Channel, Words
+from fabric_ray.kernels.channel import add_command
+from fabric_ray.kernels.launch import Launcher
+
+_LINE = 128
+
+
+class Word(enum.IntEnum):
+    """What a device waits for, in the order in which words lie."""
+
+    ABORT = 0
+    OVER = 1
+    ROUTES = 2
+    ROWS = 3
+    ROOM = 4
+    ANSWERS = 5
+    WAYS = 6
+    REST = 7
+
+
+class Told(enum.IntEnum):
+    """What a device has done: the slot of an atomic to its own rank."""
+
+    BEGUN = 0
+    PACKED = 1
+    HANDED_OUT = 2
+    ANSWERED = 3
+    SUMMED = 4
+    REST_STORED = 5
+    COMBINING = 6
+
+
+class Mailbox:
+    """One rank's words, tables and commands. All that a call does is launched, in the same order
+    each time.
+
+    Args:
+        native: the exchange.
+        device: what its kernels run on.
+        launcher: launches there.
+    """
+
+    def __init__(
+        self, native: MoeExchange, rank: int, device: torch.device, launcher: Launcher
+    ) -> None:
+        self._launcher = launcher
+        words, (row_turns, answer_turns) = native.device_words, native.device_turns
+        commands = 2 * (5 + row_turns + answer_turns)
+        capacity = max(32, 1 << (commands - 1).bit_length())
+        # What the host writes and reads, in its memory, behind one another.
+        self.host = _zeros(_LINE + 16 * capacity + 8 * words, device, on_host=True)
+        completed, slots = self.host[:_LINE], self.host[_LINE : _LINE + 16 * capacity]
+        self.words = self.host[_LINE + 16 * capacity :].view(torch.int64)
+        self.completed = completed.view(torch.int64)
+        self.pushers = _zeros(_LINE, device).view(torch.int64)
+        self.fifo = Words(slots.data_ptr(), self.pushers.data_ptr(), completed.data_ptr(), capacity)
+        self.tables = {
+            name: self.words[first : first + n] for name, first, n in native.device_areas
+        }
+        self.mirror = {
+            name: torch.zeros_like(of, device=device) for name, of in self.tables.items()
+        }
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        told = [add_command(rank, slot, 0) for slot in Told]
+        self._commands = _each(torch.tensor(told, dtype=torch.int64, device=device))
+        self._command = torch.zeros_like(self._commands[0])
+        # 1 until a wait ends without what it waited for, then 0 for good; and what that adds to the
+        # words of a command.
+        self._added = torch.tensor([[1, 0]], dtype=torch.int64, device=device)
+        self.gate = self._added[0, :1]
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._waited = torch.zeros(1, dtype=torch.int32, device=device)
+        # Of each wait, the value that is waited for, and by how much it grows with each exchange;
+        # one more for an exchange to be over if its answers are summed.
+        values = [-2, 0, 0, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
+        grows = [2, 1, 1, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
+        self._values = torch.tensor(values, dtype=torch.int64, device=device)
+        self._grows = torch.tensor(grows, dtype=torch.int64, device=device)
+        each = _each(self._values)
+        self.over, self.routed, self.answered, self.ways, self.rest = each[:5]
+        self.lots, self.rooms = each[5 : 5 + row_turns], each[5 + row_turns :]
+
+    def warm_up(self) -> None:
+        """What torch launches in between is loaded: later that could wait for a kernel that
+        waits."""
+        self._values.add_(torch.zeros_like(self._grows))
+        self.combined(False)
+        self.over.add_(0)
+        for name in self.tables:
+            self.fetch(name)
+        self.give("note")
+        torch.add(self._commands[0], self._added, out=self._command)
+
+    def set_timeout(self, seconds: float) -> None:
+        """For waits that are launched from now on."""
+        abort = self._word(Word.ABORT)
+        self._channel = Channel(self._launcher, self.fifo, abort=abort, timeout=seconds)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the host has ended all waits."""
+        return bool(self.words[Word.ABORT])
+
+    def begin(self) -> None:
+        """Waits are for the next exchange from now on."""
+        self._values.add_(self._grows)
+
+    def combined(self, summed: bool) -> None:
+        """Whether the next exchange waits for the answers of this one to be summed."""
+        if summed:
+            self.over.add_(1)
+        else:
+            self.over.bitwise_and_(-2)
+
+    def wait(self, word: Word, value: Tensor) -> None:
+        """Until the word has this value."""
+        self._channel.wait_word(self._word(word), value, self._waited, gate=self.gate)
+
+    def tell(self, told: Told) -> None:
+        """What was launched before is done."""
+        torch.add(self._commands[told], self._added, out=self._command)
+        self._channel.push(self._command, self._one, self._index, self._waited, at_once=False)
+
+    def give(self, name: str) -> None:
+        """A table of the device's, to the host."""
+        self.tables[name].copy_(self.mirror[name], non_blocking=True)
+
+    def fetch(self, name: str) -> Tensor:
+        """What the host has written down, on the device; zeros once a wait failed, for then it
+        may be another exchange's (RS-1)."""
+        return self.mirror[name].copy_(self.tables[name], non_blocking=True).mul_(self.gate)
+
+    def chunks(self, name: str) -> tuple[Tensor, Tensor]:
+        """A table of chunks, and how many there are."""
+        table = self.fetch(name)
+        return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
+
+    def missing(self, ranks: int) -> Tensor:
+        """Whose answers don't come; nobody's do once a wait failed."""
+        missing = self.fetch("missing").add_(self.gate - 1)
+        return missing.view(torch.uint8)[:ranks]
+
+    def _word(self, word: Word) -> int:
+        return self.words.data_ptr() + 8 * word
+
+
+def _zeros(nbytes: int, device: torch.device, *, on_host: bool = False) -> Tensor:
+    """Zero bytes from the beginning of a line, on the device or where the host sees them too."""
+    where: dict[str, object] = {"device": device}
+    if on_host:
+        where = {"pin_memory": device.type == "cuda"}
+    whole = torch.zeros(nbytes + _LINE, dtype=torch.uint8, **where)  # type: ignore[call-overload]
+    begin = -whole.data_ptr() % _LINE
+    found: Tensor = whole[begin : begin + nbytes]
+    return found
+
+
+def _each(tensor: Tensor) -> list[Tensor]:
+    """Views of what it is made of, one by one."""
+    return [tensor[i : i + 1] for i in range(len(tensor))]

@@ -1,0 +1,141 @@
+//! A peer's memory that devices of this process store to by themselves, without a work request.
+
+use std::{
+    any::Any,
+    fmt,
+    sync::{
+        atomic::{AtomicUsize, Ordering::SeqCst},
+        Arc,
+    },
+};
+
+use parking_lot::Mutex;
+
+/// What keeps a peer's memory where an aperture shows it.
+pub(crate) type Held = Arc<dyn Any + Send + Sync>;
+
+/// Where stores to a peer's region go, for as long as its owner lets them.
+///
+/// Whoever stores has a [`Stay`] from before the first store until after the last one. The owner's memory is not quiet
+/// while there is one, and none begins once the owner has taken the region back, or the connection to it has ended (MR-1).
+pub struct Aperture {
+    base: usize,
+    len: u64,
+    /// What is mapped, and in use: `None` once it was shut.
+    held: Mutex<Option<Held>>,
+    stays: AtomicUsize,
+    /// Has somebody look whether the last stay is over. May be called under any lock.
+    left: Box<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for Aperture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (state, stays) = (if self.is_open() { "open" } else { "shut" }, self.stays());
+        write!(f, "Aperture({} bytes, {state}, {stays} stays)", self.len)
+    }
+}
+
+impl Aperture {
+    /// `len` bytes at `base`, which are there for as long as `held` is.
+    pub(crate) fn new(
+        base: usize,
+        len: u64,
+        held: Held,
+        left: impl Fn() + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            base,
+            len,
+            held: Mutex::new(Some(held)),
+            stays: AtomicUsize::new(0),
+            left: Box::new(left),
+        })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Begins to store; `None` if that is over for good.
+    pub fn enter(self: &Arc<Self>) -> Option<Stay> {
+        let held = self.held.lock();
+        let held = Some(Arc::clone(held.as_ref()?));
+        self.stays.fetch_add(1, SeqCst);
+        Some(Stay { aperture: Arc::clone(self), held })
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.held.lock().is_some()
+    }
+
+    /// Lets nobody in any more; those who are in stay.
+    pub(crate) fn shut(&self) {
+        let held = self.held.lock().take();
+        drop(held);
+    }
+
+    pub(crate) fn stays(&self) -> usize {
+        self.stays.load(SeqCst)
+    }
+}
+
+/// Stores to a peer's region may be under way. To be dropped when none is, and none follows.
+#[derive(Debug)]
+pub struct Stay {
+    aperture: Arc<Aperture>,
+    held: Option<Held>,
+}
+
+impl Stay {
+    /// The address of `len` bytes from `offset` of the region; `None` if they don't lie inside (MR-3).
+    pub fn address(&self, offset: u64, len: u64) -> Option<usize> {
+        let end = offset.checked_add(len)?;
+        (end <= self.aperture.len).then(|| self.aperture.base + offset as usize)
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        self.held = None;
+        self.aperture.stays.fetch_sub(1, SeqCst);
+        (self.aperture.left)();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mr_1_who_is_in_keeps_what_is_stored_to_and_nobody_comes_after() {
+        let (memory, told) = (Arc::new([0u8; 64]), Arc::new(AtomicUsize::new(0)));
+        let tell = Arc::clone(&told);
+        let left = move || {
+            tell.fetch_add(1, SeqCst);
+        };
+        let aperture =
+            Aperture::new(memory.as_ptr() as usize, 64, Arc::clone(&memory) as Held, left);
+        let (one, other) = (aperture.enter().unwrap(), aperture.enter().unwrap());
+        aperture.shut();
+        assert!(aperture.enter().is_none() && !aperture.is_open());
+        drop(one);
+        assert_eq!((aperture.stays(), Arc::strong_count(&memory), told.load(SeqCst)), (1, 2, 1));
+        drop(other);
+        assert_eq!((aperture.stays(), Arc::strong_count(&memory), told.load(SeqCst)), (0, 1, 2));
+    }
+
+    #[test]
+    fn mr_3_no_address_lies_outside() {
+        let aperture = Aperture::new(4096, 64, Arc::new(()), || {});
+        let stay = aperture.enter().unwrap();
+        assert_eq!(stay.address(16, 48), Some(4112));
+        for (offset, len) in [(16, 49), (65, 0), (u64::MAX, 2)] {
+            assert_eq!(stay.address(offset, len), None);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Memory that one node stores to by itself at another, as on one host: the network has no part in it.
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::{node::Port, wire::World};
+use crate::{
+    api::{EngineId, RegionKey},
+    domain::{Aperture, Completion, Held, Quiet},
+};
+
+/// An aperture of `by` into a region.
+struct Shown {
+    by: EngineId,
+    owner: Port,
+    index: u32,
+    aperture: Arc<Aperture>,
+}
+
+/// All apertures of a network.
+#[derive(Default)]
+pub(crate) struct Apertures {
+    shown: Vec<Shown>,
+    /// Regions that were withdrawn, and not all stays in them are over.
+    leaving: Vec<(Port, u32)>,
+}
+
+impl World {
+    /// Shows a region to another node of this network.
+    pub fn show(
+        &mut self,
+        (by, owner): (Port, Port),
+        key: RegionKey,
+        world: Weak<Mutex<World>>,
+    ) -> Result<Arc<Aperture>, String> {
+        if !self.config.apertures {
+            return Err("this network shows no memory of its nodes".into());
+        }
+        let node = self.nodes.get(&owner).ok_or("its node is dead")?;
+        let region = node.book.lookup_for(Some(by.engine), key).map_err(|e| e.to_string())?;
+        let (base, len, held) = (region.base, region.len, Arc::clone(region) as Held);
+        let left = move || {
+            if let Some(world) = world.upgrade() {
+                world.lock().end_stays();
+            }
+        };
+        let aperture = Aperture::new(base, len, held, left);
+        let (by, index) = (by.engine, key.index);
+        self.apertures.shown.push(Shown { by, owner, index, aperture: Arc::clone(&aperture) });
+        Ok(aperture)
+    }
+
+    /// A region is withdrawn: nobody begins to store there any more (MR-1).
+    pub fn withdraw(&mut self, owner: Port, index: u32) -> Quiet {
+        let of_region = |s: &&Shown| s.owner == owner && s.index == index;
+        self.apertures.shown.iter().filter(of_region).for_each(|s| s.aperture.shut());
+        match self.apertures.is_entered(owner, index) {
+            true => {
+                self.apertures.leaving.push((owner, index));
+                Quiet::Later
+            }
+            false => Quiet::Now,
+        }
+    }
+
+    /// What a node that is no more had under way will never land.
+    pub fn end_apertures_of(&mut self, engine: EngineId) {
+        let shown = &mut self.apertures.shown;
+        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut());
+        shown.retain(|s| s.by != engine);
+        self.end_stays();
+    }
+
+    /// Tells owners whose last stay is over.
+    fn end_stays(&mut self) {
+        let leaving = std::mem::take(&mut self.apertures.leaving);
+        let (still, over) = leaving
+            .into_iter()
+            .partition(|(owner, index)| self.apertures.is_entered(*owner, *index));
+        self.apertures.leaving = still;
+        for (owner, index) in over {
+            if let Some(node) = self.nodes.get_mut(&owner) {
+                node.inbox.push_back(Completion::RegionQuiet { index });
+                self.stirred.insert(owner.engine);
+            }
+        }
+        self.apertures.shown.retain(|s| s.aperture.is_open() || s.aperture.stays() > 0);
+    }
+}
+
+impl Apertures {
+    fn is_entered(&self, owner: Port, index: u32) -> bool {
+        let of_region = |s: &&Shown| s.owner == owner && s.index == index;
+        self.shown.iter().filter(of_region).any(|s| s.aperture.stays() > 0)
+    }
+}

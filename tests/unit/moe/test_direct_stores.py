@@ -1,0 +1,396 @@
+"""Kernels that store rows and answers straight to peers' memory, run on the processor over shm."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine, errors
+from fabric_ray.kernels import structs
+from fabric_ray.kernels.channel import ARGUMENTS
+from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.moe import STORED
+from fabric_ray.moe import AllToAll, device
+from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, layer, serve
+from tests.host_kernels import Host
+from tests.moe_ranks import batch, expert
+from tests.processes import Other, within
+
+LIMIT = 60.0
+SIZES: dict[str, Any] = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
+#: What memory holds that nobody has written to.
+BLANK = 0x5A
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def host(build: Path) -> Host:
+    host = Host(build)
+    for file in {**structs.ARGUMENTS, **ARGUMENTS}:
+        host.built(file)
+    return host
+
+
+#: What a rank is: on kernels that store directly or don't, or without kernels.
+DIRECT, KERNELS, PLAIN = "direct", "kernels", "plain"
+
+
+@contextmanager
+def group(
+    host: Host, kinds: Sequence[str], *, wrap: Callable[[int, Host], Launcher] | None = None,
+    transport: str = "shm", **options: Any,
+) -> Iterator[list[AllToAll]]:  # fmt: skip
+    """Ranks that know one another, and which way rows go."""
+    sizes = {**SIZES, **options}
+    with ExitStack() as stack:
+        ranks = []
+        for rank, kind in enumerate(kinds):
+            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
+            launcher: Launcher | None = None
+            if kind != PLAIN:
+                own = host.another()
+                launcher = own if wrap is None else wrap(rank, own)
+            ranks.append(
+                AllToAll(
+                    engine,
+                    rank=rank,
+                    ranks=len(kinds),
+                    launcher=launcher,
+                    direct=kind == DIRECT,
+                    **sizes,
+                )
+            )
+        cards = [a.card() for a in ranks]
+        for a in ranks:
+            a.connect(cards)
+        if transport == "shm":
+            for a, kind in zip(ranks, kinds, strict=True):
+                if kind == DIRECT:
+                    within(LIMIT, "all can be stored to", functools.partial(is_straight, a))
+        yield ranks
+
+
+def together(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
+    """What ``work`` returns on each rank, each in a thread; the first error is raised."""
+    results: list[Any] = [None] * len(ranks)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = work(ranks[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(ranks))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(LIMIT)
+        assert not t.is_alive(), "a rank hangs"
+    for r in results:
+        if isinstance(r, Exception):
+            raise r
+    return results
+
+
+def unsharded(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
+) -> torch.Tensor:
+    """The same in one place, without the experts that are gone."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(len(x)):
+        for k in range(idx.shape[1]):
+            if idx[t, k] >= 0 and int(idx[t, k]) not in gone:
+                out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
+    return out.to(torch.bfloat16)
+
+
+def given(seed: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return batch(seed, tokens, EXPERTS, TOPK, HIDDEN)
+
+
+MIXES = [
+    (DIRECT, DIRECT),
+    (DIRECT, DIRECT, DIRECT),
+    (DIRECT, PLAIN),
+    (DIRECT, KERNELS, PLAIN),
+]
+
+
+@pytest.mark.parametrize("private", [0, 2, 64])
+@pytest.mark.parametrize("kinds", MIXES, ids="-".join)
+def test_ranks_that_store_and_ranks_that_do_not_are_one_exchange(
+    host: Host, kinds: tuple[str, ...], private: int
+) -> None:
+    with group(host, kinds, private_rows=private) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn, tokens in enumerate([TOKENS, 0, 1, 7]):
+                x, idx, w = given(turn * 10 + a.rank, tokens)
+                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                a.check()
+            assert a.left_out == ()
+
+        together(ranks, work)
+
+
+@pytest.mark.parametrize("shared_rows", [1, 5])
+def test_a_small_shared_buffer_takes_what_does_not_go_straight(
+    host: Host, shared_rows: int
+) -> None:
+    with group(host, (DIRECT, PLAIN, DIRECT), private_rows=1, shared_rows=shared_rows) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn in range(3):
+                x, idx, w = given(turn * 10 + a.rank)
+                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+
+        together(ranks, work)
+
+
+def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
+    with group(host, (DIRECT, PLAIN, DIRECT)) as ranks:
+
+        def work(a: AllToAll) -> None:
+            for turn in range(6):
+                x, idx, w = given(turn * 10 + a.rank)
+                if turn % 3 == 2:
+                    assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                else:
+                    a.dispatch_send(x, idx)
+                    a.dispatch_recv()
+
+        together(ranks, work)
+
+
+@pytest.mark.parametrize("private", [2, 64])
+def test_rows_and_answers_go_straight_without_a_copy_between(host: Host, private: int) -> None:
+    """Neither a rank's own rows nor its shared buffer hold what goes to its peer. Answers wait for
+    nobody: to a peer that has yet to take its rows they go by the buffer, so that it is enough if
+    they have gone straight in one of many exchanges."""
+    with group(host, (DIRECT, DIRECT), private_rows=private) as ranks:
+        half = EXPERTS // 2
+        both = threading.Barrier(2)
+
+        def work(a: AllToAll) -> bool:
+            steps = a._steps
+            assert steps is not None
+            x, idx, w = given(a.rank)
+            # All to the other rank.
+            to = torch.stack([torch.randperm(half) for _ in range(TOKENS)])[:, :TOPK]
+            idx = (1 - a.rank) * half + to
+            own = steps._rows(steps._row_stride)
+            own.fill_(BLANK)
+            both.wait(LIMIT)
+            a.dispatch_send(x, idx)
+            assert (own == BLANK).all(), "rows were packed here first"
+            got = a.dispatch_recv()
+            y = torch.zeros_like(got.x)
+            for local, number in enumerate(a.local_experts):
+                y[got.of(local)] = expert(number, got.x[got.of(local)])
+            start = next(nbytes for name, _, nbytes in a._native.areas if name == "private")
+            shared = steps._memory[start : steps._own]
+            shared.fill_(BLANK)
+            both.wait(LIMIT)
+            a.combine_send(y)
+            straight = bool((shared == BLANK).all())
+            assert torch.equal(a.combine_recv(w), unsharded(x, idx, w))
+            return straight
+
+        assert any(all(together(ranks, work)) for _ in range(50))
+
+
+def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
+    with group(host, (DIRECT, KERNELS, PLAIN)) as (direct, kernels, plain):
+        assert "rows to rank 1: stored by this rank's kernels" in direct.explain()
+        assert "rows to rank 2: stored by this rank's kernels" in direct.explain()
+        assert "rows to rank 0: written by the engine: direct stores are turned off" in (
+            kernels.explain()
+        )
+        assert "rows to rank 0: written by the engine: no kernels" in plain.explain()
+        direct.mask(2)
+        assert "rows to rank 2: it is not here" in direct.explain()
+    with group(host, (DIRECT, PLAIN), transport="tcp") as (far, _):
+        within(LIMIT, "the way is known", lambda: "not known yet" not in far.explain())
+        assert "written by the engine: tcp has no memory of the peer's within reach" in (
+            far.explain()
+        )
+
+
+class Stalling:
+    """Launches, and stands still before the first kernel of a name that stores to a peer, until it
+    is let go."""
+
+    def __init__(self, host: Host, kernel: str) -> None:
+        self._host, self._kernel = host, kernel
+        self.stands, self.go = threading.Event(), threading.Event()
+
+    def launch(
+        self, file: str, kernel: str, grid: tuple[int, int], threads: int, arguments: Any
+    ) -> None:
+        if kernel == self._kernel and self._stores(arguments):
+            self.stands.set()
+            assert self.go.wait(LIMIT)
+        self._host.launch(file, kernel, grid, threads, arguments)
+
+    def _stores(self, arguments: Any) -> bool:
+        if self._kernel == "pack_rows":
+            return ctypes.c_uint64.from_address(arguments.ways).value > 0
+        n = ctypes.c_uint32.from_address(arguments.chunks.n).value
+        words = (ctypes.c_uint64 * (3 * n)).from_address(arguments.chunks.chunk)
+        return any(words[3 * i + 2] & STORED for i in range(n))
+
+
+@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
+def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
+    host: Host, kernel: str
+) -> None:
+    """It is masked, and lives; its kernel stores late, and to nobody's harm."""
+    stalls: list[Stalling] = []
+
+    def wrap(_: int, own: Host) -> Launcher:
+        stalls.append(Stalling(own, kernel))
+        return stalls[-1]
+
+    with group(host, (DIRECT, PLAIN), wrap=wrap, timeout=LIMIT) as (stalled, a):
+        (stall,) = stalls
+
+        def exchange(rank: AllToAll) -> None:
+            # Whoever is in a call when the other is masked may be told there.
+            with contextlib.suppress(errors.NotQuiesced):
+                while not stall.stands.is_set():
+                    layer(rank, *given(rank.rank))
+
+        both = [threading.Thread(target=exchange, args=(rank,)) for rank in (stalled, a)]
+        for one in both:
+            one.start()
+        assert stall.stands.wait(LIMIT)
+        a.set_timeout(0.2)
+        a.mask(0, "it stands still")
+        both[1].join(LIMIT)
+        x, idx, w = given(0)
+        with pytest.raises(errors.NotQuiesced):
+            a.dispatch_send(x, idx)
+        a.set_timeout(LIMIT)
+        stall.go.set()
+        gone = range(EXPERTS // 2)
+        for seed in range(3):
+            x, idx, w = given(seed)
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+        stalled.mask(1, "it has masked this one")
+        both[0].join(LIMIT)
+        assert not both[0].is_alive()
+
+
+def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -> None:
+    """Nothing of its is stored then, so that nobody waits for it."""
+    with group(host, (DIRECT, PLAIN)) as (silent, a):
+        x, idx, w = given(0)
+
+        def dispatch(rank: AllToAll) -> None:
+            rank.dispatch_send(x, idx)
+            rank.dispatch_recv()
+
+        together([silent, a], dispatch)
+        a.mask(0, "it says nothing")
+        a.set_timeout(LIMIT)
+        assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, range(EXPERTS // 2)))
+        assert "it has taken its memory back" in silent.explain()
+
+
+@pytest.mark.parametrize("private", [2, 64])
+@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
+def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
+    host: Host, build: Path, kernel: str, private: int
+) -> None:
+    """What it had stored by then is nobody's row, and its memory is stored to in vain."""
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(
+                Other(serve, rank, 3, build, kernel if rank == 2 else None, private)
+            )
+            for rank in range(3)
+        ]
+        cards = [other.hear(LIMIT) for other in others]
+        for other in others:
+            other.say(cards)
+        for other in others:
+            other.hear(LIMIT)
+        dying = range(2 * EXPERTS // 3, EXPERTS)
+        # With rows beyond the private slots, rows are packed twice in each exchange.
+        early = kernel == "pack_rows" and private < TOKENS * 2
+        lives = others[:2]
+        if not early:
+            for other in others:
+                other.say(0)
+            for rank, other in enumerate(others):
+                sums, left_out, _ = other.hear(LIMIT)
+                assert torch.equal(sums, unsharded(*given(rank)))
+                assert left_out == ()
+        for seed in (10, 20, 30):
+            for other in others if seed == 10 else lives:
+                other.say(seed)
+            for rank, other in enumerate(lives):
+                sums, left_out, lost = other.hear(LIMIT)
+                assert lost == [2]
+                assert left_out == (2,)
+                assert torch.equal(sums, unsharded(*given(seed + rank), dying))
+        others[2].process.join(LIMIT)
+        assert others[2].process.exitcode == -9
+
+
+class Recorder:
+    """Launches, and keeps what was launched to launch it again, as a CUDA graph does."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(self, *launched: Any) -> None:
+        self.launches.append(launched)
+        self._host.launch(*launched)
+
+
+def test_a_graph_that_outlives_its_exchange_moves_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it uses is kept, and every wait of its ends at once."""
+    monkeypatch.setattr(device, "_is_captured", lambda _: True)
+    monkeypatch.setattr(device, "_OF_GRAPHS", [])
+    recorder = Recorder(host.another())
+    with TransferEngine(name="alone", transport="shm") as engine:
+        a = AllToAll(engine, rank=0, ranks=1, launcher=recorder, **SIZES)
+        x, idx, w = given(0)
+        a.dispatch_send(x, idx)
+        got = a.dispatch_recv()
+        y = torch.zeros_like(got.x)
+        a.combine_send(y)
+        sums = a.combine_recv(w)
+        steps = a._steps
+        assert steps is not None
+        box = weakref.ref(steps._box)
+        del a, steps
+        gc.collect()
+        kept = box()
+        assert kept is not None
+        assert kept.aborted
+        # What a graph does between kernels.
+        kept.begin()
+        for launched in recorder.launches:
+            recorder._host.launch(*launched)
+        assert int(kept.gate) == 0, "a wait was not ended"
+        assert len(sums) == len(x) == len(y[: len(x)])
