@@ -18,14 +18,17 @@ mod context;
 mod feed;
 mod gateway;
 mod grid;
+mod jobs;
 mod layout;
 mod machine;
+mod reader;
 mod received;
 mod ring;
 mod signals;
 mod slots;
 mod spec;
 mod take;
+mod workers;
 
 use std::{
     fmt,
@@ -42,10 +45,12 @@ use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
     card::Card,
-    context::Io,
+    context::{Given, Io},
+    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
     machine::{Broken, Machine, Traffic},
     spec::Spec,
+    workers::{device, Prompt},
 };
 use crate::{
     exchange::Dispatched,
