@@ -84,7 +84,7 @@ impl Spec {
     }
 
     /// Bytes of what goes with a token beside its row: head, experts and weights.
-    pub(super) fn meta(&self) -> u64 {
+    pub fn meta(&self) -> u64 {
         super::slots::HEAD + 8 * u64::from(self.shape.topk)
     }
 
