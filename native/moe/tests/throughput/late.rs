@@ -9,21 +9,16 @@ pub struct Late {
     rng: fastrand::Rng,
     /// Jobs that it takes at a time.
     room: usize,
-    /// It never does any.
-    stalls: bool,
+    steps: u32,
     jobs: Vec<(Ticket, Job, u32)>,
 }
 
 impl Late {
-    pub fn new(spec: Spec, region: Region, seed: u64) -> Self {
+    /// One that does a job in one of so many steps; with none, never.
+    pub fn new(spec: Spec, region: Region, seed: u64, steps: u32) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let room = rng.usize(1..5);
-        Self { prompt: Prompt::new(spec, region), rng, room, stalls: false, jobs: Vec::new() }
-    }
-
-    /// It does nothing.
-    pub fn stalled(spec: Spec, region: Region) -> Self {
-        Self { stalls: true, ..Self::new(spec, region, 0) }
+        Self { prompt: Prompt::new(spec, region), rng, room, steps, jobs: Vec::new() }
     }
 }
 
@@ -38,7 +33,7 @@ impl Worker for Late {
     }
 
     fn go_on(&mut self, io: &mut Io<'_, '_>) {
-        while !self.stalls && !self.jobs.is_empty() && self.rng.bool() {
+        while self.steps > 0 && !self.jobs.is_empty() && self.rng.u32(..self.steps) == 0 {
             let one = self.rng.usize(..self.jobs.len());
             let (ticket, job, exchange) = self.jobs.swap_remove(one);
             self.prompt.begin(ticket, job, exchange, io);
