@@ -302,3 +302,103 @@ fn token_of(i: u64, sums: &[Sum]) -> u32 {
     });
     its.map_or(0, |sum| sum.token)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::super::slots::{head, Kind},
+        *,
+    };
+    use crate::{kernels::Float, Back, Shape};
+
+    fn spec(chunk: u32, topk: u32) -> Spec {
+        let back = Back { elements: 4, float: Float::F32 };
+        let shape = Shape {
+            ranks: 4,
+            experts: 64,
+            topk,
+            max_tokens: 64,
+            row_nbytes: 16,
+            back,
+            private_rows: 0,
+            shared_rows: None,
+        };
+        Spec { shape, ranks_per_node: 2, channels: 1, chunk, ring_chunks: 2, threads: 1 }
+    }
+
+    fn device(spec: &Spec, workers: u32) -> Device {
+        let words = AtomicWords::allocate(Form::new(spec, workers).unwrap().words);
+        Device::new(spec, workers, words).unwrap().0
+    }
+
+    fn put() -> Job {
+        Job::Put { to: 0, bytes: vec![0; 8] }
+    }
+
+    #[test]
+    fn the_longest_jobs_of_a_chunk_fit() {
+        for (chunk, topk) in [(1, 1), (1, 8), (32, 8), (7, 64)] {
+            let spec = spec(chunk, topk);
+            let (n, k) = (chunk as usize, topk as usize);
+            let sum = Sum { at: 0, token: 0, terms: topk };
+            let bytes = spec.preamble() as usize;
+            for (job, answer) in [
+                (Job::Put { to: 0, bytes: vec![0; bytes] }, 0),
+                (Job::Look { slots: vec![0], nbytes: spec.preamble() }, bytes / 8),
+                (Job::Pack { first: 0, metas: vec![0; n * spec.meta() as usize] }, 0),
+                (
+                    Job::Look { slots: vec![0; n], nbytes: spec.meta() },
+                    n * spec.meta() as usize / 8,
+                ),
+                (Job::Take { tokens: vec![(0, topk); n], rows: vec![0; n * k] }, 0),
+                (Job::Sum { to: To::Node, sums: vec![sum; n], terms: vec![Term::Node; n * k] }, 0),
+            ] {
+                let device = device(&spec, 1);
+                let place = device.form.place(0, 0);
+                device.write(place, &job, 1);
+                let about = device.words[place + 4].load(Relaxed) as usize;
+                assert!(HEADER + about + answer <= device.form.job, "{job:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn mr_1_a_place_is_taken_until_somebody_has_seen_what_came_of_its_job() {
+        let mut device = device(&spec(4, 2), 2);
+        for ticket in 0..2 * DEPTH as u64 {
+            assert!(device.has_room());
+            device.begin(ticket, put(), 1, &mut Io::Nothing);
+        }
+        assert!(!device.has_room());
+        assert!(device.outcome(2).is_none());
+        // The second job of the first worker is the third.
+        device.words[Form::done(0)].store(2, Release);
+        assert!(!device.has_room());
+        assert!(device.outcome(2).is_some() && device.outcome(4).is_none());
+        // Its places are filled in their turn, and the first is the next.
+        assert!(!device.has_room());
+        assert!(device.outcome(0).is_some() && device.has_room());
+        device.abort();
+        assert!(!device.has_room());
+        assert_eq!(device.words[Form::posted(1)].load(Relaxed), u64::MAX);
+    }
+
+    #[test]
+    fn rs_1_whoever_sent_a_slot_that_says_something_else_is_named() {
+        let mut device = device(&spec(4, 2), 1);
+        let sum = |token| Sum { at: 0, token, terms: 2 };
+        let term = |from| Term::Slot { at: 0, from };
+        let terms = vec![term(0), term(1), Term::Node, term(3)];
+        let job = Job::Sum { to: To::Total, sums: vec![sum(5), sum(6)], terms };
+        device.begin(0, job, 9, &mut Io::Nothing);
+        let found = device.form.place(0, 0) + FOUND;
+        device.words[found].store(3, Relaxed);
+        for (i, word) in words_of(&head(Kind::Sum, 9, 7)).enumerate() {
+            device.words[found + 1 + i].store(word, Relaxed);
+        }
+        device.words[Form::done(0)].store(1, Release);
+        let stop = device.outcome(0).unwrap().unwrap_err().stop(9);
+        let said = format!("{stop:?}");
+        assert!(said.contains("rank: 3") && said.contains("token 7, not of 6"), "{said}");
+    }
+}
