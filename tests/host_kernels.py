@@ -115,6 +115,8 @@ class Stream:
             self._runs.append(run)
 
     def finish(self, timeout: float) -> None:
-        """Waits until all kernels have ended."""
+        """Waits until all kernels have ended; none is launched any more."""
         for run in self._runs:
             run.result(timeout)
+        for thread in self._threads:
+            thread.shutdown()

@@ -44,7 +44,7 @@ def work(rank: int, transport: str, kernels: Path | None, pipe: Connection) -> N
             try:
                 sums = layer(one, x, idx, w)
             except errors.PeerLost as error:
-                break_off = str(error)
+                said = str(error)
                 break
             if turn < TURNS:
                 want = hierarchical(
@@ -57,7 +57,7 @@ def work(rank: int, transport: str, kernels: Path | None, pipe: Connection) -> N
         # Kernels end with the call that failed.
         if stream is not None:
             stream.finish(60.0)
-        pipe.send((break_off, [lost.rank for lost in one.lost]))
+        pipe.send((said, [lost.rank for lost in one.lost]))
         pipe.recv()
 
 

@@ -59,7 +59,7 @@ impl Throughput {
         Ok(shifts.begin())
     }
 
-    /// The workers of a call end; those of one that failed have ended, or will before they touch anything else.
+    /// The workers of a call end; those of one that failed after the job that they are at, if any.
     pub fn end_work(&self, call: u64) {
         if let Some(shifts) = &self.shifts {
             shifts.end(call);
