@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,36 @@ def exchange_kernels(build: Path) -> Host:
     for file in {**structs.ARGUMENTS, **ARGUMENTS}:
         host.built(file)
     return host
+
+
+class Stream:
+    """A launcher that goes on while kernels run, as a GPU's stream does: each block of a launch in
+    a thread, behind the same block of the launch before. Such kernels take the number of their
+    ``first`` block."""
+
+    def __init__(self, host: Host, blocks: int) -> None:
+        self._hosts = [host.another() for _ in range(blocks)]
+        self._threads = [ThreadPoolExecutor(1) for _ in range(blocks)]
+        self._runs: list[Future[None]] = []
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+    ) -> None:
+        assert grid == (len(self._hosts), 1)
+        for i, (host, thread) in enumerate(zip(self._hosts, self._threads, strict=True)):
+            of_block = type(arguments).from_buffer_copy(arguments)
+            of_block.first = i
+            run = thread.submit(host.launch, file, kernel, (1, 1), threads, of_block)
+            self._runs.append(run)
+
+    def finish(self, timeout: float) -> None:
+        """Waits until all kernels have ended; none is launched any more."""
+        for run in self._runs:
+            run.result(timeout)
+        for thread in self._threads:
+            thread.shutdown()

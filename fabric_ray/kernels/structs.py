@@ -126,6 +126,30 @@ class WeightedSum(ctypes.Structure):
     )
 
 
+class Work(ctypes.Structure):
+    _fields_ = (
+        ("shared", _pointer),
+        ("jobs", _u64),
+        ("job_words", _u64),
+        ("call", _u64),
+        ("timeout_ns", _u64),
+        ("depth", _u32),
+        ("first", _u32),
+        ("scratch", _pointer),
+        ("region", _pointer),
+        ("out_stride", _u64),
+        ("meta", _u32),
+        ("elements", _u32),
+        ("of_node", _pointer),
+        ("of_node_stride", _u64),
+        ("totals", _pointer),
+        ("answers", Part),
+        ("parts", _u32),
+        ("unused", _u32),
+        ("part", Part * MAX_PARTS),
+    )
+
+
 #: The struct that each kernel takes, by its file and name.
 ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "moe/routes.cu": dict.fromkeys(
@@ -134,5 +158,6 @@ ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "moe/pack.cu": {"pack_rows": PackRows},
     "moe/placing.cu": {"place_rows": Incoming},
     "moe/move.cu": {"hand_out": HandOut, "pack_answers": PackAnswers},
+    "moe/work.cu": {f"work_{a}": Work for a in FLOATS.values()},
     "moe/sum.cu": {f"sum_{a}_{b}": WeightedSum for a in FLOATS.values() for b in FLOATS.values()},
 }

@@ -44,15 +44,24 @@ def check_rows(
         raise InvalidArgument(f"{what} overlap (a view by expand?); make them contiguous")
 
 
+_HOST = torch.device("cpu")
+
+
 def part(
-    what: str, tensor: Tensor, *, width: int, dtype: torch.dtype, rows: int | None = None
+    what: str,
+    tensor: Tensor,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
+    device: torch.device = _HOST,
 ) -> Part:
     """A tensor ``[rows, width]`` as the native exchange takes it.
 
     Raises:
-        InvalidArgument: as :func:`check_rows`; or it isn't in host memory.
+        InvalidArgument: as :func:`check_rows`; or it isn't on the device.
     """
-    check_rows(what, tensor, width=width, dtype=dtype, rows=rows, device=torch.device("cpu"))
+    check_rows(what, tensor, width=width, dtype=dtype, rows=rows, device=device)
     n, size = tensor.shape[0], tensor.element_size()
     if n == 0 or width == 0:
         return (0, 0, width * size, width * size)

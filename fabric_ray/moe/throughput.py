@@ -11,8 +11,11 @@ from torch import Tensor
 from fabric_ray._native import MoeThroughput
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.kernels import Launcher
 from fabric_ray.moe import rows, tokens
+from fabric_ray.moe.device import check_sizes, gpu
 from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
+from fabric_ray.moe.workers import Memory, WorkerSteps
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class ThroughputAllToAll:
     exchange on all ranks: calls raise :class:`~fabric_ray.errors.PeerLost`, which names it, and
     go on raising it. Make an exchange of the others then.
 
+    With ``device``, rows stay there: each call launches a kernel on torch's current stream that
+    moves and sums them, and ends with the call. A call waits for it, and for what is before it on
+    that stream, so calls can't be captured into a graph. Ranks with and without kernels are one
+    exchange.
+
     Args:
         engine: what the engines of this exchange are like; it opens one for each proxy thread.
         rank: this one, from 0.
@@ -59,9 +67,15 @@ class ThroughputAllToAll:
         ring_chunks: chunks that a ring holds, 2 at least.
         threads: proxy threads, ``channels`` at most.
         timeout: seconds, the same on all ranks; :meth:`set_timeout` changes it.
+        device: the GPU that tokens, indices, weights and answers lie on; the host if ``None``. Each
+            rank on a GPU has a stream of its own.
+        workers: thread blocks of the kernel that moves rows.
+        launcher: launches kernels on ``device``, in place of that GPU.
 
     Raises:
         InvalidArgument: sizes that don't go together.
+        ResourceError: there is no such GPU.
+        CompileError: a kernel doesn't compile for it.
     """
 
     def __init__(
@@ -83,6 +97,9 @@ class ThroughputAllToAll:
         ring_chunks: int = 4,
         threads: int = 1,
         timeout: float = 30.0,
+        device: torch.device | str | None = None,
+        workers: int = 16,
+        launcher: Launcher | None = None,
     ) -> None:
         sizes = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
         rings = {"channels": channels, "chunk": chunk, "ring_chunks": ring_chunks}
@@ -94,6 +111,7 @@ class ThroughputAllToAll:
             max_tokens=max_tokens,
             ranks_per_node=ranks_per_node,
             threads=threads,
+            workers=workers,
         )
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
@@ -104,6 +122,14 @@ class ThroughputAllToAll:
         self._answers = answer_dtype
         self._tokens = 0
         self._rows = 0
+        home = torch.device(device or "cpu")
+        if home.type == "cuda" and home.index is None:
+            home = torch.device("cuda", torch.cuda.current_device())
+        memory: Memory | None = None
+        if launcher is not None or home.type != "cpu":
+            check_sizes(ranks, self._parts)
+            launcher = launcher or gpu(home)
+            memory = Memory(engine, home)
         self._native = MoeThroughput(
             engine,
             rank=rank,
@@ -120,7 +146,22 @@ class ThroughputAllToAll:
             ring_chunks=ring_chunks,
             threads=threads,
             timeout=timeout,
+            far=None if memory is None else (workers, memory.allocate),
         )
+        self._steps: WorkerSteps | None = None
+        if memory is not None and launcher is not None:
+            self._steps = WorkerSteps(
+                self._native,
+                memory,
+                parts=self._parts,
+                topk=topk,
+                hidden=hidden,
+                max_tokens=max_tokens,
+                answer_dtype=answer_dtype,
+                launcher=launcher,
+                workers=workers,
+                timeout=timeout,
+            )
 
     @property
     def rank(self) -> int:
@@ -176,6 +217,8 @@ class ThroughputAllToAll:
         up; one that is in a call may take eight times as long. Give all ranks the same: one with
         less than half a second hears too rarely of those that wait longer."""
         self._native.set_timeout(seconds)
+        if self._steps is not None:
+            self._steps.set_timeout(seconds)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Gives a rank up, which ends the exchange on all ranks. Another thread may do so while a
@@ -204,6 +247,9 @@ class ThroughputAllToAll:
             InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
             PeerLost: a rank has ended the exchange.
         """
+        if self._steps is not None:
+            self._steps.dispatch_send(indices, weights, {"x": x, **parts})
+            return
         experts = rows.indices(indices, self._topk)
         given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
         weight = None
@@ -225,6 +271,8 @@ class ThroughputAllToAll:
             PeerLost: a rank has ended the exchange.
         """
         tokens.check_order(multiple, stride)
+        if self._steps is not None:
+            return self._steps.dispatch_recv(multiple, stride, x)
         counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
         tensors, room = tokens.room(self._parts, total, x)
         self._native.dispatch_recv(room)
@@ -244,6 +292,9 @@ class ThroughputAllToAll:
             InvalidArgument: what doesn't fit; or it isn't combine's turn.
             PeerLost: a rank has ended the exchange.
         """
+        if self._steps is not None:
+            self._steps.combine_send(y)
+            return
         answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
         self._native.combine_send(answers)
 
@@ -264,6 +315,8 @@ class ThroughputAllToAll:
             InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
             PeerLost: a rank has ended the exchange.
         """
+        if self._steps is not None:
+            return self._steps.combine_recv(out, dtype)
         out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
         self._native.combine_recv(room, SUMS[out.dtype])
         return out[: self._tokens]

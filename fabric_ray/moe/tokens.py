@@ -77,7 +77,15 @@ def check_sizes(parts: Sequence[RowPart], answer_dtype: torch.dtype, **sizes: in
             raise InvalidArgument(f"{name} is {value}; give at least 1")
 
 
-def given(parts: Sequence[RowPart], tensors: Mapping[str, Tensor], tokens: int) -> list[rows.Part]:
+_HOST = torch.device("cpu")
+
+
+def given(
+    parts: Sequence[RowPart],
+    tensors: Mapping[str, Tensor],
+    tokens: int,
+    device: torch.device = _HOST,
+) -> list[rows.Part]:
     """The parts of ``tokens`` tokens as the native exchange takes them.
 
     Raises:
@@ -92,12 +100,12 @@ def given(parts: Sequence[RowPart], tensors: Mapping[str, Tensor], tokens: int) 
         if tensor.shape[:1] != (tokens,):
             shape = tuple(tensor.shape)
             raise InvalidArgument(f"{p.name} of {shape} for {tokens} tokens; give one row for each")
-        found.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype))
+        found.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype, device=device))
     return found
 
 
 def room(
-    parts: Sequence[RowPart], total: int, x: Tensor | None
+    parts: Sequence[RowPart], total: int, x: Tensor | None, device: torch.device = _HOST
 ) -> tuple[dict[str, Tensor], list[rows.Part]]:
     """Tensors for ``total`` rows by part, ``x`` in place of a new one, and the same as the native
     exchange takes them.
@@ -105,13 +113,15 @@ def room(
     Raises:
         InvalidArgument: ``x`` is too small, or no such tensor.
     """
-    tensors = {p.name: torch.empty(total, p.width, dtype=p.dtype) for p in parts if p.name != "x"}
-    found = []
+    tensors, found = {}, []
     for p in parts:
-        if p.name == "x":
-            tensors["x"] = torch.empty(total, p.width, dtype=p.dtype) if x is None else x
-        tensor = tensors[p.name]
-        found.append(rows.part(p.name, tensor, width=p.width, dtype=p.dtype, rows=total))
+        tensor = x if p.name == "x" else None
+        if tensor is None:
+            tensor = torch.empty(total, p.width, dtype=p.dtype, device=device)
+        tensors[p.name] = tensor
+        found.append(
+            rows.part(p.name, tensor, width=p.width, dtype=p.dtype, rows=total, device=device)
+        )
     return tensors, found
 
 

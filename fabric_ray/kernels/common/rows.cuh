@@ -55,29 +55,29 @@ FR_DEVICE u32 each_unit(const u8* from, u32 nbytes, Put put) {
   return n * sizeof(T);
 }
 
-// A row to `n` places, `offset` bytes behind the address of each; none where that is 0. It is read once.
-template <class T>
-FR_DEVICE u32 spread(const u8* from, u32 nbytes, const u64* places, u32 n, u64 offset) {
+// A row to `n` places, `offset` bytes behind the address that `at` has for each; none where that is 0. It is read once.
+template <class T, class At>
+FR_DEVICE u32 spread(const u8* from, u32 nbytes, At at, u32 n, u64 offset) {
   return each_unit<T>(from, nbytes, [=](u32 i, T value) {
     for (u32 j = 0; j < n; ++j)
-      if (places[j] != 0) store_unit(reinterpret_cast<T*>(places[j] + offset) + i, value);
+      if (u64 place = at(j)) store_unit(reinterpret_cast<T*>(place + offset) + i, value);
   });
 }
 
 // Every place is a multiple of `unit`, or of 16.
-FR_DEVICE void spread_row(const u8* from, u32 nbytes, const u64* places, u32 n, u64 offset,
-                          u32 unit) {
+template <class At>
+FR_DEVICE void spread_row(const u8* from, u32 nbytes, At at, u32 n, u64 offset, u32 unit) {
   u32 done = 0;
   unit = unit_of(address(from) | offset | unit);
   if (unit == 16)
-    done = spread<Vec16>(from, nbytes, places, n, offset);
+    done = spread<Vec16>(from, nbytes, at, n, offset);
   else if (unit == 8)
-    done = spread<Vec8>(from, nbytes, places, n, offset);
+    done = spread<Vec8>(from, nbytes, at, n, offset);
   else if (unit == 4)
-    done = spread<u32>(from, nbytes, places, n, offset);
+    done = spread<u32>(from, nbytes, at, n, offset);
   else if (unit == 2)
-    done = spread<u16>(from, nbytes, places, n, offset);
-  spread<u8>(from + done, nbytes - done, places, n, offset + done);
+    done = spread<u16>(from, nbytes, at, n, offset);
+  spread<u8>(from + done, nbytes - done, at, n, offset + done);
 }
 
 template <class T>

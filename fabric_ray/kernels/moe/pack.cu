@@ -69,10 +69,12 @@ FR_KERNEL(pack_rows, PackRows) {
     u64 some = 0;
     for (u32 k = 0; k < p.topk; ++k) some |= places[k];
     if (some == 0) continue;
+    const u64* of = places;
+    auto at = [=](u32 k) { return of[k]; };
     u64 offset = 0;
     for (u32 i = 0; i < p.parts; ++i) {
       const Part& part = p.part[i];
-      spread_row(part.row(token), part.width, places, p.topk, offset, unit);
+      spread_row(part.row(token), part.width, at, p.topk, offset, unit);
       offset += part.width;
     }
   }

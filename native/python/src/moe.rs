@@ -82,7 +82,7 @@ pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
 
 /// # Errors
 /// Address 0, or one that nothing of this type lies at.
-fn at<T>(py: Python<'_>, address: usize) -> PyResult<NonNull<T>> {
+pub(crate) fn at<T>(py: Python<'_>, address: usize) -> PyResult<NonNull<T>> {
     NonNull::new(address as *mut T).filter(|p| p.is_aligned()).ok_or_else(|| {
         let text = format!("address {address:#x} is no multiple of {}", align_of::<T>());
         raise(py, &fe::EngineError::Invalid(text))

@@ -1,17 +1,22 @@
 //! One rank of a high-throughput exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
 
+use std::sync::Arc;
+
 use fabric_moe::{
     self as moe,
     kernels::{Part, PartMut},
     routes::Order,
-    throughput::{Spec, Throughput},
+    throughput::{
+        device::{AtomicWords, Form, DEPTH},
+        Far, Layout, Spec, Throughput,
+    },
 };
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    engine::Engine,
+    engine::{Engine, Region},
     errors::OrRaise,
-    moe::{float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
+    moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
 };
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -21,6 +26,18 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 /// One rank of an exchange; `fabric_ray.moe.ThroughputAllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct MoeThroughput(Throughput);
+
+/// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and words.
+fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<Far> {
+    let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
+    let n = Form::new(spec, workers).or_raise(py)?.words;
+    let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
+        allocate.call1((nbytes, n))?.extract()?;
+    // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels read and write them in
+    // turns with the host, in 8 bytes.
+    let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
+    Ok(Far { region: region.get().0.clone(), words, workers })
+}
 
 impl Drop for MoeThroughput {
     /// Leaving waits for others, who may need the interpreter.
@@ -34,7 +51,7 @@ impl MoeThroughput {
     /// `engine` says what the engines of the proxy's threads are like.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout))]
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, far=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
@@ -52,6 +69,7 @@ impl MoeThroughput {
         ring_chunks: u32,
         threads: u32,
         timeout: f64,
+        far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
@@ -67,6 +85,11 @@ impl MoeThroughput {
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
         let patience = self::timeout(py, timeout)?;
         let config = engine.config.clone();
+        if let Some(far) = far {
+            let far = self::far(py, &spec, far)?;
+            let open = || Throughput::open_far(&config, spec, rank, patience, far);
+            return py.detach(open).map(Self).or_raise(py);
+        }
         py.detach(|| Throughput::open(&config, spec, rank, patience)).map(Self).or_raise(py)
     }
 
@@ -162,5 +185,52 @@ impl MoeThroughput {
         let float = float(py, dtype)?;
         // SAFETY: the Python caller holds the tensor during the call, and nobody else uses it.
         py.detach(|| self.0.combine_recv(&mut unsafe { part_mut(out) }, float)).or_raise(py)
+    }
+
+    /// Of what the host shares with so many workers: the first job's word, words from one job to the next, jobs of a worker;
+    /// bytes from one token to the next, and ahead of each.
+    fn work_form(&self, py: Python<'_>, workers: u32) -> PyResult<(usize, usize, usize, u64, u64)> {
+        let spec = self.0.spec();
+        let form = Form::new(&spec, workers).or_raise(py)?;
+        Ok((form.jobs, form.job, DEPTH, spec.out_stride(), spec.meta()))
+    }
+
+    /// The number of the next call, which its workers are launched with.
+    fn begin_work(&self, py: Python<'_>) -> PyResult<u64> {
+        self.0.begin_work().or_raise(py)
+    }
+
+    /// The workers of a call end.
+    fn end_work(&self, call: u64) {
+        self.0.end_work(call);
+    }
+
+    /// As `dispatch_send`, of tokens that kernels know.
+    fn far_dispatch_send(
+        &self,
+        py: Python<'_>,
+        indices: (usize, usize),
+        weights: Option<PartArg>,
+    ) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the Python caller holds the tensors during the call.
+            let weights = weights.map(|w| unsafe { part(w) });
+            // SAFETY: as above; the address is that of an int64 tensor.
+            self.0.far_dispatch_send(unsafe { integers(indices) }, weights)
+        })
+        .or_raise(py)
+    }
+
+    fn far_dispatch_recv(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.far_dispatch_recv(rows)).or_raise(py)
+    }
+
+    fn far_combine_send(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.far_combine_send(rows)).or_raise(py)
+    }
+
+    /// Of how many tokens there are sums.
+    fn far_combine_recv(&self, py: Python<'_>) -> PyResult<u32> {
+        py.detach(|| self.0.far_combine_recv()).or_raise(py)
     }
 }

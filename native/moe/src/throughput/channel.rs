@@ -1,15 +1,18 @@
 //! The lanes of one channel at one rank.
 
+use std::{collections::VecDeque, ops::Range};
+
 use super::{
     commands::Commands,
-    context::{by, Arrivals, Context, Io, Stop},
+    context::{by, Arrivals, Context, Stop},
     feed::Feed,
     gateway::Gateway,
+    jobs::{Begun, Call, Job, Sum, Term, To},
     machine::Traffic,
-    slots::{read_head, Kind, Preamble, HEAD},
+    slots::Preamble,
     take::Take,
 };
-use crate::{kernels::add, routes::Routes};
+use crate::routes::Routes;
 
 #[derive(Debug)]
 pub struct Channel {
@@ -18,22 +21,19 @@ pub struct Channel {
     feeds: Vec<Feed>,
     gateways: Vec<Gateway>,
     takes: Vec<Take>,
+    /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have yet to be put where they
+    /// are sent from.
+    preambles: VecDeque<(u64, Vec<u8>)>,
+    to_pack: Range<u32>,
+    packing: Begun<()>,
     /// This rank's tokens of the channel, and how far their sums are.
-    part: std::ops::Range<u32>,
+    part: Range<u32>,
     /// Over the nodes, which of their tokens is next.
     next: Vec<usize>,
-    scratch: [Vec<f32>; 2],
+    /// Sums of nodes that are being summed: of each feed, what was read and whether that was the last.
+    summing: Begun<Vec<(u64, bool)>>,
     /// When it is over, this rank's tokens may be replaced.
     pub settled: Option<u64>,
-}
-
-/// Where a rank's own sums are made.
-#[derive(Debug, Default)]
-pub struct Sums {
-    /// Of this node, as they would come from another: by token.
-    pub of_node: Vec<u8>,
-    /// Of all, elements of each token.
-    pub total: Vec<f32>,
 }
 
 impl Channel {
@@ -41,23 +41,26 @@ impl Channel {
         let grid = ctx.grid;
         let others = (0..grid.nodes()).filter(|n| *n != grid.node());
         let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
-        let wide = ctx.spec.shape.back.elements as usize;
         Self {
             number,
             commands,
             feeds: others.map(|node| Feed::new(ctx, number, node)).collect(),
             gateways: (0..grid.nodes()).map(|node| Gateway::new(ctx, number, node)).collect(),
             takes: forwarded.map(|source| Take::new(ctx, number, source)).collect(),
+            preambles: VecDeque::new(),
+            to_pack: 0..0,
+            packing: Begun::default(),
             part: 0..0,
             next: vec![0; grid.nodes() as usize],
-            scratch: [vec![0.0; wide], vec![0.0; wide]],
+            summing: Begun::default(),
             settled: None,
         }
     }
 
-    /// A new exchange: which of this rank's tokens go to which node. Their preambles are written down.
-    pub fn begin(&mut self, ctx: &Context, routes: &Routes, indices: &[i64]) -> Result<(), Stop> {
+    /// A new exchange: which of this rank's tokens go to which node.
+    pub fn begin(&mut self, ctx: &Context, routes: &Routes, indices: &[i64]) {
         self.part = ctx.spec.part(self.number, routes.tokens);
+        self.to_pack = self.part.clone();
         self.next.fill(0);
         self.settled = None;
         let (nodes, topk) = (ctx.grid.nodes() as usize, ctx.spec.shape.topk as usize);
@@ -87,7 +90,7 @@ impl Channel {
         }
         for (node, preamble) in preambles.iter().enumerate() {
             let place = ctx.layout.preamble(self.number, node as u32);
-            ctx.region.put(place, &preamble.to_bytes(ctx.exchange))?;
+            self.preambles.push_back((place, preamble.to_bytes(ctx.exchange)));
         }
         for feed in &mut self.feeds {
             feed.begin(std::mem::take(&mut lists[feed.node as usize]));
@@ -99,7 +102,33 @@ impl Channel {
             gateway.begin(own);
         }
         self.takes.iter_mut().for_each(Take::begin);
-        Ok(())
+    }
+
+    /// Puts this rank's tokens where they are sent from; whether there was anything to do.
+    pub fn pack(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+        let mut moved = false;
+        while call.may_begin() {
+            let job = if let Some((to, bytes)) = self.preambles.pop_front() {
+                Job::Put { to, bytes }
+            } else if !self.to_pack.is_empty() && call.io.has_tokens() {
+                let Range { start, end } = self.to_pack;
+                let tokens = start..end.min(start.saturating_add(ctx.spec.chunk));
+                self.to_pack.start = tokens.end;
+                Job::Pack { first: start, metas: ctx.metas(tokens).to_vec() }
+            } else {
+                break;
+            };
+            self.packing.begin(call, ctx.exchange, job, ());
+        }
+        while self.packing.done(call, ctx.exchange)?.is_some() {
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Whether this rank's tokens lie where they are sent from.
+    pub fn is_packed(&self) -> bool {
+        self.preambles.is_empty() && self.to_pack.is_empty() && self.packing.is_empty()
     }
 
     /// Does what can be done about tokens; whether that was anything.
@@ -107,49 +136,73 @@ impl Channel {
         &mut self,
         ctx: &Context,
         arrivals: &mut Arrivals,
-        io: &mut Io<'_, '_>,
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
-        let mut moved = false;
-        for feed in &mut self.feeds {
+        let mut moved = self.pack(ctx, call)?;
+        let packed = self.is_packed();
+        for feed in self.feeds.iter_mut().filter(|_| packed) {
             moved |= feed.step(ctx, &mut self.commands)?;
         }
-        for gateway in &mut self.gateways {
-            moved |= gateway.step(ctx, &mut self.commands, arrivals, io)?;
+        for gateway in self.gateways.iter_mut().filter(|g| packed || !g.is_own()) {
+            moved |= gateway.step(ctx, &mut self.commands, arrivals, call)?;
         }
         for take in &mut self.takes {
-            moved |= take.step(ctx, &mut self.commands, arrivals, io)?;
+            moved |= take.step(ctx, &mut self.commands, arrivals, call)?;
         }
         Ok(moved)
     }
 
     /// Does what can be done about answers; whether that was anything.
-    pub fn combine(
-        &mut self,
-        ctx: &Context,
-        io: &Io<'_, '_>,
-        sums: &mut Sums,
-    ) -> Result<bool, Stop> {
+    pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
         let mut moved = false;
         for take in &mut self.takes {
-            moved |= take.answer(ctx, &mut self.commands, io, &mut self.scratch[0])?;
+            moved |= take.answer(ctx, &mut self.commands, call)?;
         }
         for gateway in &mut self.gateways {
-            let own = &mut sums.of_node;
-            moved |= gateway.sum(ctx, &mut self.commands, io, own, &mut self.scratch)?;
+            moved |= gateway.sum(ctx, &mut self.commands, call)?;
         }
-        while self.part.start < self.part.end && self.sum_one(ctx, sums)? {
+        while call.may_begin() && self.sum_some(ctx, call)? {
+            moved = true;
+        }
+        while let Some((read, _)) = self.summing.done(call, ctx.exchange)? {
+            for (feed, (up_to, last)) in self.feeds.iter_mut().zip(read) {
+                feed.sums.credit(up_to, ctx.spec.chunk, last, &mut self.commands);
+            }
             moved = true;
         }
         Ok(moved)
     }
 
-    /// Sums up the nodes' sums of the next token, in their order, if all are there (RS-1).
-    fn sum_one(&mut self, ctx: &Context, sums: &mut Sums) -> Result<bool, Stop> {
-        let token = self.part.start;
-        let grid = ctx.grid;
-        let (own, made) = self.gateways[grid.node() as usize].own_sums();
-        let has_own = own.get(self.next[grid.node() as usize]) == Some(&token);
-        if has_own && self.next[grid.node() as usize] >= made {
+    /// Has the nodes' sums of up to a chunk of tokens summed; whether there was one of which all are there (RS-1).
+    fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+        let (mut sums, mut terms) = (Vec::new(), Vec::new());
+        while sums.len() < ctx.spec.chunk as usize && !self.part.is_empty() {
+            let token = self.part.start;
+            if !self.has_all_sums(ctx, token)? {
+                break;
+            }
+            let before = terms.len();
+            self.gather_sums(ctx, token, &mut terms);
+            sums.push(Sum { at: 0, token, terms: (terms.len() - before) as u32 });
+            self.part.start += 1;
+        }
+        if sums.is_empty() {
+            return Ok(false);
+        }
+        let read = |feed: &Feed| {
+            let last = self.next[feed.node as usize] == feed.tokens().len();
+            (feed.sums.taken, last)
+        };
+        let read = self.feeds.iter().map(read).collect();
+        self.summing.begin(call, ctx.exchange, Job::Sum { to: To::Total, sums, terms }, read);
+        Ok(true)
+    }
+
+    /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it went to.
+    fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, Stop> {
+        let own = ctx.grid.node() as usize;
+        let (tokens, made) = self.gateways[own].own_sums();
+        if tokens.get(self.next[own]) == Some(&token) && self.next[own] >= made {
             return Ok(false);
         }
         for feed in &self.feeds {
@@ -159,40 +212,29 @@ impl Channel {
                 return Ok(false);
             }
         }
-        let shape = ctx.spec.shape;
-        let (wide, nbytes) = (shape.back.elements as usize, shape.back_nbytes() as usize);
-        let total = &mut sums.total[token as usize * wide..][..wide];
-        total.fill(0.0);
+        Ok(true)
+    }
+
+    /// The sums of a token, in the order of nodes.
+    fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<Term>) {
         let mut feeds = self.feeds.iter_mut();
-        for node in 0..grid.nodes() {
-            if node == grid.node() {
-                if has_own {
-                    let bytes = &sums.of_node[token as usize * nbytes..][..nbytes];
-                    add(total, bytes, shape.back.float, 1.0, false);
-                    self.next[node as usize] += 1;
+        for node in 0..ctx.grid.nodes() {
+            let next = &mut self.next[node as usize];
+            if node == ctx.grid.node() {
+                let (tokens, _) = self.gateways[node as usize].own_sums();
+                if tokens.get(*next) == Some(&token) {
+                    terms.push(Term::Node);
+                    *next += 1;
                 }
                 continue;
             }
             let Some(feed) = feeds.next() else { break };
-            if feed.tokens().get(self.next[node as usize]) != Some(&token) {
-                continue;
+            if feed.tokens().get(*next) == Some(&token) {
+                terms.push(Term::Slot { at: feed.sums.next(0), from: feed.sums.place.partner });
+                feed.sums.taken += 1;
+                *next += 1;
             }
-            let added = ctx.read(feed.sums.next(0), ctx.spec.back_stride(), |slot| {
-                let said = read_head(slot, Kind::Sum, ctx.exchange)?;
-                if said != token {
-                    return Err(format!("it sent the sum of token {said}, not of {token}"));
-                }
-                add(total, &slot[HEAD as usize..][..nbytes], shape.back.float, 1.0, false);
-                Ok(())
-            })?;
-            added.map_err(by(feed.sums.place.partner))?;
-            feed.sums.taken += 1;
-            self.next[node as usize] += 1;
-            let last = self.next[node as usize] == feed.tokens().len();
-            feed.sums.credit(feed.sums.taken, ctx.spec.chunk, last, &mut self.commands);
         }
-        self.part.start += 1;
-        Ok(true)
     }
 
     pub fn has_begun(&self) -> bool {
@@ -201,7 +243,8 @@ impl Channel {
 
     /// All that comes has come, and all that goes on has gone on.
     pub fn is_dispatched(&self) -> bool {
-        self.feeds.iter().all(Feed::is_done)
+        self.is_packed()
+            && self.feeds.iter().all(Feed::is_done)
             && self.gateways.iter().all(Gateway::is_done)
             && self.takes.iter().all(Take::is_done)
             && self.commands.is_flushed()
@@ -215,7 +258,7 @@ impl Channel {
     }
 
     pub fn is_summed(&self) -> bool {
-        self.part.is_empty() && self.commands.is_flushed()
+        self.part.is_empty() && self.summing.is_empty() && self.commands.is_flushed()
     }
 
     /// Whether this rank's tokens, and what was sent from them, may be replaced.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fabric_engine::{EngineError, Region};
+use fabric_engine::EngineError;
 use fabric_proxy::raw::AtomicWords;
 
 use super::{
@@ -42,10 +42,36 @@ pub fn by(rank: u32) -> impl Fn(String) -> Stop {
 #[derive(Debug)]
 pub enum Io<'a, 'b> {
     Nothing,
+    /// The caller's tokens.
+    Tokens(&'a [Part<'a>]),
     /// Room for the rows that come.
     Rows(&'a mut [PartMut<'b>]),
     /// The answers to them.
     Answers(Part<'a>),
+    /// One of those, which kernels were told of and the host can't reach.
+    Far(Given),
+}
+
+/// What kernels were told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Given {
+    Tokens,
+    Rows,
+    Answers,
+}
+
+impl Io<'_, '_> {
+    pub fn has_tokens(&self) -> bool {
+        matches!(self, Self::Tokens(_) | Self::Far(Given::Tokens))
+    }
+
+    pub fn takes_rows(&self) -> bool {
+        matches!(self, Self::Rows(_) | Self::Far(Given::Rows))
+    }
+
+    pub fn has_answers(&self) -> bool {
+        matches!(self, Self::Answers(_) | Self::Far(Given::Answers))
+    }
 }
 
 /// What doesn't change in an exchange.
@@ -54,10 +80,11 @@ pub struct Context {
     pub spec: Spec,
     pub grid: Grid,
     pub layout: Layout,
-    pub region: Region,
     pub words: AtomicWords,
     /// Which one it is.
     pub exchange: u32,
+    /// What goes ahead of each of this rank's tokens: head, experts and weights.
+    pub metas: Vec<u8>,
 }
 
 impl Context {
@@ -105,9 +132,15 @@ impl Context {
         Place { partner, base, slots, stride, word: 0, partners_word: 0, data, credits }
     }
 
-    /// What `f` makes of a slot.
-    pub fn read<T>(&self, place: u64, stride: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T, Stop> {
-        Ok(self.region.with_bytes(place, stride, f)?)
+    /// Where a token of this rank's is, and its meta.
+    pub fn own(&self, token: u32) -> (u64, &[u8]) {
+        (self.layout.own(token), self.metas(token..token + 1))
+    }
+
+    /// The metas of tokens of this rank's, behind one another.
+    pub fn metas(&self, tokens: std::ops::Range<u32>) -> &[u8] {
+        let each = self.spec.meta() as usize;
+        &self.metas[tokens.start as usize * each..tokens.end as usize * each]
     }
 
     /// The ranks of this node that a token goes to, a bit for each.

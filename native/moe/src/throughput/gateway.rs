@@ -1,17 +1,20 @@
 //! A lane on this node, at its gateway: tokens go on to the ranks here that need them; the ranks' answers are summed in
 //! the order of the ranks, and one sum for each token goes back.
 
+mod sums;
+
 use std::collections::VecDeque;
 
 use super::{
     commands::Commands,
-    context::{bits, by, Arrivals, Context, Io, Stop},
+    context::{bits, by, Arrivals, Context, Stop},
     grid::Family,
+    jobs::{Begun, Call, Job},
+    reader::Reader,
     received::Received,
     ring::{Inbound, Outbound},
-    slots::{head, read_head, Kind, Preamble, HEAD},
+    slots::{read_head, Kind, Preamble},
 };
-use crate::kernels::{add, store};
 
 /// Where the tokens come from.
 #[derive(Debug)]
@@ -21,7 +24,7 @@ enum Input {
         tokens: Vec<u32>,
         preamble: Preamble,
     },
-    Ring(Inbound),
+    Ring(Reader),
 }
 
 /// Where the node's sums go.
@@ -35,12 +38,24 @@ enum Output {
     },
 }
 
+/// Tokens that are being summed.
+#[derive(Debug)]
+struct Summing {
+    tokens: usize,
+    /// Where their sums lie until they are sent.
+    from: Vec<u64>,
+    /// By place on the node, what was read of its ring.
+    read: Vec<u64>,
+}
+
 /// Slots that were forwarded, and when they may be given back.
 #[derive(Debug)]
 struct Forwarded {
     up_to: u64,
     /// What each rank's ring must be cleared up to.
     cleared: Vec<u64>,
+    /// How many jobs must have taken what is for this rank.
+    takes: u64,
     /// They are the last of an exchange, which may not be the one that is under way when they are given back.
     last: bool,
 }
@@ -56,14 +71,21 @@ pub struct Gateway {
     /// By place on the node; `None` for this rank.
     targets: Vec<Option<Outbound>>,
     forwarded: VecDeque<Forwarded>,
+    /// What is on its way to this rank's rows; and how often anything ever was, and has come.
+    taking: Begun<()>,
+    takes: u64,
+    taken: u64,
     /// What this rank itself has of the lane, and how many of those are summed.
     received: Received,
     received_summed: usize,
     /// By place on the node, answers of the ranks there.
     answers: Vec<Option<Inbound>>,
     output: Output,
-    /// Tokens of which the answers are summed.
+    /// Tokens of which the answers are being summed, or are.
     summed: usize,
+    summing: Begun<Summing>,
+    /// Tokens of which they are.
+    made: usize,
 }
 
 impl Gateway {
@@ -82,10 +104,7 @@ impl Gateway {
                 let from = ctx.inbound(channel, Family::RailOut, node, source);
                 let back = ctx.outbound(channel, Family::RailBack, node, source);
                 let outbox = ctx.outbox(channel, Family::RailBack, node, source);
-                (
-                    Input::Ring(Inbound::new(from)),
-                    Output::Ring { ring: Outbound::new(back), outbox },
-                )
+                (Input::Ring(Reader::new(from)), Output::Ring { ring: Outbound::new(back), outbox })
             }
         };
         Self {
@@ -98,6 +117,9 @@ impl Gateway {
                 .map(|o| o.map(|(f, p)| Outbound::new(ctx.outbound(channel, f, node, p))))
                 .collect(),
             forwarded: VecDeque::new(),
+            taking: Begun::default(),
+            takes: 0,
+            taken: 0,
             received: Received::default(),
             received_summed: 0,
             answers: others(Family::NodeBack)
@@ -105,6 +127,8 @@ impl Gateway {
                 .collect(),
             output,
             summed: 0,
+            summing: Begun::default(),
+            made: 0,
         }
     }
 
@@ -117,19 +141,29 @@ impl Gateway {
         self.records.clear();
         self.received.clear();
         self.received_summed = 0;
-        self.summed = 0;
+        (self.summed, self.made) = (0, 0);
     }
 
     pub fn source(&self, ctx: &Context) -> u32 {
         ctx.grid.at(self.node, ctx.grid.local())
     }
 
-    pub fn is_done(&self) -> bool {
+    /// Whether this rank is the source.
+    pub fn is_own(&self) -> bool {
+        matches!(self.input, Input::Own { .. })
+    }
+
+    /// All tokens have been read.
+    fn is_read(&self) -> bool {
         self.rows.as_ref().is_some_and(|p| self.records.len() == p.rows as usize)
     }
 
+    pub fn is_done(&self) -> bool {
+        self.is_read() && self.taking.is_empty()
+    }
+
     pub fn is_summed(&self) -> bool {
-        self.summed == self.records.len()
+        self.made == self.records.len()
     }
 
     pub fn begun(&self) -> bool {
@@ -139,6 +173,7 @@ impl Gateway {
     /// Whom tokens of the lane are awaited from, or room for them.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
         let Input::Ring(ring) = &self.input else { return self.full().collect() };
+        let ring = &ring.ring;
         match ring.ready(&ctx.words) {
             Ok(0) if self.forwarded.is_empty() => vec![ring.place.partner],
             Ok(0) => {
@@ -184,7 +219,7 @@ impl Gateway {
     /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
     pub fn own_sums(&self) -> (&[u32], usize) {
         match &self.input {
-            Input::Own { tokens, .. } => (tokens, self.summed),
+            Input::Own { tokens, .. } => (tokens, self.made),
             Input::Ring(_) => (&[], 0),
         }
     }
@@ -195,27 +230,23 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         arrivals: &mut Arrivals,
-        io: &mut Io<'_, '_>,
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         let mut moved = false;
         for ring in self.targets.iter_mut().flatten() {
             moved |= ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
         }
-        if self.rows.is_none() && self.ready(ctx)? > 0 {
-            moved |= self.forward_preamble(ctx, commands, arrivals)?;
+        if self.rows.is_none() {
+            moved |= self.forward_preamble(ctx, commands, arrivals, call)?;
         }
-        while self.rows.is_some() && self.forward(ctx, commands, arrivals, io)? {
+        while self.rows.is_some() && self.forward(ctx, commands, arrivals, call)? {
+            moved = true;
+        }
+        while self.taking.done(call, ctx.exchange)?.is_some() {
+            self.taken += 1;
             moved = true;
         }
         Ok(moved | self.give_back(ctx, commands))
-    }
-
-    /// Slots that can be read.
-    fn ready(&self, ctx: &Context) -> Result<u64, Stop> {
-        match &self.input {
-            Input::Own { tokens, .. } => Ok(1 + (tokens.len() - self.records.len()) as u64),
-            Input::Ring(ring) => ring.ready(&ctx.words).map_err(by(ring.place.partner)),
-        }
     }
 
     fn forward_preamble(
@@ -223,18 +254,25 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         arrivals: &mut Arrivals,
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         if self.targets.iter().flatten().any(|ring| ring.room() == 0) {
             return Ok(false);
         }
-        let (place, preamble) = match &self.input {
+        let (place, preamble) = match &mut self.input {
             Input::Own { preamble, .. } => {
                 (ctx.layout.preamble(self.channel, self.node), preamble.clone())
             }
-            Input::Ring(ring) => {
-                let read = |bytes: &[u8]| Preamble::read(&ctx.spec, ctx.exchange, bytes);
-                let preamble = ctx.read(ring.next(0), ctx.spec.out_stride(), read)?;
-                (ring.next(0), preamble.map_err(by(ring.place.partner))?)
+            Input::Ring(reader) => {
+                let nbytes = ctx.spec.preamble();
+                if reader.look(ctx, call, nbytes, 1)? == 0 {
+                    return Ok(false);
+                }
+                let (place, bytes) = reader.slot(0, nbytes);
+                let preamble = Preamble::read(&ctx.spec, ctx.exchange, bytes);
+                let found = (place, preamble.map_err(by(reader.ring.place.partner))?);
+                reader.advance(1, nbytes);
+                found
             }
         };
         for ring in self.targets.iter_mut().flatten() {
@@ -245,17 +283,17 @@ impl Gateway {
         let counts = &preamble.counts[local * experts..(local + 1) * experts];
         arrivals.announce(self.channel, self.source(ctx), counts);
         self.rows = Some(preamble);
-        self.taken(1);
+        self.went_on();
         Ok(true)
     }
 
-    /// Slots were read and sent on to all ranks that they are for.
-    fn taken(&mut self, slots: u64) {
-        let last = self.is_done();
-        let Input::Ring(ring) = &mut self.input else { return };
-        ring.taken += slots;
+    /// What was read has been sent on to all ranks that it is for.
+    fn went_on(&mut self) {
+        let last = self.is_read();
+        let Input::Ring(Reader { ring, .. }) = &self.input else { return };
         let cleared = self.targets.iter().map(|t| t.as_ref().map_or(0, |t| t.sent)).collect();
-        self.forwarded.push_back(Forwarded { up_to: ring.taken, cleared, last });
+        let takes = self.takes;
+        self.forwarded.push_back(Forwarded { up_to: ring.taken, cleared, takes, last });
     }
 
     /// Forwards up to a chunk of tokens; whether there was one.
@@ -264,61 +302,62 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         arrivals: &mut Arrivals,
-        io: &mut Io<'_, '_>,
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         let rows = self.rows.as_ref().map_or(0, |p| p.rows as usize);
-        let ready = match &self.input {
-            Input::Own { tokens, .. } => tokens.len() - self.records.len(),
-            Input::Ring(_) => self.ready(ctx)? as usize,
+        let (left, meta) = (rows - self.records.len(), ctx.spec.meta());
+        let ready = match &mut self.input {
+            Input::Own { .. } => left,
+            Input::Ring(reader) => reader.look(ctx, call, meta, left as u64)? as usize,
         };
-        let n = ready.min(rows - self.records.len()).min(ctx.spec.chunk as usize);
+        let n = ready.min(left).min(ctx.spec.chunk as usize);
         let mut onward: Vec<Vec<u64>> = vec![Vec::new(); self.targets.len()];
         let (source, own) = (self.source(ctx), ctx.grid.local());
-        let mut taken = 0;
+        let takes_rows = call.io.takes_rows() && call.may_begin();
+        let (mut taken, mut tokens, mut rows) = (0, Vec::new(), Vec::new());
         while taken < n {
-            let place = match &self.input {
-                Input::Own { tokens, .. } => ctx.layout.own(tokens[self.records.len()]),
-                Input::Ring(ring) => ring.next(taken as u64),
+            let (place, bytes) = match &self.input {
+                Input::Own { tokens, .. } => ctx.own(tokens[self.records.len()]),
+                Input::Ring(reader) => reader.slot(taken as u64, meta),
             };
-            let lane = (self.channel, source);
-            let (targets, records) = (&self.targets, &mut self.records);
-            let received = &mut self.received;
-            let took = ctx.read(place, ctx.spec.out_stride(), |slot| {
-                let token = read_head(slot, Kind::Token, ctx.exchange)?;
-                let mask = ctx.targets(slot);
-                if mask == 0 || records.last().is_some_and(|(last, _)| *last >= token) {
-                    return Err(format!("it sent token {token} out of order, or to no rank here"));
-                }
-                let has_room = |local: u32| match &targets[local as usize] {
-                    Some(ring) => ring.room() > onward[local as usize].len() as u64,
-                    None => matches!(io, Io::Rows(_)),
-                };
-                if !bits(mask).all(has_room) {
-                    return Ok(false);
-                }
-                if let Io::Rows(out) = io {
-                    if mask >> own & 1 == 1 {
-                        received.take(ctx, arrivals, lane, slot, out)?;
-                    }
-                }
-                for local in bits(mask).filter(|local| *local != own) {
-                    onward[local as usize].push(place);
-                }
-                records.push((token, mask));
-                Ok(true)
-            })?;
-            if !took.map_err(by(source))? {
+            let token = read_head(bytes, Kind::Token, ctx.exchange).map_err(by(source))?;
+            let mask = ctx.targets(bytes);
+            if mask == 0 || self.records.last().is_some_and(|(last, _)| *last >= token) {
+                let cause = format!("it sent token {token} out of order, or to no rank here");
+                return Err(by(source)(cause));
+            }
+            let has_room = |local: u32| match &self.targets[local as usize] {
+                Some(ring) => ring.room() > onward[local as usize].len() as u64,
+                None => takes_rows,
+            };
+            if !bits(mask).all(has_room) {
                 break;
             }
+            if mask >> own & 1 == 1 {
+                let lane = (self.channel, source);
+                let n = self.received.take(ctx, arrivals, lane, bytes, &mut rows);
+                tokens.push((place, n.map_err(by(source))?));
+            }
+            for local in bits(mask).filter(|local| *local != own) {
+                onward[local as usize].push(place);
+            }
+            self.records.push((token, mask));
             taken += 1;
+        }
+        if let Input::Ring(reader) = &mut self.input {
+            reader.advance(taken as u64, meta);
         }
         for (ring, from) in self.targets.iter_mut().zip(onward) {
             if let Some(ring) = ring.as_mut().filter(|_| !from.is_empty()) {
                 ring.send(&from, commands);
             }
         }
+        if !tokens.is_empty() {
+            self.takes += 1;
+            self.taking.begin(call, ctx.exchange, Job::Take { tokens, rows }, ());
+        }
         if taken > 0 {
-            self.taken(taken as u64);
+            self.went_on();
             self.check_counts(ctx, arrivals)?;
         }
         Ok(taken > 0)
@@ -326,7 +365,7 @@ impl Gateway {
 
     /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one as many rows (RS-1).
     fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), Stop> {
-        let Some(preamble) = self.rows.as_ref().filter(|_| self.is_done()) else { return Ok(()) };
+        let Some(preamble) = self.rows.as_ref().filter(|_| self.is_read()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {
             let got = self.records.iter().filter(|(_, mask)| mask >> local & 1 == 1).count();
             if got != *want as usize {
@@ -342,129 +381,17 @@ impl Gateway {
 
     /// Gives slots back that nothing reads any more.
     fn give_back(&mut self, ctx: &Context, commands: &mut Commands) -> bool {
-        let Input::Ring(input) = &mut self.input else { return false };
+        let Input::Ring(Reader { ring, .. }) = &mut self.input else { return false };
         let mut moved = false;
-        while let Some(front) = self.forwarded.front() {
+        while let Some(front) = self.forwarded.front().filter(|f| f.takes <= self.taken) {
             let mut rings = self.targets.iter().zip(&front.cleared);
             if !rings.all(|(r, up_to)| r.as_ref().is_none_or(|r| r.is_cleared(*up_to))) {
                 break;
             }
-            input.credit(front.up_to, ctx.spec.chunk, front.last, commands);
+            ring.credit(front.up_to, ctx.spec.chunk, front.last, commands);
             self.forwarded.pop_front();
             moved = true;
         }
         moved
-    }
-
-    /// Sums answers as far as they have come, and sends the sums; those of this rank's own tokens go to `own`, by token.
-    pub fn sum(
-        &mut self,
-        ctx: &Context,
-        commands: &mut Commands,
-        io: &Io<'_, '_>,
-        own: &mut [u8],
-        sums: &mut [Vec<f32>; 2],
-    ) -> Result<bool, Stop> {
-        let mut moved = false;
-        if let Output::Ring { ring, .. } = &mut self.output {
-            moved = ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
-        }
-        while !self.is_summed() {
-            let n = self.summable(ctx, io)?;
-            if n == 0 {
-                break;
-            }
-            self.sum_some(ctx, commands, io, own, sums, n)?;
-            moved = true;
-        }
-        Ok(moved)
-    }
-
-    /// How many tokens all have answered and there is room for, up to a chunk (RS-1).
-    fn summable(&self, ctx: &Context, io: &Io<'_, '_>) -> Result<usize, Stop> {
-        let most = match &self.output {
-            Output::Own => ctx.spec.chunk as usize,
-            Output::Ring { ring, .. } => (ring.room() as usize).min(ctx.spec.chunk as usize),
-        };
-        let mut left = Vec::with_capacity(self.answers.len());
-        for ring in &self.answers {
-            left.push(match ring {
-                Some(ring) => ring.ready(&ctx.words).map_err(by(ring.place.partner))?,
-                None if matches!(io, Io::Answers(_)) => u64::MAX,
-                None => 0,
-            });
-        }
-        let mut n = 0;
-        for (_, mask) in self.records[self.summed..].iter().take(most) {
-            if bits(*mask).any(|local| left[local as usize] == 0) {
-                break;
-            }
-            bits(*mask).for_each(|local| left[local as usize] -= 1);
-            n += 1;
-        }
-        Ok(n)
-    }
-
-    fn sum_some(
-        &mut self,
-        ctx: &Context,
-        commands: &mut Commands,
-        io: &Io<'_, '_>,
-        own: &mut [u8],
-        [total, one]: &mut [Vec<f32>; 2],
-        n: usize,
-    ) -> Result<(), Stop> {
-        let (float, nbytes) = (ctx.spec.shape.back.float, ctx.spec.shape.back_nbytes() as usize);
-        let mut bytes = vec![0; nbytes];
-        let mut from = Vec::with_capacity(n);
-        for i in self.summed..self.summed + n {
-            let (token, mask) = self.records[i];
-            total.fill(0.0);
-            for local in bits(mask) {
-                match (&mut self.answers[local as usize], io) {
-                    (Some(ring), _) => {
-                        let place = ring.next(0);
-                        let added = ctx.read(place, ctx.spec.back_stride(), |slot| {
-                            let said = read_head(slot, Kind::Answer, ctx.exchange)?;
-                            if said != token {
-                                return Err(format!("it answered to token {said}, not {token}"));
-                            }
-                            add(total, &slot[HEAD as usize..][..nbytes], float, 1.0, false);
-                            Ok(())
-                        })?;
-                        added.map_err(by(ring.place.partner))?;
-                        ring.taken += 1;
-                        ring.credit(ring.taken, ctx.spec.chunk, false, commands);
-                    }
-                    (None, Io::Answers(answers)) => {
-                        self.received.answer(ctx, self.received_summed, answers, one, &mut bytes);
-                        self.received_summed += 1;
-                        add(total, &bytes, float, 1.0, false);
-                    }
-                    (None, _) => unreachable!("nothing is summable without this rank's answers"),
-                }
-            }
-            match &self.output {
-                Output::Own => store(total, &mut own[token as usize * nbytes..][..nbytes], float),
-                Output::Ring { ring, outbox } => {
-                    store(total, &mut bytes, float);
-                    let slot = (ring.sent + from.len() as u64) % ring.place.slots;
-                    let at = outbox + slot * ring.place.stride;
-                    ctx.region.put(at, &head(Kind::Sum, ctx.exchange, token))?;
-                    ctx.region.put(at + HEAD, &bytes)?;
-                    from.push(at);
-                }
-            }
-        }
-        self.summed += n;
-        if let Output::Ring { ring, .. } = &mut self.output {
-            ring.send(&from, commands);
-        }
-        if self.is_summed() {
-            for ring in self.answers.iter_mut().flatten() {
-                ring.credit(ring.taken, ctx.spec.chunk, true, commands);
-            }
-        }
-        Ok(())
     }
 }

@@ -12,18 +12,20 @@ use fabric_engine::{EngineError, Region, Result, Time};
 use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 
 use super::{
-    channel::{Channel, Sums},
+    channel::Channel,
     commands::Commands,
-    context::{Arrivals, Context, Io, Stop},
+    context::{Arrivals, Context, Given, Io, Stop},
+    jobs::{Call, Jobs, Worker},
     layout::Layout,
     signals::Signals,
     slots::{head, put_experts, Kind},
     spec::Spec,
+    workers::Prompt,
 };
 use crate::{
     exchange::Dispatched,
     kernels::{store, Float, Part, PartMut},
-    routes::Order,
+    routes::{Order, Routes},
 };
 
 /// What the caller has done last.
@@ -69,7 +71,7 @@ pub struct Machine {
     step: Step,
     tokens: u32,
     arrivals: Arrivals,
-    sums: Sums,
+    jobs: Jobs,
     broken: Arc<OnceLock<Broken>>,
     /// Ranks that are gone, and why. Who has done its part may leave.
     gone: Vec<(u32, String)>,
@@ -88,7 +90,23 @@ impl Machine {
         rank: u32,
         region: Region,
         words: AtomicWords,
+        pushers: Vec<Pusher>,
+    ) -> Result<Self> {
+        let worker = Box::new(Prompt::new(spec, region.clone()));
+        Self::with_worker(spec, rank, &region, words, pushers, worker)
+    }
+
+    /// As [`Machine::new`], with rows wherever the worker reaches them.
+    ///
+    /// # Errors
+    /// As [`Machine::new`].
+    pub fn with_worker(
+        spec: Spec,
+        rank: u32,
+        region: &Region,
+        words: AtomicWords,
         mut pushers: Vec<Pusher>,
+        worker: Box<dyn Worker>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
         if rank >= spec.shape.ranks {
@@ -113,7 +131,8 @@ impl Machine {
         }
         let signals = pushers.pop().map(|pusher| Signals::new(pusher, spec.shape.ranks));
         let signals = signals.ok_or(EngineError::Closed)?;
-        let ctx = Context { spec, grid: spec.grid(rank), layout, region, words, exchange: 0 };
+        let grid = spec.grid(rank);
+        let ctx = Context { spec, grid, layout, words, exchange: 0, metas: Vec::new() };
         let channel = |(i, pusher)| Channel::new(&ctx, i as u32, Commands::new(pusher));
         let channels = pushers.into_iter().enumerate().map(channel).collect();
         Ok(Self {
@@ -123,7 +142,7 @@ impl Machine {
             signals,
             step: Step::Idle,
             tokens: 0,
-            sums: Sums::default(),
+            jobs: Jobs::new(worker),
             broken: Arc::default(),
             gone: Vec::new(),
             quiet_since: None,
@@ -155,7 +174,7 @@ impl Machine {
     }
 
     /// Takes this rank's tokens: `parts` make up a row, `indices` are the experts of each token, `weights` 32-bit floats,
-    /// one for each expert.
+    /// one for each expert. Step on with the parts until they are [packed](Machine::is_packed).
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for tokens that don't fit the shape, or out of turn.
@@ -167,6 +186,26 @@ impl Machine {
     ) -> Result<()> {
         self.check_turn("dispatch_send")?;
         let routes = self.check_tokens(parts, indices, weights)?;
+        self.start(&mut Io::Tokens(parts), &routes, indices, weights)
+    }
+
+    /// As [`Machine::begin`], with parts that kernels were told of.
+    ///
+    /// # Errors
+    /// As [`Machine::begin`].
+    pub fn begin_far(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+        self.check_turn("dispatch_send")?;
+        let routes = self.check_routes(indices, weights)?;
+        self.start(&mut Io::Far(Given::Tokens), &routes, indices, weights)
+    }
+
+    fn start(
+        &mut self,
+        io: &mut Io<'_, '_>,
+        routes: &Routes,
+        indices: &[i64],
+        weights: Option<Part<'_>>,
+    ) -> Result<()> {
         if !self.may_begin() {
             let text = "the tokens of the last exchange are still on their way; step on";
             return Err(EngineError::Invalid(text.into()));
@@ -174,38 +213,37 @@ impl Machine {
         self.ctx.exchange = self.ctx.exchange.wrapping_add(1);
         self.tokens = routes.tokens;
         self.arrivals = Arrivals::new(&self.ctx.spec);
-        self.pack(parts, indices, weights)?;
+        self.write_metas(indices, weights);
+        self.step = Step::Dispatched;
+        let call = &mut Call { jobs: &mut self.jobs, io };
         for channel in &mut self.channels {
-            if let Err(stop) = channel.begin(&self.ctx, &routes, indices) {
+            channel.begin(&self.ctx, routes, indices);
+            if let Err(stop) = channel.pack(&self.ctx, call) {
                 return Err(self.stop(stop));
             }
         }
-        self.step = Step::Dispatched;
         Ok(())
     }
 
-    fn pack(&self, parts: &[Part<'_>], indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+    fn write_metas(&mut self, indices: &[i64], weights: Option<Part<'_>>) {
         let topk = self.ctx.spec.shape.topk as usize;
-        let mut meta = Vec::with_capacity(self.ctx.spec.meta() as usize);
+        let mut metas = std::mem::take(&mut self.ctx.metas);
+        metas.clear();
         for token in 0..self.tokens {
             let row = weights.map(|w| w.row(token as usize));
             let weight = |k: usize| match row.and_then(|r| r.get(4 * k..4 * k + 4)) {
                 Some(bytes) => f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
                 None => 1.0,
             };
-            meta.clear();
-            meta.extend(head(Kind::Token, self.ctx.exchange, token));
-            put_experts(&mut meta, &indices[token as usize * topk..][..topk], weight);
-            let mut place = self.ctx.layout.own(token);
-            self.ctx.region.put(place, &meta)?;
-            place += meta.len() as u64;
-            for part in parts {
-                let bytes = part.row(token as usize);
-                self.ctx.region.put(place, bytes)?;
-                place += bytes.len() as u64;
-            }
+            metas.extend(head(Kind::Token, self.ctx.exchange, token));
+            put_experts(&mut metas, &indices[token as usize * topk..][..topk], weight);
         }
-        Ok(())
+        self.ctx.metas = metas;
+    }
+
+    /// Whether this rank's tokens have been copied.
+    pub fn is_packed(&self) -> bool {
+        self.channels.iter().all(Channel::is_packed)
     }
 
     /// Does what can be done now; whether that was anything. When nothing has happened for `timeout`, whoever is waited
@@ -233,6 +271,15 @@ impl Machine {
         }
         let since = *self.quiet_since.get_or_insert(now);
         let quiet = now.since(since);
+        if self.jobs.are_under_way() {
+            // Others wait for this rank, not it for them, until its rows have been seen to.
+            if quiet >= timeout.saturating_mul(LAST) {
+                let rank = self.ctx.grid.rank;
+                self.fail(rank, format!("its device did nothing within {quiet:?}"));
+                self.check()?;
+            }
+            return Ok(false);
+        }
         let late = |rank: &u32| {
             // Whatever goes round in circles ends, too (RS-4).
             quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
@@ -260,12 +307,14 @@ impl Machine {
 
     fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, Stop> {
         let mut moved = false;
+        self.jobs.go_on(io);
+        let call = &mut Call { jobs: &mut self.jobs, io };
         for channel in &mut self.channels {
             if self.ctx.exchange > 0 {
-                moved |= channel.dispatch(&self.ctx, &mut self.arrivals, io)?;
+                moved |= channel.dispatch(&self.ctx, &mut self.arrivals, call)?;
             }
             if matches!(self.step, Step::Answering | Step::Answered) {
-                moved |= channel.combine(&self.ctx, io, &mut self.sums)?;
+                moved |= channel.combine(&self.ctx, call)?;
             }
             moved |= channel.commands.flush().map_err(|_| EngineError::Closed)?;
         }
@@ -328,10 +377,16 @@ impl Machine {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
     pub fn begin_answers(&mut self, answers: &Part<'_>) -> Result<()> {
         self.check_answers(answers)?;
-        let shape = &self.ctx.spec.shape;
-        let tokens = shape.max_tokens as usize;
-        self.sums.of_node.resize(tokens * shape.back_nbytes() as usize, 0);
-        self.sums.total.resize(tokens * shape.back.elements as usize, 0.0);
+        self.step = Step::Answering;
+        Ok(())
+    }
+
+    /// As [`Machine::begin_answers`], of answers to so many rows, wherever they are.
+    ///
+    /// # Errors
+    /// As [`Machine::begin_answers`].
+    pub fn begin_far_answers(&mut self, rows: u64) -> Result<()> {
+        self.check_far_answers(rows)?;
         self.step = Step::Answering;
         Ok(())
     }
@@ -356,10 +411,34 @@ impl Machine {
     pub fn take_sums(&mut self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
         self.check_sums(out, float)?;
         let wide = self.ctx.spec.shape.back.elements as usize;
-        let sums = self.sums.total.chunks_exact(wide).take(self.tokens as usize);
+        let sums = self.jobs.totals().chunks_exact(wide).take(self.tokens as usize);
         sums.enumerate().for_each(|(token, sum)| store(sum, out.row(token), float));
         self.step = Step::Idle;
         Ok(())
+    }
+
+    /// As [`Machine::take_sums`] of sums that lie where the worker put them: of how many tokens.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`], out of turn.
+    pub fn take_far_sums(&mut self) -> Result<u32> {
+        self.check_far_sums()?;
+        self.step = Step::Idle;
+        Ok(self.tokens)
+    }
+
+    /// Whether jobs are under way: what the caller gave for them is in use. None begin while the machine rests.
+    pub fn is_at_work(&self) -> bool {
+        self.jobs.are_under_way()
+    }
+
+    pub fn rest(&mut self, resting: bool) {
+        self.jobs.resting = resting;
+    }
+
+    /// Nobody works for this rank any more.
+    pub(super) fn abort(&mut self) {
+        self.jobs.abort();
     }
 
     /// Gives a rank up. The exchange ends with it: who forwards, forwards for others. All are told whom it is about, so
@@ -374,6 +453,7 @@ impl Machine {
             return;
         }
         tracing::warn!(rank, cause = %broken.cause, "a rank was given up");
+        self.jobs.abort();
         self.signals.give_up(&self.ctx, rank);
         // What can't be told now is found out by the others themselves.
         let _ = self.signals.commands.flush();

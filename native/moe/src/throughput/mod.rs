@@ -15,17 +15,21 @@ mod card;
 mod channel;
 mod commands;
 mod context;
+mod far;
 mod feed;
 mod gateway;
 mod grid;
+mod jobs;
 mod layout;
 mod machine;
+mod reader;
 mod received;
 mod ring;
 mod signals;
 mod slots;
 mod spec;
 mod take;
+mod workers;
 
 use std::{
     fmt,
@@ -42,10 +46,13 @@ use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
     card::Card,
-    context::Io,
+    context::{Given, Io},
+    far::Far,
+    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
     machine::{Broken, Machine, Traffic},
     spec::Spec,
+    workers::{device, Prompt},
 };
 use crate::{
     exchange::Dispatched,
@@ -103,6 +110,8 @@ pub struct Throughput {
     rank: u32,
     /// Nanoseconds.
     timeout: AtomicU64,
+    /// When kernels are at work, if they carry the exchange out.
+    shifts: Option<device::Shifts>,
 }
 
 impl fmt::Debug for Throughput {
@@ -119,6 +128,20 @@ impl Throughput {
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine says.
     pub fn open(engine: &EngineConfig, spec: Spec, rank: u32, timeout: Duration) -> Result<Self> {
+        let nbytes = Layout::new(spec)?.nbytes();
+        let engines = Engines::open(engine, spec.threads as usize, nbytes).map_err(engine_error)?;
+        let region = engines.0[0].1.clone();
+        Self::over(engines, spec, rank, timeout, Box::new(Prompt::new(spec, region)))
+    }
+
+    /// Over engines that have this rank's part of the memory, and with a worker that reaches it.
+    fn over(
+        engines: Engines,
+        spec: Spec,
+        rank: u32,
+        timeout: Duration,
+        worker: Box<dyn Worker>,
+    ) -> Result<Self> {
         let layout = Layout::new(spec)?;
         if rank >= spec.shape.ranks {
             return Err(EngineError::Invalid(format!(
@@ -127,8 +150,6 @@ impl Throughput {
             )));
         }
         let config = proxy_config(&spec, rank, timeout.saturating_mul(4));
-        let engines =
-            Engines::open(engine, config.threads, layout.nbytes()).map_err(engine_error)?;
         let device = DeviceMemory::host(&config).map_err(engine_error)?;
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
@@ -140,7 +161,7 @@ impl Throughput {
         let pushers = (0..spec.channels).map(pusher).chain([signals]);
         let pushers = pushers.collect::<Result<_, _>>().map_err(engine_error)?;
         let (memory, words) = (proxy.memory().clone(), proxy.words().clone());
-        let machine = Machine::new(spec, rank, memory, words, pushers)?;
+        let machine = Machine::with_worker(spec, rank, &memory, words, pushers, worker)?;
         let mut here = vec![false; spec.shape.ranks as usize];
         here[rank as usize] = true;
         let timeout = AtomicU64::new(timeout.as_nanos() as u64);
@@ -158,6 +179,7 @@ impl Throughput {
             here: Mutex::new(here),
             rank,
             timeout,
+            shifts: None,
         })
     }
 
@@ -254,16 +276,12 @@ impl Throughput {
         weights: Option<Part<'_>>,
     ) -> Result<()> {
         let (_turn, mut machine) = self.enter()?;
-        let absent = self.here.lock().iter().position(|here| !here);
-        if let Some(rank) = absent {
-            let text = format!("rank {rank} is not connected; admit its card first");
-            return Err(EngineError::Invalid(text));
-        }
+        self.check_all_here()?;
         machine.check_turn("dispatch_send")?;
         machine.check_tokens(parts, indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
         machine.begin(parts, indices, weights)?;
-        self.drive(&mut machine, &mut Io::Nothing, |_| true)
+        self.drive(&mut machine, &mut Io::Tokens(parts), |machine| machine.is_packed())
     }
 
     /// How many rows come, and where they will be, when all lanes have said so.
@@ -318,6 +336,16 @@ impl Throughput {
         machine.take_sums(out, float)
     }
 
+    fn check_all_here(&self) -> Result<()> {
+        match self.here.lock().iter().position(|here| !here) {
+            None => Ok(()),
+            Some(rank) => {
+                let text = format!("rank {rank} is not connected; admit its card first");
+                Err(EngineError::Invalid(text))
+            }
+        }
+    }
+
     fn enter(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
         let turn = self.turn.try_lock().ok_or_else(|| {
             EngineError::Invalid(
@@ -327,8 +355,28 @@ impl Throughput {
         Ok((turn, self.machine.lock()))
     }
 
-    /// Steps on until something is there, or the exchange has ended.
+    /// Steps on until something is there and nothing that the caller gave is in use, or the exchange has ended.
     fn drive(
+        &self,
+        machine: &mut Machine,
+        io: &mut Io<'_, '_>,
+        done: impl FnMut(&mut Machine) -> bool,
+    ) -> Result<()> {
+        let there = self.step_until(machine, io, done);
+        let mut ended = there.is_err();
+        if !ended && machine.is_at_work() {
+            machine.rest(true);
+            // What ends the exchange meanwhile is for the next call to say.
+            ended = self.step_until(machine, io, |machine| !machine.is_at_work()).is_err();
+            machine.rest(false);
+        }
+        if ended {
+            machine.abort();
+        }
+        there
+    }
+
+    fn step_until(
         &self,
         machine: &mut Machine,
         io: &mut Io<'_, '_>,

@@ -2,9 +2,9 @@
 
 use super::{
     context::{Arrivals, Context},
+    jobs::Term,
     slots::{experts, read_head, Kind},
 };
-use crate::kernels::{add, store, Part, PartMut};
 
 #[derive(Debug, Default)]
 pub struct Received {
@@ -22,7 +22,7 @@ impl Received {
         self.terms.clear();
     }
 
-    /// Copies a token to the rows of its experts here.
+    /// Gives a token places among the rows of its experts here, behind `rows`; returns how many.
     ///
     /// # Errors
     /// What can't be in the slot: tokens out of order, more rows than were announced.
@@ -32,8 +32,8 @@ impl Received {
         arrivals: &mut Arrivals,
         (channel, source): (u32, u32),
         slot: &[u8],
-        out: &mut [PartMut<'_>],
-    ) -> Result<(), String> {
+        rows: &mut Vec<u32>,
+    ) -> Result<u32, String> {
         let spec = &ctx.spec;
         let token = read_head(slot, Kind::Token, ctx.exchange)?;
         if self.tokens.last().is_some_and(|last| *last >= token) || token >= spec.shape.max_tokens {
@@ -41,20 +41,13 @@ impl Received {
         }
         let local = spec.shape.local_experts();
         let first = ctx.grid.rank * local;
-        let row = &slot[spec.meta() as usize..];
         let before = self.terms.len();
         for (expert, weight) in experts(spec, slot) {
             let Some(expert) = expert.checked_sub(first).filter(|e| *e < local) else { continue };
             let place = arrivals.take(channel, source, expert).ok_or_else(|| {
                 format!("it sent more rows for expert {} than it announced", first + expert)
             })?;
-            let mut begin = 0;
-            for part in out.iter_mut() {
-                let to = part.row(place as usize);
-                let n = to.len();
-                to.copy_from_slice(&row[begin..begin + n]);
-                begin += n;
-            }
+            rows.push(place);
             self.terms.push((place, weight));
         }
         if self.terms.len() == before {
@@ -62,24 +55,18 @@ impl Received {
         }
         self.tokens.push(token);
         self.ends.push(self.terms.len());
-        Ok(())
+        Ok((self.terms.len() - before) as u32)
     }
 
-    /// This rank's answer to a token: its experts' answers, each times its weight, summed in 32-bit floats in their order.
-    pub fn answer(
-        &self,
-        ctx: &Context,
-        i: usize,
-        answers: &Part<'_>,
-        sum: &mut [f32],
-        out: &mut [u8],
-    ) {
+    /// What this rank's answer to a token is the sum of: its experts' answers, each times its weight, in their order.
+    pub fn terms(&self, i: usize) -> impl Iterator<Item = Term> + '_ {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
-        let float = ctx.spec.shape.back.float;
-        sum.fill(0.0);
-        for (row, weight) in &self.terms[begin..self.ends[i]] {
-            add(sum, answers.row(*row as usize), float, *weight, true);
-        }
-        store(sum, out, float);
+        let end = self.ends[i];
+        let each = self.terms[begin..end].iter().enumerate();
+        each.map(move |(i, (row, weight))| Term::Row {
+            row: *row,
+            weight: *weight,
+            last: begin + i + 1 == end,
+        })
     }
 }

@@ -62,10 +62,12 @@ pub struct Preamble {
 }
 
 impl Preamble {
+    /// Whole words of 8 bytes.
     pub fn to_bytes(&self, exchange: u32) -> Vec<u8> {
         let mut bytes = head(Kind::Preamble, exchange, self.rows).to_vec();
         let words = self.rows_to.iter().chain(&self.counts);
         bytes.extend(words.flat_map(|w| w.to_le_bytes()));
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
         bytes
     }
 

@@ -84,15 +84,20 @@ impl Spec {
     }
 
     /// Bytes of what goes with a token beside its row: head, experts and weights.
-    pub(super) fn meta(&self) -> u64 {
+    pub fn meta(&self) -> u64 {
         super::slots::HEAD + 8 * u64::from(self.shape.topk)
+    }
+
+    /// Bytes of a preamble, in words of 8.
+    pub(super) fn preamble(&self) -> u64 {
+        let counts = u64::from(self.ranks_per_node + self.node_experts());
+        (super::slots::HEAD + 4 * counts).next_multiple_of(8)
     }
 
     /// Bytes from one slot to the next on the way to experts. A preamble fits as well.
     pub fn out_stride(&self) -> u64 {
         let row = self.meta() + u64::from(self.shape.row_nbytes);
-        let counts = u64::from(self.ranks_per_node + self.node_experts());
-        row.max(super::slots::HEAD + 4 * counts).next_multiple_of(ALIGN)
+        row.max(self.preamble()).next_multiple_of(ALIGN)
     }
 
     /// Bytes from one slot to the next on the way back.

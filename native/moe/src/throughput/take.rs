@@ -2,25 +2,32 @@
 
 use super::{
     commands::Commands,
-    context::{by, Arrivals, Context, Io, Stop},
+    context::{by, Arrivals, Context, Stop},
     grid::Family,
+    jobs::{Begun, Call, Job, Sum, To},
+    reader::Reader,
     received::Received,
-    ring::{Inbound, Outbound},
-    slots::{head, Kind, Preamble},
+    ring::Outbound,
+    slots::Preamble,
 };
-use crate::kernels::PartMut;
 
 #[derive(Debug)]
 pub struct Take {
     channel: u32,
     pub source: u32,
-    pub ring: Inbound,
+    reader: Reader,
     /// How many come, once known.
     rows: Option<u32>,
     received: Received,
+    /// What is on its way to rows, by the slot behind it; and slots that nothing reads any more.
+    taking: Begun<u64>,
+    taken: u64,
     answers: Outbound,
     outbox: u64,
+    /// Tokens of which the answers are being made, or are.
     answered: usize,
+    /// Where answers that are being made lie until they are sent.
+    answering: Begun<Vec<u64>>,
 }
 
 impl Take {
@@ -31,12 +38,15 @@ impl Take {
         Self {
             channel,
             source,
-            ring: Inbound::new(ctx.inbound(channel, Family::NodeOut, node, gateway)),
+            reader: Reader::new(ctx.inbound(channel, Family::NodeOut, node, gateway)),
             rows: None,
             received: Received::default(),
+            taking: Begun::default(),
+            taken: 0,
             answers: Outbound::new(back),
             outbox: ctx.outbox(channel, Family::NodeBack, node, gateway),
             answered: 0,
+            answering: Begun::default(),
         }
     }
 
@@ -47,15 +57,20 @@ impl Take {
     }
 
     pub fn gateway(&self) -> u32 {
-        self.ring.place.partner
+        self.reader.ring.place.partner
     }
 
-    pub fn is_done(&self) -> bool {
+    /// All tokens have been read.
+    fn is_read(&self) -> bool {
         self.rows.is_some_and(|rows| self.received.tokens.len() == rows as usize)
     }
 
+    pub fn is_done(&self) -> bool {
+        self.is_read() && self.taking.is_empty()
+    }
+
     pub fn is_answered(&self) -> bool {
-        self.answered == self.received.tokens.len()
+        self.answered == self.received.tokens.len() && self.answering.is_empty()
     }
 
     pub fn begun(&self) -> bool {
@@ -72,58 +87,73 @@ impl Take {
         ctx: &Context,
         commands: &mut Commands,
         arrivals: &mut Arrivals,
-        io: &mut Io<'_, '_>,
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
-        let before = self.ring.taken;
-        if self.rows.is_none() && self.ready(ctx)? > 0 {
-            self.read_preamble(ctx, arrivals)?;
+        let before = (self.reader.ring.taken, self.taken);
+        if self.rows.is_none() {
+            self.read_preamble(ctx, arrivals, call)?;
         }
-        if let (Some(rows), Io::Rows(out)) = (self.rows, io) {
-            let left = u64::from(rows) - self.received.tokens.len() as u64;
-            for _ in 0..self.ready(ctx)?.min(left) {
-                self.read_token(ctx, arrivals, out)?;
-                self.ring.credit(self.ring.taken, ctx.spec.chunk, false, commands);
-            }
+        while self.rows.is_some() && self.read_tokens(ctx, arrivals, call)? {}
+        while let Some((up_to, _)) = self.taking.done(call, ctx.exchange)? {
+            self.taken = up_to;
+            self.reader.ring.credit(self.taken, ctx.spec.chunk, false, commands);
         }
         // All of it: a gateway gives back what it forwarded when everybody has read it, and would wait for those who
         // have less than a chunk (IC-4).
-        self.ring.credit(self.ring.taken, ctx.spec.chunk, true, commands);
-        Ok(self.ring.taken != before)
+        self.reader.ring.credit(self.taken, ctx.spec.chunk, true, commands);
+        Ok((self.reader.ring.taken, self.taken) != before)
     }
 
-    fn ready(&self, ctx: &Context) -> Result<u64, Stop> {
-        self.ring.ready(&ctx.words).map_err(by(self.gateway()))
-    }
-
-    fn read_preamble(&mut self, ctx: &Context, arrivals: &mut Arrivals) -> Result<(), Stop> {
-        let read = |bytes: &[u8]| Preamble::read(&ctx.spec, ctx.exchange, bytes);
-        let preamble = ctx.read(self.ring.next(0), ctx.spec.out_stride(), read)?;
+    fn read_preamble(
+        &mut self,
+        ctx: &Context,
+        arrivals: &mut Arrivals,
+        call: &mut Call<'_, '_, '_>,
+    ) -> Result<(), Stop> {
+        let nbytes = ctx.spec.preamble();
+        if self.reader.look(ctx, call, nbytes, 1)? == 0 {
+            return Ok(());
+        }
+        let (_, bytes) = self.reader.slot(0, nbytes);
+        let preamble = Preamble::read(&ctx.spec, ctx.exchange, bytes);
         let preamble = preamble.map_err(by(self.gateway()))?;
         let local = ctx.grid.local() as usize;
         let experts = ctx.spec.shape.local_experts() as usize;
         self.rows = Some(preamble.rows_to[local]);
         let counts = &preamble.counts[local * experts..(local + 1) * experts];
         arrivals.announce(self.channel, self.source, counts);
-        self.ring.taken += 1;
+        self.reader.advance(1, nbytes);
+        self.taken = self.reader.ring.taken;
         Ok(())
     }
 
-    fn read_token(
+    /// Up to a chunk of tokens; whether there was one.
+    fn read_tokens(
         &mut self,
         ctx: &Context,
         arrivals: &mut Arrivals,
-        out: &mut [PartMut<'_>],
-    ) -> Result<(), Stop> {
-        let (lane, place) = ((self.channel, self.source), self.ring.next(0));
-        let taken = ctx.read(place, ctx.spec.out_stride(), |slot| {
-            self.received.take(ctx, arrivals, lane, slot, out)
-        })?;
-        taken.map_err(by(self.gateway()))?;
-        self.ring.taken += 1;
-        match self.is_done() {
-            true => arrivals.check_complete(self.channel, self.source).map_err(by(self.source)),
-            false => Ok(()),
+        call: &mut Call<'_, '_, '_>,
+    ) -> Result<bool, Stop> {
+        let (meta, before) = (ctx.spec.meta(), self.received.tokens.len());
+        let left = u64::from(self.rows.unwrap_or(0)) - before as u64;
+        let n = self.reader.look(ctx, call, meta, left)?.min(ctx.spec.chunk.into());
+        if n == 0 || !call.io.takes_rows() || !call.may_begin() {
+            return Ok(false);
         }
+        let (mut tokens, mut rows) = (Vec::with_capacity(n as usize), Vec::new());
+        for i in 0..n {
+            let (place, bytes) = self.reader.slot(i, meta);
+            let lane = (self.channel, self.source);
+            let taken = self.received.take(ctx, arrivals, lane, bytes, &mut rows);
+            tokens.push((place, taken.map_err(by(self.gateway()))?));
+        }
+        self.reader.advance(n, meta);
+        let up_to = self.reader.ring.taken;
+        self.taking.begin(call, ctx.exchange, Job::Take { tokens, rows }, up_to);
+        if self.is_read() {
+            arrivals.check_complete(self.channel, self.source).map_err(by(self.source))?;
+        }
+        Ok(true)
     }
 
     /// Sends answers to the gateway, as far as there is room.
@@ -131,33 +161,41 @@ impl Take {
         &mut self,
         ctx: &Context,
         commands: &mut Commands,
-        io: &Io<'_, '_>,
-        sum: &mut [f32],
+        call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         let mut moved =
             self.answers.update(&ctx.words, commands).map_err(by(self.answers.place.partner))?;
-        let Io::Answers(answers) = io else { return Ok(moved) };
-        while !self.is_answered() {
-            let left = self.received.tokens.len() - self.answered;
-            let n = left.min(ctx.spec.chunk as usize);
-            if (self.answers.room() as usize) < n {
-                break;
-            }
-            let mut from = Vec::with_capacity(n);
-            let mut bytes = vec![0; ctx.spec.shape.back_nbytes() as usize];
-            for i in self.answered..self.answered + n {
-                let place = self.answers.place;
-                let slot = (self.answers.sent + from.len() as u64) % place.slots;
-                let at = self.outbox + slot * place.stride;
-                self.received.answer(ctx, i, answers, sum, &mut bytes);
-                ctx.region.put(at, &head(Kind::Answer, ctx.exchange, self.received.tokens[i]))?;
-                ctx.region.put(at + super::slots::HEAD, &bytes)?;
-                from.push(at);
-            }
+        while call.io.has_answers() && call.may_begin() && self.make_answers(ctx, call) {
+            moved = true;
+        }
+        while let Some((from, _)) = self.answering.done(call, ctx.exchange)? {
             self.answers.send(&from, commands);
-            self.answered += n;
             moved = true;
         }
         Ok(moved)
+    }
+
+    /// Has the answers to a chunk of tokens made, if there is room for them; whether there was.
+    fn make_answers(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> bool {
+        let n = (self.received.tokens.len() - self.answered).min(ctx.spec.chunk as usize);
+        let made: usize = self.answering.iter().map(Vec::len).sum();
+        if n == 0 || (self.answers.room() as usize) < made + n {
+            return false;
+        }
+        let (place, mut terms) = (self.answers.place, Vec::new());
+        let sum = |i: usize| {
+            let slot = (self.answers.sent + (made + i) as u64) % place.slots;
+            let before = terms.len();
+            terms.extend(self.received.terms(self.answered + i));
+            let token = self.received.tokens[self.answered + i];
+            let at = self.outbox + slot * place.stride;
+            Sum { at, token, terms: (terms.len() - before) as u32 }
+        };
+        let sums: Vec<Sum> = (0..n).map(sum).collect();
+        let from = sums.iter().map(|sum| sum.at).collect();
+        self.answered += n;
+        let job = Job::Sum { to: To::Answer, sums, terms };
+        self.answering.begin(call, ctx.exchange, job, from);
+        true
     }
 }

@@ -14,11 +14,14 @@ use fabric_engine::{
 };
 use fabric_moe::{
     kernels::Float,
-    throughput::{proxy_config, Io, Layout, Machine, Spec},
+    throughput::{proxy_config, Io, Layout, Machine, Prompt, Spec, Worker},
 };
 use fabric_proxy::{fifo::fifo, Bed, Common, Event, Executor};
 
-use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, EXTRA, ORDERS, WIDE};
+use crate::{
+    grouped::{rows_of_answers, spec, sums, Batch, Handed, EXTRA, ORDERS, WIDE},
+    late::Late,
+};
 
 const MS: u64 = 1_000_000;
 /// How long nothing may happen.
@@ -32,12 +35,32 @@ const EXCHANGES: usize = 3;
 /// What a rank does next.
 enum Turn {
     Dispatch,
+    Pack,
     Arrive,
     Collect(Handed),
     Answer(Vec<u8>),
     Sum,
     /// It has done all exchanges, or been told that they have ended.
     Over,
+}
+
+/// What a rank's jobs are done by.
+#[derive(Clone, Copy, Debug)]
+enum By {
+    Prompt,
+    /// In an order that a seed says, one in so many steps.
+    Late(u64, u32),
+    Stalled,
+}
+
+impl By {
+    fn worker(self, spec: Spec, part: &Region) -> Box<dyn Worker> {
+        match self {
+            Self::Prompt => Box::new(Prompt::new(spec, part.clone())),
+            Self::Late(seed, steps) => Box::new(Late::new(spec, part.clone(), seed, steps)),
+            Self::Stalled => Box::new(Late::new(spec, part.clone(), 0, 0)),
+        }
+    }
 }
 
 struct Rank {
@@ -59,7 +82,13 @@ struct Rank {
 }
 
 impl Rank {
-    fn new(net: &mut SimNet, spec: Spec, rank: u32, batches: Vec<Batch>, without: &[bool]) -> Self {
+    fn new(
+        net: &mut SimNet,
+        spec: Spec,
+        (rank, by): (u32, By),
+        batches: Vec<Batch>,
+        without: &[bool],
+    ) -> Self {
         let engine = EngineConfig { op_timeout: Duration::from_secs(60), ..Default::default() };
         let engine = net.engine(engine).unwrap();
         let config = fabric_proxy::Config {
@@ -83,7 +112,9 @@ impl Rank {
             Arc::new(move |e| told.lock().unwrap().push(e)),
         )
         .unwrap();
-        let machine = Machine::new(spec, rank, part.clone(), common.words, pushers).unwrap();
+        let worker = by.worker(spec, &part);
+        let machine = Machine::with_worker(spec, rank, &part, common.words, pushers, worker);
+        let machine = machine.unwrap();
         let without = without.to_vec();
         let (turn, exchange, error) = (Turn::Dispatch, 0, None);
         Self {
@@ -141,6 +172,10 @@ impl Rank {
             }
         }
         match &mut self.turn {
+            Turn::Pack => {
+                let (batch, machine) = (&self.batches[self.exchange], &mut self.machine);
+                batch.with_parts(|p, _, _| machine.step(now, timeout, &mut Io::Tokens(p)))
+            }
             Turn::Collect(handed) => {
                 self.machine.step(now, timeout, &mut Io::Rows(&mut handed.parts()))
             }
@@ -163,21 +198,30 @@ impl Rank {
                 }
                 let batch = &self.batches[self.exchange];
                 match batch.with_parts(|p, i, w| self.machine.begin(p, i, w)) {
-                    Ok(()) => self.turn = Turn::Arrive,
+                    Ok(()) => self.turn = Turn::Pack,
                     Err(error) => (self.error, self.turn) = (Some(error), Turn::Over),
                 }
+            }
+            Turn::Pack => {
+                if !self.machine.is_packed() || self.is_at_work() {
+                    return Ok(false);
+                }
+                self.turn = Turn::Arrive;
             }
             Turn::Arrive => {
                 let order = ORDERS[self.exchange % 2];
                 let Some(placing) = self.machine.arriving(order).map_err(said)? else {
                     return Ok(false);
                 };
+                if self.is_at_work() {
+                    return Ok(false);
+                }
                 let mut handed = Handed::room(placing.rows);
                 self.machine.check_room(&handed.parts()).map_err(said)?;
                 self.turn = Turn::Collect(handed);
             }
             Turn::Collect(handed) => {
-                if !self.machine.is_collected() {
+                if !self.machine.is_collected() || rests(&mut self.machine) {
                     return Ok(false);
                 }
                 if self.without[self.exchange] {
@@ -190,13 +234,13 @@ impl Rank {
                 self.turn = Turn::Answer(answers);
             }
             Turn::Answer(_) => {
-                if !self.machine.is_answered() {
+                if !self.machine.is_answered() || self.is_at_work() {
                     return Ok(false);
                 }
                 self.turn = Turn::Sum;
             }
             Turn::Sum => {
-                if !self.machine.is_summed() {
+                if !self.machine.is_summed() || self.is_at_work() {
                     return Ok(false);
                 }
                 let batch = &self.batches[self.exchange];
@@ -210,6 +254,11 @@ impl Rank {
         Ok(true)
     }
 
+    /// Whether jobs are under way that what the caller gives is needed for; none begin meanwhile.
+    fn is_at_work(&mut self) -> bool {
+        rests(&mut self.machine)
+    }
+
     fn next(&mut self) {
         self.exchange += 1;
         self.turn = match self.exchange < self.batches.len() {
@@ -221,6 +270,7 @@ impl Rank {
     fn standing(&self) -> String {
         let turn = match &self.turn {
             Turn::Dispatch => "dispatches",
+            Turn::Pack => "packs",
             Turn::Arrive => "awaits counts",
             Turn::Collect(_) => "collects",
             Turn::Answer(_) => "answers",
@@ -229,6 +279,11 @@ impl Rank {
         };
         format!("rank {} {turn} in exchange {}, {:?}", self.rank, self.exchange, self.error)
     }
+}
+
+fn rests(machine: &mut Machine) -> bool {
+    machine.rest(machine.is_at_work());
+    machine.is_at_work()
 }
 
 /// What happens to one rank.
@@ -251,13 +306,18 @@ struct Run {
 
 impl Run {
     fn new(spec: Spec, seed: u64, config: SimConfig) -> Self {
+        Self::by(spec, seed, config, |_| By::Prompt)
+    }
+
+    /// With ranks whose jobs are done by somebody else.
+    fn by(spec: Spec, seed: u64, config: SimConfig, by: impl Fn(u32) -> By) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let mut net = SimNet::new(SimConfig { seed, ..config });
         let without: Vec<bool> = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
         let hot = (rng.u32(..3) == 0).then(|| rng.u32(..spec.shape.experts));
         let ranks = (0..spec.shape.ranks).map(|rank| {
             let batches = (0..EXCHANGES).map(|_| Batch::random(&mut rng, &spec, hot)).collect();
-            Rank::new(&mut net, spec, rank, batches, &without)
+            Rank::new(&mut net, spec, (rank, by(rank)), batches, &without)
         });
         let ranks: Vec<Rank> = ranks.collect();
         for a in &ranks {
@@ -330,10 +390,19 @@ fn random(seed: u64) -> Result<bool, String> {
         max_bytes: 1 << rng.u32(6..13),
         ..SimConfig::default()
     };
-    let mut run = Run::new(spec, seed, config.clone());
-    if rng.bool() && spec.shape.ranks > 1 {
+    let has_accident = rng.bool() && spec.shape.ranks > 1;
+    let late: u32 = rng.u32(..) & rng.u32(..);
+    // What a rank's device takes is time in which it says nothing of a neighbour that died: timeouts are far longer.
+    let slowness = if has_accident { 2 } else { [2, 8, 40][rng.usize(..3)] };
+    let by = |rank: u32| match late >> rank & 1 {
+        0 => By::Prompt,
+        _ => By::Late(seed ^ u64::from(rank), slowness),
+    };
+    let new = |config| Run::by(spec, seed, config, by);
+    let mut run = new(config.clone());
+    if has_accident {
         // At any of the steps that it takes without an accident.
-        let steps = Run::new(spec, seed, config).go()?;
+        let steps = new(config).go()?;
         let accident = [Accident::Dies, Accident::Stalls, Accident::Sleeps][rng.usize(..3)];
         run.accident = Some((rng.u32(..spec.shape.ranks), accident, rng.u32(..steps.max(1))));
     }
@@ -397,6 +466,19 @@ fn rs_4_a_rank_with_a_longer_timeout_is_not_given_up_while_it_is_in_a_call() {
     run.ranks.iter_mut().for_each(|r| r.timeout = Duration::from_secs(60));
     run.ranks[3].timeout = Duration::from_secs(1);
     run.go().unwrap();
+}
+
+#[test]
+fn rs_4_a_rank_whose_device_does_nothing_is_named_by_all() {
+    let by = |rank: u32| if rank == 1 { By::Stalled } else { By::Late(rank.into(), 2) };
+    let mut run = Run::by(spec(2, 2, 2, 3, 12), 4, SimConfig::default(), by);
+    assert!(run.go().is_err());
+    for rank in &run.ranks {
+        let said = rank.error.as_ref().unwrap().to_string();
+        assert!(said.contains("peer rank 1 "), "rank {}: {said}", rank.rank);
+    }
+    let said = run.ranks[1].error.as_ref().unwrap().to_string();
+    assert!(said.contains("its device did nothing"), "{said}");
 }
 
 /// A source that announces a row more than it sends, to a rank of its node, to a gateway, and through that.

@@ -50,8 +50,8 @@ impl Machine {
         indices: &[i64],
         weights: Option<Part<'_>>,
     ) -> Result<Routes> {
+        let routes = self.check_routes(indices, weights)?;
         let shape = &self.ctx.spec.shape;
-        let routes = Routes::new(shape, indices)?;
         let width: usize = parts.iter().map(|p| p.width).sum();
         if width != shape.row_nbytes as usize {
             return Err(EngineError::Invalid(format!(
@@ -59,9 +59,17 @@ impl Machine {
                 shape.row_nbytes
             )));
         }
-        for part in parts {
-            part.check("tokens", routes.tokens.into())?;
-        }
+        parts.iter().try_for_each(|part| part.check("tokens", routes.tokens.into()))?;
+        Ok(routes)
+    }
+
+    /// That tokens may go to these experts; nothing is changed.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`].
+    pub fn check_routes(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<Routes> {
+        let shape = &self.ctx.spec.shape;
+        let routes = Routes::new(shape, indices)?;
         if let Some(weights) = weights {
             if weights.width != 4 * shape.topk as usize {
                 return Err(EngineError::Invalid(format!(
@@ -79,10 +87,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
     pub fn check_room(&self, out: &[PartMut<'_>]) -> Result<Dispatched> {
-        let placing = self.arrivals.placing().filter(|_| self.step == Step::Dispatched);
-        let Some(placing) = placing else {
-            return Err(self.out_of_turn("to collect rows before they are placed"));
-        };
+        let placing = self.check_collecting()?;
         let width: usize = out.iter().map(|p| p.width).sum();
         if width != self.ctx.spec.shape.row_nbytes as usize {
             return Err(EngineError::Invalid(format!(
@@ -91,7 +96,29 @@ impl Machine {
             )));
         }
         out.iter().try_for_each(|part| part.check("room for rows", placing.rows))?;
-        Ok(Arc::clone(placing))
+        Ok(placing)
+    }
+
+    /// That there is room for the rows that come, for so many of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    pub fn check_far_room(&self, rows: u64) -> Result<Dispatched> {
+        let placing = self.check_collecting()?;
+        match rows < placing.rows {
+            false => Ok(placing),
+            true => Err(EngineError::Invalid(format!(
+                "there is room for {rows} rows, and {} come",
+                placing.rows
+            ))),
+        }
+    }
+
+    fn check_collecting(&self) -> Result<Dispatched> {
+        let placing = self.arrivals.placing().filter(|_| self.step == Step::Dispatched);
+        placing
+            .map(Arc::clone)
+            .ok_or_else(|| self.out_of_turn("to collect rows before they are placed"))
     }
 
     /// That these are answers to the rows that came, and it is their turn.
@@ -99,9 +126,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
     pub(super) fn check_answers(&self, answers: &Part<'_>) -> Result<()> {
-        self.check()?;
-        let placing = self.arrivals.placing().filter(|_| self.step == Step::Collected);
-        let Some(placing) = placing else { return Err(self.out_of_turn("combine_send")) };
+        let rows = self.check_answering()?;
         let shape = &self.ctx.spec.shape;
         if answers.width as u64 != shape.back_nbytes() {
             return Err(EngineError::Invalid(format!(
@@ -110,7 +135,26 @@ impl Machine {
                 shape.back_nbytes()
             )));
         }
-        answers.check("answers", placing.rows)
+        answers.check("answers", rows)
+    }
+
+    /// The same of answers to so many rows.
+    pub(super) fn check_far_answers(&self, rows: u64) -> Result<()> {
+        let all = self.check_answering()?;
+        match rows < all {
+            false => Ok(()),
+            true => {
+                let text = format!("answers to {rows} rows, and there are {all}");
+                Err(EngineError::Invalid(text))
+            }
+        }
+    }
+
+    /// Rows that are to be answered now.
+    fn check_answering(&self) -> Result<u64> {
+        self.check()?;
+        let placing = self.arrivals.placing().filter(|_| self.step == Step::Collected);
+        placing.map(|p| p.rows).ok_or_else(|| self.out_of_turn("combine_send"))
     }
 
     /// That the sums fit, and it is their turn.
@@ -118,10 +162,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`].
     pub fn check_sums(&self, out: &PartMut<'_>, float: Float) -> Result<()> {
-        self.check()?;
-        if self.step != Step::Answered {
-            return Err(self.out_of_turn("combine_recv"));
-        }
+        self.check_far_sums()?;
         let wide = u64::from(self.ctx.spec.shape.back.elements) * float.nbytes();
         if out.width as u64 != wide {
             return Err(EngineError::Invalid(format!(
@@ -130,6 +171,18 @@ impl Machine {
             )));
         }
         out.check("room for sums", self.tokens.into())
+    }
+
+    /// That it is the turn of sums.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
+    pub fn check_far_sums(&self) -> Result<()> {
+        self.check()?;
+        match self.step {
+            Step::Answered => Ok(()),
+            _ => Err(self.out_of_turn("combine_recv")),
+        }
     }
 
     pub(super) fn out_of_turn(&self, call: &str) -> EngineError {

@@ -1,0 +1,233 @@
+"""The calls of a high-throughput exchange on a device: the host decides, kernels move rows.
+
+The machine that the host steps while a rank is in a call posts jobs, each for up to a chunk of
+tokens: copies of rows and sums. A kernel that each call launches on the current stream carries them
+out, and ends with the call. What the two share is native/moe's ``throughput/workers/device.rs``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fabric_ray._native import MoeThroughput
+from fabric_ray.engine import Region, TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.kernels import structs
+from fabric_ray.kernels.launch import Launcher
+from fabric_ray.moe import rows
+from fabric_ray.moe.device import room_on
+from fabric_ray.moe.rows import check_rows
+from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, room_for_sums
+
+_FILE = "moe/work.cu"
+_THREADS = 256
+_LINE = 128
+#: How many timeouts a worker goes on for when the host does nothing: it has lost it.
+_PATIENCE = 16
+
+
+class Memory:
+    """What a rank's kernels and its exchange share, made when it is known how much that is.
+
+    Args:
+        engine: registers this rank's part of the memory.
+        device: where rows lie.
+    """
+
+    def __init__(self, engine: TransferEngine, device: torch.device) -> None:
+        self.device = device
+        self._engine = engine
+        self.region = torch.empty(0, dtype=torch.uint8)
+        self.words = torch.empty(0, dtype=torch.int64)
+
+    def allocate(self, nbytes: int, words: int) -> tuple[Region, int, object]:
+        """This rank's part, and words in the host's memory that kernels reach."""
+        self.region, region = room_on(self._engine, nbytes, self.device)
+        pinned = self.device.type == "cuda"
+        whole = torch.zeros(words + _LINE // 8, dtype=torch.int64, pin_memory=pinned)
+        begin = -whole.data_ptr() % _LINE // 8
+        self.words = whole[begin : begin + words]
+        return region, self.words.data_ptr(), self.words
+
+
+class WorkerSteps:
+    """One rank's kernels of an exchange, and what they are told.
+
+    Args:
+        native: the exchange, over ``memory``.
+        parts: what a token is made of.
+        hidden: elements of an answer, of ``answer_dtype``.
+        launcher: launches on the device.
+        workers: blocks of the kernel, each of which does one job at a time.
+        timeout: seconds that ranks may be apart.
+    """
+
+    def __init__(
+        self,
+        native: MoeThroughput,
+        memory: Memory,
+        *,
+        parts: Sequence[RowPart],
+        topk: int,
+        hidden: int,
+        max_tokens: int,
+        answer_dtype: torch.dtype,
+        launcher: Launcher,
+        workers: int,
+        timeout: float,
+    ) -> None:
+        self._native, self._memory = native, memory
+        self._device = device = memory.device
+        self._parts, self._topk, self._hidden = tuple(parts), topk, hidden
+        self._answer_dtype, self._workers = answer_dtype, workers
+        self._launcher = launcher
+        self._caller = threading.Lock()
+        self._tokens = self._rows = 0
+        jobs, job_words, depth, out_stride, meta = native.work_form(workers)
+        stride = -(-hidden * answer_dtype.itemsize // 16) * 16
+        self._of_node = torch.zeros(max_tokens, stride, dtype=torch.uint8, device=device)
+        self._totals = torch.zeros(max_tokens, hidden, dtype=torch.float32, device=device)
+        self._scratch = torch.zeros(workers, job_words, dtype=torch.int64, device=device)
+        self._fixed = structs.Work(
+            shared=memory.words.data_ptr(),
+            jobs=jobs,
+            job_words=job_words,
+            depth=depth,
+            scratch=self._scratch.data_ptr(),
+            region=memory.region.data_ptr(),
+            out_stride=out_stride,
+            meta=meta,
+            elements=hidden,
+            of_node=self._of_node.data_ptr(),
+            of_node_stride=stride,
+            totals=self._totals.data_ptr(),
+        )
+        self._kernel = f"work_{structs.FLOATS[str(answer_dtype).removeprefix('torch.')]}"
+        self.set_timeout(timeout)
+        kept = (memory, self._of_node, self._totals, self._scratch)
+        self._finalizer = weakref.finalize(self, _finish, device, kept)
+
+    def set_timeout(self, seconds: float) -> None:
+        """For calls from now on."""
+        self._fixed.timeout_ns = int(min(seconds * _PATIENCE, 1e8) * 1e9)
+
+    def dispatch_send(
+        self, indices: Tensor, weights: Tensor | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """As :meth:`ThroughputAllToAll.dispatch_send`; waits for what made the indices."""
+        with self._turn():
+            self._on_device("indices", indices)
+            experts = rows.indices(indices.cpu(), self._topk)
+            weight = None
+            if weights is not None:
+                self._on_device("weights", weights)
+                kept = weights.cpu()
+                weight = rows.part(
+                    "weights", kept, width=self._topk, dtype=torch.float32, rows=len(experts)
+                )
+            given(self._parts, tensors, len(experts), self._device)
+            with self._at_work([tensors[p.name] for p in self._parts]):
+                self._native.far_dispatch_send((experts.data_ptr(), experts.numel()), weight)
+            self._tokens = len(experts)
+
+    def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
+        """As :meth:`ThroughputAllToAll.dispatch_recv`."""
+        with self._turn():
+            with self._at_work():
+                counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
+            tensors, _ = room(self._parts, total, x, self._device)
+            with self._at_work([tensors[p.name] for p in self._parts]):
+                self._native.far_dispatch_recv(total)
+            self._rows = total
+            return Dispatched(
+                x=tensors.pop("x")[:total],
+                parts=tensors,
+                counts=torch.tensor(counts, dtype=torch.int64),
+                starts=torch.tensor(starts, dtype=torch.int64),
+            )
+
+    def combine_send(self, y: Tensor) -> None:
+        """As :meth:`ThroughputAllToAll.combine_send`."""
+        with self._turn():
+            check_rows(
+                "answers",
+                y,
+                width=self._hidden,
+                dtype=self._answer_dtype,
+                rows=self._rows,
+                device=self._device,
+            )
+            with self._at_work(answers=y):
+                self._native.far_combine_send(len(y))
+
+    def combine_recv(self, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        """As :meth:`ThroughputAllToAll.combine_recv`."""
+        with self._turn():
+            shape = (self._tokens, self._hidden)
+            out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
+            check_rows(
+                "sums",
+                out,
+                width=self._hidden,
+                dtype=out.dtype,
+                rows=self._tokens,
+                device=self._device,
+            )
+            with self._at_work():
+                tokens = self._native.far_combine_recv()
+            return out[:tokens].copy_(self._totals[:tokens])
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._caller.acquire(blocking=False):
+            raise InvalidArgument(
+                "another thread is in a call of this exchange; make one exchange for each"
+            )
+        try:
+            yield
+        finally:
+            self._caller.release()
+
+    @contextmanager
+    def _at_work(
+        self, parts: Sequence[Tensor] = (), answers: Tensor | None = None
+    ) -> Iterator[None]:
+        """Kernels carry out what a call of the exchange needs, and end with it."""
+        arguments = structs.Work.from_buffer_copy(self._fixed)
+        arguments.parts = len(parts)
+        for i, part in enumerate(parts):
+            arguments.part[i] = _part(part)
+        if answers is not None:
+            arguments.answers = _part(answers)
+        arguments.call = call = self._native.begin_work()
+        try:
+            self._launcher.launch(_FILE, self._kernel, (self._workers, 1), _THREADS, arguments)
+            yield
+        finally:
+            self._native.end_work(call)
+
+    def _on_device(self, what: str, tensor: Tensor) -> None:
+        if tensor.device != self._device:
+            raise InvalidArgument(f"{what} lie on {tensor.device}; move them to {self._device}")
+
+
+def _part(tensor: Tensor) -> structs.Part:
+    """Rows that were checked."""
+    count, width = tensor.shape
+    # Strides along which there is nothing to go may be anything.
+    stride = tensor.stride(0) if count > 1 else width
+    size = tensor.element_size()
+    return structs.Part(tensor.data_ptr(), stride * size, width * size)
+
+
+def _finish(device: torch.device, kept: object) -> None:
+    """Keeps what kernels that were launched use until they have ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del kept

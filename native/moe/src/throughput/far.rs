@@ -1,0 +1,113 @@
+//! The calls of an exchange whose rows kernels move. The rules are the same machine's; what a caller gives for rows, kernels
+//! were told.
+
+use std::{sync::Arc, time::Duration};
+
+use fabric_engine::{api::EngineConfig, EngineError, Region, Result, TransferEngine};
+use fabric_proxy::{raw::AtomicWords, Engines};
+
+use super::{
+    context::{Given, Io},
+    device::Device,
+    spec::Spec,
+    Throughput,
+};
+use crate::kernels::Part;
+
+/// What kernels and their exchange share.
+#[derive(Debug)]
+pub struct Far {
+    /// This rank's part of the memory.
+    pub region: Region,
+    /// As many as [`Form`](super::device::Form) says, all zero.
+    pub words: AtomicWords,
+    pub workers: u32,
+}
+
+impl Throughput {
+    /// As [`Throughput::open`], with rows in memory that kernels reach, and kernels that move them.
+    ///
+    /// # Errors
+    /// As [`Throughput::open`]; [`EngineError::Invalid`] for too little memory.
+    pub fn open_far(
+        engine: &EngineConfig,
+        spec: Spec,
+        rank: u32,
+        timeout: Duration,
+        far: Far,
+    ) -> Result<Self> {
+        let (worker, shifts) = Device::new(&spec, far.workers, far.words)?;
+        let open = |i: u32| {
+            let name = format!("{}.{i}", engine.name);
+            let engine = TransferEngine::open(EngineConfig { name, ..engine.clone() })?;
+            let part = engine.register_again(&far.region)?;
+            Ok((Arc::new(engine), part))
+        };
+        let engines = (0..spec.threads).map(open).collect::<Result<_>>()?;
+        let mut this = Self::over(Engines(engines), spec, rank, timeout, Box::new(worker))?;
+        this.shifts = Some(shifts);
+        Ok(this)
+    }
+
+    /// The number of the next call, which its workers are launched with; [`Throughput::end_work`] ends them.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: no kernels carry the exchange out.
+    pub fn begin_work(&self) -> Result<u64> {
+        let text = "no kernels carry this exchange out";
+        let shifts = self.shifts.as_ref().ok_or_else(|| EngineError::Invalid(text.into()))?;
+        Ok(shifts.begin())
+    }
+
+    /// The workers of a call end; those of one that failed after the job that they are at, if any.
+    pub fn end_work(&self, call: u64) {
+        if let Some(shifts) = &self.shifts {
+            shifts.end(call);
+        }
+    }
+
+    /// As [`Throughput::dispatch_send`].
+    ///
+    /// # Errors
+    /// As [`Throughput::dispatch_send`].
+    pub fn far_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+        let (_turn, mut machine) = self.enter()?;
+        self.check_all_here()?;
+        machine.check_turn("dispatch_send")?;
+        machine.check_routes(indices, weights)?;
+        self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
+        machine.begin_far(indices, weights)?;
+        self.drive(&mut machine, &mut Io::Far(Given::Tokens), |machine| machine.is_packed())
+    }
+
+    /// As [`Throughput::dispatch_recv`], with room for so many rows.
+    ///
+    /// # Errors
+    /// As [`Throughput::dispatch_recv`].
+    pub fn far_dispatch_recv(&self, rows: u64) -> Result<()> {
+        let (_turn, mut machine) = self.enter()?;
+        machine.check_far_room(rows)?;
+        self.drive(&mut machine, &mut Io::Far(Given::Rows), |machine| machine.is_collected())
+    }
+
+    /// As [`Throughput::combine_send`], with answers to so many rows.
+    ///
+    /// # Errors
+    /// As [`Throughput::combine_send`].
+    pub fn far_combine_send(&self, rows: u64) -> Result<()> {
+        let (_turn, mut machine) = self.enter()?;
+        machine.begin_far_answers(rows)?;
+        self.drive(&mut machine, &mut Io::Far(Given::Answers), |machine| machine.is_answered())
+    }
+
+    /// As [`Throughput::combine_recv`]: of how many tokens the sums lie where kernels put them.
+    ///
+    /// # Errors
+    /// As [`Throughput::combine_recv`].
+    pub fn far_combine_recv(&self) -> Result<u32> {
+        let (_turn, mut machine) = self.enter()?;
+        machine.check_far_sums()?;
+        self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
+        machine.take_far_sums()
+    }
+}

@@ -1,0 +1,6 @@
+//! What carries jobs out: this thread, or kernels.
+
+pub mod device;
+mod prompt;
+
+pub use prompt::Prompt;

@@ -1,0 +1,50 @@
+//! A worker that does its jobs when it likes and in whatever order, as kernels do.
+
+use fabric_engine::Region;
+use fabric_moe::throughput::{Io, Job, Outcome, Prompt, Spec, Ticket, Worker};
+
+#[derive(Debug)]
+pub struct Late {
+    prompt: Prompt,
+    rng: fastrand::Rng,
+    /// Jobs that it takes at a time.
+    room: usize,
+    steps: u32,
+    jobs: Vec<(Ticket, Job, u32)>,
+}
+
+impl Late {
+    /// One that does a job in one of so many steps; with none, never.
+    pub fn new(spec: Spec, region: Region, seed: u64, steps: u32) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let room = rng.usize(1..5);
+        Self { prompt: Prompt::new(spec, region), rng, room, steps, jobs: Vec::new() }
+    }
+}
+
+impl Worker for Late {
+    fn has_room(&self) -> bool {
+        self.jobs.len() < self.room
+    }
+
+    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, _io: &mut Io<'_, '_>) {
+        assert!(self.has_room());
+        self.jobs.push((ticket, job, exchange));
+    }
+
+    fn go_on(&mut self, io: &mut Io<'_, '_>) {
+        while self.steps > 0 && !self.jobs.is_empty() && self.rng.u32(..self.steps) == 0 {
+            let one = self.rng.usize(..self.jobs.len());
+            let (ticket, job, exchange) = self.jobs.swap_remove(one);
+            self.prompt.begin(ticket, job, exchange, io);
+        }
+    }
+
+    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome> {
+        self.prompt.outcome(ticket)
+    }
+
+    fn totals(&self) -> &[f32] {
+        self.prompt.totals()
+    }
+}
