@@ -379,7 +379,7 @@ impl Gateway {
         arrivals.check_complete(self.channel, source).map_err(by(source))
     }
 
-    /// Gives slots back that nothing reads any more.
+    /// Gives slots back that nothing reads any more (MR-1).
     fn give_back(&mut self, ctx: &Context, commands: &mut Commands) -> bool {
         let Input::Ring(Reader { ring, .. }) = &mut self.input else { return false };
         let mut moved = false;
