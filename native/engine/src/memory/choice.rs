@@ -11,6 +11,8 @@ const TRIALS: u32 = 16;
 /// Uses of one comparison. The first is not timed: whoever comes back after a pause finds nothing in the cache. Then
 /// come the best and another, in turn the one and the other first, so that nothing is always the earlier one's cost.
 const USES: u32 = 3;
+/// Comparisons that may be under way at a time; more overwrite each other.
+const UNDER_WAY: usize = 8;
 /// An equal cost.
 const ONE: u64 = 1 << 10;
 /// How far one comparison moves what is known of a routine.
@@ -27,15 +29,16 @@ enum Side {
 }
 
 /// Compares routines in uses that follow each other: what else goes on in the machine slows all of them down alike,
-/// and by far more than routines differ. Each comparison counts as a vote, by however much it was won: one in
-/// which a thread lost its core says nothing.
+/// and by far more than routines differ. Of all comparisons with a routine the median counts, which each moves by one
+/// step: one in which a thread lost its core is a vote like others.
 #[derive(Debug)]
 pub(super) struct Choice {
     routines: u32,
     turn: AtomicU32,
     best: AtomicU32,
-    /// What both sides of the comparison under way have cost, picoseconds a byte.
-    spent: [AtomicU64; 2],
+    /// The comparisons under way of which one side is known: see [`half`]. Threads take turns, so the second side may end
+    /// first, and several comparisons may be under way.
+    halves: [AtomicU64; UNDER_WAY],
     /// What the median comparison says that each costs, `ONE` being the best.
     ratio: [AtomicU64; MOST],
 }
@@ -45,15 +48,24 @@ pub(super) struct Choice {
 pub(super) struct Use {
     pub routine: usize,
     side: Option<Side>,
-    /// Of its comparison.
-    last: bool,
+    /// The number of its comparison.
+    round: u32,
     other: usize,
+}
+
+/// One side's cost, picoseconds a byte, under the number of its comparison.
+fn half(round: u32, cost: u64) -> u64 {
+    u64::from(round) << 32 | cost.clamp(1, u64::from(u32::MAX))
+}
+
+fn cost_of(half: u64) -> u64 {
+    half & u64::from(u32::MAX)
 }
 
 impl Use {
     /// One of which nothing is learnt.
     pub fn untimed(routine: usize) -> Self {
-        Self { routine, side: None, last: false, other: routine }
+        Self { routine, side: None, round: 0, other: routine }
     }
 
     pub fn is_timed(&self) -> bool {
@@ -67,7 +79,7 @@ impl Choice {
             routines: routines as u32,
             turn: AtomicU32::new(0),
             best: AtomicU32::new(0),
-            spent: [const { AtomicU64::new(0) }; 2],
+            halves: [const { AtomicU64::new(u64::MAX) }; UNDER_WAY],
             ratio: [const { AtomicU64::new(ONE) }; MOST],
         }
     }
@@ -95,19 +107,20 @@ impl Choice {
             true => (best as usize, Side::Best),
             false => (other, Side::Other),
         };
-        Use { routine, side: Some(side), last: at + 1 == USES, other }
+        Use { routine, side: Some(side), round, other }
     }
 
     /// Takes what a timed use cost, picoseconds a byte.
     pub fn learn(&self, used: Use, cost: u64) {
         let Some(side) = used.side else { return };
-        self.spent[side as usize].fetch_add(cost.max(1), Relaxed);
-        if !used.last {
+        let mine = half(used.round, cost);
+        let first = self.halves[used.round as usize % UNDER_WAY].swap(mine, Relaxed);
+        if first >> 32 != mine >> 32 {
             return;
         }
-        // Threads that compare at the same time mix their costs up: a worse vote, no more.
-        let [best, other] = [0, 1].map(|side: usize| self.spent[side].swap(0, Relaxed));
-        let (ratio, seen) = (&self.ratio[used.other], other * ONE / best.max(1));
+        let (mine, first) = (cost_of(mine), cost_of(first));
+        let (best, other) = if side == Side::Best { (mine, first) } else { (first, mine) };
+        let (ratio, seen) = (&self.ratio[used.other], other * ONE / best);
         let old = ratio.load(Relaxed);
         let new = if seen < old { old - STEP } else { (old + STEP).min(DEARLY) };
         if new >= CLEARLY {
@@ -162,6 +175,30 @@ mod tests {
                 choice.learn(chosen, ([110.0, 100.0, 130.0][chosen.routine] * cold * held) as u64);
             }
             assert!(cheapest > 45_000, "seed {seed}, groups of {group}: {cheapest} of 50,000");
+        }
+    }
+
+    #[test]
+    fn threads_that_copy_at_the_same_time_find_the_cheapest() {
+        for (seed, threads) in (0..20).flat_map(|seed| [2, 4, 8, 16].map(|n| (seed, n))) {
+            let (choice, mut draw) = (Choice::new(3), fastrand::Rng::with_seed(seed));
+            // Who is at it: until when, with what, for how long.
+            let mut busy: Vec<(f64, Use, f64)> = Vec::new();
+            let (mut now, mut cheapest) = (0.0, 0u32);
+            for _ in 0..50_000 {
+                if busy.len() == threads {
+                    let next = (0..threads).min_by(|a, b| busy[*a].0.total_cmp(&busy[*b].0));
+                    let (end, used, cost) = busy.swap_remove(next.unwrap());
+                    now = end;
+                    choice.learn(used, cost as u64);
+                }
+                let used = choice.choose();
+                cheapest += u32::from(used.routine == 1);
+                let held = if draw.u32(..10) == 0 { 4.0 } else { 1.0 + 0.2 * draw.f64() };
+                let cost = [150.0, 100.0, 200.0][used.routine] * held;
+                busy.push((now + cost, used, cost));
+            }
+            assert!(cheapest > 45_000, "seed {seed}, {threads} threads: {cheapest} of 50,000");
         }
     }
 

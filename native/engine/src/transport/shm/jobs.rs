@@ -116,7 +116,7 @@ pub(super) struct Pool {
     limit: usize,
     pub copier: Copier,
     pub done: SegQueue<Arc<Job>>,
-    /// Chunks that nobody has taken yet.
+    /// Chunks that aren't copied yet.
     waiting: AtomicU64,
     /// When the first copy ended that nobody was told of, in nanoseconds after `born`; 0 if there is none.
     untold: AtomicU64,
@@ -222,8 +222,8 @@ impl Pool {
     }
 
     /// Has the engine look at copies that have ended, of which this one had so many chunks. While others wait for their
-    /// turn, some are told of at once: that takes as long as copying a part of the next. No more than as
-    /// many as still wait, so that who keeps a window of writes full has the time to.
+    /// turn, several are told of at once: that takes as long as copying a part of the next. As soon as fewer wait than
+    /// have ended it is less put off, so that who keeps a window of writes full has the time to.
     fn tell(&self, ended: u64) {
         if ended == 0 && self.untold.load(SeqCst) == 0 {
             return;
@@ -246,8 +246,9 @@ impl Pool {
     }
 
     fn tell_at_once(&self) {
+        // In this order: chunks that end in between count for the next time.
+        self.untold_chunks.store(0, SeqCst);
         if self.untold.swap(0, SeqCst) != 0 {
-            self.untold_chunks.store(0, SeqCst);
             self.waker.act();
         }
     }
@@ -311,35 +312,62 @@ mod tests {
         transport::shm::{imports::Imports, raw::Direction},
     };
 
-    #[test]
-    fn ic_3_the_end_of_every_copy_is_told() {
-        const PAGE: usize = 4096;
-        let (src, dst) = (vec![7u8; 64 * PAGE], Allocation::new(64 * PAGE as u64).unwrap());
-        let key = RegionKey { index: 1, rkey: 1 };
+    const KEY: RegionKey = RegionKey { index: 1, rkey: 1 };
+    const PAGE: usize = 4096;
+
+    fn memory(len: usize) -> (Vec<u8>, Allocation, Arc<Import>) {
+        let (src, dst) = (vec![7u8; len], Allocation::new(len as u64).unwrap());
         let mut imports = Imports::default();
         let memory = dst.fd().try_clone_to_owned().unwrap();
-        imports.add_mapped(key, dst.len(), (dst.id(), dst.len(), 0), memory).unwrap();
-        let import = Arc::clone(imports.get(key).unwrap());
+        imports.add_mapped(KEY, dst.len(), (dst.id(), dst.len(), 0), memory).unwrap();
+        let import = Arc::clone(imports.get(KEY).unwrap());
+        (src, dst, import)
+    }
+
+    fn copy(src: &[u8], import: &Arc<Import>, offset: usize, len: usize) -> Arc<Job> {
+        let seq = Seq::Strided { offset: offset as u64, stride: 0 };
+        let data = Data {
+            local: LocalAddr(src.as_ptr() as usize),
+            local_region: 0,
+            local_seq: seq.clone(),
+            remote: KEY,
+            remote_keys: RailKeys::default(),
+            remote_seq: seq,
+            page_len: len as u64,
+            pages: 1,
+        };
+        let motion = (Motion::Copy(Direction::Out), None);
+        Job::new(data, Arc::clone(import), motion, (0, Token::default(), None))
+    }
+
+    #[test]
+    fn the_end_of_a_small_copy_is_told_before_that_of_a_large_one_behind_it() {
+        const LARGE: usize = 64 << 20;
+        let (src, _dst, import) = memory(LARGE + PAGE);
+        let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
+        let pool = Pool::new(1, &waker);
+        let jobs = [copy(&src, &import, 0, PAGE), copy(&src, &import, PAGE, LARGE)];
+        let large = Arc::clone(&jobs[1]);
+        waker.set(move |_| tell.send(large.left.load(SeqCst)).unwrap());
+        // Both are there before the thread looks.
+        pool.active.fetch_add(1, SeqCst);
+        jobs.into_iter().for_each(|job| pool.submit(job));
+        pool.active.fetch_sub(1, SeqCst);
+        let left = told.recv_timeout(Duration::from_secs(20)).expect("nobody tells");
+        assert!(left > 16, "the end of the first was told with that of the last, or nearly");
+        pool.close();
+    }
+
+    #[test]
+    fn ic_3_the_end_of_every_copy_is_told() {
+        let (src, dst, import) = memory(64 * PAGE);
         let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
         waker.set(move |_| tell.send(()).unwrap());
         let pool = Pool::new(2, &waker);
         for round in 0..300u64 {
             let jobs = 1 + round % 64;
             for page in 0..jobs {
-                let seq = Seq::Strided { offset: page * PAGE as u64, stride: 0 };
-                let data = Data {
-                    local: LocalAddr(src.as_ptr() as usize),
-                    local_region: 0,
-                    local_seq: seq.clone(),
-                    remote: key,
-                    remote_keys: RailKeys::default(),
-                    remote_seq: seq,
-                    page_len: PAGE as u64,
-                    pages: 1,
-                };
-                let motion = (Motion::Copy(Direction::Out), None);
-                let work = (0, Token::default(), None);
-                pool.submit(Job::new(data, Arc::clone(&import), motion, work));
+                pool.submit(copy(&src, &import, page as usize * PAGE, PAGE));
             }
             // As an engine: it looks when it is told to, and never else.
             let mut over = 0;
