@@ -119,6 +119,24 @@ class Device:
             self._functions[file, kernel] = function
         return function
 
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        """Blocks of a kernel that run at a time when nothing else does, so that they may wait for
+        one another."""
+        import torch
+
+        blocks = ctypes.c_int()
+        with self._lock, torch.cuda.device(self.index):
+            self._enter()
+            _call(
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                ctypes.byref(blocks),
+                self._function(file, kernel),
+                ctypes.c_int(threads),
+                ctypes.c_size_t(0),
+            )
+            multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
+        return blocks.value * int(multiprocessors)
+
     def launch(
         self,
         file: str,

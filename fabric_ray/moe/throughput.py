@@ -13,9 +13,9 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import rows, tokens
-from fabric_ray.moe.device import check_sizes, gpu
+from fabric_ray.moe.device import check_sizes
 from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
-from fabric_ray.moe.workers import Memory, WorkerSteps
+from fabric_ray.moe.workers import Memory, WorkerSteps, workers_on
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,12 @@ class ThroughputAllToAll:
     go on raising it. Make an exchange of the others then.
 
     With ``device``, rows stay there: each call launches a kernel on torch's current stream that
-    moves and sums them, and ends with the call. A call waits for it, and for what is before it on
-    that stream, so calls can't be captured into a graph. Ranks with and without kernels are one
-    exchange.
+    moves and sums them. A call returns when its rows have been seen to, for which it waits for what
+    is before the kernel on that stream, so calls can't be captured into a graph; the kernel itself
+    ends soon after. Make all calls of an exchange on one stream: what they share has no other
+    order. After a call that raises, kernels may be at the tensors that it was given until what is
+    on the stream has ended; torch gives their memory to nobody before. Ranks with and without
+    kernels are one exchange.
 
     Args:
         engine: what the engines of this exchange are like; it opens one for each proxy thread.
@@ -69,11 +72,11 @@ class ThroughputAllToAll:
         timeout: seconds, the same on all ranks; :meth:`set_timeout` changes it.
         device: the GPU that tokens, indices, weights and answers lie on; the host if ``None``. Each
             rank on a GPU has a stream of its own.
-        workers: thread blocks of the kernel that moves rows.
+        workers: thread blocks of the kernel that moves rows, no more than ``device`` runs at once.
         launcher: launches kernels on ``device``, in place of that GPU.
 
     Raises:
-        InvalidArgument: sizes that don't go together.
+        InvalidArgument: sizes that don't go together; more workers than run at once.
         ResourceError: there is no such GPU.
         CompileError: a kernel doesn't compile for it.
     """
@@ -128,7 +131,7 @@ class ThroughputAllToAll:
         memory: Memory | None = None
         if launcher is not None or home.type != "cpu":
             check_sizes(ranks, self._parts)
-            launcher = launcher or gpu(home)
+            launcher = launcher or workers_on(home, workers, answer_dtype)
             memory = Memory(engine, home)
         self._native = MoeThroughput(
             engine,
@@ -214,8 +217,9 @@ class ThroughputAllToAll:
 
     def set_timeout(self, seconds: float) -> None:
         """How long nothing may happen before a rank that is waited for, and is in no call, is given
-        up; one that is in a call may take eight times as long. Give all ranks the same: one with
-        less than half a second hears too rarely of those that wait longer."""
+        up; one that is in a call may take eight times as long, and one whose own kernels do nothing
+        gives itself up after four times. Give all ranks the same: one with less than half a second
+        hears too rarely of those that wait longer."""
         self._native.set_timeout(seconds)
         if self._steps is not None:
             self._steps.set_timeout(seconds)

@@ -2,7 +2,8 @@
 
 The machine that the host steps while a rank is in a call posts jobs, each for up to a chunk of
 tokens: copies of rows and sums. A kernel that each call launches on the current stream carries them
-out, and ends with the call. What the two share is native/moe's ``throughput/workers/device.rs``.
+out. The call returns when its jobs are done, and the kernel ends by itself then. What the two share
+is native/moe's ``throughput/workers/device.rs``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import rows
-from fabric_ray.moe.device import room_on
+from fabric_ray.moe.device import gpu, room_on
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, room_for_sums
 
@@ -30,6 +31,22 @@ _THREADS = 256
 _LINE = 128
 #: How many timeouts a worker goes on for when the host does nothing: it has lost it.
 _PATIENCE = 16
+
+
+def workers_on(device: torch.device, workers: int, answer_dtype: torch.dtype) -> Launcher:
+    """Launches so many workers on a GPU.
+
+    Raises:
+        InvalidArgument: they can't all run at a time. A job of one that waits for another to end
+            would never be done.
+        ResourceError: there is no such GPU.
+        CompileError: a kernel doesn't compile for it.
+    """
+    launcher = gpu(device)
+    most = launcher.resident(_FILE, _kernel(answer_dtype), _THREADS)
+    if workers > most:
+        raise InvalidArgument(f"{workers} workers; {device} runs {most} at a time, so give fewer")
+    return launcher
 
 
 class Memory:
@@ -108,10 +125,13 @@ class WorkerSteps:
             of_node_stride=stride,
             totals=self._totals.data_ptr(),
         )
-        self._kernel = f"work_{structs.FLOATS[str(answer_dtype).removeprefix('torch.')]}"
+        self._kernel = _kernel(answer_dtype)
         self.set_timeout(timeout)
         kept = (memory, self._of_node, self._totals, self._scratch)
         self._finalizer = weakref.finalize(self, _finish, device, kept)
+        if device.type == "cuda":
+            # Zeros are there before peers write, and before kernels on any other stream.
+            torch.cuda.current_stream(device).synchronize()
 
     def set_timeout(self, seconds: float) -> None:
         """For calls from now on."""
@@ -209,12 +229,28 @@ class WorkerSteps:
         try:
             self._launcher.launch(_FILE, self._kernel, (self._workers, 1), _THREADS, arguments)
             yield
+        except BaseException:
+            # Workers may still be at their last jobs when the caller lets go of these.
+            self._keep(parts if answers is None else (*parts, answers))
+            raise
         finally:
             self._native.end_work(call)
+
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        """Their memory is not given to others before what is on the stream has ended, whichever
+        stream they were made on."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(stream)
 
     def _on_device(self, what: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
             raise InvalidArgument(f"{what} lie on {tensor.device}; move them to {self._device}")
+
+
+def _kernel(answer_dtype: torch.dtype) -> str:
+    return f"work_{structs.FLOATS[str(answer_dtype).removeprefix('torch.')]}"
 
 
 def _part(tensor: Tensor) -> structs.Part:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from fabric_ray import TransferEngine, errors
+from fabric_ray.kernels import Device
+from fabric_ray.moe import ThroughputAllToAll
 from tests.gpu.nodes_rank import HIDDEN, LOCAL, PER_NODE, TOKENS, TOPK, serve
 from tests.moe_ranks import batch
 from tests.processes import Other
@@ -59,6 +63,22 @@ def test_sums_are_those_of_the_order_bit_by_bit(transport: str) -> None:
 def test_ranks_on_a_gpu_and_on_the_host_are_one_exchange() -> None:
     with ranks("tcp", [True, False, False, True]) as others:
         run(others, 30)
+
+
+def test_workers_that_can_not_all_run_at_a_time_are_refused() -> None:
+    here = torch.cuda.current_device()
+    most = Device(here).resident("moe/work.cu", "work_bf16", 256)
+    assert most >= torch.cuda.get_device_properties(here).multi_processor_count
+
+    def one(engine: TransferEngine, workers: int) -> None:
+        ranks: dict[str, Any] = {"rank": 0, "ranks": 1, "ranks_per_node": 1}
+        sizes: dict[str, Any] = {"experts": 4, "topk": 2, "hidden": HIDDEN, "max_tokens": 8}
+        ThroughputAllToAll(engine, **ranks, **sizes, device="cuda", workers=workers)
+
+    with TransferEngine(transport="shm") as engine:
+        with pytest.raises(errors.InvalidArgument, match=f"{most} at a time"):
+            one(engine, most + 1)
+        one(engine, min(most, 1024))
 
 
 @pytest.mark.parametrize("victim", [1, 2])

@@ -5,10 +5,12 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{api::EngineConfig, EngineError, Region, Result, TransferEngine};
 use fabric_proxy::{raw::AtomicWords, Engines};
+use parking_lot::MutexGuard;
 
 use super::{
     context::{Given, Io},
-    device::Device,
+    device::{Device, Shifts},
+    machine::Machine,
     spec::Spec,
     Throughput,
 };
@@ -54,9 +56,18 @@ impl Throughput {
     /// # Errors
     /// [`EngineError::Invalid`]: no kernels carry the exchange out.
     pub fn begin_work(&self) -> Result<u64> {
-        let text = "no kernels carry this exchange out";
-        let shifts = self.shifts.as_ref().ok_or_else(|| EngineError::Invalid(text.into()))?;
-        Ok(shifts.begin())
+        self.shifts().map(Shifts::begin)
+    }
+
+    fn shifts(&self) -> Result<&Shifts> {
+        let text = "no kernels carry this exchange out; use the calls that are given rows";
+        self.shifts.as_ref().ok_or_else(|| EngineError::Invalid(text.into()))
+    }
+
+    /// As [`Throughput::enter`], for a call whose rows kernels move.
+    fn enter_far(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
+        self.shifts()?;
+        self.enter()
     }
 
     /// The workers of a call end; those of one that failed after the job that they are at, if any.
@@ -71,7 +82,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::dispatch_send`].
     pub fn far_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_far()?;
         self.check_all_here()?;
         machine.check_turn("dispatch_send")?;
         machine.check_routes(indices, weights)?;
@@ -85,7 +96,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::dispatch_recv`].
     pub fn far_dispatch_recv(&self, rows: u64) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_far()?;
         machine.check_far_room(rows)?;
         self.drive(&mut machine, &mut Io::Far(Given::Rows), |machine| machine.is_collected())
     }
@@ -95,7 +106,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::combine_send`].
     pub fn far_combine_send(&self, rows: u64) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_far()?;
         machine.begin_far_answers(rows)?;
         self.drive(&mut machine, &mut Io::Far(Given::Answers), |machine| machine.is_answered())
     }
@@ -105,7 +116,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::combine_recv`].
     pub fn far_combine_recv(&self) -> Result<u32> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_far()?;
         machine.check_far_sums()?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         machine.take_far_sums()

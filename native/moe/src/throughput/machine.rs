@@ -40,6 +40,9 @@ enum Step {
 
 /// Timeouts after which somebody is given up even if all are in calls.
 const LAST: u32 = 8;
+/// Timeouts after which a rank whose jobs don't get done gives itself up: well before those who began to wait sooner name
+/// one that merely waits, too (RS-4).
+const OWN: u32 = LAST / 2;
 
 /// Why an exchange has ended for good.
 #[derive(Clone, Debug)]
@@ -273,7 +276,7 @@ impl Machine {
         let quiet = now.since(since);
         if self.jobs.are_under_way() {
             // Others wait for this rank, not it for them, until its rows have been seen to.
-            if quiet >= timeout.saturating_mul(LAST) {
+            if quiet >= timeout.saturating_mul(OWN) {
                 let rank = self.ctx.grid.rank;
                 self.fail(rank, format!("its device did nothing within {quiet:?}"));
                 self.check()?;

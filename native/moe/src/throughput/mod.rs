@@ -275,7 +275,7 @@ impl Throughput {
         indices: &[i64],
         weights: Option<Part<'_>>,
     ) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_near()?;
         self.check_all_here()?;
         machine.check_turn("dispatch_send")?;
         machine.check_tokens(parts, indices, weights)?;
@@ -306,7 +306,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] once the
     /// exchange has ended for good.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_near()?;
         let placing = machine.check_room(out)?;
         self.drive(&mut machine, &mut Io::Rows(out), Machine::is_collected)?;
         Ok(placing)
@@ -319,7 +319,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] once the
     /// exchange has ended for good.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_near()?;
         machine.begin_answers(&answers)?;
         self.drive(&mut machine, &mut Io::Answers(answers), Machine::is_answered)
     }
@@ -330,7 +330,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] once the exchange has
     /// ended for good.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_turn, mut machine) = self.enter_near()?;
         machine.check_sums(out, float)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         machine.take_sums(out, float)
@@ -344,6 +344,15 @@ impl Throughput {
                 Err(EngineError::Invalid(text))
             }
         }
+    }
+
+    /// As [`Throughput::enter`], for a call whose rows the host moves.
+    fn enter_near(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
+        if self.shifts.is_some() {
+            let text = "kernels move the rows of this exchange; use the far calls";
+            return Err(EngineError::Invalid(text.into()));
+        }
+        self.enter()
     }
 
     fn enter(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {

@@ -7,11 +7,14 @@ use std::{
 
 use fabric_engine::{
     api::{EngineConfig, TransportKind},
-    EngineError, Result,
+    EngineError, Result, TransferEngine,
 };
 use fabric_moe::{
     kernels::Float,
-    throughput::{Spec, Throughput},
+    throughput::{
+        device::{AtomicWords, Form},
+        Far, Layout, Spec, Throughput,
+    },
 };
 
 use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
@@ -85,6 +88,42 @@ fn several_proxy_threads_share_the_channels() {
 fn one_node_or_one_rank_is_enough() {
     all_sums_are_right(spec(1, 3, 2, 4, 40), TransportKind::Shm, 6);
     all_sums_are_right(spec(1, 1, 4, 2, 10), TransportKind::Shm, 4);
+}
+
+/// Rows that kernels move are not the host's to move, nor the other way round.
+#[test]
+fn calls_for_the_other_kind_of_exchange_are_refused() {
+    fn refused<T: std::fmt::Debug>(call: Result<T>, word: &str) {
+        let error = call.unwrap_err();
+        let is_told = matches!(&error, EngineError::Invalid(text) if text.contains(word));
+        assert!(is_told, "{error}");
+    }
+    let spec = spec(1, 1, 4, 2, 10);
+    let config = EngineConfig { transports: vec![TransportKind::Shm], ..EngineConfig::default() };
+    let engine = TransferEngine::open(config.clone()).unwrap();
+    let region = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
+    let words = AtomicWords::allocate(Form::new(&spec, 1).unwrap().words);
+    let timeout = Duration::from_secs(60);
+    let far = Far { region, words, workers: 1 };
+    let far = Throughput::open_far(&config, spec, 0, timeout, far).unwrap();
+    let batch = batch(&spec, 0, 0);
+    batch.with_parts(|parts, indices, weights| {
+        refused(far.dispatch_send(parts, indices, weights), "kernels move");
+    });
+    refused(far.dispatch_recv(&mut Handed::room(0).parts()), "kernels move");
+    refused(far.combine_send(rows_of_answers(&[])), "kernels move");
+    refused(sums(0, |out| far.combine_recv(out, Float::F32)), "kernels move");
+
+    let near = open(spec, 0, TransportKind::Shm, timeout);
+    refused(near.begin_work(), "no kernels");
+    batch.with_parts(|_, indices, weights| {
+        refused(near.far_dispatch_send(indices, weights), "no kernels");
+    });
+    refused(near.far_dispatch_recv(0), "no kernels");
+    refused(near.far_combine_send(0), "no kernels");
+    refused(near.far_combine_recv(), "no kernels");
+    // Nothing was begun.
+    assert_eq!(exchange(&near, 0, &batch, 0).unwrap(), batch.sums());
 }
 
 #[test]
