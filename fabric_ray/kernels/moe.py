@@ -281,7 +281,6 @@ class MoeKernels:
         out: Tensor,
         *,
         ways: Tensor | None = None,
-        rest: bool = False,
     ) -> None:
         """Tokens to where they are sent from: the parts of a row behind one another.
 
@@ -289,10 +288,8 @@ class MoeKernels:
             parts: ``[max_tokens or fewer, width]`` each, of any dtype.
             tokens: as for :meth:`route`.
             out: uint8 ``[max_tokens * topk, row stride]``; a row's bytes, and what fills up to 16.
-            ways: int64 ``[1 + 3 * ranks]``: to how many ranks rows go straight, and of each rank
-                an address (0: none), the first of its rows that goes there with the one behind the
-                last in the upper half, and from which of its rows on they go to ``out``.
-            rest: what doesn't go straight was packed before.
+            ways: int64 ``[1 + 2 * ranks]``: to how many ranks rows go straight, and of each rank
+                an address and how many of its first rows go there; all others go to ``out``.
         """
         given = [_part(f"part {i}", part) for i, part in enumerate(parts)]
         _room_for("out", out, self.sizes.out_rows, sum(part.width for part in given))
@@ -307,7 +304,6 @@ class MoeKernels:
             routing.first.data_ptr(),
             None if ways is None else _ways(ways, self.sizes.ranks),
             self.sizes.ranks,
-            rest,
         )
         blocks = min(arguments.max_tokens, _BLOCKS)
         self._launch("moe/pack.cu", "pack_rows", (max(1, blocks), 1), arguments)
@@ -540,7 +536,7 @@ def _chunks(chunks: Tensor, count: Tensor) -> structs.Chunks:
 
 
 def _ways(ways: Tensor, ranks: int) -> int:
-    _expect("ways", ways, "int64", (1 + 3 * ranks,))
+    _expect("ways", ways, "int64", (1 + 2 * ranks,))
     return ways.data_ptr()
 
 

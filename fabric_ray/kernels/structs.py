@@ -49,7 +49,6 @@ class PackRows(ctypes.Structure):
         ("first", _pointer),
         ("ways", _pointer),
         ("ranks", _u32),
-        ("rest", _u32),
     )
 
 

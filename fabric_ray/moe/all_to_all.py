@@ -186,6 +186,10 @@ class AllToAll:
 
         Args:
             only: a rank that comes anew; those that are here keep what they have.
+
+        Raises:
+            InvalidArgument: the rank is here.
+            NotQuiesced: the one before it may still write to this rank's memory, after the timeout.
         """
         self._finish()
         return self._native.card(only)

@@ -85,7 +85,7 @@ class DeviceSteps:
         self._turn = _Turn.IDLE
         self._tokens = self._room = 0
         self._caller = threading.Lock()
-        self._direct, self._rest = direct, direct and native.stores_rest
+        self._direct = direct
 
         self._box = box = Mailbox(native, rank, device, launcher)
         self._own, self._row_stride, self._back_stride = native.own_rows
@@ -181,11 +181,6 @@ class DeviceSteps:
             ways = box.fetch("ways")
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
         box.tell(Told.PACKED)
-        if self._rest:
-            box.wait(Word.REST, box.rest)
-            ways = box.fetch("ways")
-            self._kernels.pack(given, self._now, self._routing, own, ways=ways, rest=True)
-            box.tell(Told.REST_STORED)
 
     def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
         """As :meth:`AllToAll.dispatch_recv`; nobody knows yet how many rows come, and there must be

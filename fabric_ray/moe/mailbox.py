@@ -27,7 +27,6 @@ class Word(enum.IntEnum):
     ROOM = 4
     ANSWERS = 5
     WAYS = 6
-    REST = 7
 
 
 class Told(enum.IntEnum):
@@ -38,8 +37,7 @@ class Told(enum.IntEnum):
     HANDED_OUT = 2
     ANSWERED = 3
     SUMMED = 4
-    REST_STORED = 5
-    COMBINING = 6
+    COMBINING = 5
 
 
 class Mailbox:
@@ -57,7 +55,7 @@ class Mailbox:
     ) -> None:
         self._launcher = launcher
         words, (row_turns, answer_turns) = native.device_words, native.device_turns
-        commands = 2 * (5 + row_turns + answer_turns)
+        commands = 2 * (4 + row_turns + answer_turns)
         capacity = max(32, 1 << (commands - 1).bit_length())
         # What the host writes and reads, in its memory, behind one another.
         self.host = _zeros(_LINE + 16 * capacity + 8 * words, device, on_host=True)
@@ -84,13 +82,13 @@ class Mailbox:
         self._waited = torch.zeros(1, dtype=torch.int32, device=device)
         # Of each wait, the value that is waited for, and by how much it grows with each exchange;
         # one more for an exchange to be over if its answers are summed.
-        values = [-2, 0, 0, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
-        grows = [2, 1, 1, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
+        values = [-2, 0, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
+        grows = [2, 1, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
         self._values = torch.tensor(values, dtype=torch.int64, device=device)
         self._grows = torch.tensor(grows, dtype=torch.int64, device=device)
         each = _each(self._values)
-        self.over, self.routed, self.answered, self.ways, self.rest = each[:5]
-        self.lots, self.rooms = each[5 : 5 + row_turns], each[5 + row_turns :]
+        self.over, self.routed, self.answered, self.ways = each[:4]
+        self.lots, self.rooms = each[4 : 4 + row_turns], each[4 + row_turns :]
 
     def warm_up(self) -> None:
         """What torch launches in between is loaded: later that could wait for a kernel that

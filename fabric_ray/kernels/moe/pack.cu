@@ -6,12 +6,10 @@ using namespace fr;
 
 constexpr u32 MAX_TOPK = 256;
 
-// Where a rank's rows go: some to an address at that rank, and those from `home` on to this rank's own memory.
+// Where a rank's rows go: so many first ones to an address at that rank, all others to this rank's own memory.
 struct Way {
-  u64 to;  // of the row `begin`; 0: none go there
-  u32 begin;
-  u32 end;
-  u64 home;
+  u64 to;
+  u64 rows;
 };
 
 struct PackRows {
@@ -27,7 +25,6 @@ struct PackRows {
   const u32* first;  // [ranks + 1]: the first row for each
   const u64* ways;   // to how many ranks rows go straight, and the way to each; may be null: to none
   u32 ranks;
-  u32 rest;  // not 0: what went before has packed all that doesn't go straight
 };
 
 // The last rank whose rows begin at or before this one.
@@ -43,22 +40,20 @@ FR_DEVICE u32 rank_of(const PackRows& p, u32 row) {
   return low;
 }
 
-// The address that a row goes to; 0 if it goes nowhere now.
+// The address that a row goes to; 0 if it goes nowhere.
 FR_DEVICE u64 place_of(const PackRows& p, u32 row) {
   if (row == NONE) return 0;
   u64 home = address(p.out) + row * p.row_stride;
   if (p.ways == nullptr) return home;
   u32 rank = rank_of(p, row), i = row - p.first[rank];
   const Way way = reinterpret_cast<const Way*>(p.ways + 1)[rank];
-  if (way.to != 0 && i >= way.begin && i < way.end) return way.to + (i - way.begin) * p.row_stride;
-  return i >= way.home ? home : 0;
+  return i < way.rows ? way.to + i * p.row_stride : home;
 }
 
 // Each token is read once, and written for each of its experts.
 FR_KERNEL(pack_rows, PackRows) {
   FR_SHARED u64 places[MAX_TOPK];
   bool straight = p.ways != nullptr && p.ways[0] != 0;
-  if (p.rest && !straight) return;
   u32 tokens = *p.tokens < p.max_tokens ? *p.tokens : p.max_tokens;
   u32 unit = unit_of(address(p.out));
   for (u32 token = block(); token < tokens; token += blocks()) {

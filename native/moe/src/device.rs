@@ -31,8 +31,6 @@ pub enum Word {
     Answers,
     /// Where the first rows for each rank go.
     Ways,
-    /// Where further ones go that the device stores itself.
-    Rest,
 }
 
 /// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it waited for before did
@@ -49,8 +47,6 @@ pub enum Told {
     Answered,
     /// It has read the answers.
     Summed,
-    /// It has stored the further rows.
-    RestStored,
     /// It has come to the answers.
     Combining,
 }
@@ -64,15 +60,8 @@ pub struct Said {
 }
 
 impl Told {
-    const ALL: [Self; 7] = [
-        Self::Begun,
-        Self::Packed,
-        Self::HandedOut,
-        Self::Answered,
-        Self::Summed,
-        Self::RestStored,
-        Self::Combining,
-    ];
+    const ALL: [Self; 6] =
+        [Self::Begun, Self::Packed, Self::HandedOut, Self::Answered, Self::Summed, Self::Combining];
 }
 
 impl Said {
@@ -117,19 +106,12 @@ pub const BLANK: u64 = u64::MAX;
 /// In a place: it is an address that the device stores to, and not an offset in this rank's rows.
 pub const STORED: u64 = 1 << 62;
 
-/// Where a rank's rows go, for kernels that pack them: those from `begin` on, up to `end`, to an address at that rank, and
-/// those from `home` on to this rank's own memory; others nowhere now.
+/// Where a rank's rows go, for kernels that pack them: so many first ones to an address at that rank, and all others to
+/// this rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowWay {
     pub to: u64,
-    pub begin: u32,
-    pub end: u32,
-    pub home: u64,
-}
-
-impl RowWay {
-    /// None of its rows go anywhere now.
-    pub const NONE: Self = Self { to: 0, begin: 0, end: 0, home: u64::MAX };
+    pub rows: u64,
 }
 
 /// Words of the memory: first, and how many.
@@ -168,7 +150,7 @@ impl Layout {
         let lot = area(1 + 3 * 2 * ranks);
         let answers = area(1 + 3 * ranks);
         let missing = area(ranks.div_ceil(8));
-        let ways = area(1 + 3 * ranks);
+        let ways = area(1 + 2 * ranks);
         Self { note, incoming, lot, answers, missing, ways, words: end }
     }
 
@@ -196,12 +178,6 @@ pub fn turns(shape: &Shape) -> (u64, u64) {
     let pieces = others * shape.pair_rows().div_ceil(room);
     let answers = if all <= room { 1 } else { pieces.min(2 * all.div_ceil(room)) };
     (rows, answers.max(1))
-}
-
-/// Whether a device stores rows beyond the private slots itself: where they come in one turn, so that one grant says
-/// where all of them go.
-pub fn stores_rest(shape: &Shape) -> bool {
-    shape.ranks > 1 && turns(shape).0 == 1 && shape.private_rows() < shape.pair_rows()
 }
 
 /// The memory itself.
@@ -261,9 +237,8 @@ impl Shared {
     }
 
     pub fn put_ways(&self, ways: &[RowWay]) {
-        let stored = ways.iter().filter(|way| way.to != 0).count() as u64;
-        let words =
-            ways.iter().flat_map(|w| [w.to, u64::from(w.begin) | u64::from(w.end) << 32, w.home]);
+        let stored = ways.iter().filter(|way| way.rows != 0).count() as u64;
+        let words = ways.iter().flat_map(|way| [way.to, way.rows]);
         self.put(self.layout.ways, std::iter::once(stored).chain(words));
     }
 

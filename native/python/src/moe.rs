@@ -167,12 +167,6 @@ impl MoeExchange {
         device::turns(self.0.shape())
     }
 
-    /// Whether a device stores rows beyond the private slots itself, where it may.
-    #[getter]
-    fn stores_rest(&self) -> bool {
-        device::stores_rest(self.0.shape())
-    }
-
     /// Which way rows go to each other rank, in words.
     #[getter]
     fn ways(&self, py: Python<'_>) -> Vec<(u32, String)> {

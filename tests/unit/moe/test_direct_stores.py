@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.kernels import structs
@@ -23,6 +24,7 @@ from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
 from fabric_ray.moe import AllToAll, device
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, layer, serve
+from tests.host_graph import Graph
 from tests.host_kernels import Host
 from tests.moe_ranks import batch, expert
 from tests.processes import Other, within
@@ -53,14 +55,16 @@ DIRECT, KERNELS, PLAIN = "direct", "kernels", "plain"
 @contextmanager
 def group(
     host: Host, kinds: Sequence[str], *, wrap: Callable[[int, Host], Launcher] | None = None,
-    transport: str = "shm", **options: Any,
+    transport: str = "shm", engines: list[TransferEngine] | None = None, **options: Any,
 ) -> Iterator[list[AllToAll]]:  # fmt: skip
-    """Ranks that know one another, and which way rows go."""
+    """Ranks that know one another, and which way rows go; their engines go into ``engines``."""
     sizes = {**SIZES, **options}
     with ExitStack() as stack:
         ranks = []
         for rank, kind in enumerate(kinds):
             engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
+            if engines is not None:
+                engines.append(engine)
             launcher: Launcher | None = None
             if kind != PLAIN:
                 own = host.another()
@@ -177,12 +181,11 @@ def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
         together(ranks, work)
 
 
-@pytest.mark.parametrize("private", [2, 64])
-def test_rows_and_answers_go_straight_without_a_copy_between(host: Host, private: int) -> None:
+def test_rows_and_answers_go_straight_without_a_copy_between(host: Host) -> None:
     """Neither a rank's own rows nor its shared buffer hold what goes to its peer. Answers wait for
     nobody: to a peer that has yet to take its rows they go by the buffer, so that it is enough if
     they have gone straight in one of many exchanges."""
-    with group(host, (DIRECT, DIRECT), private_rows=private) as ranks:
+    with group(host, (DIRECT, DIRECT), private_rows=64) as ranks:
         half = EXPERTS // 2
         both = threading.Barrier(2)
 
@@ -255,23 +258,25 @@ class Stalling:
         return any(words[3 * i + 2] & STORED for i in range(n))
 
 
-@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
-def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
+@contextmanager
+def stalled_in(
     host: Host, kernel: str
-) -> None:
-    """It is masked, and lives; its kernel stores late, and to nobody's harm."""
+) -> Iterator[tuple[TransferEngine, AllToAll, Callable[[], None]]]:
+    """The engine of a rank that stands still in a kernel that stores to another; that one, which
+    has masked it; and what lets it go on and end."""
+    engines: list[TransferEngine] = []
     stalls: list[Stalling] = []
 
     def wrap(_: int, own: Host) -> Launcher:
         stalls.append(Stalling(own, kernel))
         return stalls[-1]
 
-    with group(host, (DIRECT, PLAIN), wrap=wrap, timeout=LIMIT) as (stalled, a):
+    with group(host, (DIRECT, PLAIN), wrap=wrap, engines=engines, timeout=LIMIT) as (stalled, a):
         (stall,) = stalls
 
         def exchange(rank: AllToAll) -> None:
-            # Whoever is in a call when the other is masked may be told there.
-            with contextlib.suppress(errors.NotQuiesced):
+            # Whoever is in a call when the other is masked, or closed, may be told there.
+            with contextlib.suppress(errors.FabricError):
                 while not stall.stands.is_set():
                     layer(rank, *given(rank.rank))
 
@@ -282,18 +287,85 @@ def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
         a.set_timeout(0.2)
         a.mask(0, "it stands still")
         both[1].join(LIMIT)
+
+        def ends() -> None:
+            stall.go.set()
+            with contextlib.suppress(errors.FabricError):
+                stalled.mask(1, "it has masked this one")
+            both[0].join(LIMIT)
+            assert not both[0].is_alive()
+
+        try:
+            yield engines[0], a, ends
+        finally:
+            stall.go.set()
+
+
+@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
+def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
+    host: Host, kernel: str
+) -> None:
+    """It is masked, and lives; its kernel stores late, and to nobody's harm."""
+    with stalled_in(host, kernel) as (_, a, ends):
         x, idx, w = given(0)
         with pytest.raises(errors.NotQuiesced):
             a.dispatch_send(x, idx)
         a.set_timeout(LIMIT)
-        stall.go.set()
+        ends()
         gone = range(EXPERTS // 2)
         for seed in range(3):
             x, idx, w = given(seed)
             assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
-        stalled.mask(1, "it has masked this one")
-        both[0].join(LIMIT)
-        assert not both[0].is_alive()
+
+
+def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_stores_to(
+    host: Host,
+) -> None:
+    with stalled_in(host, "pack_rows") as (_, a, ends):
+        with pytest.raises(errors.NotQuiesced, match="rank 0"):
+            a.card(0)
+        with TransferEngine(name="rank-0-new", transport="shm") as engine:
+            new = AllToAll(engine, rank=0, ranks=2, timeout=LIMIT, **SIZES)
+            with pytest.raises(errors.FabricError, match="nothing for rank 0"):
+                new.admit(a.card())
+            a.set_timeout(LIMIT)
+            ends()
+            card, theirs = new.card(), a.card(0)
+            new.admit(theirs)
+            a.admit(card)
+
+            def work(rank: AllToAll) -> None:
+                x, idx, w = given(77 + rank.rank)
+                assert torch.equal(layer(rank, x, idx, w), unsharded(x, idx, w))
+
+            together([new, a], work)
+            assert a.left_out == new.left_out == ()
+
+
+def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: Host) -> None:
+    with stalled_in(host, "pack_rows") as (engine, a, ends):
+        engine.close()
+        x, idx, w = given(1)
+        with pytest.raises(errors.NotQuiesced):
+            a.dispatch_send(x, idx)
+        a.set_timeout(LIMIT)
+        ends()
+        assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, range(EXPERTS // 2)))
+
+
+@pytest.mark.parametrize("private", [2, 64])
+def test_rs_4_who_waits_for_one_rank_is_not_given_up_by_others(host: Host, private: int) -> None:
+    """Rows for those who are there go to them, whoever else is late."""
+    with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=1.0) as ranks:
+        together(ranks, lambda a: layer(a, *given(a.rank)))
+        gone = range(2 * EXPERTS // 3, EXPERTS)
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = given(10 + a.rank)
+            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+            assert [lost.rank for lost in a.lost] == [2]
+
+        together(ranks[:2], work)
 
 
 def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -> None:
@@ -331,16 +403,13 @@ def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
         for other in others:
             other.hear(LIMIT)
         dying = range(2 * EXPERTS // 3, EXPERTS)
-        # With rows beyond the private slots, rows are packed twice in each exchange.
-        early = kernel == "pack_rows" and private < TOKENS * 2
         lives = others[:2]
-        if not early:
-            for other in others:
-                other.say(0)
-            for rank, other in enumerate(others):
-                sums, left_out, _ = other.hear(LIMIT)
-                assert torch.equal(sums, unsharded(*given(rank)))
-                assert left_out == ()
+        for other in others:
+            other.say(0)
+        for rank, other in enumerate(others):
+            sums, left_out, _ = other.hear(LIMIT)
+            assert torch.equal(sums, unsharded(*given(rank)))
+            assert left_out == ()
         for seed in (10, 20, 30):
             for other in others if seed == 10 else lives:
                 other.say(seed)
@@ -353,44 +422,54 @@ def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
         assert others[2].process.exitcode == -9
 
 
-class Recorder:
-    """Launches, and keeps what was launched to launch it again, as a CUDA graph does."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self.launches: list[tuple[Any, ...]] = []
-
-    def launch(self, *launched: Any) -> None:
-        self.launches.append(launched)
-        self._host.launch(*launched)
-
-
 def test_a_graph_that_outlives_its_exchange_moves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it uses is kept, and every wait of its ends at once."""
+    """What it uses is kept, every wait of its ends at once, its peer's rows stay as they are."""
     monkeypatch.setattr(device, "_is_captured", lambda _: True)
     monkeypatch.setattr(device, "_OF_GRAPHS", [])
-    recorder = Recorder(host.another())
-    with TransferEngine(name="alone", transport="shm") as engine:
-        a = AllToAll(engine, rank=0, ranks=1, launcher=recorder, **SIZES)
-        x, idx, w = given(0)
-        a.dispatch_send(x, idx)
-        got = a.dispatch_recv()
-        y = torch.zeros_like(got.x)
-        a.combine_send(y)
-        sums = a.combine_recv(w)
-        steps = a._steps
+    graphs = [Graph(), Graph()]
+    room = 2 * TOKENS
+
+    def wrap(rank: int, own: Host) -> Launcher:
+        return graphs[rank].launcher(own)
+
+    with group(host, (DIRECT, DIRECT), wrap=wrap) as ranks:
+
+        def work(a: AllToAll) -> None:
+            x, idx, w = given(a.rank)
+            out = torch.zeros_like(x)
+            with graphs[a.rank].capture():
+                a.dispatch_send(x, idx)
+                got = a.dispatch_recv(stride=room)
+                each = enumerate(a.local_experts)
+                a.combine_send(
+                    torch.cat([expert(n, got.x[i * room : (i + 1) * room]) for i, n in each])
+                )
+                a.combine_recv(w, out=out)
+            assert torch.equal(out, unsharded(x, idx, w))
+
+        def both(work: Callable[[AllToAll], Any]) -> Tensor:
+            """What lies in the second rank's rows after that."""
+            steps = ranks[1]._steps
+            assert steps is not None
+            steps._memory.fill_(BLANK)
+            together(ranks, work)
+            return steps._memory
+
+        stored = both(work)
+        assert not (stored == BLANK).all()
+        assert not (both(lambda a: graphs[a.rank].replay()) == BLANK).all(), "nothing was replayed"
+        steps = ranks[0]._steps
         assert steps is not None
         box = weakref.ref(steps._box)
-        del a, steps
+        del steps
+        ranks[0] = ranks[1]
         gc.collect()
         kept = box()
         assert kept is not None
         assert kept.aborted
-        # What a graph does between kernels.
-        kept.begin()
-        for launched in recorder.launches:
-            recorder._host.launch(*launched)
+        stored.fill_(BLANK)
+        graphs[0].replay()
         assert int(kept.gate) == 0, "a wait was not ended"
-        assert len(sums) == len(x) == len(y[: len(x)])
+        assert (stored == BLANK).all(), "it stored to its peer"

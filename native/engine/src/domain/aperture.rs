@@ -21,8 +21,8 @@ pub(crate) type Held = Arc<dyn Any + Send + Sync>;
 pub struct Aperture {
     base: usize,
     len: u64,
-    /// What is mapped, and in use: `None` once it was shut.
-    held: Mutex<Option<Held>>,
+    /// What is mapped, and in use; once it was shut, why.
+    held: Mutex<Result<Held, String>>,
     stays: AtomicUsize,
     /// Has somebody look whether the last stay is over. May be called under any lock.
     left: Box<dyn Fn() + Send + Sync>,
@@ -46,7 +46,7 @@ impl Aperture {
         Arc::new(Self {
             base,
             len,
-            held: Mutex::new(Some(held)),
+            held: Mutex::new(Ok(held)),
             stays: AtomicUsize::new(0),
             left: Box::new(left),
         })
@@ -64,19 +64,27 @@ impl Aperture {
     /// Begins to store; `None` if that is over for good.
     pub fn enter(self: &Arc<Self>) -> Option<Stay> {
         let held = self.held.lock();
-        let held = Some(Arc::clone(held.as_ref()?));
+        let held = Some(Arc::clone(held.as_ref().ok()?));
         self.stays.fetch_add(1, SeqCst);
         Some(Stay { aperture: Arc::clone(self), held })
     }
 
     pub fn is_open(&self) -> bool {
-        self.held.lock().is_some()
+        self.held.lock().is_ok()
     }
 
-    /// Lets nobody in any more; those who are in stay.
-    pub(crate) fn shut(&self) {
-        let held = self.held.lock().take();
+    /// Why nobody may store there any more; `None` while somebody may.
+    pub fn shut_by(&self) -> Option<String> {
+        self.held.lock().as_ref().err().cloned()
+    }
+
+    /// Lets nobody in any more; those who are in stay. The first cause is kept.
+    pub(crate) fn shut(&self, cause: &str) {
+        let mut held = self.held.lock();
+        let was =
+            if held.is_ok() { std::mem::replace(&mut *held, Err(cause.into())) } else { return };
         drop(held);
+        drop(was);
     }
 
     pub(crate) fn stays(&self) -> usize {
@@ -121,8 +129,10 @@ mod tests {
         let aperture =
             Aperture::new(memory.as_ptr() as usize, 64, Arc::clone(&memory) as Held, left);
         let (one, other) = (aperture.enter().unwrap(), aperture.enter().unwrap());
-        aperture.shut();
+        aperture.shut("it ended");
+        aperture.shut("it was shut before");
         assert!(aperture.enter().is_none() && !aperture.is_open());
+        assert_eq!(aperture.shut_by().as_deref(), Some("it ended"));
         drop(one);
         assert_eq!((aperture.stays(), Arc::strong_count(&memory), told.load(SeqCst)), (1, 2, 1));
         drop(other);

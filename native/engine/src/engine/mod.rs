@@ -356,12 +356,17 @@ impl TransferEngine {
         by: Option<i32>,
     ) -> std::result::Result<Arc<Aperture>, String> {
         self.shared.check_open().map_err(|e| e.to_string())?;
+        let part = "it is a part of a region; name the whole".to_owned();
         if region.offset != 0 {
-            return Err("it is a part of a region; name the whole".into());
+            return Err(part);
         }
         let mut core = self.shared.cell.lock(&self.shared);
         let Core { group, domains, .. } = &mut *core;
-        group.aperture(region.peer.key, (region.key, by), domains)
+        let whole = group.aperture(region.peer.key, (region.key, by), domains)?;
+        match whole.len() <= region.len {
+            true => Ok(whole),
+            false => Err(part),
+        }
     }
 
     /// A word that others write and this engine watches; see [`Watcher`].

@@ -17,7 +17,7 @@ use super::{
     waits::Until,
 };
 use crate::{
-    device::{stores_rest, turns, Listed, Said, Shared, Told, Word, BLANK},
+    device::{turns, Listed, Said, Shared, Told, Word, BLANK},
     routes::{Order, Placing, Routes},
     shape::Shape,
 };
@@ -46,9 +46,6 @@ pub struct Device {
     leaving: Option<(Vec<(u32, Leaving)>, bool)>,
     /// It stores to peers' memory by itself, where it can.
     stores: bool,
-    /// Further rows too, and it was told where.
-    rest: bool,
-    rest_told: bool,
     /// It waits for room for answers.
     combines: bool,
     /// Where it may be storing.
@@ -78,12 +75,10 @@ impl State {
         }
     }
 
-    /// The device has done something.
-    pub fn told(&mut self, said: Result<Said, String>, acts: &mut Vec<Act>) {
-        let Some(mut device) = self.device.take() else { return };
-        if let Ok(said) = &said {
-            device.stays.end(said.told);
-        }
+    /// The device has done something. Returns where it stores no more, as [`Stays::over`] does.
+    pub fn told(&mut self, said: Result<Said, String>, acts: &mut Vec<Act>) -> Stays {
+        let Some(mut device) = self.device.take() else { return Stays::default() };
+        let over = said.as_ref().map(|said| device.stays.over(said.told)).unwrap_or_default();
         if device.failed.is_none() {
             match said.and_then(Said::came).and_then(|told| device.told(self, told, acts)) {
                 Ok(()) => device.advance(self, acts),
@@ -91,6 +86,7 @@ impl State {
             }
         }
         self.device = Some(device);
+        over
     }
 
     /// Whether the device waits for memory that lost ranks let go of when they like.
@@ -143,8 +139,6 @@ impl Device {
             answers: 0,
             leaving: None,
             stores,
-            rest: stores && stores_rest(shape),
-            rest_told: false,
             combines: false,
             stays: Stays::default(),
             left_out: Vec::new(),
@@ -175,9 +169,10 @@ impl Device {
         self.stores
     }
 
-    /// It stores nothing any more.
-    pub fn settled(&mut self) {
-        self.stays = Stays::default();
+    /// It stores nothing any more. Returns where it did, as [`Stays::over`] does.
+    #[must_use]
+    pub fn settled(&mut self) -> Stays {
+        std::mem::take(&mut self.stays)
     }
 
     /// Whether it may be storing there now.
@@ -230,7 +225,6 @@ impl Device {
         }
         match s.step {
             Step::Dispatched => {
-                self.tell_rest(s, acts);
                 self.tell_routes(s);
                 self.tell_rows(s);
             }
@@ -260,7 +254,6 @@ impl Device {
                 self.packed = true;
                 pack(s, acts);
             }
-            (Told::RestStored, Step::Dispatched) if self.rest_told => s.rest_stored(acts),
             (Told::Combining, Step::Collected) => self.combines = true,
             (Told::HandedOut, Step::Dispatched) => self.handed_out(s, acts)?,
             (Told::Answered, Step::Collected | Step::Answering) => self.put_answers(s, acts)?,
@@ -276,26 +269,15 @@ impl Device {
         self.shared.clear();
         (self.routed, self.answered, self.lots, self.answers) = (false, false, 0, 0);
         (self.lot, self.leaving, self.cursor) = (None, None, (0, 0));
-        (self.rest_told, self.combines) = (false, false);
+        self.combines = false;
         s.begin(Arc::new(self.begins.take().unwrap_or_default()), acts);
         if self.packed {
             pack(s, acts);
         }
         if self.stores {
-            let ways = s.first_ways(self.rest, &mut self.stays);
+            let ways = s.ways(&mut self.stays);
             self.shared.put_ways(&ways);
             self.shared.set(Word::Ways, self.exchange);
-        }
-    }
-
-    fn tell_rest(&mut self, s: &mut State, acts: &mut Vec<Act>) {
-        if !self.rest || self.rest_told || !self.packed {
-            return;
-        }
-        if let Some(ways) = s.rest_ways(&mut self.stays, acts) {
-            self.rest_told = true;
-            self.shared.put_ways(&ways);
-            self.shared.set(Word::Rest, self.exchange);
         }
     }
 

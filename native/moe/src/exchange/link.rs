@@ -125,9 +125,8 @@ pub struct Out {
     pub answered: bool,
     /// Answers to rows of its lie ready.
     pub answers: VecDeque<Answer>,
-    /// The device stores the rows for the private slot itself, and the further ones.
+    /// The device stores the rows for the private slot itself.
     pub stored: bool,
-    pub rest_stored: bool,
 }
 
 /// Answers on their way to a peer.

@@ -1,11 +1,14 @@
 //! Who takes part in an exchange: cards that go around, ranks that come, and ranks that are given up.
 
-use std::sync::{Arc, OnceLock};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Instant,
+};
 
 use fabric_engine::{EngineError, Result};
+use parking_lot::MutexGuard;
 
 use super::{
-    act::Act,
     link::{Link, Ours, Stage, Wire},
     state::{Lost, State},
     waits::Until,
@@ -16,10 +19,12 @@ use crate::card::{Card, Grant};
 impl AllToAll {
     /// What others need to know of this rank; for all that aren't here, or for one.
     ///
-    /// Each rank gets access of its own, so that it can be taken back from it alone (MR-2).
+    /// Each rank gets access of its own, so that it can be taken back from it alone (MR-2). There is none for a rank from
+    /// which some is being taken back: its slots would be written by both (MR-1).
     ///
     /// # Errors
-    /// Those of a registration; [`EngineError::Invalid`] for a rank that is here.
+    /// Those of a registration; [`EngineError::Invalid`] for a rank that is here; [`EngineError::NotQuiesced`] if the one
+    /// rank asked for still holds on to our memory.
     pub fn card(&self, only: Option<u32>) -> Result<Vec<u8>> {
         let inner = &self.inner;
         let mut state = inner.state.lock();
@@ -32,17 +37,36 @@ impl AllToAll {
             }
         }
         let wanted = |rank: u32| rank != inner.rank && only.is_none_or(|only| only == rank);
-        let (mut grants, mut acts) = (Vec::new(), Vec::new());
-        for rank in 0..ranks {
-            let grant = match wanted(rank) && !state.knows(rank) {
-                true => inner.grant(&mut state, rank, &mut acts).map(Some),
-                false => Ok(None),
-            };
-            grants.push(grant);
+        let mut acts = Vec::new();
+        let mut renewed = Vec::new();
+        for rank in (0..ranks).filter(|rank| wanted(*rank)) {
+            // What was handed out and never used is not handed out to somebody else.
+            if let Some(old) = state.ours[rank as usize].take() {
+                state.revoke(rank, &old, &mut acts);
+                renewed.push(rank);
+            }
         }
+        MutexGuard::unlocked(&mut state, || inner.run(acts));
+        renewed.extend(only);
+        let held = inner.wait_for_access(&mut state, &renewed);
+        if let Some(rank) = only.filter(|rank| held.contains(rank)) {
+            return Err(EngineError::NotQuiesced {
+                what: format!("memory that rank {rank} was shown"),
+                after: inner.timeout(),
+                cause:
+                    "a card for it would show the same again, and what it stores could land in it"
+                        .into(),
+            });
+        }
+        // Another thread may have made one meanwhile.
+        let free = |state: &State, rank| {
+            let shown = state.ours[rank as usize].is_some() || state.revoking.contains(&rank);
+            wanted(rank) && !state.knows(rank) && !shown
+        };
+        let grants = (0..ranks)
+            .map(|rank| free(&state, rank).then(|| inner.grant(&mut state, rank)).transpose());
+        let grants = grants.collect::<Result<_>>()?;
         drop(state);
-        inner.run(acts);
-        let grants = grants.into_iter().collect::<Result<_>>()?;
         let address = inner.engine.address().clone();
         Ok(Card { rank: inner.rank, shape: inner.shape, address, grants }.to_bytes())
     }
@@ -156,12 +180,20 @@ impl Inner {
         })
     }
 
-    /// Makes what a rank may use of ours.
-    fn grant(&self, state: &mut State, rank: u32, acts: &mut Vec<Act>) -> Result<Grant> {
-        // What was handed out and never used is not handed out to somebody else.
-        if let Some(old) = state.ours[rank as usize].take() {
-            state.revoke(rank, &old, acts);
+    /// Waits until none of the ranks can write here; those who still may after the timeout.
+    fn wait_for_access(&self, state: &mut MutexGuard<'_, State>, ranks: &[u32]) -> Vec<u32> {
+        let deadline = Instant::now() + self.timeout();
+        loop {
+            let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));
+            let held: Vec<u32> = held.collect();
+            if held.is_empty() || self.changed.wait_until(state, deadline).timed_out() {
+                return held;
+            }
         }
+    }
+
+    /// Makes what a rank may use of ours.
+    fn grant(&self, state: &mut State, rank: u32) -> Result<Grant> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());

@@ -431,6 +431,8 @@ impl Inner {
         let mut state = self.state.lock();
         if let Some(at) = state.revoking.iter().position(|r| *r == rank) {
             state.revoking.swap_remove(at);
+            // Whoever makes a card waits for one rank, and not as a caller does.
+            self.changed.notify_all();
         }
         state.go_on(&mut acts);
         self.wake(&mut state, &mut acts);

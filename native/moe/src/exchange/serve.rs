@@ -105,9 +105,9 @@ impl AllToAll {
 
     /// No kernel that was launched runs any more, and none comes: nothing is stored to peers' memory.
     pub fn settled(&self) {
-        if let Some(device) = self.inner.state.lock().device.as_mut() {
-            device.settled();
-        }
+        let over = self.inner.state.lock().device.as_mut().map(Device::settled);
+        // Without the lock, which is released by now.
+        drop(over);
     }
 
     /// Ends every wait of the device, now and later, and hears it no more: but for when it has ended what it stores to
@@ -131,8 +131,9 @@ impl Inner {
     fn told(self: &Arc<Self>, words: [u64; 2]) {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
-        state.told(Said::of(words, self.rank), &mut acts);
+        let over = state.told(Said::of(words, self.rank), &mut acts);
         drop(state);
+        drop(over);
         self.run(acts);
     }
 

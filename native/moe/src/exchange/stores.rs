@@ -31,9 +31,10 @@ impl Stays {
         self.0.push((until, stay));
     }
 
-    /// The device has said so: its stores of before are over.
-    pub fn end(&mut self, told: Told) {
-        self.0.retain(|(until, _)| *until != told);
+    /// The device has said so: these are over. To be dropped without the state's lock, for a transport may have memory to
+    /// unmap then.
+    pub fn over(&mut self, told: Told) -> Self {
+        Self(self.0.extract_if(.., |(until, _)| *until == told).collect())
     }
 
     pub fn is_empty(&self) -> bool {
@@ -51,70 +52,23 @@ pub struct AnswersThere {
 }
 
 impl State {
-    /// Where each rank's rows go: to the private slots of those whose memory the device reaches, and who have said that it
-    /// may be written. All others' are packed here, to be written as a caller's are.
-    pub fn first_ways(&mut self, rest: bool, stays: &mut Stays) -> Vec<RowWay> {
+    /// Where each rank's rows go: the first ones to the private slots of those whose memory the device reaches, and who have
+    /// said that it may be written. All others are packed here, to be written as a caller's are: where a further row goes
+    /// is known when its rank says so, and nobody's rows wait for another rank.
+    pub fn ways(&mut self, stays: &mut Stays) -> Vec<RowWay> {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let mut ways = vec![RowWay::default(); shape.ranks as usize];
         for rank in self.others() {
-            let Some(link) = self.link(rank).filter(|l| l.out.routed && l.out.rows > 0) else {
-                continue;
-            };
-            let private = link.out.rows.min(shape.private_rows());
-            let (offset, nbytes) = (memory.private(me, 0), private * shape.row_stride());
-            let Some(stay) = link.enter() else { continue };
+            let Some(link) = self.link(rank).filter(|l| l.out.routed) else { continue };
+            let rows = link.out.rows.min(shape.private_rows());
+            let Some(stay) = (rows > 0).then(|| link.enter()).flatten() else { continue };
+            let (offset, nbytes) = (memory.private(me, 0), rows * shape.row_stride());
             let Some(to) = stay.address(offset, nbytes) else { continue };
-            link.out.stored = private > 0;
-            link.out.rest_stored = rest && link.out.rows > private;
-            let way = &mut ways[rank as usize];
-            way.home = if link.out.rest_stored { u64::MAX } else { private };
-            if link.out.stored {
-                (way.to, way.end) = (to as u64, private as u32);
-                stays.add(Told::Packed, stay);
-            }
+            link.out.stored = true;
+            ways[rank as usize] = RowWay { to: to as u64, rows };
+            stays.add(Told::Packed, stay);
         }
         ways
-    }
-
-    /// Where further rows go, once all have said so to whom the device stores them; `None` before.
-    pub fn rest_ways(&mut self, stays: &mut Stays, acts: &mut Vec<Act>) -> Option<Vec<RowWay>> {
-        if self.here().any(|l| l.out.rest_stored && l.out.grant.is_none()) {
-            return None;
-        }
-        let (memory, stride) = (self.memory, self.shape.row_stride());
-        let mut ways = vec![RowWay::NONE; self.shape.ranks as usize];
-        for rank in self.others() {
-            let Some(link) = self.link(rank).filter(|l| l.out.rest_stored) else { continue };
-            let Some((place, rows)) = link.out.grant else { continue };
-            let stay = link.enter();
-            let to = stay.as_ref().and_then(|s| s.address(memory.shared(place), rows * stride));
-            let (begin, end) = (link.out.rows - rows, link.out.rows);
-            match (stay, to) {
-                (Some(stay), Some(to)) => {
-                    stays.add(Told::RestStored, stay);
-                    ways[rank as usize] = RowWay {
-                        to: to as u64,
-                        begin: begin as u32,
-                        end: end as u32,
-                        ..RowWay::NONE
-                    };
-                }
-                // They lie nowhere else.
-                _ => self.lose(rank, Stage::Rows, "it has taken its memory back".into(), acts),
-            }
-        }
-        Some(ways)
-    }
-
-    /// The device has stored the further rows.
-    pub fn rest_stored(&mut self, acts: &mut Vec<Act>) {
-        for link in self.links.iter_mut().flatten().filter(|l| l.out.rest_stored) {
-            if let Some((_, rows)) = link.out.grant.take() {
-                link.out.sent += rows;
-                acts.push(link.count(Stage::Rows));
-            }
-        }
-        self.go_on(acts);
     }
 
     /// Where answers to a peer's rows go, from the `first` of them on, if the device may store them itself now.
@@ -189,10 +143,10 @@ impl AllToAll {
                     format!("{sent}: whether this device reaches it is not known yet")
                 }
                 (Some(Some(Err(why))), _) => format!("{sent}: {why}"),
-                (Some(Some(Ok(there))), _) if !there.is_open() => {
-                    format!("{sent}: it has taken its memory back")
-                }
-                (Some(Some(Ok(_))), _) => "stored by this rank's kernels".into(),
+                (Some(Some(Ok(there))), _) => match there.shut_by() {
+                    Some(cause) => format!("{sent}: {cause}"),
+                    None => "stored by this rank's kernels".into(),
+                },
             }
         };
         state.others().map(|rank| (rank, way(rank))).collect()

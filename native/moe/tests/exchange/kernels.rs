@@ -8,10 +8,7 @@ use std::sync::{
 
 use fabric_engine::{Region, TransferEngine};
 use fabric_moe::{
-    device::{
-        stores_rest, turns, Add, AtomicWords, Command, Layout, RowWay, Shared, Told, Word, BLANK,
-        STORED,
-    },
+    device::{turns, Add, AtomicWords, Command, Layout, RowWay, Shared, Told, Word, BLANK, STORED},
     memory::Memory,
     routes::{Order, Placing, Routes},
     AllToAll, Shape,
@@ -24,7 +21,6 @@ use crate::model::{bytes, floats, Batch, Handed, EXTRA, WIDE};
 pub enum Next {
     Route,
     Pack,
-    PackRest,
     Place,
     HandOut(u64),
     Combine,
@@ -135,7 +131,6 @@ impl Kernels {
         let ready = match self.next {
             Next::Route => self.has(Word::Over, 2 * n + u64::from(self.combined)),
             Next::Pack => !self.stores || self.has(Word::Ways, n),
-            Next::PackRest => self.has(Word::Rest, n),
             Next::Combine => true,
             Next::Place => self.has(Word::Routes, n),
             Next::HandOut(turn) => self.has(Word::Rows, n * lots + turn),
@@ -160,18 +155,6 @@ impl Kernels {
                 };
                 self.pack(batch, &ways);
                 self.tell(all, Told::Packed);
-                self.next = match self.stores && stores_rest(&self.shape) {
-                    true => Next::PackRest,
-                    false => Next::Place,
-                };
-            }
-            Next::PackRest => {
-                let Some(ways) = self.ways.take() else {
-                    self.ways = Some(self.read_ways());
-                    return Outcome::Went;
-                };
-                self.pack(batch, &ways);
-                self.tell(all, Told::RestStored);
                 self.next = Next::Place;
             }
             Next::Place => {
@@ -229,10 +212,7 @@ impl Kernels {
     fn read_ways(&self) -> Vec<RowWay> {
         let first = self.layout.ways.0 + 1;
         let word = |i: usize| self.words[first + i].load(Acquire);
-        let way = |rank: usize| {
-            let (to, ends, home) = (word(3 * rank), word(3 * rank + 1), word(3 * rank + 2));
-            RowWay { to, begin: ends as u32, end: (ends >> 32) as u32, home }
-        };
+        let way = |rank: usize| RowWay { to: word(2 * rank), rows: word(2 * rank + 1) };
         (0..self.shape.ranks as usize).map(way).collect()
     }
 
@@ -244,11 +224,10 @@ impl Kernels {
                 [&values[token * WIDE * 4..][..WIDE * 4], &batch.extra[token * EXTRA..][..EXTRA]];
             let rank = self.routes.first.partition_point(|first| u64::from(*first) <= row) - 1;
             let (way, i) = (ways[rank], row - u64::from(self.routes.first[rank]));
-            if way.to != 0 && (u64::from(way.begin)..u64::from(way.end)).contains(&i) {
-                let to = way.to + (i - u64::from(way.begin)) * self.shape.row_stride();
-                store(to, &all.concat());
+            if i < way.rows {
+                store(way.to + i * self.shape.row_stride(), &all.concat());
                 self.stored += 1;
-            } else if i >= way.home {
+            } else {
                 self.rows.put(self.memory.own(row), &all.concat()).unwrap();
             }
         }
@@ -367,14 +346,8 @@ mod tests {
 
     #[test]
     fn rs_4_a_device_that_goes_on_without_what_it_waited_for_gets_nothing_more() {
-        for early in [
-            Told::Packed,
-            Told::HandedOut,
-            Told::Answered,
-            Told::Summed,
-            Told::RestStored,
-            Told::Combining,
-        ] {
+        for early in [Told::Packed, Told::HandedOut, Told::Answered, Told::Summed, Told::Combining]
+        {
             let (_net, _engine, all, kernels) = alone(1);
             kernels.tell(&all, early);
             assert!(kernels.has(Word::Abort, 1), "{early:?}");
@@ -388,7 +361,7 @@ mod tests {
     #[test]
     fn a_command_that_no_exchange_takes_ends_it() {
         let (to_self, other) =
-            (Add { slot: 7, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
+            (Add { slot: 6, value: 1, ordered: true }, Add { slot: 0, value: 1, ordered: true });
         for command in [
             Command::Atomic { rank: 0, channel: 0, add: to_self },
             Command::Atomic { rank: 1, channel: 0, add: other },

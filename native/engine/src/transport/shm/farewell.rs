@@ -1,6 +1,9 @@
 //! How an engine that is closed leaves its peers.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use parking_lot::Mutex;
 use smallvec::smallvec;
@@ -10,13 +13,28 @@ use super::{
     link::Link,
     ShmDomain,
 };
-use crate::{domain::DomainError, time::Time};
+use crate::{
+    domain::{Aperture, DomainError},
+    time::Time,
+};
 
 /// How long `close` waits for peers to let go of memory that isn't the engine's own.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Connections to peers whose memory a device may store to for ever.
-static STORED_TO: Mutex<Vec<Control>> = Mutex::new(Vec::new());
+/// Connections of engines that are closed to peers whose memory a device may store to yet, and where.
+static STORED_TO: Mutex<Vec<(Control, Vec<Arc<Aperture>>)>> = Mutex::new(Vec::new());
+
+/// Ends the connections over which nothing is stored any more; asked whenever a device has ended somewhere.
+pub(super) fn end_what_is_over() {
+    let over: Vec<_> = {
+        let mut stored_to = STORED_TO.lock();
+        let is_over = |apertures: &[Arc<Aperture>]| apertures.iter().all(|a| a.stays() == 0);
+        stored_to.extract_if(.., |(_, apertures)| is_over(apertures)).collect()
+    };
+    for (mut control, _) in over {
+        control.finish();
+    }
+}
 
 impl ShmDomain {
     /// Tells all peers, and waits for those that could still write to memory that isn't ours.
@@ -26,7 +44,7 @@ impl ShmDomain {
             let reason = "its engine was closed".to_owned();
             let _ = link.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
             link.closing.get_or_insert(DomainError::LinkDown(reason));
-            link.imports.shut();
+            link.imports.shut("this engine was closed");
         }
         let start = Instant::now();
         let exported = |l: &Link| !l.exported.is_empty();
@@ -49,13 +67,16 @@ impl ShmDomain {
                 // No copy is under way any more. A child of this process may hold the sockets open: say it.
                 false => link.control.finish(),
                 true => {
-                    // The peer waits for its end, which comes with that of this process, and of its kernels.
+                    // The peer waits for the end of the connection, which comes when the device has ended.
                     tracing::warn!(
-                        "a device stores to a peer's memory yet; the peer keeps it while this process lives"
+                        "a device stores to a peer's memory yet; the peer keeps it until then"
                     );
-                    STORED_TO.lock().push(link.control);
+                    let apertures = link.imports.entered().map(Arc::clone).collect();
+                    STORED_TO.lock().push((link.control, apertures));
                 }
             }
         }
+        // It may have ended before it could be found there.
+        end_what_is_over();
     }
 }

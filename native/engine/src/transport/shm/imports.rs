@@ -226,15 +226,20 @@ impl Imports {
     }
 
     /// No device begins to store any more.
-    pub fn shut(&mut self) {
-        self.apertures.iter().for_each(|(_, aperture)| aperture.shut());
+    pub fn shut(&mut self, cause: &str) {
+        self.apertures.iter().for_each(|(_, aperture)| aperture.shut(cause));
     }
 
     /// Whether a device may be storing.
     pub fn is_entered(&self) -> bool {
+        self.entered().next().is_some()
+    }
+
+    /// Where one may be.
+    pub fn entered(&self) -> impl Iterator<Item = &Arc<Aperture>> {
         let leaving = self.leaving.iter().flat_map(|(_, apertures)| apertures);
         let known = self.apertures.iter().map(|(_, aperture)| aperture);
-        known.chain(leaving).any(|aperture| aperture.stays() > 0)
+        known.chain(leaving).filter(|aperture| aperture.stays() > 0)
     }
 
     /// Forgets a region; true if nothing uses it any more, else `left` will say so later (MR-1).
@@ -242,7 +247,7 @@ impl Imports {
         self.last = None;
         let of_region = self.apertures.extract_if(.., |(of, _)| *of == index);
         let apertures: Vec<Arc<Aperture>> = of_region.map(|(_, aperture)| aperture).collect();
-        apertures.iter().for_each(|aperture| aperture.shut());
+        apertures.iter().for_each(|aperture| aperture.shut("it has taken its memory back"));
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
         self.device_mappings.retain(|_, m| m.strong_count() > 0);

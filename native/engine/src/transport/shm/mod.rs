@@ -334,7 +334,10 @@ impl Domain for ShmDomain {
         let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) else {
             return Err("the link is down".into());
         };
-        link.imports.aperture(key, by, move || waker.wake())
+        link.imports.aperture(key, by, move || {
+            waker.wake();
+            farewell::end_what_is_over();
+        })
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

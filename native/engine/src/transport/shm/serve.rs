@@ -424,7 +424,7 @@ impl ShmDomain {
                 let _ = link.send(&Frame::Revoked { index }, smallvec![]);
             }
             let Some(cause) = link.closing.clone() else { continue };
-            link.imports.shut();
+            link.imports.shut(&cause.to_string());
             for token in link.abandon() {
                 moved = true;
                 let result = Err(cause.clone());

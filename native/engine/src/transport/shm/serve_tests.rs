@@ -380,7 +380,7 @@ fn mr_1_a_link_ends_for_the_owner_when_the_device_has_ended() {
 }
 
 #[test]
-fn mr_1_an_engine_that_closes_while_a_device_stores_leaves_the_peer_waiting() {
+fn mr_1_an_engine_that_closes_while_a_device_stores_leaves_the_peer_waiting_for_that_alone() {
     let mut pair = Pair::new();
     let (_memory, aperture) = pair.show();
     let stay = aperture.enter().unwrap();
@@ -390,5 +390,10 @@ fn mr_1_an_engine_that_closes_while_a_device_stores_leaves_the_peer_waiting() {
         pair.poll_b();
     }
     assert!(!is_quiet(&pair.of_b));
+    assert_eq!(aperture.shut_by().as_deref(), Some("this engine was closed"));
     drop(stay);
+    for _ in 0..20 {
+        pair.poll_b();
+    }
+    assert!(is_quiet(&pair.of_b) && pair.b.links.is_empty());
 }

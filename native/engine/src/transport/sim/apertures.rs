@@ -54,7 +54,11 @@ impl World {
     /// A region is withdrawn: nobody begins to store there any more (MR-1).
     pub fn withdraw(&mut self, owner: Port, index: u32) -> Quiet {
         let of_region = |s: &&Shown| s.owner == owner && s.index == index;
-        self.apertures.shown.iter().filter(of_region).for_each(|s| s.aperture.shut());
+        self.apertures
+            .shown
+            .iter()
+            .filter(of_region)
+            .for_each(|s| s.aperture.shut("it has taken its memory back"));
         match self.apertures.is_entered(owner, index) {
             true => {
                 self.apertures.leaving.push((owner, index));
@@ -67,7 +71,7 @@ impl World {
     /// What a node that is no more had under way will never land.
     pub fn end_apertures_of(&mut self, engine: EngineId) {
         let shown = &mut self.apertures.shown;
-        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut());
+        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut("this node is dead"));
         shown.retain(|s| s.by != engine);
         self.end_stays();
     }

@@ -1,0 +1,37 @@
+//! Memory of a peer that a device stores to by itself.
+
+use std::time::Duration;
+
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    Local, Op, Remote, Submit, TransferEngine,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn engine() -> TransferEngine {
+    let transports = vec![TransportKind::Shm];
+    TransferEngine::open(EngineConfig { transports, ..Default::default() }).unwrap()
+}
+
+#[test]
+fn mr_3_a_part_of_a_region_opens_no_way_to_the_whole() {
+    let (a, b) = (engine(), engine());
+    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(4096).unwrap());
+    let there = a.import(&dst.descriptor()).unwrap();
+    let op = Op::Write {
+        src: Local { region: &src, offset: 0 },
+        dst: Remote { region: &there, offset: 0 },
+        len: 64,
+        imm: None,
+    };
+    let shown = a.prepare(&[op], Submit::default()).unwrap();
+    assert_eq!(shown.wait(PATIENCE), Some(Ok(())));
+    for (offset, len) in [(0, 64), (64, 64), (64, 4032)] {
+        let part = there.slice(offset, len).unwrap();
+        let said = a.aperture(&part, None).unwrap_err();
+        assert!(said.contains("part of a region"), "{said}");
+    }
+    let stay = a.aperture(&there, None).unwrap().enter().unwrap();
+    assert!(stay.address(0, 4096).is_some() && stay.address(0, 4097).is_none());
+}
