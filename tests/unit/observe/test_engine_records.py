@@ -59,9 +59,10 @@ def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -
 
 
 def test_places_that_nobody_has_any_more_are_no_peers() -> None:
-    raw = dict.fromkeys(("rails", "transfers", "arrivals", "expectations", "events"), ())
-    raw["peers"] = (("0" * 32, ""), ("7" * 32, "b"))
-    records = records_of("a", "1" * 32, {**raw, "cursor": (0, 0, 0, 0), "missed": 0})
+    empty = dict.fromkeys(("rails", "transfers", "arrivals", "expectations", "events"), ())
+    peers = (("0" * 32, ""), ("7" * 32, "b"))
+    raw = {**empty, "peers": peers, "cursor": (0, 0, 0, 0), "missed": 0}
+    records = records_of("a", "1" * 32, raw)
     assert records.peers == {"7" * 32: "b"}
 
 
