@@ -248,7 +248,8 @@ def records_of(name: str, id: str, raw: dict[str, Any]) -> EngineRecords:
         name=name,
         cursor=raw["cursor"],
         missed=raw["missed"],
-        peers=dict(raw["peers"]),
+        # Places that nobody has any more have no name.
+        peers={peer: name for peer, name in raw["peers"] if name},
         rails=tuple(raw["rails"]),
         transfers=tuple(_transfer(ids, t) for t in raw["transfers"]),
         arrivals=tuple(Arrival(*a) for a in raw["arrivals"]),

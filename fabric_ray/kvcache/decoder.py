@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from types import TracebackType
 
 from typing_extensions import Self
@@ -57,8 +58,10 @@ class Pull:
         self._released.result(timeout)
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back when the memory is free, at once if it is; on an engine's callback thread."""
-        self._released.add_done_callback(lambda _: callback())
+        """Calls back when the memory is free, at once if it is; on an engine's callback thread, in
+        a copy of the caller's context."""
+        context = copy_context()
+        self._released.add_done_callback(lambda _: context.run(callback))
 
     @property
     def is_ready(self) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from types import TracebackType
 
 from typing_extensions import Self
@@ -84,8 +85,10 @@ class Job:
         return self._stopped.result() if self._stopped.done() else None
 
     def on_stop(self, callback: Callable[[KvError], object]) -> None:
-        """Calls back when it is stopped, at once if it is; on an engine's callback thread."""
-        self._stopped.add_done_callback(lambda future: callback(future.result()))
+        """Calls back when it is stopped, at once if it is; on an engine's callback thread, in a
+        copy of the caller's context."""
+        context = copy_context()
+        self._stopped.add_done_callback(lambda future: context.run(callback, future.result()))
 
     async def released(self) -> None:
         """Returns when nothing reads its pages and its tail slot any more (MR-1)."""
@@ -96,8 +99,10 @@ class Job:
         self._released.result(timeout)
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back when its memory is free, at once if it is; on an engine's callback thread."""
-        self._released.add_done_callback(lambda _: callback())
+        """Calls back when its memory is free, at once if it is; on an engine's callback thread, in
+        a copy of the caller's context."""
+        context = copy_context()
+        self._released.add_done_callback(lambda _: context.run(callback))
 
     @property
     def is_released(self) -> bool:

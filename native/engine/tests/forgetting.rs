@@ -132,6 +132,27 @@ fn what_is_kept_of_peers_and_regions_that_are_gone_is_bounded() {
 }
 
 #[test]
+fn a_peer_shows_the_address_by_which_it_was_named() {
+    let _alone = ALONE.lock();
+    let (a, b) = (open("a", TransportKind::Tcp), open("b", TransportKind::Tcp));
+    let said = EngineAddress {
+        name: "somebody else".into(),
+        endpoints: Vec::new(),
+        ..b.address().clone()
+    };
+    let first = a.peer(&said).expect("open");
+    let memory = b.alloc(64).expect("memory");
+    let region = a.import(&memory.descriptor()).expect("valid");
+    assert_eq!(first.address(), &said);
+    assert_eq!(a.peer(b.address()).expect("open").address(), b.address());
+    assert_eq!(region.peer().address(), b.address());
+    // Whichever is held, the peer is kept.
+    drop(first);
+    (100..400).for_each(|n| drop(a.peer(&stranger(n))));
+    assert_eq!(a.metrics().peers.iter().filter(|p| p.id == b.id()).count(), 1);
+}
+
+#[test]
 fn mr_2_an_old_descriptor_never_reaches_a_later_region_with_its_index() {
     let _alone = ALONE.lock();
     for transport in [TransportKind::Shm, TransportKind::Tcp] {

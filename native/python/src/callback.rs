@@ -1,8 +1,10 @@
 //! What users give to be called later, and the context that it is called in.
 
+use std::ops::Deref;
+
 use pyo3::{exceptions::PyTypeError, intern, prelude::*, sync::PyOnceLock, types::PyTuple};
 
-use crate::attach::attached;
+use crate::{attach::attached, engine::without_span};
 
 static COPY_CONTEXT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
@@ -33,6 +35,28 @@ impl Callback {
         let py = args.py();
         let context = self.context.bind(py).call_method0(intern!(py, "copy"))?;
         context.call_method1(intern!(py, "run"), args).map(drop)
+    }
+}
+
+/// What is called again and again: its calls are for other requests than the one in whose context it was given, so they
+/// bear no span. The context is kept as long as the function.
+pub struct Standing(Callback);
+
+impl Deref for Standing {
+    type Target = Callback;
+
+    fn deref(&self) -> &Callback {
+        &self.0
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Standing {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let callback = Callback::extract(value)?;
+        without_span(callback.context.bind(value.py()))?;
+        Ok(Self(callback))
     }
 }
 

@@ -10,7 +10,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     apart::Apart,
-    callback::Callback,
+    callback::Standing,
     engine::{current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
@@ -90,7 +90,7 @@ impl KvDecoder {
         layouts: Vec<Vec<u8>>,
         ranks: Vec<RankArg<'_>>,
         terms: TermsArg,
-        on_event: Callback,
+        on_event: Standing,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
@@ -190,8 +190,8 @@ impl KvPrefiller {
         layouts: Vec<Vec<u8>>,
         ranks: Vec<RankArg<'_>>,
         terms: TermsArg,
-        on_event: Callback,
-        on_asked: Callback,
+        on_event: Standing,
+        on_asked: Standing,
         device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));

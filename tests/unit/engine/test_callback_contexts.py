@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
 import pytest
 
-from fabric_ray import TransferEngine
+from fabric_ray import Transfer, TransferEngine
+from fabric_ray.kvcache import Decoder, Job, Prefiller
+from fabric_ray.kvcache.errors import KvError
+from fabric_ray.observe import span
 from tests.processes import within
+from tests.unit.kvcache.test_pull import TERMS, Node
 
 Pair = tuple[TransferEngine, TransferEngine]
 T = TypeVar("T")
@@ -83,6 +88,61 @@ def test_done_callbacks_of_one_transfer_have_contexts_of_their_own(pair: Pair) -
     within(10, "the fourth call", lambda: len(heard.names) == 4)
     assert heard.names[3] == "cid"
     assert NAME.get() == "nobody"
+
+
+def test_what_a_registered_callback_asks_is_not_for_the_request_that_registered_it(
+    pair: Pair,
+) -> None:
+    a, b = pair
+    back = b.peer(a.address)
+    answers: list[Transfer] = []
+    a.receive(lambda _: None)
+    with span("opening the server"):
+        b.receive(lambda _: answers.append(b.send(back, b"received")))
+        watcher = b.watch(lambda *_: answers.append(b.send(back, b"changed")))
+        b.send(back, b"open").wait(10)
+    a.send(a.peer(b.address), b"hello").wait(10)
+    watcher.add()
+    within(10, "both answers", lambda: len(answers) == 2)
+    for answer in answers:
+        answer.wait(10)
+    asked = [t.span for t in b.records().transfers if t.op == "send"]
+    assert asked[0] != 0
+    assert asked[1:] == [0, 0]
+
+
+def test_callbacks_of_pulls_and_jobs_have_their_callers_contexts() -> None:
+    with ExitStack() as stack:
+        ours, theirs = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+        prefiller = stack.enter_context(Prefiller(ours.ranks, terms=TERMS))
+        decoder = stack.enter_context(Decoder(theirs.ranks, terms=TERMS))
+        pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+        jobs: list[Job] = []
+
+        def asked() -> bool:
+            jobs.extend(prefiller.take())
+            return bool(jobs)
+
+        within(10, "the request", asked)
+        causes: list[KvError] = []
+        given: list[Callable[[Callable[..., None]], None]] = [
+            pull.on_release,
+            jobs[0].on_release,
+            jobs[0].on_stop,
+        ]
+        heard = [Heard() for _ in given]
+        for give, hear in zip(given, heard, strict=True):
+            for name in ("ann", "bob"):
+                given_as(name, partial(give, hear))
+        jobs[0].on_stop(causes.append)
+        pull.cancel()
+        within(10, "two calls of each", lambda: all(hear.often(2) for hear in heard))
+        within(10, "the cause", lambda: causes == [jobs[0].cause])
+        # Those that are called at once change nothing where they were given.
+        for give, hear in zip(given, heard, strict=True):
+            give(hear)
+            assert hear.names == ["ann", "bob", "nobody"]
+            assert NAME.get() == "nobody"
 
 
 def test_what_isnt_callable_is_refused_by_name(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fabric_ray import TransferEngine, errors, pages
-from fabric_ray.engine.seeing import EngineRecords, TransferRecord
+from fabric_ray.engine.seeing import EngineRecords, TransferRecord, records_of
 from fabric_ray.observe import span
 
 Pair = tuple[TransferEngine, TransferEngine]
@@ -56,6 +56,14 @@ def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -
     parts = latest(records, "scatter").parts
     assert [(p.peer, p.counts, p.nbytes) for p in parts] == [(b.id, 1, 4096), (c.id, 1, 4096)]
     assert records.peers[b.id] == "b"
+
+
+def test_places_that_nobody_has_any_more_are_no_peers() -> None:
+    empty = dict.fromkeys(("rails", "transfers", "arrivals", "expectations", "events"), ())
+    peers = (("0" * 32, ""), ("7" * 32, "b"))
+    raw = {**empty, "peers": peers, "cursor": (0, 0, 0, 0), "missed": 0}
+    records = records_of("a", "1" * 32, raw)
+    assert records.peers == {"7" * 32: "b"}
 
 
 def test_records_after_a_cursor_are_only_the_new_ones(pair: Pair) -> None:

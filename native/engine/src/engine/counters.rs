@@ -8,9 +8,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::{expected::Log, HandleRef};
+use super::{expected::Log, HandleRef, Peer};
 use crate::{
-    api::{EngineAddress, EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
+    api::{EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
     domain::Count,
     sync::{
         atomic::{
@@ -33,7 +33,7 @@ pub(super) struct Expectation {
     pub begun: Time,
     deadline: Time,
     handle: HandleRef,
-    writers: Vec<Arc<EngineAddress>>,
+    writers: Vec<Peer>,
     timeout: std::time::Duration,
 }
 
@@ -260,7 +260,7 @@ impl Counters {
         &self,
         (imm, n, span): (Imm, u32, Span),
         (now, timeout): (Time, std::time::Duration),
-        writers: Vec<Arc<EngineAddress>>,
+        writers: Vec<Peer>,
         handle: HandleRef,
     ) {
         let cell = self.cell(imm.slot());
@@ -309,7 +309,7 @@ impl Counters {
                 }
                 failed = true;
                 let missing = e.threshold.saturating_sub(cell.arrived.load(SeqCst));
-                let writers: Vec<_> = e.writers.iter().map(|w| w.label()).collect();
+                let writers: Vec<_> = e.writers.iter().map(|w| w.address.label()).collect();
                 let (op, peer, after) = ("expectation", writers.join(", "), e.timeout);
                 let hint = "; they may still arrive, so keep the memory that they go to";
                 Some(EngineError::Timeout { op, peer, missing, after, quiesced: false, hint })
@@ -327,7 +327,7 @@ impl Counters {
     pub fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError) {
         self.each_watched(|imm, cell| {
             cell.fail((now, &self.log, imm), |e| {
-                e.writers.iter().any(|w| w.id == peer).then(|| error.clone())
+                e.writers.iter().any(|w| w.id() == peer).then(|| error.clone())
             });
         });
     }

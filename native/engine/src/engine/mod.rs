@@ -227,9 +227,10 @@ impl TransferEngine {
         if core.closed {
             return Err(EngineError::Closed);
         }
-        let (key, address) = core.group.name(self.shared.now(), address);
+        let (key, hold) = core.group.name(self.shared.now(), address);
         drop(core);
-        Ok(Peer { key, known_to: self.shared.address.id, address })
+        let address = Arc::new(address.clone());
+        Ok(Peer { key, known_to: self.shared.address.id, hold, address })
     }
 
     /// A peer's region, to be named in requests.

@@ -2,7 +2,7 @@ use std::{fmt, sync::Arc};
 
 use crate::{
     api::{EngineAddress, EngineId},
-    group::PeerKey,
+    group::{Hold, PeerKey},
 };
 
 /// Another engine, as this one knows it: one life of it (MR-2). Cheap to clone.
@@ -11,7 +11,8 @@ pub struct Peer {
     pub(crate) key: PeerKey,
     /// Which engine this name was made by; keys of one engine mean nothing to another.
     pub(crate) known_to: EngineId,
-    /// As long as somebody holds it, the key is this peer's.
+    pub(crate) hold: Hold,
+    /// As it was named by whoever made this known: who else named the same engine may have said something else of it.
     pub(crate) address: Arc<EngineAddress>,
 }
 

@@ -230,12 +230,16 @@ impl Shared {
         }
         let pending = super::handle::Pending::new(self);
         pending.is_of(super::Source::Expectation(imm));
-        let named = writers.iter().map(|w| Arc::clone(&w.address)).collect();
         let now = self.now();
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        self.counters.expect((imm, n, span), (now, timeout), named, Arc::clone(&pending));
+        self.counters.expect(
+            (imm, n, span),
+            (now, timeout),
+            writers.to_vec(),
+            Arc::clone(&pending),
+        );
         // After the expectation is in place, so that a loss found now or later fails it.
         for peer in writers {
             if let Err(error) = self.watch(peer) {

@@ -16,8 +16,8 @@ use super::{
     Op, Shared,
 };
 use crate::{
-    api::{EngineAddress, Priority, Span},
-    group::{Claim, Submitted},
+    api::{Priority, Span},
+    group::{Claim, Hold, Submitted},
     EngineError, Result,
 };
 
@@ -112,11 +112,11 @@ impl Shared {
         // Somebody holds the lock: leave the request to them.
         let mut bound = Vec::with_capacity(ops.len());
         // Until it is posted only we name its peers.
-        let mut peers: Vec<Arc<EngineAddress>> = Vec::new();
+        let mut peers: Vec<Hold> = Vec::new();
         for op in ops {
             op.each_peer(|peer| {
-                if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.address)) {
-                    peers.push(Arc::clone(&peer.address));
+                if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.hold)) {
+                    peers.push(Arc::clone(&peer.hold));
                 }
             });
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));

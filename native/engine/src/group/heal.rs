@@ -99,7 +99,7 @@ impl Healing {
         fallen.chain(limbos).collect()
     }
 
-    fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
+    pub fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
         if self.receipts.len() >= MOST_RECEIPTS {
             self.receipts.pop_front();
         }
@@ -137,8 +137,9 @@ impl Group {
         rails: &mut Rails,
     ) {
         let place = (link.pair.rail, link.id);
-        let healing = &mut self.peers[peer as usize].healing;
-        healing.keep_receipt(link.name, receipt);
+        let route = &mut self.peers[peer as usize];
+        route.keep_receipt(now, link.name, receipt);
+        let healing = &mut route.healing;
         for limbo in healing.limbos.iter_mut().filter(|l| l.asked_by == Some(place)) {
             limbo.asked_by = None;
         }
@@ -268,12 +269,13 @@ impl Group {
     /// A link that the peer began has ended here before it was used.
     pub(super) fn on_unused(
         &mut self,
+        now: Time,
         peer: &EngineAddress,
         (name, receipt): (LinkName, Receipt),
         rails: &mut Rails,
     ) {
         let peer = self.peer(peer);
-        self.peers[peer as usize].healing.keep_receipt(name, receipt);
+        self.peers[peer as usize].keep_receipt(now, name, receipt);
         self.answer_all(peer, name, rails);
     }
 

@@ -48,8 +48,8 @@ pub(crate) use notes::fuzz_note;
 pub(crate) use notes::sample_note;
 use peers::Peers;
 use recorder::Recorder;
-pub(crate) use route::PeerKey;
 pub use route::Verdict;
+pub(crate) use route::{Hold, PeerKey};
 use route::{Pair, State};
 use slices::{post_slices, Posted};
 pub(crate) use slices::{BoundOp, Joint};
@@ -316,7 +316,7 @@ impl Group {
                 self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
             }
             Completion::Unused { peer, name, receipt } => {
-                self.on_unused(&peer.address, (name, receipt), rails);
+                self.on_unused(now, &peer.address, (name, receipt), rails);
             }
             Completion::Note { link, frame } => {
                 self.on_note(now, (rail, link), &frame, rails, sink);

@@ -3,13 +3,12 @@
 use std::{
     collections::{HashMap, HashSet},
     ops::{Index, IndexMut},
-    sync::Arc,
 };
 
 use slab::Slab;
 
 use super::{
-    route::{PeerKey, Route},
+    route::{Hold, PeerKey, Route},
     Group,
 };
 use crate::{
@@ -67,7 +66,7 @@ impl Peers {
         self.slots.iter().next_back().map_or(0, |(key, _)| key + 1)
     }
 
-    /// Of every key, who it is in flight records.
+    /// Of every key, who it is in flight records; of one that nobody has, no name and zeros.
     pub fn names(&self) -> Vec<(EngineId, String)> {
         let mut names = vec![(EngineId([0; 16]), String::new()); self.ends_at()];
         for (key, slot) in &self.slots {
@@ -99,6 +98,8 @@ impl Peers {
             }
         }
         self.slots.retain(|key, slot| slot.route().is_some() || recorded(key as PeerKey));
+        // The highest key is looked up with each move, from the end on.
+        self.slots.shrink_to_fit();
         self.left = self.by_id.len();
         gone
     }
@@ -147,15 +148,15 @@ impl Group {
         self.peers.insert(Route::new(self.recorder.now, address.clone(), self.policy))
     }
 
-    /// The same, for the layer above: as long as it holds the address, the key is this peer's.
-    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, Arc<EngineAddress>) {
+    /// The same, for the layer above.
+    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, Hold) {
         self.recorder.tell(now);
         let key = self.peer(address);
-        (key, self.peers[key as usize].held(address))
+        (key, self.peers[key as usize].hold())
     }
 
     /// Forgets peers that are gone, or were never met, for good: that nobody above can name, that nothing here
-    /// refers to, and that can't ask any more what came over their last link.
+    /// refers to, and whose links ended too long ago for questions about them of who is as patient as we are.
     fn forget(&mut self) {
         let rest = self.policy.peer_timeout * 2;
         let now = self.recorder.now;
@@ -171,5 +172,30 @@ impl Group {
         self.returns.retain(|(_, peer)| !gone.contains(peer));
         self.patience.retain(|(_, peer)| !gone.contains(peer));
         self.waiters.retain(|peer| !gone.contains(peer));
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::group::Policy;
+
+    fn met(n: u8) -> Route {
+        let address =
+            EngineAddress { id: EngineId([n; 16]), name: n.to_string(), endpoints: Vec::new() };
+        Route::new(Time(0), address, Policy::default())
+    }
+
+    #[test]
+    fn places_behind_the_last_peer_are_given_up_and_others_used_again() {
+        let mut peers = Peers::default();
+        let keys: Vec<_> = (0..100).map(|n| peers.insert(met(n))).collect();
+        peers.forget(|key, _| key != keys[2], |key| key == keys[1]);
+        assert_eq!((peers.ends_at(), peers.slots.capacity()), (3, 3));
+        let names = peers.names();
+        assert_eq!(names[0], (EngineId([0; 16]), String::new()));
+        assert_eq!((names[1].1.as_str(), names[2].1.as_str()), ("1", "2"));
+        assert_eq!(peers.insert(met(200)), keys[0]);
+        assert_eq!(peers.insert(met(201)), keys[3]);
     }
 }

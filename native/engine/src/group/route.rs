@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, TransportKind, MAX_RAILS},
-    domain::{Domain, DomainError, LinkId, LinkName, Receipts},
+    domain::{Domain, DomainError, LinkId, LinkName, Receipt, Receipts},
     flight::PeerTally,
     time::Time,
     EngineError,
@@ -27,6 +27,8 @@ use crate::{
 
 /// Names a peer within its group.
 pub(crate) type PeerKey = u32;
+/// As long as the layer above has one of a peer, the key is this peer's.
+pub(crate) type Hold = Arc<()>;
 
 /// So often connecting is tried again at once if it was cut off.
 const MOST_ATTEMPTS: u32 = 3;
@@ -88,11 +90,10 @@ impl Link {
 /// See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
-    /// What the layer above holds to name this peer.
-    held: Weak<EngineAddress>,
+    held: Weak<()>,
     pub policy: Policy,
     pub state: State,
-    /// When it became known, or was lost after that.
+    /// When it became known, or was lost or a link of it ended after that.
     pub since: Time,
     /// The preferred transport first, its rails in order. Two links over one pair where both sides
     /// connected at once.
@@ -165,17 +166,23 @@ impl Route {
         }
     }
 
-    /// The address by which the layer above names this peer: one, however often it asks.
-    pub fn held(&mut self, address: &EngineAddress) -> Arc<EngineAddress> {
+    /// What the layer above needs to name this peer: one, however often it asks.
+    pub fn hold(&mut self) -> Hold {
         self.held.upgrade().unwrap_or_else(|| {
-            let held = Arc::new(address.clone());
-            self.held = Arc::downgrade(&held);
-            held
+            let hold = Hold::default();
+            self.held = Arc::downgrade(&hold);
+            hold
         })
     }
 
-    /// Whether nobody above names it, nothing here waits for it or leads to it, and it was never met, or so long ago that
-    /// it doesn't ask any more what came over its links.
+    /// What came over a link that has ended here: the peer may ask for it from now on.
+    pub fn keep_receipt(&mut self, now: Time, name: LinkName, receipt: Receipt) {
+        self.since = now;
+        self.healing.keep_receipt(name, receipt);
+    }
+
+    /// Whether nobody above names it, nothing here waits for it or leads to it, and none of its links has ever ended
+    /// here, or not for so long.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
         matches!(self.state, State::Idle | State::Lost)
             && self.held.strong_count() == 0
@@ -536,4 +543,22 @@ fn kinds(rails: &Rails) -> SmallVec<[TransportKind; 4]> {
         }
     }
     kinds
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::api::EngineId;
+
+    #[test]
+    fn ic_4_what_came_over_a_link_is_remembered_from_the_end_of_the_link_on() {
+        let address = EngineAddress { id: EngineId([1; 16]), name: "b".into(), endpoints: vec![] };
+        let mut route = Route::new(Time(0), address, Policy::default());
+        let rest = Duration::from_secs(1);
+        assert!(route.may_be_forgotten(Time(0), rest), "it was never met");
+        let ended = Time(0).after(10 * rest);
+        route.keep_receipt(ended, LinkName::default(), Receipt::InOrder(1));
+        assert!(!route.may_be_forgotten(ended.after(rest / 2), rest));
+        assert!(route.may_be_forgotten(ended.after(rest), rest));
+    }
 }

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     apart::Apart,
-    callback::Callback,
+    callback::Standing,
     errors::{raise, OrRaise},
 };
 
@@ -406,7 +406,7 @@ impl Engine {
     fn receive(
         &self,
         py: Python<'_>,
-        callback: Callback,
+        callback: Standing,
         #[pyo3(from_py_with = whole)] count: u32,
         #[pyo3(from_py_with = whole)] max_nbytes: usize,
     ) -> PyResult<()> {
@@ -419,7 +419,7 @@ impl Engine {
     /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
     /// `device`, kernels on that GPU write and read it as well.
     #[pyo3(signature = (callback, device=None))]
-    fn watch(&self, py: Python<'_>, callback: Callback, device: Option<i32>) -> PyResult<Watcher> {
+    fn watch(&self, py: Python<'_>, callback: Standing, device: Option<i32>) -> PyResult<Watcher> {
         let on_change = on_change(callback);
         let watcher = match device {
             None => self.engine.watch(on_change),

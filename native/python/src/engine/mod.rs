@@ -23,7 +23,10 @@ mod values;
 mod watcher;
 
 pub(crate) use self::{
-    core::Engine, memory::Region, span::current as current_span, watcher::Watcher,
+    core::Engine,
+    memory::Region,
+    span::{current as current_span, without as without_span},
+    watcher::Watcher,
 };
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -28,6 +28,15 @@ pub(crate) fn current(py: Python<'_>) -> PyResult<Span> {
     }
 }
 
+/// Takes the span, if any, out of a context that isn't the present one.
+pub(crate) fn without(context: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = context.py();
+    match IN_USE.load(Relaxed) {
+        false => Ok(()),
+        true => context.call_method1("run", (variable(py)?.getattr("set")?, 0u64)).map(drop),
+    }
+}
+
 /// The variable that holds the span of the present context; engines look at it from now on.
 #[pyfunction]
 pub(crate) fn _span_variable(py: Python<'_>) -> PyResult<Py<PyAny>> {

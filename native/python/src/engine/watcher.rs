@@ -2,7 +2,7 @@ use fabric_engine as fe;
 use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
 use super::whole;
-use crate::callback::Callback;
+use crate::callback::Standing;
 
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -64,7 +64,7 @@ impl Watcher {
 }
 
 /// The change callback as the engine wants it. Runs on the watching thread.
-pub fn on_change(callback: Callback) -> impl Fn(u64, u64) + Send + Sync + 'static {
+pub fn on_change(callback: Standing) -> impl Fn(u64, u64) + Send + Sync + 'static {
     move |old, new| callback.call(|py, f| (f, old, new).into_pyobject(py))
 }
 
