@@ -234,8 +234,10 @@ class AllToAll:
                 its results are none. Or the host hasn't followed the device in time.
             NotQuiesced: as above, for a lost rank has not let go of memory.
         """
-        self._finish()
-        self._native.check()
+        if self._steps is None:
+            self._native.check()
+        else:
+            self._steps.check()
 
     def close(self) -> None:
         """Ends the waits of the device; calls on it raise from then on. Others give this rank up

@@ -123,7 +123,9 @@ class Fixed:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        mean = halved(wide * wide, -1)[..., None] / x.shape[-1]
+        # By a tensor: a GPU multiplies with the reciprocal of a number, which rounds twice.
+        width = wide.new_full((), x.shape[-1])
+        mean = halved(wide * wide, -1)[..., None] / width
         return weight * (wide / (mean + eps).sqrt()).to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.arithmetic import halved
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart
 
@@ -286,8 +287,9 @@ class _Combine(torch.autograd.Function):
         weight = torch.where(place, got.x, 0.0).sum(1, keepdim=True)
         of_weights = None
         if ctx.needs_input_grad[1]:
-            products = (of_sums.float() * y[: len(of_sums)].float()).sum(1, keepdim=True)
-            exchange.weights.combine_send(torch.where(place, products, 0.0))
+            # In one order everywhere: a GPU's own sum has other bits than the host's.
+            products = halved(of_sums.float() * y[: len(of_sums)].float(), 1)
+            exchange.weights.combine_send(torch.where(place, products[:, None], 0.0))
             of_weights = exchange.weights.combine_recv()
         exchange._check_all_here()
         return (of_sums.float() * weight).to(y.dtype), of_weights, None, None

@@ -13,6 +13,10 @@ formats and lengths of sums alone (Higham, Accuracy and Stability of Numerical A
 An error of what goes in adds what it makes of the exact value: through the magnitudes of a matrix,
 by 1.1 at most for a silu and a quarter for a sigmoid. All of it is computed here in float64, number
 by number, for the tokens that are given.
+
+On a GPU the second rule holds for bfloat16 only without
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``, which is on by default: with
+it, parts of a sum are added in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ _FUNCTION = 8 * _U
 """Of what exponentials, sigmoids and silus come to."""
 _SMALLEST = 2.0**-100
 """Below it numbers may be lost: it covers what is subnormal, and where exponentials end."""
+_AT_LEAST = 1e-20
+"""What :func:`~fabric_ray.moe.layer.route` adds to the sum of weights."""
 _SLACK = 1.001
 """For the rounding of the bounds themselves."""
 
@@ -46,8 +52,9 @@ class Bound:
     """float64 ``[tokens, hidden]``: how far an evaluation is from that at most. Two of them, on
     any number of ranks, differ by twice as much at most."""
     settled: Tensor
-    """bool ``[tokens]``: whether a token has the same experts in every evaluation. Where it hasn't
-    (two experts whose scores are closer than rounding), there is no bound."""
+    """bool ``[tokens]``: whether a token has the same experts in every evaluation, and finite sums.
+    Where it hasn't (two experts whose scores are closer than rounding, weights that are lost in
+    it, numbers that may overflow), there is no bound."""
 
 
 def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -> Bound:
@@ -59,11 +66,11 @@ def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -
         left_out: as for :meth:`MoeLayer.forward`.
     """
     c, w, dtype = layer.config, layer.weights, layer.config.torch_dtype
-    given = _Near(x.double(), torch.zeros(x.shape, dtype=torch.float64))
+    given = _Near(x.double(), torch.zeros_like(x, dtype=torch.float64))
     scores = _scores(_linear(given, w.router).rounded(torch.float32), c)
     chosen, settled = _chosen(scores, c, w.bias)
     weights = _weights(scores, chosen, c)
-    sums = _Near.zeros(len(x), c.hidden)
+    sums = _Near.zeros(len(x), c.hidden, device=x.device)
     size = torch.zeros_like(sums.value)
     for expert in {*chosen.flatten().tolist()} - {*left_out}:
         token, place = (chosen == expert).nonzero(as_tuple=True)
@@ -72,12 +79,12 @@ def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -
         sums.value.index_add_(0, token, term.value)
         sums.error.index_add_(0, token, term.error)
         size.index_add_(0, token, term.most)
-    sums = _Near(sums.value, sums.error + _gamma(c.topk + 1) * size)
+    sums = _sum(sums, c.topk + 1, size)
     if w.shared_w13 is not None and w.shared_w2 is not None:
         shared = _expert(given, w.shared_w13, w.shared_w2, dtype)
         sums = _Near(sums.value + shared.value, sums.error + shared.error).rounded(torch.float32)
     sums = sums.rounded(dtype)
-    return Bound(sums.value, _SLACK * sums.error, settled)
+    return Bound(sums.value, _SLACK * sums.error, settled & sums.error.isfinite().all(-1))
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,8 @@ class _Near:
     error: Tensor
 
     @classmethod
-    def zeros(cls, *shape: int) -> _Near:
-        return cls(*(torch.zeros(shape, dtype=torch.float64) for _ in range(2)))
+    def zeros(cls, *shape: int, device: torch.device) -> _Near:
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2)))
 
     @property
     def most(self) -> Tensor:
@@ -103,7 +110,7 @@ class _Near:
         return _Near(self.value[:, None], self.error[:, None])
 
     def rounded(self, dtype: torch.dtype) -> _Near:
-        return self.off(_UNIT[dtype])
+        return _finite(self.off(_UNIT[dtype]), self.most, dtype)
 
     def off(self, relative: float | Tensor) -> _Near:
         """With another relative error."""
@@ -114,20 +121,33 @@ class _Near:
         return _Near(value, self.most * other.most - value.abs())
 
     def __truediv__(self, other: _Near) -> _Near:
-        """By what is above its error."""
+        """By what is above its error; anything else may give anything."""
         least = other.value - other.error
-        value = self.value / other.value
-        return _Near(value, (self.error + value.abs() * other.error) / least)
+        sure = least > 0
+        value = torch.where(sure, self.value / other.value, 0.0)
+        error = (self.error + value.abs() * other.error) / least
+        return _Near(value, torch.where(sure, error, float("inf")))
 
 
 def _gamma(n: int) -> float:
     return n * _U / (1 - n * _U)
 
 
+def _finite(of: _Near, size: Tensor, dtype: torch.dtype) -> _Near:
+    """What may be beyond the format's largest number, or isn't one, may be off by anything."""
+    fits = size <= torch.finfo(dtype).max
+    return _Near(of.value, torch.where(fits, of.error, float("inf")))
+
+
+def _sum(of: _Near, n: int, size: Tensor) -> _Near:
+    """A sum of ``n`` numbers in float32 whose magnitudes come to ``size``."""
+    return _finite(_Near(of.value, of.error + _gamma(n) * size), size, torch.float32)
+
+
 def _linear(x: _Near, weight: Tensor) -> _Near:
     matrix = weight.double().t()
     size = x.most @ matrix.abs()
-    return _Near(x.value @ matrix, x.error @ matrix.abs() + _gamma(len(matrix)) * size)
+    return _sum(_Near(x.value @ matrix, x.error @ matrix.abs()), len(matrix), size)
 
 
 def _expert(x: _Near, w13: Tensor, w2: Tensor, dtype: torch.dtype) -> _Near:
@@ -154,7 +174,7 @@ def _chosen(scores: _Near, config: MoeConfig, bias: Tensor | None) -> tuple[Tens
     c, preferred = config, scores
     if bias is not None:
         preferred = _Near(scores.value + bias.double(), scores.error).rounded(torch.float32)
-    settled = torch.ones(len(scores.value), dtype=torch.bool)
+    settled = torch.ones(len(scores.value), dtype=torch.bool, device=scores.value.device)
     open_to = torch.ones_like(scores.value, dtype=torch.bool)
     if c.groups > 1:
         each = (len(scores.value), c.groups, c.experts // c.groups)
@@ -181,7 +201,8 @@ def _best(of: _Near, count: int) -> tuple[Tensor, Tensor]:
 def _weights(scores: _Near, chosen: Tensor, config: MoeConfig) -> _Near:
     weights = _Near(scores.value.gather(-1, chosen), scores.error.gather(-1, chosen))
     if config.normalise:
-        total = _Near(weights.value.sum(-1), weights.error.sum(-1)).off(_gamma(config.topk + 1))
+        error = weights.error.sum(-1) + _AT_LEAST
+        total = _Near(weights.value.sum(-1), error).off(_gamma(config.topk + 1))
         weights = (weights / total.column()).rounded(torch.float32)
     scaled = _Near(weights.value * config.scale, weights.error * abs(config.scale))
     # The scale is rounded, too.

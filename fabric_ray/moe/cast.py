@@ -59,7 +59,8 @@ def to_fp8(
             f"{blocks.shape[1]} scales of a token don't fill words of {PACKED}; use float8_e8m0fnu"
         )
     amax = _maxima(blocks)
-    scale = amax / _LIMIT_FP8
+    # By a tensor: a GPU multiplies with the reciprocal of a number, which rounds twice.
+    scale = amax / amax.new_full((), _LIMIT_FP8)
     if powers_of_two or scales != torch.float32:
         exponents = _round_up(scale)
         scale = (exponents << _MANTISSA).view(torch.float32)
@@ -84,7 +85,7 @@ def to_int8(x: Tensor, *, block: int = 128) -> tuple[Tensor, Tensor]:
     values = (blocks * (_LIMIT_INT8 / amax)[..., None]).round_()
     # Beside an infinity there is no number: its scale makes NaN of what stands here.
     values.nan_to_num_(nan=0.0).clamp_(-_LIMIT_INT8, _LIMIT_INT8)
-    return values.to(torch.int8).view(x.shape), amax / _LIMIT_INT8
+    return values.to(torch.int8).view(x.shape), amax / amax.new_full((), _LIMIT_INT8)
 
 
 def back(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -195,10 +195,22 @@ class Exchanges:
         return causes | {lost.rank: lost.cause for one in self._made for lost in one.lost}
 
     def close(self) -> None:
-        """Waits until all ranks are here, unless one is masked, and frees the buffers."""
+        """Waits for the device, and until all ranks are here, unless one is masked, and frees the
+        buffers.
+
+        Raises:
+            FabricError: what went wrong on the device; all is freed then, too.
+        """
         if self._closed:
             return
         self._closed = True
+        wrong: list[FabricError] = []
+        # The throughput exchange's calls return when their work is done.
+        for one in (a for a in self._made if isinstance(a, AllToAll)):
+            try:
+                one.check()
+            except FabricError as error:
+                wrong.append(error)
         try:
             if not self.masked:
                 self.comm.all_gather(b"")
@@ -206,3 +218,5 @@ class Exchanges:
             self._made.clear()
             if self._owned:
                 self._engine.close()
+        if wrong:
+            raise wrong[0]

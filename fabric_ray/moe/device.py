@@ -83,6 +83,7 @@ class DeviceSteps:
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
         self._kernels = MoeKernels(launcher, sizes)
         self._turn = _Turn.IDLE
+        self._fault: InvalidArgument | None = None
         self._tokens = self._room = 0
         self._caller = threading.Lock()
         self._direct = direct
@@ -146,14 +147,19 @@ class DeviceSteps:
                 )
             time.sleep(50e-6)
 
+    def check(self) -> None:
+        """As :meth:`AllToAll.check`."""
+        self.finish()
+        self._note_fault()
+        self._raise_fault()
+
     def left_out(self) -> tuple[int, ...]:
         """Whose answers are missing in the last sums; waits for them.
 
         Raises:
             FabricError: as :meth:`AllToAll.check`, for then nobody knows.
         """
-        self.finish()
-        self._native.check()
+        self.check()
         return tuple(self._native.left_out)
 
     def dispatch_send(self, indices: Tensor, parts: Mapping[str, Tensor]) -> None:
@@ -285,13 +291,34 @@ class DeviceSteps:
             self._caller.release()
 
     def _check_earlier(self, call: str) -> None:
+        """A fault in tokens is held back until the next are sent: an exchange that has begun is
+        carried through, for peers and whoever calls both halves at once count on it."""
+        self._note_fault()
+        if call != "dispatch_send":
+            return
         try:
-            self._native.check()
+            self._raise_fault()
         except InvalidArgument as fault:
             raise InvalidArgument(
                 f"{fault}; that was an earlier call, and nothing of this {call} was done: call it "
                 "again"
             ) from fault
+
+    def _note_fault(self) -> None:
+        """What the native side says once is kept until it is raised.
+
+        Raises:
+            FabricError: the device has left the exchange, for good.
+        """
+        try:
+            self._native.check()
+        except InvalidArgument as fault:
+            self._fault = self._fault or fault
+
+    def _raise_fault(self) -> None:
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
 
     @contextmanager
     def _launching(self) -> Iterator[None]:

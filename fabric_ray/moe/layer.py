@@ -173,7 +173,11 @@ def route(
 
 @dataclass
 class Traffic:
-    """What a rank has sent and computed: sums and differences are made field by field."""
+    """What a rank has sent and computed: sums and differences are made field by field.
+
+    Of a pass in a CUDA graph, rows and bytes are counted at each replay, exchanges and seconds
+    once, when it is captured.
+    """
 
     exchanges: int = 0
     rows: int = 0

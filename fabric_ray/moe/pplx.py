@@ -269,7 +269,12 @@ class AllToAll:
         self._exchange.check()
 
     def destroy(self) -> None:
-        """Frees the buffers when all ranks are here; a second call does nothing."""
+        """Frees the buffers when all ranks are here and their devices are done; a second call does
+        nothing.
+
+        Raises:
+            FabricError: as :meth:`check`, when all is freed.
+        """
         self._exchanges.close()
 
     def _check_outputs(

@@ -328,8 +328,16 @@ class Buffer(NormalCalls):
         return self._exchanges.explain()
 
     def destroy(self) -> None:
-        """Frees the buffers when all ranks are here; a second call does nothing."""
-        self._exchanges.close()
+        """Frees the buffers when all ranks are here and their devices are done; a second call does
+        nothing.
+
+        Raises:
+            FabricError: as :meth:`check`, when all is freed.
+        """
+        try:
+            self._exchanges.close()
+        finally:
+            self._low_latency.forget()
 
     def _run(
         self,
@@ -350,7 +358,7 @@ class Buffer(NormalCalls):
             self._streams.join(device)
         result, hook = sent()
         if return_recv_hook:
-            return result, EventOverlap(), hook
+            return result, EventOverlap(), self._streams.behind(device, hook) if on_gpu else hook
         hook()
         return result, EventOverlap(), None
 

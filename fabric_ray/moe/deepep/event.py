@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +39,35 @@ class EventOverlap:
         self.current_stream_wait()
 
 
+class Mark:
+    """A place in what a device's current stream has been given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._captured = torch.cuda.is_current_stream_capturing()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(self._stream)
+
+    def wait(self) -> None:
+        """What follows on the current stream waits for it, if both are of the same capture, or of
+        none: a capture begins when the device is done, and a graph is over where its stream is."""
+        captures = torch.cuda.is_current_stream_capturing()
+        if captures == self._captured and (not captures or self._still_captured()):
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def _still_captured(self) -> bool:
+        """Whether the capture that it belongs to goes on."""
+        with torch.cuda.stream(self._stream):
+            return torch.cuda.is_current_stream_capturing()
+
+
 class Streams:
     """On which streams of a device calls run: torch's current one, or one beside it."""
 
     def __init__(self) -> None:
         self._beside: dict[torch.device, torch.cuda.Stream] = {}
-        self._last: dict[torch.device, torch.cuda.Event] = {}
+        self._last: dict[torch.device, Mark] = {}
 
     def beside(self, device: torch.device) -> torch.cuda.Stream:
         """The one of calls that the current stream doesn't wait for."""
@@ -55,9 +78,19 @@ class Streams:
     def join(self, device: torch.device) -> None:
         """What follows on the current stream waits for calls that ran beside it: an exchange's
         calls come one after the other."""
-        event = self._last.pop(device, None)
-        if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
+        last = self._last.pop(device, None)
+        if last is not None:
+            last.wait()
+
+    def behind(self, device: torch.device, hook: Callable[[], None]) -> Callable[[], None]:
+        """The hook, on whichever stream is current then, behind what this one has been given."""
+        sent = Mark(device)
+
+        def received() -> None:
+            sent.wait()
+            hook()
+
+        return received
 
     @contextmanager
     def run_beside(self, device: torch.device, used: tuple[Tensor, ...]) -> Iterator[EventOverlap]:
@@ -67,17 +100,27 @@ class Streams:
             used: what is read and written there and belongs to the current stream.
 
         Yields:
-            the event, recorded when the block is left.
+            the event, recorded when the block is left, by an error too: what was launched before
+            it uses the exchange.
         """
         stream, found = self.beside(device), EventOverlap()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield found
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
         for tensor in used:
             tensor.record_stream(stream)
-        found.event = self._last[device] = event
+        with torch.cuda.stream(stream):
+            try:
+                yield found
+            finally:
+                last = self._last[device] = Mark(device)
+                found.event = last.event
+
+
+def keep(*tensors: Tensor) -> None:
+    """Memory that was made on another stream isn't used anew before the current one is done with
+    it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def captured() -> EventOverlap:

@@ -14,6 +14,7 @@ from fabric_ray.kernels import Launcher
 from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
+from fabric_ray.moe.deepep.event import keep
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import RowPart
@@ -126,8 +127,11 @@ class LowLatency:
 
         def hook() -> None:
             if slot.handle is received.handle and slot.pending == "low_latency_dispatch":
-                slot.pending = None
                 _receive(slot, received)
+                slot.pending = None
+                keep(received.x, received.counts, *received.handle[:2])
+                if received.scales is not None:
+                    keep(received.scales)
                 if stats is not None:
                     stats.add_(received.counts)
 
@@ -158,12 +162,13 @@ class LowLatency:
             if tensor.device != where:
                 raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {where}")
         kept = topk_idx >= 0
-        same = (topk_idx == slot.indices) | ~kept
         # Whoever compares what lies on a device waits for it.
-        if not slot.exchange.asynchronous and not same.all():
-            raise InvalidArgument(
-                "the experts of tokens aren't those of the dispatch; give the same topk_idx"
-            )
+        if not slot.exchange.asynchronous:
+            same = (topk_idx == slot.indices) | ~kept
+            if not same.all():
+                raise InvalidArgument(
+                    "the experts of tokens aren't those of the dispatch; give the same topk_idx"
+                )
         if x.shape != slot.shape:
             raise InvalidArgument(f"answers are {tuple(x.shape)}; give {slot.shape}")
         if zero_copy and (slot.answers is None or x.data_ptr() != slot.answers.data_ptr()):
@@ -176,6 +181,7 @@ class LowLatency:
         combined = _sums(out, tokens, slot.form)
         weights = torch.where(kept, topk_weights, 0.0)
         wanted = kept | (slot.indices < 0)
+        keep(slot.indices)
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"
 
@@ -183,6 +189,7 @@ class LowLatency:
             if slot.handle is handle and slot.pending == "low_latency_combine":
                 slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
                 slot.pending = slot.handle = None
+                keep(weights, wanted, combined)
 
         return combined, hook
 
@@ -191,6 +198,11 @@ class LowLatency:
         for slots in self._slots.values():
             for slot in slots:
                 slot.exchange.check()
+
+    def forget(self) -> None:
+        """Lets go of all exchanges."""
+        self._slots.clear()
+        self._turn.clear()
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""

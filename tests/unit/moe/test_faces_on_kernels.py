@@ -391,6 +391,103 @@ def test_what_normal_calls_do_not_take_is_said() -> None:
     on_ranks(1, work)
 
 
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong in a first half is known before the second one."""
+    receive = AllToAll.dispatch_recv
+
+    def later(self: AllToAll, **options: Any) -> Any:
+        self._finish()
+        return receive(self, **options)
+
+    monkeypatch.setattr(AllToAll, "dispatch_recv", later)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.usefixtures("known")
+def test_deepep_tokens_that_go_nowhere_are_told_of_when_the_others_have_come(
+    host: Host, hooks: bool
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
+        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+        bad = idx.clone()
+        bad[0, 0] = 99
+        options: dict[str, Any] = {"return_recv_hook": hooks}
+        for turn in range(2):
+            recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+                x, bad, M, EXPERTS, use_fp8=False, **options
+            )
+            if hook is not None:
+                hook()
+            assert counts.tolist() == [int((bad == e).sum()) for e in range(EXPERTS)]
+            out, _, hook = buffer.low_latency_combine(answers(0, recv), bad, w, handle, **options)
+            if hook is not None:
+                hook()
+            assert out[1:].any(), turn
+            if not turn:
+                with pytest.raises(errors.InvalidArgument, match="is no expert"):
+                    buffer.check()
+        # The two exchanges that dispatches alternate between: one was told of, and one wasn't.
+        for turn in range(2):
+            if turn:
+                with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send"):
+                    buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+            recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+            buffer.low_latency_combine(answers(0, recv), idx, w, handle)
+        buffer.check()
+        buffer.destroy()
+
+    on_ranks(1, work)
+
+
+@pytest.mark.usefixtures("known")
+def test_pplx_tokens_that_go_nowhere_are_told_of_by_the_next_dispatch(host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        a = pplx.AllToAll.internode(
+            M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
+        )
+        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+        counts = torch.empty(EXPERTS, dtype=torch.int32)
+        room = torch.empty(EXPERTS, M, HIDDEN, dtype=torch.bfloat16)
+        out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
+        bad = idx.clone()
+        bad[0, 0] = 99
+        a.dispatch(counts, room, None, x, None, bad)
+        a.combine(out, bad, w, answers(0, room))
+        with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send was done"):
+            a.dispatch(counts, room, None, x, None, idx)
+        a.dispatch(counts, room, None, x, None, idx)
+        assert counts.tolist() == [int((idx == e).sum()) for e in range(EXPERTS)]
+        a.combine(out, idx, w, answers(0, room))
+        a.destroy()
+
+    on_ranks(1, work)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_went_wrong_on_a_device_is_raised_when_all_is_freed(host: Host, alone: bool) -> None:
+    ranks = 1 if alone else 2
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
+        x, idx, w = batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)
+        if comm.rank() == 0:
+            idx[0, 0] = 99
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        buffer.low_latency_combine(answers(comm.rank(), recv), idx, w, handle)
+        if comm.rank() == 0:
+            with pytest.raises(errors.InvalidArgument, match="is no expert"):
+                buffer.destroy()
+        else:
+            buffer.destroy()
+        buffer.destroy()
+        with pytest.raises(errors.InvalidArgument, match="this was destroyed"):
+            buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+
+    on_ranks(ranks, work)
+
+
 def test_tensors_that_lie_apart_are_refused(host: Host) -> None:
     def work(comm: ThreadComm) -> None:
         buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fabric_ray.moe.arithmetic import FAST, FIXED
@@ -46,8 +46,18 @@ def within(found: torch.Tensor, other: torch.Tensor, bound: Bound, times: float)
     config=configs(),
     seed=st.integers(0, 1 << 20),
     count=st.integers(1, 16),
-    scale=st.floats(0.1, 30),
+    scale=st.floats(0.1, 100),
 )
+# Errors of scores that are larger than the scores.
+@example(
+    config=MoeConfig(
+        hidden=16, experts=8, topk=1, intermediate=8, score="sigmoid", groups=2, kept_groups=2,
+        bias=True,
+    ),
+    seed=40,
+    count=16,
+    scale=30.0,
+)  # fmt: skip
 def test_every_evaluation_is_within_the_bound(
     config: MoeConfig, seed: int, count: int, scale: float
 ) -> None:
@@ -114,6 +124,43 @@ def test_experts_that_are_as_good_are_not_settled() -> None:
     settled = layer_bound(layer, x).settled
     assert not settled[chosen].any()
     assert settled[~chosen].any()
+
+
+def within_everywhere(layer: MoeLayer, x: torch.Tensor) -> Bound:
+    bound = layer_bound(layer, x)
+    assert (bound.error > 0).all()
+    for arithmetic in (FAST, FIXED):
+        found = MoeLayer(layer.config, layer.weights, arithmetic=arithmetic).forward(x)
+        assert within(found, bound.sums, bound, 1)
+    return bound
+
+
+def far_below_zero(topk: int, times: float, **options: Any) -> tuple[MoeLayer, torch.Tensor]:
+    """Experts whose scores are next to nothing, for any of the tokens."""
+    config = MoeConfig(hidden=16, experts=4, topk=topk, intermediate=8, score="sigmoid", **options)
+    router = times * (torch.full((4, 16), -3.0) - 0.1 * torch.arange(4)[:, None])
+    bias = torch.arange(4.0) if config.bias else None
+    weights = replace(MoeWeights.random(config, seed=1), router=router, bias=bias)
+    x = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    return MoeLayer(config, weights, arithmetic=FAST), x
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0, 8.0])
+def test_weights_that_are_lost_in_rounding_have_no_bound(times: float) -> None:
+    layer, x = far_below_zero(2, times, bias=True)
+    bound = within_everywhere(layer, x)
+    assert not bound.settled.any()
+    assert bound.error.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_that_overflow_have_no_bound(dtype: Any) -> None:
+    config = MoeConfig(hidden=16, experts=4, topk=2, intermediate=8, dtype=dtype)
+    weights = MoeWeights.random(config, seed=1)
+    layer = MoeLayer(config, replace(weights, w13=weights.w13 * 1e20), arithmetic=FAST)
+    x = tokens(1, 8, config)
+    assert not layer.forward(x).isfinite().all()
+    assert not within_everywhere(layer, x).settled.any()
 
 
 def test_experts_that_are_left_out_are_left_out_of_the_bound() -> None:

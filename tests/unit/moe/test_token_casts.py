@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe import cast
+from fabric_ray.moe.arithmetic import FIXED
 
 
 def tokens(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -126,3 +130,38 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(InvalidArgument, match=words):
             work()
+
+
+class _Divisions(TorchDispatchMode):
+    """What tensors are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.by.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        cast.to_fp8,
+        lambda x: cast.to_fp8(x, powers_of_two=True),
+        cast.to_int8,
+        lambda x: FIXED.rms_norm(x, torch.ones(128), 1e-6),
+    ],
+    ids=["fp8", "powers", "int8", "rms_norm"],
+)
+def test_nothing_is_divided_by_a_plain_number_which_a_gpu_multiplies_with_its_reciprocal(
+    call: Callable[[torch.Tensor], Any],
+) -> None:
+    x = tokens(0, 3, 128, torch.float32)
+    with _Divisions() as divisions:
+        call(x)
+    assert divisions.by
+    assert all(isinstance(by, torch.Tensor) for by in divisions.by)
