@@ -430,6 +430,8 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
     monkeypatch.setattr(device, "_OF_GRAPHS", [])
     graphs = [Graph(), Graph()]
     room = 2 * TOKENS
+    # A replay reads and writes them again.
+    kept_for_replays: list[tuple[Tensor, ...]] = []
 
     def wrap(rank: int, own: Host) -> Launcher:
         return graphs[rank].launcher(own)
@@ -439,6 +441,7 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
         def work(a: AllToAll) -> None:
             x, idx, w = given(a.rank)
             out = torch.zeros_like(x)
+            kept_for_replays.append((x, idx, w, out))
             with graphs[a.rank].capture():
                 a.dispatch_send(x, idx)
                 got = a.dispatch_recv(stride=room)
