@@ -22,8 +22,11 @@ const RX: usize = 128 << 10;
 pub(super) const AHEAD: usize = 4096;
 /// Bodies up to this size are copied behind their header rather than sent from where they lie.
 const SMALL_BODY: u64 = 2048;
-/// Bytes taken from, or given to, the kernel in one call.
+/// Bytes taken from the kernel in one call.
 const GULP: u64 = 1 << 20;
+/// Bytes given to it in one call. The more they are the later the first of them leave, and the later acknowledgements
+/// are heard; with fewer, calls cost more than they carry. Over loopback this much was the fastest by a sixth or more.
+const GIVEN: u64 = 384 << 10;
 const MAX_IOV: usize = 64;
 
 enum Out {
@@ -181,7 +184,7 @@ impl Stream {
             let mut iov = raw::IoVecs::new();
             let mut offered = 0;
             for out in &self.out {
-                if iov.len() >= MAX_IOV || offered >= GULP {
+                if iov.len() >= MAX_IOV || offered >= GIVEN {
                     break;
                 }
                 match out {
@@ -189,7 +192,7 @@ impl Stream {
                         iov.push(bytes.as_ptr() as usize + sent, bytes.len() - sent);
                         offered += (bytes.len() - sent) as u64;
                     }
-                    Out::Pages(walk) => walk.peek(MAX_IOV - iov.len(), GULP - offered, |a, n| {
+                    Out::Pages(walk) => walk.peek(MAX_IOV - iov.len(), GIVEN - offered, |a, n| {
                         iov.push(a, n);
                         offered += n as u64;
                     }),
