@@ -324,6 +324,7 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::EngineError;
 
     fn transfer(recorder: &mut Recorder, at: u64) -> Transfer {
         let flight = recorder.open(Time(at), Span(9));
@@ -379,6 +380,27 @@ mod tests {
         let all: Vec<u32> = out.transfers[1].parts.iter().map(|p| p.peer).collect();
         assert_eq!(all, [0, 1, 2, 3, 4]);
         assert_eq!(read(&r, out.cursor).transfers.len(), 0);
+    }
+
+    #[test]
+    fn what_failed_says_why_for_as_long_as_it_is_kept() {
+        let mut r = Recorder::new(4);
+        for at in 0..11 {
+            let mut t = transfer(&mut r, at);
+            // All of the last four but one.
+            if at != 8 {
+                t.fail(EngineError::Invalid(at.to_string()));
+            }
+            r.ended(&mut t, false);
+        }
+        let failures = read(&r, Cursor::default()).transfers.into_iter().map(|t| t.failure);
+        let said: Vec<_> = failures.map(|f| f.map(String::from)).collect();
+        let why = |at: u64| Some(EngineError::Invalid(at.to_string()).to_string());
+        assert_eq!(said, [why(7), None, why(9), why(10)]);
+        let mut t = transfer(&mut r, 11);
+        t.fail(EngineError::Invalid("11".into()));
+        r.ended(&mut t, false);
+        assert_eq!(read(&r, Cursor::default()).transfers[0].failure, None);
     }
 
     #[test]
