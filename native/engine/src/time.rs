@@ -21,6 +21,12 @@ impl Time {
     }
 
     pub fn since(self, earlier: Time) -> Duration {
-        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+        Duration::from_nanos(self.nanos_since(earlier))
+    }
+
+    /// As a number: a duration is divided into seconds and the rest.
+    #[inline]
+    pub fn nanos_since(self, earlier: Time) -> u64 {
+        self.0.saturating_sub(earlier.0)
     }
 }

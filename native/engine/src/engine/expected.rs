@@ -36,7 +36,7 @@ impl Log {
         let failure = error.map(|e| e.to_string().into_boxed_str());
         let mut kept = self.kept.lock();
         if failure.is_none() {
-            kept.met.add(now.since(e.begun), 1);
+            kept.met.add(now.nanos_since(e.begun), 1);
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
         let (span, begun, told) = (e.span, e.begun, now);

@@ -1,29 +1,26 @@
 //! How long things take: counts by powers of two, which are cheap to keep and add up over engines.
 
-use std::time::Duration;
-
 /// Buckets of a histogram; the last one has no upper bound.
 pub const BUCKETS: usize = 40;
 
 /// Durations by powers of two of nanoseconds: bucket `i` counts those below 2^i ns that no lower one does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Histogram {
-    pub buckets: [u64; BUCKETS],
     /// Nanoseconds of all together.
     pub total: u64,
+    pub buckets: [u64; BUCKETS],
 }
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self { buckets: [0; BUCKETS], total: 0 }
+        Self { total: 0, buckets: [0; BUCKETS] }
     }
 }
 
 impl Histogram {
-    /// Counts a duration `weight` times: for those of which only some are looked at.
+    /// Counts so many nanoseconds `weight` times: for those of which only some are looked at.
     #[inline]
-    pub fn add(&mut self, took: Duration, weight: u32) {
-        let ns = took.as_nanos() as u64;
+    pub fn add(&mut self, ns: u64, weight: u32) {
         let bucket = (u64::BITS - ns.leading_zeros()) as usize;
         self.buckets[bucket.min(BUCKETS - 1)] += u64::from(weight);
         self.total = self.total.saturating_add(ns.saturating_mul(u64::from(weight)));
@@ -42,9 +39,9 @@ mod tests {
     fn a_duration_is_in_the_bucket_of_the_power_of_two_above_it() {
         let mut h = Histogram::default();
         for ns in [0, 1, 2, 3, 4, 1023, 1024] {
-            h.add(Duration::from_nanos(ns), 1);
+            h.add(ns, 1);
         }
-        h.add(Duration::MAX, 2);
+        h.add(u64::MAX, 2);
         let filled: Vec<_> =
             h.buckets.iter().enumerate().filter(|(_, n)| **n > 0).map(|(i, n)| (i, *n)).collect();
         assert_eq!(filled[..6], [(0, 1), (1, 1), (2, 2), (3, 1), (10, 1), (11, 1)]);

@@ -226,11 +226,12 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
-            let mut transfer = self.transfers.remove(key.slot as usize);
             if transfer.error.is_none() {
                 transfer.flight.acknowledged(now);
             }
-            self.recorder.ended(&mut transfer, true);
+            // Recorded where it lies: what was just stored is slow to move.
+            self.recorder.ended(transfer, true);
+            let transfer = self.transfers.remove(key.slot as usize);
             return Submitted::Done(transfer.error.map_or(Ok(()), Err));
         }
         transfer.deadline = began.after(timeout);
@@ -500,9 +501,8 @@ impl Group {
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.sealed && transfer.is_over() {
             self.deadlines.remove(&(transfer.deadline, key));
-            let mut transfer = self.transfers.remove(key.slot as usize);
-            self.recorder.ended(&mut transfer, false);
-            transfer.deliver();
+            self.recorder.ended(transfer, false);
+            self.transfers.remove(key.slot as usize).deliver();
         }
     }
 }

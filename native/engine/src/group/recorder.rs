@@ -27,7 +27,7 @@ const SMALL: u64 = 4 << 10;
 const MOST_RAILS: usize = u32::BITS as usize;
 
 /// What is kept with a transfer while it goes on.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Flight {
     pub id: u64,
     pub span: Span,
@@ -84,14 +84,16 @@ impl Flight {
     }
 }
 
-/// A transfer that is over, and how many it stands for.
-#[derive(Debug)]
+/// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose place it takes
+/// has to be looked at.
+#[derive(Clone, Copy, Debug)]
 struct Ended {
+    flight: Flight,
     op: &'static str,
     priority: Priority,
-    flight: Flight,
     weight: u32,
-    failure: Option<Box<str>>,
+    /// The number of the text that says why it failed.
+    failure: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -101,6 +103,7 @@ pub(super) struct Recorder {
     pub now: Time,
     opened: u64,
     ended: Ring<Ended>,
+    failures: Ring<Box<str>>,
     parts: Ring<Part>,
     arrivals: Ring<Arrival>,
     events: Ring<Event>,
@@ -115,6 +118,7 @@ impl Recorder {
         Self {
             on: records > 0,
             ended: Ring::new(records),
+            failures: Ring::new(records),
             parts: Ring::new(records.saturating_mul(PARTS)),
             arrivals: Ring::new(records),
             events: Ring::new(events),
@@ -172,7 +176,7 @@ impl Recorder {
     pub fn slice_done(&mut self, now: Time, slice: &Slice) {
         if self.on {
             let wire = &mut self.stages(slice.link.0, slice.priority).wire;
-            wire.add(now.since(slice.posted), 1);
+            wire.add(now.nanos_since(slice.posted), 1);
         }
     }
 
@@ -195,20 +199,23 @@ impl Recorder {
     }
 
     fn keep(&mut self, transfer: &Transfer, weight: u32) {
-        let flight = &transfer.flight;
+        let flight = transfer.flight;
         let Moments { queued, posted, all_posted, wire, told } = flight.moments;
         if wire != Time::NEVER && posted != Time::NEVER {
             let stages = self.stages(usize::from(flight.rail), transfer.priority);
-            stages.queue.add(posted.since(queued), weight);
-            stages.post.add(all_posted.since(posted), weight);
+            stages.queue.add(posted.nanos_since(queued), weight);
+            stages.post.add(all_posted.nanos_since(posted), weight);
             if !flight.timed {
-                stages.wire.add(wire.since(all_posted), weight);
+                stages.wire.add(wire.nanos_since(all_posted), weight);
             }
-            stages.deliver.add(told.since(wire), weight);
+            stages.deliver.add(told.nanos_since(wire), weight);
         }
-        let failure = transfer.error.as_ref().map(|e| e.to_string().into_boxed_str());
-        let (op, priority, flight) = (transfer.name, transfer.priority, flight.clone());
-        self.ended.push(Ended { op, priority, flight, weight, failure });
+        let failure = transfer.error.as_ref().map(|e| {
+            self.failures.push(e.to_string().into_boxed_str());
+            self.failures.written() - 1
+        });
+        let (op, priority) = (transfer.name, transfer.priority);
+        self.ended.push(Ended { flight, op, priority, weight, failure });
     }
 
     #[inline]
@@ -264,7 +271,8 @@ impl Recorder {
         out: &mut Records,
     ) {
         let over = self.ended.since(since.transfers).map(|e| {
-            let failure = e.failure.clone();
+            // There is room for as many as for transfers: it hasn't been written over before its own.
+            let failure = e.failure.and_then(|n| self.failures.since(n).next().cloned());
             self.record((e.op, e.priority), &e.flight, (true, e.weight), failure)
         });
         out.transfers.extend(over);
@@ -316,6 +324,7 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::EngineError;
 
     fn transfer(recorder: &mut Recorder, at: u64) -> Transfer {
         let flight = recorder.open(Time(at), Span(9));
@@ -371,6 +380,27 @@ mod tests {
         let all: Vec<u32> = out.transfers[1].parts.iter().map(|p| p.peer).collect();
         assert_eq!(all, [0, 1, 2, 3, 4]);
         assert_eq!(read(&r, out.cursor).transfers.len(), 0);
+    }
+
+    #[test]
+    fn what_failed_says_why_for_as_long_as_it_is_kept() {
+        let mut r = Recorder::new(4);
+        for at in 0..11 {
+            let mut t = transfer(&mut r, at);
+            // All of the last four but one.
+            if at != 8 {
+                t.fail(EngineError::Invalid(at.to_string()));
+            }
+            r.ended(&mut t, false);
+        }
+        let failures = read(&r, Cursor::default()).transfers.into_iter().map(|t| t.failure);
+        let said: Vec<_> = failures.map(|f| f.map(String::from)).collect();
+        let why = |at: u64| Some(EngineError::Invalid(at.to_string()).to_string());
+        assert_eq!(said, [why(7), None, why(9), why(10)]);
+        let mut t = transfer(&mut r, 11);
+        t.fail(EngineError::Invalid("11".into()));
+        r.ended(&mut t, false);
+        assert_eq!(read(&r, Cursor::default()).transfers[0].failure, None);
     }
 
     #[test]
