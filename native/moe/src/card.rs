@@ -8,11 +8,11 @@ use fabric_engine::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::shape::Shape;
+use crate::{exchange::STAGES, shape::Shape};
 
 const MARK: [u8; 3] = *b"FEP";
 /// Bumped when the meaning of a card, of a block in memory, or of a count changes.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 /// A rank, as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub struct Card {
 pub struct Grant {
     pub control: RegionDescriptor,
     pub rows: RegionDescriptor,
-    pub counters: [CounterRef; 5],
+    pub counters: [CounterRef; STAGES],
 }
 
 impl Card {

@@ -35,7 +35,8 @@ use commands::Planned;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A rank is lost: commands to it are over at once from now on. Told once for each life of it.
+    /// A rank is lost: commands to it are over at once from now on, and all threads have taken in what it sent before. Told
+    /// once for each life of it.
     Lost { rank: usize, incarnation: u32, error: ProxyError },
     /// A command that can't be carried out. It is completed, and nothing was sent.
     Refused { fifo: usize, index: u64, error: ProxyError },
@@ -53,7 +54,7 @@ pub struct Common {
 impl Common {
     pub fn new(config: &Config) -> Self {
         let words = AtomicWords::allocate(config.words);
-        Self { words, alive: Arc::new(Alive::new(config.ranks)) }
+        Self { words, alive: Arc::new(Alive::new(config.ranks, config.threads)) }
     }
 }
 

@@ -18,6 +18,8 @@ pub enum Load {
     Answers,
     /// Blocks and counts.
     Control,
+    /// That this rank waits for another. Nothing hangs on whether it arrives.
+    Word,
 }
 
 /// One write, in bytes of both memories, blocks or rows as the stage says; it counts at the peer's counter for a stage.
@@ -60,6 +62,8 @@ pub enum Act {
         rank: u32,
         memory: Region,
     },
+    /// Tells the state when a beat is over.
+    Beat,
 }
 
 /// What has ended.
@@ -75,6 +79,7 @@ impl Inner {
             match act {
                 Act::Expect { wire, stage, n } => self.expect(wire, stage, n),
                 Act::Write { wire, piece, load } => self.write(wire, piece, load),
+                Act::Beat => self.start_beat(),
                 Act::Revoke { rank, memory } => match memory.revoke() {
                     Ok(handle) => {
                         let weak = Arc::downgrade(self);
@@ -102,7 +107,7 @@ impl Inner {
     fn expect(self: &Arc<Self>, wire: Arc<Wire>, stage: Stage, n: u32) {
         let counter = &wire.ours.counters[stage as usize];
         let writers = std::slice::from_ref(&wire.peer);
-        match counter.expect(n, writers, self.patience(stage)) {
+        match counter.expect(n, writers, self.patience()) {
             Ok(handle) => {
                 let weak = Arc::downgrade(self);
                 handle.on_done(move |end| tell(&weak, &wire, Ended::Came(stage), end));
@@ -128,7 +133,7 @@ impl Inner {
             Ok(handle) => {
                 let (weak, again) = (Arc::downgrade(self), handle.clone());
                 handle.on_done(move |end| {
-                    let failed = end.is_err();
+                    let failed = end.is_err() && load != Load::Word;
                     tell(&weak, &wire, ended, end);
                     if failed {
                         // What failed may be read for a while yet, and must not be read as something else.
@@ -138,7 +143,9 @@ impl Inner {
             }
             Err(e) => {
                 self.ended(&wire, ended, Err(e));
-                self.settled();
+                if load != Load::Word {
+                    self.settled();
+                }
             }
         }
     }

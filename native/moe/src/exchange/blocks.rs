@@ -10,14 +10,21 @@ pub struct RoutesBlock {
     pub rows: u64,
     /// Where answers go among its rows.
     pub first: u64,
+    /// The number of the exchange among all ranks; 0 if it has none, since it doesn't know anybody yet.
+    pub number: u32,
 }
 
 /// Which of the exchanges of two ranks it is, and how many of those before it had answers.
 pub type Number = (u32, u32);
 
-/// The words of a routes block.
-pub fn routes_words((exchange, combines): Number, first: u64, counts: &[u32]) -> Vec<u32> {
-    let mut words = vec![exchange, first as u32, combines, 0];
+/// The words of a routes block. `all` is the number of the exchange among all ranks.
+pub fn routes_words(
+    (exchange, combines): Number,
+    all: u32,
+    first: u64,
+    counts: &[u32],
+) -> Vec<u32> {
+    let mut words = vec![exchange, first as u32, combines, all];
     words.extend(counts);
     words
 }
@@ -40,7 +47,7 @@ pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<Route
     if most > shape.max_tokens || rows > shape.pair_rows() || first + rows > shape.out_rows() {
         return Err(format!("its routes can't be: {rows} rows from {first}, {most} to one expert"));
     }
-    Ok(RoutesBlock { counts: counts.to_vec(), rows, first })
+    Ok(RoutesBlock { counts: counts.to_vec(), rows, first, number: head[3] })
 }
 
 /// The words of a grant.
@@ -91,19 +98,20 @@ mod tests {
 
     #[test]
     fn blocks_say_what_they_were_made_of() {
-        let routes = read_routes(&shape(), (7, 3), &routes_words((7, 3), 4, &[2, 5])).unwrap();
-        assert_eq!(routes, RoutesBlock { counts: vec![2, 5], rows: 7, first: 4 });
+        let routes = read_routes(&shape(), (7, 3), &routes_words((7, 3), 9, 4, &[2, 5])).unwrap();
+        assert_eq!(routes, RoutesBlock { counts: vec![2, 5], rows: 7, first: 4, number: 9 });
         assert_eq!(read_grant(&shape(), 7, 6, &grant_words(7, 2, 6)), Ok((2, 6)));
     }
 
     #[test]
     fn mr_3_what_can_not_be_is_refused() {
         let s = shape();
-        let (late, other) = (routes_words((2, 0), 0, &[1, 1]), routes_words((1, 1), 0, &[1, 1]));
-        for words in [vec![1, 0], late, other, routes_words((1, 0), 0, &[6, 0])] {
+        let (late, other) =
+            (routes_words((2, 0), 0, 0, &[1, 1]), routes_words((1, 1), 0, 0, &[1, 1]));
+        for words in [vec![1, 0], late, other, routes_words((1, 0), 0, 0, &[6, 0])] {
             assert!(read_routes(&s, (1, 0), &words).is_err(), "{words:?}");
         }
-        assert!(read_routes(&s, (1, 0), &routes_words((1, 0), 14, &[1, 1])).is_err());
+        assert!(read_routes(&s, (1, 0), &routes_words((1, 0), 0, 14, &[1, 1])).is_err());
         for words in [vec![1, 0, 1], grant_words(2, 0, 1), grant_words(1, 0, 0)] {
             assert!(read_grant(&s, 1, 3, &words).is_err(), "{words:?}");
         }

@@ -8,9 +8,15 @@ use std::{
 
 use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegion, Stay};
 
-use super::act::{Act, Load, Piece};
+use super::{
+    act::{Act, Load, Piece},
+    pulse::Signs,
+};
 
-/// What one rank waits for from another, each on a counter of its own.
+/// Counters of each pair of ranks.
+pub const STAGES: usize = 6;
+
+/// What one rank hears from another, each on a counter of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// How many rows come for each expert.
@@ -23,10 +29,13 @@ pub enum Stage {
     Fence,
     /// The experts' answers.
     Answers,
+    /// That it waits for somebody else: nothing but a count, which is looked at now and then.
+    Waits,
 }
 
 impl Stage {
-    pub const ALL: [Self; 5] = [Self::Routes, Self::Rows, Self::Grant, Self::Fence, Self::Answers];
+    pub const ALL: [Self; STAGES] =
+        [Self::Routes, Self::Rows, Self::Grant, Self::Fence, Self::Answers, Self::Waits];
 
     /// Whether what is written lies among the rows, and not among the blocks.
     pub fn is_rows(self) -> bool {
@@ -42,6 +51,7 @@ impl fmt::Display for Stage {
             Self::Grant => "its grant of room for rows",
             Self::Fence => "its word that its memory may be written again",
             Self::Answers => "its experts' answers",
+            Self::Waits => "its word that it waits for another rank",
         })
     }
 }
@@ -51,7 +61,7 @@ impl fmt::Display for Stage {
 pub struct Ours {
     pub control: Region,
     pub rows: Region,
-    pub counters: [Counter; 5],
+    pub counters: [Counter; STAGES],
 }
 
 impl Ours {
@@ -69,7 +79,7 @@ pub struct Wire {
     pub peer: Peer,
     pub control: RemoteRegion,
     pub rows: RemoteRegion,
-    pub counters: [CounterRef; 5],
+    pub counters: [CounterRef; STAGES],
     pub ours: Ours,
     /// Where this rank's device stores to the peer's rows itself, or why it doesn't; nothing until that is known.
     pub stores: OnceLock<Result<Arc<Aperture>, String>>,
@@ -103,6 +113,9 @@ pub struct Link {
     /// It has said that its memory may be written, and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
+    /// Writes to it that are under way.
+    pub flying: u32,
+    pub signs: Signs,
     pub out: Out,
     pub inward: In,
 }
@@ -165,6 +178,8 @@ impl Link {
             combines: 0,
             open: true,
             awaits_fence: false,
+            flying: 0,
+            signs: Signs::default(),
             out: Out::default(),
             inward: In::default(),
         }

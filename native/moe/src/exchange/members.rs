@@ -9,7 +9,7 @@ use fabric_engine::{EngineError, Result};
 use parking_lot::MutexGuard;
 
 use super::{
-    link::{Link, Ours, Stage, Wire},
+    link::{Link, Ours, Stage, Wire, STAGES},
     state::{Lost, State},
     waits::Until,
     AllToAll, Inner,
@@ -198,7 +198,7 @@ impl Inner {
         let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());
         let counters = counters.collect::<Result<Vec<_>>>()?;
-        let counters = <[_; 5]>::try_from(counters).map_err(|_| EngineError::Closed)?;
+        let counters = <[_; STAGES]>::try_from(counters).map_err(|_| EngineError::Closed)?;
         let references = counters.each_ref().map(fabric_engine::Counter::reference);
         let grant =
             Grant { control: control.descriptor(), rows: rows.descriptor(), counters: references };

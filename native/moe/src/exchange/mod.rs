@@ -5,6 +5,7 @@ mod blocks;
 mod device;
 mod link;
 mod members;
+mod pulse;
 mod rows;
 mod serve;
 mod state;
@@ -20,17 +21,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{EngineError, Region, Result, TransferEngine};
+use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::{
-    act::{Act, Ended},
+    act::{Act, Ended, Load},
     link::{Ours, Wire},
     serve::Server,
     state::{State, Step},
     waits::Until,
 };
-pub use self::{link::Stage, state::Lost};
+pub use self::{
+    link::{Stage, STAGES},
+    state::Lost,
+};
 use crate::{
     kernels::{Float, Part, PartMut},
     memory::Memory,
@@ -72,6 +76,8 @@ pub(crate) struct Inner {
     control: Region,
     /// The rows.
     rows: Region,
+    /// Counts nothing: what is expected of it ends when a beat is over.
+    pulse: Counter,
     state: Mutex<State>,
     changed: Condvar,
     /// Nanoseconds.
@@ -111,6 +117,7 @@ impl AllToAll {
             )));
         }
         let control = engine.alloc(memory.control_nbytes())?;
+        let pulse = engine.counter()?;
         let inner = Inner {
             engine,
             shape,
@@ -118,6 +125,7 @@ impl AllToAll {
             rank,
             control,
             rows,
+            pulse,
             state: Mutex::new(State::new(shape, memory, rank)),
             changed: Condvar::new(),
             timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
@@ -133,9 +141,8 @@ impl AllToAll {
         &self.inner.memory
     }
 
-    /// How long ranks may be apart: who doesn't do its part for this long is given up. What a rank can only do when
-    /// others have done theirs (grants, fences, answers) may take four times as long, so that nobody is taken for whom
-    /// it waits for.
+    /// How long ranks may be apart: who doesn't do its part for this long is given up. Who waits for another rank says so,
+    /// and isn't taken for the one that it waits for. No wait is longer than twelve times this.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
@@ -335,14 +342,6 @@ fn out_of_turn(call: &str, step: Step) -> EngineError {
 }
 
 impl Inner {
-    /// How long a stage may take.
-    pub(crate) fn patience(&self, stage: Stage) -> Duration {
-        match stage {
-            Stage::Routes | Stage::Rows => self.timeout(),
-            Stage::Grant | Stage::Fence | Stage::Answers => self.timeout().saturating_mul(4),
-        }
-    }
-
     pub(crate) fn timeout(&self) -> Duration {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
@@ -445,9 +444,9 @@ impl Inner {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
         if let Ended::Written(load, _) = what {
-            state.written(load, end.is_ok(), &mut acts);
+            state.written(wire, load, end.is_ok(), &mut acts);
         }
-        if state.is_current(wire) {
+        if state.is_current(wire) && !matches!(what, Ended::Written(Load::Word, _)) {
             let stage = match what {
                 Ended::Came(stage) | Ended::Written(_, stage) => stage,
             };

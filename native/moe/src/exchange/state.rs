@@ -77,6 +77,8 @@ pub struct State {
     /// Writes that failed, and may still read what they were to send.
     pub unsettled: u32,
     pub step: Step,
+    /// Of this exchange among all ranks: all count the same, but for those that come anew, who are told. 0 until then.
+    pub number: u32,
     pub routes: Arc<Routes>,
     pub placing: Option<Arc<Placing>>,
     /// Writes under way that read this rank's own rows.
@@ -89,6 +91,8 @@ pub struct State {
     /// Sources that wait for a grant, in order, and the next free row.
     pub waiting: Vec<u32>,
     pub next_place: u64,
+    /// A beat is under way.
+    pub beating: bool,
     /// Whoever carries the exchange out in place of the caller.
     pub device: Option<Device>,
     lives: u64,
@@ -109,6 +113,7 @@ impl State {
             revoking: Vec::new(),
             unsettled: 0,
             step: Step::Idle,
+            number: 0,
             routes: Arc::default(),
             placing: None,
             rows_out: 0,
@@ -117,6 +122,7 @@ impl State {
             cursor: Cursor::default(),
             waiting: Vec::new(),
             next_place: 0,
+            beating: false,
             device: None,
             lives: 0,
         }
@@ -164,12 +170,15 @@ impl State {
         self.waiting.clear();
         self.next_place = 0;
         self.cursor = Cursor::default();
+        self.start_pulse(acts);
         let private = self.shape.private_rows();
+        for (link, newcomer) in self.links.iter_mut().zip(&mut self.newcomers) {
+            *link = newcomer.take().or(link.take());
+        }
+        let knows_nobody = self.here().all(|l| l.exchanges == 0);
+        self.number = if knows_nobody { 0 } else { self.number.checked_add(1).unwrap_or(1) };
         for rank in self.others() {
             let routes = Arc::clone(&self.routes);
-            if let Some(newcomer) = self.newcomers[rank as usize].take() {
-                self.links[rank as usize] = Some(newcomer);
-            }
             let Some(link) = self.link(rank) else { continue };
             link.exchanges = link.exchanges.wrapping_add(1);
             let (rows, first) = (routes.rows_to(rank), routes.first_to(rank));
@@ -195,6 +204,7 @@ impl State {
     /// This rank's answers begin, and those to its own rows are waited for.
     pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Answering;
+        self.start_pulse(acts);
         let room = self.shape.shared_rows();
         for link in self.links.iter_mut().flatten() {
             link.combines = link.combines.wrapping_add(1);
@@ -229,7 +239,7 @@ impl State {
     /// Sends whatever can be sent to a peer.
     fn flush(&mut self, rank: u32, acts: &mut Vec<Act>) {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
-        let routes = Arc::clone(&self.routes);
+        let (routes, all) = (Arc::clone(&self.routes), self.number);
         let collected = self.step != Step::Dispatched;
         let Some(link) = self.link(rank) else { return };
         let mut rows_out = 0;
@@ -237,7 +247,8 @@ impl State {
             let (dst, len) = memory.routes(me);
             let piece = Piece { src: memory.routes_out(rank), dst, len, counts: Stage::Routes };
             let counts = routes.counts_to(&shape, rank);
-            let words = routes_words((link.exchanges, link.out.combines), link.out.first, counts);
+            let number = (link.exchanges, link.out.combines);
+            let words = routes_words(number, all, link.out.first, counts);
             acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
             (link.open, link.out.routed) = (false, true);
             if collected {
@@ -257,6 +268,7 @@ impl State {
                 let piece = Piece { src, dst, len: rows * stride, counts: Stage::Rows };
                 acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Rows });
                 link.out.sent += rows;
+                link.flying += 1;
                 rows_out += 1;
             };
             let private = link.out.rows.min(shape.private_rows());
@@ -275,6 +287,7 @@ impl State {
             let (src, len) = (memory.shared_back(answer.place), answer.rows * shape.back_stride());
             let piece = Piece { src, dst, len, counts: Stage::Answers };
             acts.push(Act::Write { wire: Arc::clone(&link.wire), piece, load: Load::Answers });
+            link.flying += 1;
         }
         self.rows_out += rows_out;
     }
@@ -290,11 +303,13 @@ impl State {
         words: &[u32],
         acts: &mut Vec<Act>,
     ) -> Result<(), String> {
-        let (shape, memory) = (self.shape, self.memory);
+        let (shape, memory, number) = (self.shape, self.memory, self.number);
         let Some(link) = self.link(rank) else { return Ok(()) };
+        link.signs.came = true;
         match stage {
             Stage::Routes => {
                 let block = read_routes(&shape, (link.exchanges, link.combines), words)?;
+                let number = agree(number, block.number, link.exchanges == 1)?;
                 (link.inward.rows, link.inward.first) = (block.rows, block.first);
                 link.inward.counts = Some(block.counts);
                 let private = shape.private_rows().min(link.inward.rows);
@@ -307,6 +322,7 @@ impl State {
                 if link.inward.rows > private {
                     self.waiting.push(rank);
                 }
+                self.number = number;
             }
             Stage::Rows => link.inward.due -= 1,
             Stage::Grant => {
@@ -322,18 +338,26 @@ impl State {
                 self.flush(rank, acts);
             }
             Stage::Answers => link.out.answered = true,
+            Stage::Waits => {}
         }
         self.go_on(acts);
         Ok(())
     }
 
     /// A write of ours has ended. If it failed, the memory that it reads is not free yet.
-    pub fn written(&mut self, load: Load, well: bool, acts: &mut Vec<Act>) {
+    pub fn written(&mut self, wire: &Wire, load: Load, well: bool, acts: &mut Vec<Act>) {
+        let link = self.link(wire.rank).filter(|l| l.wire.life == wire.life);
+        match (load, link) {
+            (Load::Word, Some(link)) => return link.signs.telling = false,
+            (Load::Word, None) => return,
+            (Load::Rows | Load::Answers, Some(link)) => link.flying -= 1,
+            _ => {}
+        }
         self.unsettled += u32::from(!well);
         match load {
             Load::Rows => self.rows_out -= 1,
             Load::Answers => self.answers_out -= 1,
-            Load::Control => {}
+            Load::Control | Load::Word => {}
         }
         self.go_on(acts);
     }
@@ -418,5 +442,23 @@ impl State {
             self.revoking.push(rank);
             acts.push(Act::Revoke { rank, memory });
         }
+    }
+}
+
+/// The number of the exchange among all ranks, of what this rank thinks it is and what another one says. One that comes
+/// anew has none, and takes what the first other says: then all must say the same, or rows of one exchange would meet
+/// those of another (RS-1).
+///
+/// # Errors
+/// That they differ.
+fn agree(ours: u32, theirs: u32, first: bool) -> Result<u32, String> {
+    match (ours, theirs) {
+        (0, any) => Ok(any),
+        (known, 0) if first => Ok(known),
+        (known, same) if known == same => Ok(known),
+        _ => Err(format!(
+            "it is in exchange {theirs} of all ranks, and this one in {ours}; have all ranks admit whoever comes anew \
+             between the same two exchanges"
+        )),
     }
 }

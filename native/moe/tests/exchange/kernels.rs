@@ -115,6 +115,11 @@ impl Kernels {
         all.tell(command.encode().unwrap());
     }
 
+    /// It may have been told where to store, and has not said that it has.
+    pub fn is_storing(&self) -> bool {
+        self.stores && matches!(self.next, Next::Pack | Next::Answer(_))
+    }
+
     pub fn has(&self, word: Word, value: u64) -> bool {
         self.words[word as usize].load(Acquire) >= value
     }

@@ -240,6 +240,38 @@ fn rs_1_who_comes_in_the_middle_of_an_exchange_has_no_part_in_it() {
 }
 
 #[test]
+fn rs_1_a_rank_that_is_admitted_between_other_exchanges_by_some_takes_no_part_with_all() {
+    let shape = shape(3, 2, 3, 20);
+    let mut ranks = ranks(shape, TransportKind::Shm);
+    drop(ranks.pop());
+    let again = AllToAll::new(engine(2, "rank-2 again", TransportKind::Shm), shape, 2).unwrap();
+    let card = again.card(None).unwrap();
+    for all in &ranks {
+        all.mask(2, "its node is gone").unwrap();
+        again.admit(&all.card(Some(2)).unwrap()).unwrap();
+    }
+    ranks.push(again);
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            let (card, admits_before) = (&card, [2, 3, 0][rank]);
+            scope.spawn(move || {
+                all.set_timeout(Duration::from_secs(1));
+                for turn in if rank == 2 { 0..1 } else { 0..4 } {
+                    if turn == admits_before && rank < 2 {
+                        all.admit(card).unwrap();
+                    }
+                    let mut rng = fastrand::Rng::with_seed((turn * 64 + rank) as u64);
+                    exchange(all, rank as u32, &Batch::random(&mut rng, &shape, None), turn)
+                        .unwrap();
+                }
+            });
+        }
+    });
+    let lost = ranks[2].lost();
+    assert!(lost.iter().any(|l| l.cause.contains("between the same two exchanges")), "{lost:?}");
+}
+
+#[test]
 fn rs_1_one_rank_that_leaves_combine_out_is_named() {
     let shape = shape(2, 2, 2, 4);
     let ranks = ranks(shape, TransportKind::Shm);

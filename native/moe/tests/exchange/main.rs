@@ -4,3 +4,4 @@ mod kernels;
 mod links;
 mod model;
 mod schedules;
+mod stalls;

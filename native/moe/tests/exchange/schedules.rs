@@ -18,9 +18,9 @@ use crate::{
     model::{check_rows, rows_of_answers, shape, sums, Batch, Handed},
 };
 
-const MS: u64 = 1_000_000;
+pub const MS: u64 = 1_000_000;
 /// How long ranks wait for one another.
-const TIMEOUT: Duration = Duration::from_millis(200);
+pub const TIMEOUT: Duration = Duration::from_millis(200);
 /// All exchanges end so soon, whoever dies.
 const BOUND: u64 = 60_000 * MS;
 const EXCHANGES: u32 = 3;
@@ -34,10 +34,10 @@ enum Turn {
     Over,
 }
 
-struct Rank {
-    rank: u32,
+pub struct Rank {
+    pub rank: u32,
     engine: Arc<TransferEngine>,
-    all: AllToAll,
+    pub all: AllToAll,
     /// Carries the exchange out, on some ranks.
     kernels: Option<Kernels>,
     /// A device is busy until then.
@@ -48,11 +48,30 @@ struct Rank {
     batches: Vec<Batch>,
     dead: bool,
     left_out: u32,
+    /// What it has done so far, and after how much of that it does nothing for a while, if it ever does.
+    steps: u32,
+    pub stall: Option<Stall>,
+}
+
+/// A caller, or a device, that stands still while its engine lives.
+#[derive(Clone, Copy, Debug)]
+pub struct Stall {
+    pub after: u32,
+    /// For good without.
+    pub lasts: Option<u64>,
+}
+
+impl Stall {
+    /// Whether the rank's caller or device does nothing any more. One that stores to peers' memory ends that first: what it
+    /// may still write can't be used again (MR-1).
+    fn begins(&self, rank: &Rank) -> bool {
+        self.after <= rank.steps && !rank.kernels.as_ref().is_some_and(Kernels::is_storing)
+    }
 }
 
 /// What schedules came to.
 #[derive(Debug, Default)]
-struct Sum {
+pub struct Sum {
     ranks: u64,
     left_out: u64,
     /// Rows and answers that devices stored at peers.
@@ -63,27 +82,39 @@ impl Rank {
     fn batch(&self) -> &Batch {
         &self.batches[self.exchange as usize]
     }
+
+    /// Nothing of it comes any more.
+    pub fn has_stopped(&self) -> bool {
+        self.dead || self.stall.is_some_and(|s| s.lasts.is_none() && s.begins(self))
+    }
 }
 
-struct Run {
-    net: SimNet,
+pub struct Run {
+    pub net: SimNet,
     rng: fastrand::Rng,
-    shape: Shape,
+    pub shape: Shape,
     /// All ranks leave combine out of these exchanges.
     without: Vec<bool>,
-    ranks: Vec<Rank>,
+    pub ranks: Vec<Rank>,
     killed: Vec<u32>,
-    faults: bool,
+    pub faults: bool,
     /// There was a fault other than a death.
     links: bool,
     /// A device stalls at one step in so many, if there are faults.
     steady: u32,
     /// A death is known long before anybody is given up for being late.
     prompt: bool,
+    /// Whatever a rank does takes up to so long.
+    pub pace: u64,
 }
 
 impl Run {
     fn new(seed: u64, with_kernels: bool) -> Self {
+        Self::of(seed, with_kernels, None)
+    }
+
+    /// With so many ranks, if that is given.
+    pub fn of(seed: u64, with_kernels: bool, ranks: Option<u32>) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let config = SimConfig {
             seed,
@@ -96,7 +127,8 @@ impl Run {
             ..SimConfig::default()
         };
         let mut net = SimNet::new(config);
-        let (ranks, local) = (rng.u32(1..5), rng.u32(1..3));
+        let (any, local) = (rng.u32(1..5), rng.u32(1..3));
+        let ranks = ranks.unwrap_or(any);
         let shape = Shape {
             private_rows: rng.u32(..4),
             shared_rows: rng.bool().then(|| rng.u32(1..9)),
@@ -135,6 +167,8 @@ impl Run {
                 batches,
                 dead: false,
                 left_out: 0,
+                steps: 0,
+                stall: None,
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
@@ -157,16 +191,26 @@ impl Run {
             links: false,
             steady,
             prompt,
+            pace: 0,
         }
     }
 
-    fn go(&mut self, sum: &mut Sum) -> Result<(), String> {
+    pub fn go(&mut self, sum: &mut Sum) -> Result<(), String> {
         let mut steps = 0u32;
         loop {
             for i in 0..self.ranks.len() {
                 while self.ranks[i].wakes <= self.net.now() && self.advance(i)? {
+                    self.ranks[i].steps += 1;
+                    let now = self.net.now().0;
+                    if self.pace > 0 {
+                        self.ranks[i].wakes = Time(now + self.rng.u64(..self.pace));
+                    }
+                    let stall = self.ranks[i].stall.filter(|s| s.after == self.ranks[i].steps);
+                    if let Some(lasts) = stall.and_then(|s| s.lasts) {
+                        self.ranks[i].wakes = Time(now + lasts);
+                    }
                     // A device does its work when it comes to it.
-                    if self.ranks[i].kernels.is_some() {
+                    if self.pace == 0 && self.ranks[i].kernels.is_some() {
                         let stalls = self.faults && self.rng.u32(..self.steady) == 0;
                         self.links |= stalls;
                         let busy = if stalls { 400 * MS } else { MS };
@@ -174,14 +218,15 @@ impl Run {
                     }
                 }
             }
-            if self.ranks.iter().all(|r| r.dead || matches!(r.turn, Turn::Over)) {
+            if self.ranks.iter().all(|r| r.has_stopped() || matches!(r.turn, Turn::Over)) {
                 break;
             }
             steps += 1;
             if self.faults && self.rng.u32(..60) == 0 {
                 self.fault();
             }
-            let busy = self.ranks.iter().filter(|r| !r.dead && r.wakes > self.net.now());
+            let now = self.net.now();
+            let busy = self.ranks.iter().filter(|r| !r.has_stopped() && r.wakes > now);
             let stands = match busy.map(|r| r.wakes).min() {
                 Some(wakes) => {
                     if !self.net.step_until(wakes) {
@@ -191,19 +236,21 @@ impl Run {
                 }
                 None => !self.net.step(),
             };
-            let nobody = self.ranks.iter().all(|r| r.dead);
+            let nobody = self.ranks.iter().all(Rank::has_stopped);
             if stands && !nobody || self.net.now() > Time(BOUND) {
                 return Err(format!("it stands still after {steps} steps: {}", self.standing()));
             }
         }
-        let alive = self.ranks.iter().filter(|r| !r.dead);
+        let alive = self.ranks.iter().filter(|r| !r.has_stopped());
         sum.ranks += self.ranks.len() as u64;
         sum.left_out += alive.clone().map(|r| u64::from(r.left_out)).sum::<u64>();
         let kernels = self.ranks.iter().filter_map(|r| r.kernels.as_ref());
         sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
             let lost = rank.all.lost();
-            let blameless = |l: &fabric_moe::Lost| !self.killed.contains(&l.rank);
+            let blameless = |l: &fabric_moe::Lost| {
+                !self.killed.contains(&l.rank) && !self.ranks[l.rank as usize].has_stopped()
+            };
             if !self.links && (self.prompt || !self.faults) && lost.iter().any(blameless) {
                 let (standing, killed) = (self.standing(), &self.killed);
                 return Err(format!(
@@ -237,7 +284,7 @@ impl Run {
     fn advance(&mut self, i: usize) -> Result<bool, String> {
         let (shape, without) = (self.shape, &self.without);
         let rank = &mut self.ranks[i];
-        if rank.dead {
+        if rank.has_stopped() {
             return Ok(false);
         }
         let said = |e: fabric_engine::EngineError| format!("rank {i}: {e}");
@@ -384,7 +431,7 @@ impl Run {
     }
 }
 
-fn env(name: &str, default: u64) -> u64 {
+pub fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |v| v.parse().unwrap())
 }
 

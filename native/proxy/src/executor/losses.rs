@@ -18,11 +18,11 @@ impl Executor {
             return self.give_up(rank);
         }
         let incarnation = self.peers[rank].incarnation;
-        self.give_up(rank);
         if self.common.alive.end(rank, incarnation) {
             tracing::warn!(rank, %error, "a rank is lost");
-            (self.on_event)(Event::Lost { rank, incarnation, error });
+            self.common.alive.lost(rank, incarnation, error);
         }
+        self.give_up(rank);
     }
 
     /// A rank is given up because somebody says so.
@@ -56,7 +56,8 @@ impl Executor {
     /// Ends all that is under way to a rank; nothing is sent to it any more, and nothing of it counts.
     fn give_up(&mut self, rank: usize) {
         let peer = &mut self.peers[rank];
-        peer.state = State::Masked;
+        let (was, incarnation) =
+            (std::mem::replace(&mut peer.state, State::Masked), peer.incarnation);
         peer.outstanding = 0;
         peer.waits_since = None;
         peer.control = None;
@@ -69,6 +70,11 @@ impl Executor {
         }
         self.active.retain(|r| *r != rank);
         self.memory.clear(rank);
+        if was == State::Alive {
+            if let Some(error) = self.common.alive.given_up(rank, incarnation) {
+                (self.on_event)(Event::Lost { rank, incarnation, error });
+            }
+        }
     }
 
     /// A rank is there, in a life of its own.

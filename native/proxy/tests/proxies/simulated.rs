@@ -260,6 +260,65 @@ fn a_rank_that_stalls_is_given_up_by_the_deadline() {
     }
 }
 
+/// One thread hears that a rank left while another still has to take in what came before.
+#[test]
+fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
+    let mut net = network(1);
+    let plan = Plan { ranks: 2, channels: 1, rounds: 0, ordered: true, seed: 1 };
+    let config = Config { ranks: 2, threads: 2, fifos: 1, words: 2, ..Config::default() };
+    let common = [Common::new(&config), Common::new(&config)];
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let mut open = |rank: usize| {
+        let (engine, bed) = (engine(&mut net), Arc::new(Bed::default()));
+        let part = engine.alloc(plan.memory().max(16)).unwrap();
+        let (pusher, popper) = fifo(16, Arc::clone(&bed)).unwrap();
+        let (config, theirs) = (Config { rank, ..config.clone() }, Arc::clone(&events));
+        let on_event: fabric_proxy::OnEvent = Arc::new(move |e| theirs.lock().unwrap().push(e));
+        let ends = (bed, vec![popper]);
+        let common = common[rank].clone();
+        let executor =
+            Executor::new(Arc::clone(&engine), part, &config, common, ends, on_event).unwrap();
+        (executor, engine, pusher)
+    };
+    // Rank 0, then rank 1, by thread.
+    let mut all: Vec<_> = [0, 0, 1, 1].into_iter().map(&mut open).collect();
+    for (i, (executor, ..)) in all.iter().enumerate() {
+        for rank in 0..2 {
+            let theirs = all[2 * rank + i % 2].0.descriptor();
+            executor.membership().join(rank, 1, theirs);
+        }
+    }
+    for thread in 0..2 {
+        let add = fabric_proxy::command::Add { slot: thread, value: 1, ordered: true };
+        let command = Command::Atomic { rank: 0, channel: 0, add };
+        all[2 + usize::from(thread)].2.try_push(&command).unwrap();
+    }
+    // Rank 1 sends on both threads and leaves; of rank 0 one thread takes nothing in meanwhile.
+    for _ in 0..1000 {
+        for (executor, ..) in all.iter_mut().skip(2) {
+            executor.step(net.now());
+        }
+        all[0].0.step(net.now());
+        net.step();
+    }
+    (2..4).for_each(|i| net.kill(all[i].1.id()));
+    let word = |i: usize| common[0].words[i].load(std::sync::atomic::Ordering::Acquire);
+    for _ in 0..100_000 {
+        all[0].0.step(net.now());
+        if !common[0].alive.is_alive(1) {
+            break;
+        }
+        net.step();
+    }
+    assert!(!common[0].alive.is_alive(1), "the first thread has seen it");
+    assert_eq!((word(0), word(1)), (1, 0), "the other one has taken nothing in");
+    assert!(events.lock().unwrap().is_empty(), "{:?}", events.lock().unwrap());
+    while all[1].0.step(net.now()) || events.lock().unwrap().is_empty() && net.step() {}
+    assert_eq!(word(1), 1);
+    let events = events.lock().unwrap();
+    assert!(matches!(events[..], [Event::Lost { rank: 1, incarnation: 1, .. }]), "{events:?}");
+}
+
 fn sum(rank: &Rank) -> u64 {
     rank.common.words.iter().map(|w| w.load(std::sync::atomic::Ordering::Acquire)).sum()
 }

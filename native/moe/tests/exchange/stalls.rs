@@ -1,0 +1,74 @@
+//! Ranks that live and do nothing: whoever waits for them, or for those who do, is given up by nobody.
+
+use fabric_moe::device::turns;
+
+use crate::schedules::{env, Run, Stall, Sum, MS, TIMEOUT};
+
+const T: u64 = TIMEOUT.as_nanos() as u64;
+/// Steps after which somebody stalls: what three exchanges have of them, and more.
+const STEPS: u32 = 20;
+
+/// Exchanges in which `stalls` befall ranks. All that a rank does in one takes less than a part of the timeout. Returns when
+/// they were over.
+fn run(
+    seed: u64,
+    kernels: bool,
+    ranks: u32,
+    stalls: &[(u32, Stall)],
+    part: u64,
+) -> Result<u64, String> {
+    let mut run = Run::of(seed, kernels, Some(ranks));
+    run.faults = false;
+    let (lots, rooms) = turns(&run.shape);
+    // Two steps for each turn, and for each source's rows.
+    run.pace = T / part / (2 * (lots + rooms) + u64::from(2 * ranks) + 8);
+    for (rank, stall) in stalls {
+        run.ranks[*rank as usize].stall = Some(*stall);
+    }
+    run.go(&mut Sum::default())?;
+    Ok(run.net.now().0)
+}
+
+fn each(mut one: impl FnMut(u64, bool, u32, u32) -> Result<u64, String>) {
+    let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_STALLS", 1));
+    for seed in first..first + runs {
+        for (kernels, ranks, step) in [false, true]
+            .into_iter()
+            .flat_map(|k| (3..=8).flat_map(move |n| (0..STEPS).map(move |s| (k, n, s))))
+        {
+            let of_its_own = seed * 1000 + u64::from(ranks * STEPS + step);
+            if let Err(what) = one(of_its_own, kernels, ranks, step) {
+                panic!("seed {seed}, kernels {kernels}, {ranks} ranks, step {step}: {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rs_4_whoever_stalls_at_any_step_is_the_only_one_that_is_given_up() {
+    each(|seed, kernels, ranks, step| {
+        let stall = Stall { after: step, lasts: None };
+        let over = run(seed, kernels, ranks, &[(1, stall)], 2)?;
+        match over < 12 * T {
+            true => Ok(over),
+            false => Err(format!("it took {} ms", over / MS)),
+        }
+    });
+}
+
+#[test]
+fn rs_4_two_that_stall_one_after_the_other_are_the_only_ones_that_are_given_up() {
+    each(|seed, kernels, ranks, step| {
+        let first = (1, Stall { after: step, lasts: None });
+        let second = (2, Stall { after: step + 1 + seed as u32 % 3, lasts: None });
+        run(seed, kernels, ranks, &[first, second], 2)
+    });
+}
+
+#[test]
+fn nobody_is_given_up_for_less_than_the_timeout() {
+    each(|seed, kernels, ranks, step| {
+        let stall = Stall { after: step, lasts: Some(T * 3 / 4) };
+        run(seed, kernels, ranks, &[(1, stall)], 8)
+    });
+}
