@@ -59,7 +59,7 @@ impl Channel {
         }
     }
 
-    /// Gives its lanes up, and what was under way in them. What their commands read is in use until they are over.
+    /// Gives its lanes up, and what was under way in them. What their commands read is in use until they are over (MR-1).
     pub fn wind_up(&mut self) {
         self.feeds.drain(..).for_each(|feed| feed.shelve(&mut self.shelf));
         self.gateways.drain(..).for_each(|gateway| gateway.shelve(&mut self.shelf));

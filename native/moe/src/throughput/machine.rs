@@ -321,7 +321,7 @@ impl Machine {
     /// for and has been in no call for so long is given up. Who is waits for somebody else, who gives up whom he waits for.
     ///
     /// # Errors
-    /// [`EngineError::PeerLost`]: somebody was given up, here or by others, and the exchange has ended for good.
+    /// [`EngineError::PeerLost`]: somebody was given up, here or by others.
     pub fn step(&mut self, now: Time, timeout: Duration, io: &mut Io<'_, '_>) -> Result<bool> {
         self.hear()?;
         let moved = match self.go_on(io) {

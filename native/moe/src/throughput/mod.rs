@@ -215,7 +215,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or out of turn;
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_send(
         &self,
         parts: &[Part<'_>],
@@ -235,7 +235,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for;
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter()?;
         let mut found = Ok(None);
@@ -250,8 +250,7 @@ impl Throughput {
     /// `dispatch_send` was given them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] once the
-    /// exchange has ended for good.
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter_near()?;
         let placing = machine.check_room(out)?;
@@ -263,8 +262,7 @@ impl Throughput {
     /// more: those of this node are summed.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] once the
-    /// exchange has ended for good.
+    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.begin_answers(&answers)?;
@@ -274,8 +272,7 @@ impl Throughput {
     /// For each of this rank's tokens the sum of its experts' answers, each times its weight.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] once the exchange has
-    /// ended for good.
+    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.check_sums(out, float)?;

@@ -25,7 +25,7 @@ impl Shelf {
         ring
     }
 
-    /// A ring of which slots of earlier eras may come, if there was one.
+    /// A ring of which slots of earlier eras may come, if there was one: they count for nothing (IC-6).
     pub fn inbound(&mut self, place: Place, is_first: bool) -> Reader {
         let mut ring = self.inbound.remove(&place.word).unwrap_or_else(|| Inbound::new(place));
         (ring.place, ring.fresh) = (place, is_first);
