@@ -23,7 +23,7 @@ class Traffic:
     """Rows that a rank has sent."""
 
     rail_tokens: int
-    """Its tokens, to other nodes: each once to each node."""
+    """Its tokens, to other nodes: each once to each node, or to each rank while one is missing."""
     node_tokens: int
     """Tokens, to ranks of its node: its own and those that it forwards."""
     node_answers: int
@@ -41,9 +41,19 @@ class ThroughputAllToAll:
     through rings.
 
     Ranks forward for one another while they are in a call. Between calls, as much moves as rings
-    hold. A rank that dies or does nothing for ``timeout`` seconds while it is waited for ends the
-    exchange on all ranks: calls raise :class:`~fabric_ray.errors.PeerLost`, which names it, and
-    go on raising it. Make an exchange of the others then.
+    hold.
+
+    A rank that dies or does nothing for ``timeout`` seconds while it is waited for is given up by
+    all. What is under way ends with it: on each other rank one call, the one that it is in or its
+    next, raises :class:`~fabric_ray.errors.PeerLost`, which names it. The next ``dispatch_send``
+    goes on among the others, and nothing is made anew. Some ranks may have finished the exchange
+    that others were in: begin again, everywhere, with a step that all have the input of.
+    :attr:`lost` says who is missing, and :attr:`left_out` whose answers sums are without. While
+    anybody is missing nobody forwards: a token goes to each rank of its experts, over one channel.
+
+    A process that takes a lost rank's place is a further ``life`` of it: all others :meth:`admit`
+    it, and it all others, between the same two exchanges. A rank that others have given up can't
+    go on: its calls raise ``PeerLost`` with its own name.
 
     With ``device``, rows stay there: each call launches a kernel on torch's current stream that
     moves and sums them. A call returns when its rows have been seen to, for which it waits for what
@@ -70,6 +80,7 @@ class ThroughputAllToAll:
         ring_chunks: chunks that a ring holds, 2 at least.
         threads: proxy threads, ``channels`` at most.
         timeout: seconds, the same on all ranks; :meth:`set_timeout` changes it.
+        life: how many processes have had this rank's place before.
         device: the GPU that tokens, indices, weights and answers lie on; the host if ``None``. Each
             rank on a GPU has a stream of its own.
         workers: thread blocks of the kernel that moves rows, no more than ``device`` runs at once.
@@ -100,6 +111,7 @@ class ThroughputAllToAll:
         ring_chunks: int = 4,
         threads: int = 1,
         timeout: float = 30.0,
+        life: int = 0,
         device: torch.device | str | None = None,
         workers: int = 16,
         launcher: Launcher | None = None,
@@ -118,6 +130,8 @@ class ThroughputAllToAll:
         )
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
+        if not 0 <= life < 1 << 12:
+            raise InvalidArgument(f"life {life}; lives count from 0 to 4095")
         self._parts = (RowPart("x", hidden, dtype), *parts)
         self._topk, self._hidden, self._ranks = topk, hidden, ranks
         self._local = experts // ranks
@@ -149,6 +163,7 @@ class ThroughputAllToAll:
             ring_chunks=ring_chunks,
             threads=threads,
             timeout=timeout,
+            life=life,
             far=None if memory is None else (workers, memory.allocate),
         )
         self._steps: WorkerSteps | None = None
@@ -197,22 +212,32 @@ class ThroughputAllToAll:
         return Traffic(*self._native.traffic)
 
     def card(self) -> bytes:
-        """What the other ranks need to know of this one."""
+        """What the other ranks need to know of this one, and what it knows of them: for a rank that
+        comes anew, make one after the last exchange."""
         return self._native.card()
 
     def admit(self, card: bytes) -> int:
-        """Takes a rank in by its card, before the first dispatch; returns its number.
+        """Takes a rank in by its card, before the first dispatch, or in a lost one's place between
+        two; returns its number.
 
         Raises:
             HandshakeError: it is of another shape; the text lists what differs.
-            InvalidArgument: it is here already.
+            InvalidArgument: it is here already, an exchange is under way, or that life of it has
+                ended.
+            NotQuiesced: the process before it may still write to this rank's memory, after the
+                timeout: it is connected.
         """
         return self._native.admit(card)
 
     def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Takes all ranks in by their cards; this one's is passed over."""
+        """Takes all ranks in by their cards; ``None`` for one that is left out, by all, this one's
+        is passed over."""
         for rank, card in enumerate(cards):
-            if card is not None and rank != self._rank:
+            if rank == self._rank:
+                continue
+            if card is None:
+                self._native.leave_out(rank)
+            else:
                 self.admit(card)
 
     def set_timeout(self, seconds: float) -> None:
@@ -225,15 +250,29 @@ class ThroughputAllToAll:
             self._steps.set_timeout(seconds)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
-        """Gives a rank up, which ends the exchange on all ranks. Another thread may do so while a
-        call waits: that raises :class:`~fabric_ray.errors.PeerLost`."""
+        """Gives a rank up, on all ranks. On each, this one too, one call raises
+        :class:`~fabric_ray.errors.PeerLost`: the one that it is in, for another thread may mask
+        a rank while a call waits, or its next."""
         self._native.mask(rank, cause)
 
     @property
     def lost(self) -> tuple[Lost, ...]:
-        """The rank that has ended the exchange, if one has."""
-        broken = self._native.broken
-        return () if broken is None else (Lost(broken[0], "the exchange", broken[1]),)
+        """Ranks that were given up and have not come again, and this one if others go on without
+        it."""
+        lost = self._native.lost
+        if (own := self._native.broken) is not None:
+            lost.append(own)
+        return tuple(Lost(rank, "the exchange", cause) for rank, cause in lost)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`."""
+        return tuple(self._native.left_out)
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Whether each rank is here, as the last call left it."""
+        return tuple(self._native.present)
 
     def dispatch_send(
         self, x: Tensor, indices: Tensor, *, weights: Tensor | None = None, **parts: Tensor
@@ -249,7 +288,7 @@ class ThroughputAllToAll:
 
         Raises:
             InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
-            PeerLost: a rank has ended the exchange.
+            PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:
             self._steps.dispatch_send(indices, weights, {"x": x, **parts})
@@ -272,7 +311,7 @@ class ThroughputAllToAll:
 
         Raises:
             InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
-            PeerLost: a rank has ended the exchange.
+            PeerLost: a rank was lost; or others go on without this one.
         """
         tokens.check_order(multiple, stride)
         if self._steps is not None:
@@ -294,7 +333,7 @@ class ThroughputAllToAll:
 
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine's turn.
-            PeerLost: a rank has ended the exchange.
+            PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:
             self._steps.combine_send(y)
@@ -309,7 +348,8 @@ class ThroughputAllToAll:
 
         Sums are made in float32: over a token's experts on a rank in their order, times their
         weights; over a node's ranks; over nodes. The first two are rounded to ``answer_dtype``. It
-        is the same bits whatever arrives first.
+        is the same bits whatever arrives first. While a rank is missing each rank is a node of its
+        own, so that there is one rounding less; its answers are left out.
 
         Args:
             out: where to put the sums.
@@ -317,7 +357,7 @@ class ThroughputAllToAll:
 
         Raises:
             InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
-            PeerLost: a rank has ended the exchange.
+            PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:
             return self._steps.combine_recv(out, dtype)

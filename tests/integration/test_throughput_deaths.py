@@ -1,9 +1,11 @@
-"""High-throughput exchanges of processes of which one is killed while rows are on their way."""
+"""High-throughput exchanges of processes of which one is killed while rows are on their way, and
+comes again."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +25,9 @@ VICTIM = 2
 TURNS = 2
 
 
-def work(rank: int, transport: str, kernels: Path | None, pipe: Connection) -> None:
-    """Exchanges until one ends with an error, which is told."""
+def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Connection) -> None:
+    """Exchanges until one ends with an error, which is told; then without who is lost, and with who
+    comes in its place."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
@@ -32,37 +35,58 @@ def work(rank: int, transport: str, kernels: Path | None, pipe: Connection) -> N
         one = ThroughputAllToAll(
             engine, rank=rank, ranks=RANKS, ranks_per_node=PER_NODE, experts=EXPERTS, topk=TOPK,
             hidden=HIDDEN, max_tokens=TOKENS, parts=SOURCE, chunk=4, ring_chunks=2, timeout=20.0,
-            workers=1, launcher=stream,
+            workers=1, launcher=stream, life=life,
         )  # fmt: skip
+
+        def exchange(turn: int, here: Sequence[bool] = (True,) * RANKS, *, checked: bool) -> None:
+            x, idx, w = batch(turn * RANKS + rank, TOKENS - rank, EXPERTS, TOPK, HIDDEN)
+            sums = layer(one, x, idx, w)
+            if not checked:
+                return
+            local, per_node = EXPERTS // RANKS, PER_NODE if all(here) else 1
+            gone = ~torch.tensor(here)[idx.clamp(min=0) // local]
+            idx = idx.masked_fill(gone, -1)
+            nodes = RANKS // per_node
+            want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=nodes)
+            assert torch.equal(sums, want)
+
         pipe.send(one.card())
         one.connect(pipe.recv())
         pipe.send(None)
         pipe.recv()
-        turn = 0
-        while True:
-            x, idx, w = batch(turn * RANKS + rank, TOKENS - rank, EXPERTS, TOPK, HIDDEN)
-            try:
-                sums = layer(one, x, idx, w)
-            except errors.PeerLost as error:
-                said = str(error)
-                break
-            if turn < TURNS:
-                want = hierarchical(
-                    x, idx, w, local=EXPERTS // RANKS, per_node=PER_NODE, nodes=RANKS // PER_NODE
-                )
-                assert torch.equal(sums, want)
-            turn += 1
-            if turn == TURNS:
-                pipe.send("under way")
-        # Kernels end with the call that failed.
+        if life == 0:
+            pipe.send(until_somebody_dies(exchange, pipe))
+            for turn in range(10, 12):
+                exchange(turn, one.present, checked=True)
+            pipe.send([lost.rank for lost in one.lost])
+            pipe.recv()
+            pipe.send(one.card())
+            one.admit(pipe.recv())
+            pipe.send(None)
+            pipe.recv()
+        for turn in range(20, 22):
+            exchange(turn, checked=True)
+        pipe.send(one.present)
+        pipe.recv()
+        # Kernels end with the calls.
         if stream is not None:
             stream.finish(60.0)
-        pipe.send((said, [lost.rank for lost in one.lost]))
-        pipe.recv()
+
+
+def until_somebody_dies(exchange: Callable[..., None], pipe: Connection) -> str:
+    turn = 0
+    while True:
+        try:
+            exchange(turn, checked=turn < TURNS)
+        except errors.PeerLost as error:
+            return str(error)
+        turn += 1
+        if turn == TURNS:
+            pipe.send("under way")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_rs_4_a_rank_that_is_killed_is_named_by_all_and_their_kernels_end(
+def test_rs_4_a_rank_that_is_killed_is_named_by_all_left_out_and_comes_again(
     transport: str, tmp_path: Path
 ) -> None:
     library = Host(tmp_path).built("moe/work.cu")
@@ -70,20 +94,23 @@ def test_rs_4_a_rank_that_is_killed_is_named_by_all_and_their_kernels_end(
     context.set_forkserver_preload(["fabric_ray.moe"])
     pipes, processes = [], []
     try:
-        for rank in range(RANKS):
+
+        def start(rank: int, life: int) -> None:
             kernels = None
             if rank != 1:
-                kernels = tmp_path / f"rank-{rank}"
+                kernels = tmp_path / f"rank-{rank}-{life}"
                 kernels.mkdir()
                 shutil.copy(library, kernels)
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, transport, kernels, theirs), daemon=True
-            )
+            given = (rank, life, transport, kernels, theirs)
+            process = context.Process(target=work, args=given, daemon=True)
             process.start()
             theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+            pipes.insert(rank, ours)
+            processes.insert(rank, process)
+
+        for rank in range(RANKS):
+            start(rank, 0)
 
         def hear(rank: int) -> object:
             assert pipes[rank].poll(120), f"rank {rank} says nothing"
@@ -99,14 +126,29 @@ def test_rs_4_a_rank_that_is_killed_is_named_by_all_and_their_kernels_end(
         for rank in range(RANKS):
             assert hear(rank) == "under way"
         processes[VICTIM].kill()
+        processes.pop(VICTIM).join()
+        others = [rank for rank in range(RANKS) if rank != VICTIM]
+        for rank in others:
+            said = hear(rank)
+            assert isinstance(said, str)
+            assert f"rank {VICTIM} " in said
+        for rank in others:
+            assert hear(rank) == [VICTIM]
+        pipes.pop(VICTIM)
+        start(VICTIM, 1)
+        for rank in others:
+            pipes[rank].send(None)
+        cards = [hear(rank) for rank in range(RANKS)]
         for rank in range(RANKS):
-            if rank != VICTIM:
-                said, lost = hear(rank)
-                assert f"rank {VICTIM} " in said
-                assert lost == [VICTIM]
+            pipes[rank].send(cards if rank == VICTIM else cards[VICTIM])
         for rank in range(RANKS):
-            if rank != VICTIM:
-                pipes[rank].send(None)
+            hear(rank)
+        for pipe in pipes:
+            pipe.send(None)
+        for rank in range(RANKS):
+            assert hear(rank) == (True,) * RANKS
+        for pipe in pipes:
+            pipe.send(None)
     finally:
         for process in processes:
             process.kill()

@@ -48,7 +48,7 @@ class Buffer(NormalCalls):
             many they have before each dispatch that makes a handle.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; by the hosts' names if
             ``None``. With several nodes, normal calls send a token once to each node, and a rank
-            that is lost ends them (:class:`~fabric_ray.moe.ThroughputAllToAll`).
+            that is lost ends the one under way (:class:`~fabric_ray.moe.ThroughputAllToAll`).
         timeout: seconds after which a silent rank is given up.
         launcher: launches the kernels of low-latency calls, in place of a GPU.
     """

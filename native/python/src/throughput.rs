@@ -8,7 +8,7 @@ use fabric_moe::{
     routes::Order,
     throughput::{
         device::{AtomicWords, Form, DEPTH},
-        Far, Layout, Spec, Throughput,
+        Far, Layout, Seat, Spec, Throughput,
     },
 };
 use pyo3::{prelude::*, types::PyBytes};
@@ -51,7 +51,7 @@ impl MoeThroughput {
     /// `engine` says what the engines of the proxy's threads are like.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, far=None))]
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, life=0, far=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
@@ -69,6 +69,7 @@ impl MoeThroughput {
         ring_chunks: u32,
         threads: u32,
         timeout: f64,
+        life: u32,
         far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -83,14 +84,15 @@ impl MoeThroughput {
             shared_rows: None,
         };
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
+        let seat = Seat { rank, life };
         let patience = self::timeout(py, timeout)?;
         let config = engine.config.clone();
         if let Some(far) = far {
             let far = self::far(py, &spec, far)?;
-            let open = || Throughput::open_far(&config, spec, rank, patience, far);
+            let open = || Throughput::open_far(&config, spec, seat, patience, far);
             return py.detach(open).map(Self).or_raise(py);
         }
-        py.detach(|| Throughput::open(&config, spec, rank, patience)).map(Self).or_raise(py)
+        py.detach(|| Throughput::open(&config, spec, seat, patience)).map(Self).or_raise(py)
     }
 
     /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.
@@ -115,15 +117,38 @@ impl MoeThroughput {
         Ok(())
     }
 
-    /// Gives a rank up, which ends the exchange.
+    /// Nobody waits for a rank that has yet to come.
+    fn leave_out(&self, py: Python<'_>, rank: u32) -> PyResult<()> {
+        py.detach(|| self.0.leave_out(rank)).or_raise(py)
+    }
+
+    /// Gives a rank up, which ends the calls under way.
     fn mask(&self, py: Python<'_>, rank: u32, cause: &str) -> PyResult<()> {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
     }
 
-    /// The rank that has ended the exchange, and why.
+    /// This rank, if others go on without it, and why.
     #[getter]
     fn broken(&self, py: Python<'_>) -> Option<(u32, String)> {
         py.detach(|| self.0.broken()).map(|b| (b.rank, b.cause))
+    }
+
+    /// Ranks that were given up and haven't come again, and why.
+    #[getter]
+    fn lost(&self, py: Python<'_>) -> Vec<(u32, String)> {
+        py.detach(|| self.0.lost()).into_iter().map(|b| (b.rank, b.cause)).collect()
+    }
+
+    /// Whether each rank is here.
+    #[getter]
+    fn present(&self, py: Python<'_>) -> Vec<bool> {
+        py.detach(|| self.0.present())
+    }
+
+    /// Ranks whose answers are missing in the last sums.
+    #[getter]
+    fn left_out(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| self.0.left_out())
     }
 
     /// Rows sent so far: tokens to other nodes, tokens on this node, answers on this node, sums to other nodes.

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray import errors
+from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import ThroughputAllToAll
 from fabric_ray.moe.comm import ranks_per_node
 from fabric_ray.moe.deepep import Buffer
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
@@ -76,7 +77,7 @@ def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
     on_ranks(2, work)
 
 
-def test_rs_4_a_masked_rank_ends_the_exchange_of_all_by_its_name() -> None:
+def test_rs_4_a_masked_rank_ends_the_calls_of_all_by_its_name_and_is_left_out() -> None:
     def work(comm: ThreadComm) -> None:
         sizes = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}
         with rank_of(comm, parts=SOURCE, **sizes) as one:
@@ -84,13 +85,39 @@ def test_rs_4_a_masked_rank_ends_the_exchange_of_all_by_its_name() -> None:
             if comm.rank() == 0:
                 one.mask(3, "its node is gone")
                 assert "its node is gone" in one.lost[0].cause
-            else:
+            for _ in range(2 if comm.rank() == 3 else 1):
                 with pytest.raises(errors.PeerLost, match="rank 3"):
                     layer(one, x, idx, w)
-            assert [lost.rank for lost in one.lost] == [3]
+            assert [lost.rank for lost in one.lost][-1] == 3
+            if comm.rank() != 3:
+                assert one.present == (True, True, True, False)
+                kept = idx.masked_fill(idx == 3, -1)
+                want = hierarchical(x, kept, w, local=1, per_node=1, nodes=4)
+                assert torch.equal(layer(one, x, idx, w), want)
+                assert one.left_out == ((3,) if (idx == 3).any() else ())
             comm.all_gather(b"")
 
     on_ranks(4, work)
+
+
+def test_a_rank_that_is_none_from_the_beginning_is_left_out() -> None:
+    def work(comm: ThreadComm) -> None:
+        with TransferEngine(name=f"rank-{comm.rank()}") as engine:
+            one = ThroughputAllToAll(
+                engine, rank=comm.rank(), ranks=3, ranks_per_node=3, experts=3, topk=2,
+                hidden=HIDDEN, max_tokens=8, parts=SOURCE, timeout=60.0,
+            )  # fmt: skip
+            one.connect([*comm.all_gather(one.card()), None])
+            comm.all_gather(b"")
+            x, idx, w = batch(comm.rank(), 5, 3, 2, HIDDEN)
+            kept = idx.masked_fill(idx == 2, -1)
+            want = hierarchical(x, kept, w, local=1, per_node=1, nodes=3)
+            assert torch.equal(layer(one, x, idx, w), want)
+            with pytest.raises(errors.InvalidArgument, match="mask it"):
+                one.connect([None, None, None])
+            comm.all_gather(b"")
+
+    on_ranks(2, work)
 
 
 def test_deepeps_normal_calls_send_a_token_once_to_each_node() -> None:

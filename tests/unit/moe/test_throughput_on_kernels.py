@@ -155,7 +155,7 @@ SMALL = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize("on_kernels", [(True,) * 4, (False, True, True, False)], ids=str)
-def test_rs_4_a_masked_rank_ends_the_exchange_of_all_and_their_kernels(
+def test_rs_4_a_masked_rank_ends_the_calls_of_all_and_their_kernels_and_is_left_out(
     host: Host, on_kernels: Sequence[bool]
 ) -> None:
     def work(comm: ThreadComm) -> None:
@@ -163,12 +163,18 @@ def test_rs_4_a_masked_rank_ends_the_exchange_of_all_and_their_kernels(
             x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
             if comm.rank() == 0:
                 one.mask(3, "its node is gone")
-            else:
-                with pytest.raises(errors.PeerLost, match="rank 3"):
-                    layer(one, x, idx, w)
             with pytest.raises(errors.PeerLost, match="rank 3"):
-                one.dispatch_send(x, idx, source=x[:, :1].long())
-            assert [lost.rank for lost in one.lost] == [3]
+                layer(one, x, idx, w)
+            if comm.rank() == 3:
+                with pytest.raises(errors.PeerLost, match="rank 3"):
+                    one.dispatch_send(x, idx, source=x[:, :1].long())
+            else:
+                assert [lost.rank for lost in one.lost] == [3]
+                kept = idx.masked_fill(idx == 3, -1)
+                want = hierarchical(x, kept, w, local=1, per_node=1, nodes=4)
+                for _ in range(2):
+                    assert torch.equal(layer(one, x, idx, w), want)
+                assert one.left_out == ((3,) if (idx == 3).any() else ())
             comm.all_gather(b"")
 
     on_ranks(4, work)

@@ -9,12 +9,16 @@ use super::spec::Spec;
 
 const MARK: [u8; 3] = *b"FET";
 /// Bumped when the meaning of a card, of a slot or of an atomic word changes.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// A rank, as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     pub spec: Spec,
+    /// Which life of the rank it is.
+    pub life: u32,
+    /// What the rank knows to have happened to each: twice the number of its life, and one more if that is over.
+    pub events: Vec<u32>,
     /// A [`RankDescriptor`](fabric_proxy::RankDescriptor).
     pub proxy: Vec<u8>,
 }

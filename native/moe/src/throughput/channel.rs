@@ -4,11 +4,12 @@ use std::{collections::VecDeque, ops::Range};
 
 use super::{
     commands::Commands,
-    context::{by, Arrivals, Context, Stop},
+    context::{Arrivals, Context, Stop},
     feed::Feed,
     gateway::Gateway,
     jobs::{Begun, Call, Job, Sum, Term, To},
     machine::Traffic,
+    shelf::Shelf,
     slots::Preamble,
     take::Take,
 };
@@ -21,6 +22,8 @@ pub struct Channel {
     feeds: Vec<Feed>,
     gateways: Vec<Gateway>,
     takes: Vec<Take>,
+    /// The rings of lanes that there are in another era only.
+    shelf: Shelf,
     /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have yet to be put where they
     /// are sent from.
     preambles: VecDeque<(u64, Vec<u8>)>,
@@ -37,27 +40,57 @@ pub struct Channel {
 }
 
 impl Channel {
-    pub fn new(ctx: &Context, number: u32, commands: Commands) -> Self {
-        let grid = ctx.grid;
-        let others = (0..grid.nodes()).filter(|n| *n != grid.node());
-        let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
+    /// One that has no lanes yet.
+    pub fn new(number: u32, commands: Commands) -> Self {
         Self {
             number,
             commands,
-            feeds: others.map(|node| Feed::new(ctx, number, node)).collect(),
-            gateways: (0..grid.nodes()).map(|node| Gateway::new(ctx, number, node)).collect(),
-            takes: forwarded.map(|source| Take::new(ctx, number, source)).collect(),
+            feeds: Vec::new(),
+            gateways: Vec::new(),
+            takes: Vec::new(),
+            shelf: Shelf::default(),
             preambles: VecDeque::new(),
             to_pack: 0..0,
             packing: Begun::default(),
             part: 0..0,
-            next: vec![0; grid.nodes() as usize],
+            next: Vec::new(),
             summing: Begun::default(),
             settled: None,
         }
     }
 
-    /// A new exchange: which of this rank's tokens go to which node.
+    /// Gives its lanes up, and what was under way in them. What their commands read is in use until they are over (MR-1).
+    pub fn wind_up(&mut self) {
+        self.feeds.drain(..).for_each(|feed| feed.shelve(&mut self.shelf));
+        self.gateways.drain(..).for_each(|gateway| gateway.shelve(&mut self.shelf));
+        self.takes.drain(..).for_each(|take| take.shelve(&mut self.shelf));
+        self.preambles.clear();
+        (self.to_pack, self.part) = (0..0, 0..0);
+        (self.packing, self.summing) = (Begun::default(), Begun::default());
+        self.settled = Some(self.commands.drain());
+    }
+
+    /// A rank's next life begins, with rings that nothing has gone over.
+    pub fn forget(&mut self, ctx: &Context, rank: u32) {
+        self.shelf.forget(rank, |other| ctx.is_near(other));
+    }
+
+    /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is over.
+    pub fn renew(&mut self, ctx: &Context) {
+        self.shelf.give_back(&ctx.here, &mut self.commands);
+        if self.number >= ctx.spec.channels {
+            return;
+        }
+        let (grid, number, shelf) = (ctx.grid, self.number, &mut self.shelf);
+        let others = ctx.nodes().filter(|n| *n != grid.node());
+        self.feeds = others.map(|node| Feed::new(ctx, shelf, number, node)).collect();
+        self.gateways = ctx.nodes().map(|node| Gateway::new(ctx, shelf, number, node)).collect();
+        let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
+        self.takes = forwarded.map(|source| Take::new(ctx, shelf, number, source)).collect();
+        self.next = vec![0; grid.nodes() as usize];
+    }
+
+    /// A new exchange: which of this rank's tokens go to which node. What is for ranks that aren't here goes nowhere.
     pub fn begin(&mut self, ctx: &Context, routes: &Routes, indices: &[i64]) {
         self.part = ctx.spec.part(self.number, routes.tokens);
         self.to_pack = self.part.clone();
@@ -76,6 +109,9 @@ impl Channel {
             let experts = &indices[token as usize * topk..][..topk];
             for expert in experts.iter().filter_map(|e| u32::try_from(*e).ok()) {
                 let rank = ctx.spec.shape.rank_of(expert);
+                if !ctx.here[rank as usize] {
+                    continue;
+                }
                 let node = ctx.grid.node_of(rank) as usize;
                 let p = &mut preambles[node];
                 p.counts[(expert % ctx.spec.node_experts()) as usize] += 1;
@@ -88,9 +124,9 @@ impl Channel {
                 }
             }
         }
-        for (node, preamble) in preambles.iter().enumerate() {
-            let place = ctx.layout.preamble(self.number, node as u32);
-            self.preambles.push_back((place, preamble.to_bytes(ctx.exchange)));
+        for node in ctx.nodes() {
+            let place = ctx.layout.preamble(self.number, node);
+            self.preambles.push_back((place, preambles[node as usize].to_bytes(ctx.exchange)));
         }
         for feed in &mut self.feeds {
             feed.begin(std::mem::take(&mut lists[feed.node as usize]));
@@ -155,6 +191,9 @@ impl Channel {
     /// Does what can be done about answers; whether that was anything.
     pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
         let mut moved = false;
+        for feed in &mut self.feeds {
+            moved |= feed.sums.freshen(ctx, &mut self.commands, call)?;
+        }
         for take in &mut self.takes {
             moved |= take.answer(ctx, &mut self.commands, call)?;
         }
@@ -166,7 +205,7 @@ impl Channel {
         }
         while let Some((read, _)) = self.summing.done(call, ctx.exchange)? {
             for (feed, (up_to, last)) in self.feeds.iter_mut().zip(read) {
-                feed.sums.credit(up_to, ctx.spec.chunk, last, &mut self.commands);
+                feed.sums.ring.credit(up_to, ctx.spec.chunk, last, &mut self.commands);
             }
             moved = true;
         }
@@ -191,7 +230,7 @@ impl Channel {
         }
         let read = |feed: &Feed| {
             let last = self.next[feed.node as usize] == feed.tokens().len();
-            (feed.sums.taken, last)
+            (feed.sums.ring.taken, last)
         };
         let read = self.feeds.iter().map(read).collect();
         self.summing.begin(call, ctx.exchange, Job::Sum { to: To::Total, sums, terms }, read);
@@ -201,14 +240,13 @@ impl Channel {
     /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it went to.
     fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, Stop> {
         let own = ctx.grid.node() as usize;
-        let (tokens, made) = self.gateways[own].own_sums();
+        let (tokens, made) = self.own_sums();
         if tokens.get(self.next[own]) == Some(&token) && self.next[own] >= made {
             return Ok(false);
         }
         for feed in &self.feeds {
             let goes = feed.tokens().get(self.next[feed.node as usize]) == Some(&token);
-            let source = by(feed.sums.place.partner);
-            if goes && feed.sums.ready(&ctx.words).map_err(source)? == 0 {
+            if goes && feed.sums.ready(ctx)? == 0 {
                 return Ok(false);
             }
         }
@@ -217,24 +255,31 @@ impl Channel {
 
     /// The sums of a token, in the order of nodes.
     fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<Term>) {
-        let mut feeds = self.feeds.iter_mut();
-        for node in 0..ctx.grid.nodes() {
+        let own = ctx.grid.node();
+        let mut feeds = self.feeds.iter_mut().peekable();
+        for node in ctx.nodes() {
             let next = &mut self.next[node as usize];
-            if node == ctx.grid.node() {
-                let (tokens, _) = self.gateways[node as usize].own_sums();
-                if tokens.get(*next) == Some(&token) {
+            if node == own {
+                let of_own = self.gateways.iter().find(|g| g.is_own());
+                if of_own.is_some_and(|g| g.own_sums().0.get(*next) == Some(&token)) {
                     terms.push(Term::Node);
                     *next += 1;
                 }
                 continue;
             }
-            let Some(feed) = feeds.next() else { break };
+            let Some(feed) = feeds.next_if(|feed| feed.node == node) else { continue };
             if feed.tokens().get(*next) == Some(&token) {
-                terms.push(Term::Slot { at: feed.sums.next(0), from: feed.sums.place.partner });
-                feed.sums.taken += 1;
+                let ring = &mut feed.sums.ring;
+                terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
+                ring.taken += 1;
                 *next += 1;
             }
         }
+    }
+
+    /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
+    fn own_sums(&self) -> (&[u32], usize) {
+        self.gateways.iter().find(|g| g.is_own()).map_or((&[], 0), Gateway::own_sums)
     }
 
     pub fn has_begun(&self) -> bool {
@@ -266,15 +311,14 @@ impl Channel {
         self.settled.is_none_or(|drain| self.commands.is_complete(drain))
     }
 
-    /// Adds what was sent in so many exchanges, but for one preamble in each.
-    pub fn count(&self, exchanges: u32, all: &mut Traffic) {
-        let rows = |slots: u64| slots.saturating_sub(exchanges.into());
-        all.rail_tokens += self.feeds.iter().map(|f| rows(f.ring.sent)).sum::<u64>();
-        for gateway in &self.gateways {
-            all.node_tokens += gateway.forwarded_slots().map(rows).sum::<u64>();
-            all.rail_sums += gateway.sent_sums();
-        }
-        all.node_answers += self.takes.iter().map(Take::sent_answers).sum::<u64>();
+    /// Adds what was sent.
+    pub fn count(&self, ctx: &Context, all: &mut Traffic) {
+        let near = |rank: u32| ctx.is_near(rank);
+        self.shelf.count(&near, all);
+        let of_feeds = self.feeds.iter().map(|f| &f.ring);
+        let of_gateways = self.gateways.iter().flat_map(Gateway::outbound);
+        let of_takes = self.takes.iter().map(Take::outbound);
+        of_feeds.chain(of_gateways).chain(of_takes).for_each(|ring| ring.count(&near, all));
     }
 
     /// Whom tokens are awaited from, or room for them.
@@ -293,7 +337,7 @@ impl Channel {
         all.extend(self.takes.iter().filter(|t| !t.is_answered()).map(Take::gateway));
         if !self.part.is_empty() {
             let awaited = |f: &&Feed| self.next[f.node as usize] < f.tokens().len();
-            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.place.partner));
+            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.ring.place.partner));
         }
         all
     }

@@ -24,6 +24,10 @@ pub enum Stop {
         rank: u32,
         cause: String,
     },
+    /// A rank has gone on without somebody whose loss this rank has yet to hear of.
+    Ahead {
+        rank: u32,
+    },
     Engine(EngineError),
 }
 
@@ -77,12 +81,17 @@ impl Io<'_, '_> {
 /// What doesn't change in an exchange.
 #[derive(Debug)]
 pub struct Context {
+    /// Of the ranks that are here: of all, or flat.
     pub spec: Spec,
     pub grid: Grid,
+    /// Which ranks are here.
+    pub here: Vec<bool>,
     pub layout: Layout,
     pub words: AtomicWords,
     /// Which one it is.
     pub exchange: u32,
+    /// Who takes part, see [`Members`](super::members::Members).
+    pub era: u32,
     /// What goes ahead of each of this rank's tokens: head, experts and weights.
     pub metas: Vec<u8>,
 }
@@ -122,14 +131,16 @@ impl Context {
     }
 
     fn place(&self, channel: u32, family: Family, ring: u64, partner: u32) -> Place {
-        let (base, stride) = match family.is_back() {
-            true => (self.layout.ring_back(channel, ring), self.spec.back_stride()),
-            false => (self.layout.ring_out(channel, ring), self.spec.out_stride()),
+        let base = match family.is_back() {
+            true => self.layout.ring_back(channel, ring),
+            false => self.layout.ring_out(channel, ring),
         };
+        let stride = self.layout.stride(family.is_back());
         let data = (super::command_channels(channel) + family as u32) as u8;
         let credits = data + Family::ALL.len() as u8;
-        let slots = self.spec.slots();
-        Place { partner, base, slots, stride, word: 0, partners_word: 0, data, credits }
+        let slots = self.layout.slots(ring);
+        let is_back = family.is_back();
+        Place { partner, is_back, base, slots, stride, word: 0, partners_word: 0, data, credits }
     }
 
     /// Where a token of this rank's is, and its meta.
@@ -141,6 +152,25 @@ impl Context {
     pub fn metas(&self, tokens: std::ops::Range<u32>) -> &[u8] {
         let each = self.spec.meta() as usize;
         &self.metas[tokens.start as usize * each..tokens.end as usize * each]
+    }
+
+    /// Whether a rank is on this rank's node.
+    pub fn is_near(&self, rank: u32) -> bool {
+        let grid = self.grid.whole();
+        grid.node_of(rank) == grid.node()
+    }
+
+    /// Whether nobody was missing yet.
+    pub fn is_first_era(&self) -> bool {
+        self.era == 0
+    }
+
+    /// The nodes of which a rank is here.
+    pub fn nodes(&self) -> impl Iterator<Item = u32> + '_ {
+        let grid = self.grid;
+        (0..grid.nodes()).filter(move |node| {
+            (0..grid.per_node).any(|local| self.here[grid.at(*node, local) as usize])
+        })
     }
 
     /// The ranks of this node that a token goes to, a bit for each.
@@ -171,10 +201,13 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    pub fn new(spec: &Spec) -> Self {
-        let ranks = spec.shape.ranks as usize;
-        let counts = vec![None; ranks * spec.channels as usize];
-        Self { ranks, counts, ..Self::default() }
+    /// Of which nothing comes from ranks that aren't here.
+    pub fn new(ctx: &Context) -> Self {
+        let nothing = || vec![0; ctx.spec.shape.local_experts() as usize];
+        let of_source = |here: &bool| (!here).then(nothing);
+        let of_channel: Vec<_> = ctx.here.iter().map(of_source).collect();
+        let counts = vec![of_channel; ctx.spec.channels as usize].concat();
+        Self { ranks: ctx.here.len(), counts, ..Self::default() }
     }
 
     fn lane(&self, channel: u32, source: u32) -> usize {

@@ -11,6 +11,8 @@ use super::{
     context::{Given, Io},
     device::{Device, Shifts},
     machine::Machine,
+    members::Seat,
+    roster::check_all_here,
     spec::Spec,
     Throughput,
 };
@@ -34,7 +36,7 @@ impl Throughput {
     pub fn open_far(
         engine: &EngineConfig,
         spec: Spec,
-        rank: u32,
+        seat: Seat,
         timeout: Duration,
         far: Far,
     ) -> Result<Self> {
@@ -46,7 +48,7 @@ impl Throughput {
             Ok((Arc::new(engine), part))
         };
         let engines = (0..spec.threads).map(open).collect::<Result<_>>()?;
-        let mut this = Self::over(Engines(engines), spec, rank, timeout, Box::new(worker))?;
+        let mut this = Self::over(Engines(engines), spec, seat, timeout, Box::new(worker))?;
         this.shifts = Some(shifts);
         Ok(this)
     }
@@ -83,7 +85,7 @@ impl Throughput {
     /// As [`Throughput::dispatch_send`].
     pub fn far_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
         let (_turn, mut machine) = self.enter_far()?;
-        self.check_all_here()?;
+        check_all_here(&machine)?;
         machine.check_turn("dispatch_send")?;
         machine.check_routes(indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
@@ -119,6 +121,7 @@ impl Throughput {
         let (_turn, mut machine) = self.enter_far()?;
         machine.check_far_sums()?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
+        *self.left_out.lock() = machine.left_out().to_vec();
         machine.take_far_sums()
     }
 }

@@ -4,7 +4,9 @@ use super::{
     commands::Commands,
     context::{by, Context, Stop},
     grid::Family,
-    ring::{Inbound, Outbound},
+    reader::Reader,
+    ring::Outbound,
+    shelf::Shelf,
 };
 
 /// One lane of this rank's own to its gateway on another node.
@@ -18,16 +20,22 @@ pub struct Feed {
     /// Slots that were sent: the preamble, then the tokens.
     sent: usize,
     /// The node's sums of their answers.
-    pub sums: Inbound,
+    pub sums: Reader,
 }
 
 impl Feed {
-    pub fn new(ctx: &Context, channel: u32, node: u32) -> Self {
+    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, node: u32) -> Self {
         let gateway = ctx.grid.at(node, ctx.grid.local());
         let own = ctx.grid.node();
-        let ring = Outbound::new(ctx.outbound(channel, Family::RailOut, own, gateway));
-        let sums = Inbound::new(ctx.inbound(channel, Family::RailBack, own, gateway));
+        let ring = shelf.outbound(ctx.outbound(channel, Family::RailOut, own, gateway));
+        let sums = ctx.inbound(channel, Family::RailBack, own, gateway);
+        let sums = shelf.inbound(sums, ctx.is_first_era());
         Self { channel, node, ring, tokens: Vec::new(), sent: 1, sums }
+    }
+
+    pub fn shelve(self, shelf: &mut Shelf) {
+        shelf.put(self.ring);
+        shelf.put_back(self.sums);
     }
 
     pub fn begin(&mut self, tokens: Vec<u32>) {
@@ -59,6 +67,7 @@ impl Feed {
             };
             let from: Vec<u64> = (self.sent..self.sent + n).map(place).collect();
             self.ring.send(&from, commands);
+            self.ring.preambles += u64::from(self.sent == 0);
             self.sent += n;
             moved = true;
         }

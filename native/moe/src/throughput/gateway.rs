@@ -12,7 +12,8 @@ use super::{
     jobs::{Begun, Call, Job},
     reader::Reader,
     received::Received,
-    ring::{Inbound, Outbound},
+    ring::Outbound,
+    shelf::Shelf,
     slots::{read_head, Kind, Preamble},
 };
 
@@ -79,7 +80,7 @@ pub struct Gateway {
     received: Received,
     received_summed: usize,
     /// By place on the node, answers of the ranks there.
-    answers: Vec<Option<Inbound>>,
+    answers: Vec<Option<Reader>>,
     output: Output,
     /// Tokens of which the answers are being summed, or are.
     summed: usize,
@@ -89,9 +90,9 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    pub fn new(ctx: &Context, channel: u32, node: u32) -> Self {
+    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, node: u32) -> Self {
         let grid = ctx.grid;
-        let source = grid.at(node, grid.local());
+        let (source, is_first) = (grid.at(node, grid.local()), ctx.is_first_era());
         let others = |family: Family| {
             (0..grid.per_node).map(move |local| {
                 let partner = grid.at(grid.node(), local);
@@ -104,7 +105,8 @@ impl Gateway {
                 let from = ctx.inbound(channel, Family::RailOut, node, source);
                 let back = ctx.outbound(channel, Family::RailBack, node, source);
                 let outbox = ctx.outbox(channel, Family::RailBack, node, source);
-                (Input::Ring(Reader::new(from)), Output::Ring { ring: Outbound::new(back), outbox })
+                let from = shelf.inbound(from, is_first);
+                (Input::Ring(from), Output::Ring { ring: shelf.outbound(back), outbox })
             }
         };
         Self {
@@ -114,7 +116,7 @@ impl Gateway {
             rows: None,
             records: Vec::new(),
             targets: others(Family::NodeOut)
-                .map(|o| o.map(|(f, p)| Outbound::new(ctx.outbound(channel, f, node, p))))
+                .map(|o| o.map(|(f, p)| shelf.outbound(ctx.outbound(channel, f, node, p))))
                 .collect(),
             forwarded: VecDeque::new(),
             taking: Begun::default(),
@@ -123,12 +125,23 @@ impl Gateway {
             received: Received::default(),
             received_summed: 0,
             answers: others(Family::NodeBack)
-                .map(|o| o.map(|(f, p)| Inbound::new(ctx.inbound(channel, f, node, p))))
+                .map(|o| o.map(|(f, p)| shelf.inbound(ctx.inbound(channel, f, node, p), is_first)))
                 .collect(),
             output,
             summed: 0,
             summing: Begun::default(),
             made: 0,
+        }
+    }
+
+    pub fn shelve(self, shelf: &mut Shelf) {
+        self.targets.into_iter().flatten().for_each(|ring| shelf.put(ring));
+        self.answers.into_iter().flatten().for_each(|ring| shelf.put_back(ring));
+        if let Input::Ring(reader) = self.input {
+            shelf.put_back(reader);
+        }
+        if let Output::Ring { ring, .. } = self.output {
+            shelf.put(ring);
         }
     }
 
@@ -172,9 +185,9 @@ impl Gateway {
 
     /// Whom tokens of the lane are awaited from, or room for them.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
-        let Input::Ring(ring) = &self.input else { return self.full().collect() };
-        let ring = &ring.ring;
-        match ring.ready(&ctx.words) {
+        let Input::Ring(reader) = &self.input else { return self.full().collect() };
+        let ring = &reader.ring;
+        match reader.ready(ctx) {
             Ok(0) if self.forwarded.is_empty() => vec![ring.place.partner],
             Ok(0) => {
                 let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
@@ -194,7 +207,7 @@ impl Gateway {
         let Some((_, mask)) = self.records.get(self.summed) else { return Vec::new() };
         let missing = |local: &u32| {
             let ring = self.answers[*local as usize].as_ref();
-            ring.is_some_and(|r| r.ready(&ctx.words).is_ok_and(|n| n == 0))
+            ring.is_some_and(|r| r.ready(ctx).is_ok_and(|n| n == 0))
         };
         let missing = bits(*mask).filter(missing);
         let mut all: Vec<u32> = missing.map(|local| ctx.grid.at(ctx.grid.node(), local)).collect();
@@ -204,16 +217,13 @@ impl Gateway {
         all
     }
 
-    /// Slots that were ever sent to each rank of this node.
-    pub fn forwarded_slots(&self) -> impl Iterator<Item = u64> + '_ {
-        self.targets.iter().flatten().map(|ring| ring.sent)
-    }
-
-    pub fn sent_sums(&self) -> u64 {
-        match &self.output {
-            Output::Own => 0,
-            Output::Ring { ring, .. } => ring.sent,
-        }
+    /// What it sends over.
+    pub fn outbound(&self) -> impl Iterator<Item = &Outbound> {
+        let back = match &self.output {
+            Output::Own => None,
+            Output::Ring { ring, .. } => Some(ring),
+        };
+        self.targets.iter().flatten().chain(back)
     }
 
     /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
@@ -235,6 +245,9 @@ impl Gateway {
         let mut moved = false;
         for ring in self.targets.iter_mut().flatten() {
             moved |= ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+        }
+        if let Input::Ring(reader) = &mut self.input {
+            moved |= reader.freshen(ctx, commands, call)?;
         }
         if self.rows.is_none() {
             moved |= self.forward_preamble(ctx, commands, arrivals, call)?;
@@ -277,6 +290,7 @@ impl Gateway {
         };
         for ring in self.targets.iter_mut().flatten() {
             ring.send(&[place], commands);
+            ring.preambles += 1;
         }
         let experts = ctx.spec.shape.local_experts() as usize;
         let local = ctx.grid.local() as usize;

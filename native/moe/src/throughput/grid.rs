@@ -1,4 +1,7 @@
 //! Ranks as a grid of nodes and rails, and the numbers of the rings between them. Pure.
+//!
+//! While a rank is missing, the grid is *flat*: every rank is a node of its own, and nobody forwards. A ring has the same two
+//! ends whatever the grid is, so that nobody else writes where a lost rank might (MR-1).
 
 /// What a ring carries, and between whom. A *lane* is a source's tokens on a channel; its *gateway* on a node is the
 /// rank there with the source's place.
@@ -28,9 +31,21 @@ pub struct Grid {
     pub rank: u32,
     pub ranks: u32,
     pub per_node: u32,
+    /// Ranks of a node when all are here.
+    pub home: u32,
 }
 
 impl Grid {
+    /// The same where every rank is a node of its own.
+    pub fn flat(self) -> Self {
+        Self { per_node: 1, ..self }
+    }
+
+    /// The same when all ranks are here.
+    pub fn whole(self) -> Self {
+        Self { per_node: self.home, ..self }
+    }
+
     pub fn nodes(self) -> u32 {
         self.ranks / self.per_node
     }
@@ -58,12 +73,40 @@ impl Grid {
     /// The number of a ring at this rank, which is one of its two ends, among those out or those back of a
     /// channel; `partner` is the other end, `source` the node of the lane's source.
     pub fn ring(self, family: Family, source: u32, partner: u32) -> u64 {
+        if self.per_node != self.home {
+            return self.flat_ring(family, partner);
+        }
         let across = || skip(self.node_of(partner), self.node());
         let within = || source * (self.per_node - 1) + skip(self.local_of(partner), self.local());
         u64::from(match family {
             Family::RailOut | Family::RailBack => across(),
             Family::NodeOut | Family::NodeBack => self.nodes() - 1 + within(),
         })
+    }
+
+    /// The ring of a pair in the flat grid: one that it has anyway, or one beyond those.
+    fn flat_ring(self, family: Family, partner: u32) -> u64 {
+        let home = self.whole();
+        let node = home.node_of(partner);
+        if home.local_of(partner) == home.local() {
+            return home.ring(family, node, partner);
+        }
+        if node == home.node() {
+            let within = if family.is_back() { Family::NodeBack } else { Family::NodeOut };
+            return home.ring(within, node, partner);
+        }
+        let place = skip(node, home.node()) * (self.home - 1);
+        u64::from(self.ranks - 1 + place + skip(home.local_of(partner), home.local()))
+    }
+
+    /// The numbers of all rings with a partner, in either grid.
+    pub fn rings_with(self, partner: u32) -> Vec<u64> {
+        let home = self.whole();
+        if home.node_of(partner) == home.node() && self.home > 1 {
+            let ring = |source| home.ring(Family::NodeOut, source, partner);
+            return (0..home.nodes()).map(ring).collect();
+        }
+        vec![self.flat().ring(Family::RailOut, partner, partner)]
     }
 
     /// The same ring as the partner numbers it.
@@ -88,7 +131,7 @@ mod tests {
         for (nodes, per_node) in [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)] {
             let ranks = nodes * per_node;
             for rank in 0..ranks {
-                let grid = Grid { rank, ranks, per_node };
+                let grid = Grid { rank, ranks, per_node, home: per_node };
                 let others = |own: u32, n: u32| (0..n).filter(move |i| *i != own);
                 let rail = || others(grid.node(), nodes).map(|n| grid.at(n, grid.local()));
                 let node = || others(grid.local(), per_node).map(|l| grid.at(grid.node(), l));
@@ -104,6 +147,44 @@ mod tests {
                     assert_eq!((all.len(), numbers.len() as u32), (numbers.len(), ranks - 1));
                     assert!(numbers.iter().all(|n| *n < u64::from(ranks - 1)));
                 }
+            }
+        }
+    }
+
+    /// Which ring is between whom, in the grid of all ranks and in the flat one.
+    #[test]
+    fn mr_1_a_ring_has_the_same_ends_in_either_grid() {
+        for (nodes, per_node) in [(1, 4), (4, 1), (2, 2), (3, 2), (2, 3)] {
+            let ranks = nodes * per_node;
+            for rank in 0..ranks {
+                let grid = Grid { rank, ranks, per_node, home: per_node };
+                let mut ends = std::collections::HashMap::new();
+                let others = |own: u32, n: u32| (0..n).filter(move |i| *i != own);
+                for node in others(grid.node(), nodes) {
+                    let partner = grid.at(node, grid.local());
+                    ends.insert(grid.ring(Family::RailOut, node, partner), partner);
+                }
+                for (source, local) in
+                    (0..nodes).flat_map(|s| others(grid.local(), per_node).map(move |l| (s, l)))
+                {
+                    let partner = grid.at(grid.node(), local);
+                    ends.insert(grid.ring(Family::NodeOut, source, partner), partner);
+                }
+                let flat = grid.flat();
+                let all = ranks - 1 + (nodes - 1) * (per_node - 1);
+                for partner in others(rank, ranks) {
+                    let number = flat.ring(Family::RailOut, partner, partner);
+                    assert_eq!(*ends.entry(number).or_insert(partner), partner);
+                    assert_eq!(number, flat.ring(Family::RailBack, partner, partner));
+                    assert!(number < u64::from(all));
+                }
+                assert_eq!(ends.len() as u32, all);
+                for partner in others(rank, ranks) {
+                    for number in grid.rings_with(partner) {
+                        assert_eq!(ends.remove(&number), Some(partner));
+                    }
+                }
+                assert!(ends.is_empty());
             }
         }
     }

@@ -3,13 +3,13 @@
 //! A job covers up to a chunk of tokens. Jobs have no order among themselves: what one needs was done before it was begun,
 //! and what it reads or writes is in use until it is done (MR-1).
 
-use std::{collections::VecDeque, fmt};
+use std::{cmp::Ordering, collections::VecDeque, fmt};
 
 use fabric_engine::EngineError;
 
 use super::{
     context::{by, Io, Stop},
-    slots::{read_head, Kind, HEAD},
+    slots::{compare_era, read_head, Kind, HEAD},
 };
 
 /// Something to be done with rows. Places are bytes from the beginning of the rank's part.
@@ -92,6 +92,9 @@ impl Fault {
             Self::Slot { from, kind, token, head } => (from, kind, token, head),
             Self::Engine(error) => return error.into(),
         };
+        if compare_era(&head, exchange) == Ordering::Greater {
+            return Stop::Ahead { rank: from };
+        }
         let cause = match read_head(&head, kind, exchange) {
             Ok(said) if kind == Kind::Sum => {
                 format!("it sent the sum of token {said}, not of {token}")
@@ -132,18 +135,27 @@ pub trait Worker: fmt::Debug + Send {
 pub struct Jobs {
     worker: Box<dyn Worker>,
     next: Ticket,
-    under_way: usize,
+    under_way: Vec<Ticket>,
     /// Nothing new is begun: the caller goes elsewhere when what was is done.
     pub resting: bool,
 }
 
 impl Jobs {
     pub fn new(worker: Box<dyn Worker>) -> Self {
-        Self { worker, next: 0, under_way: 0, resting: false }
+        Self { worker, next: 0, under_way: Vec::new(), resting: false }
     }
 
     pub fn are_under_way(&self) -> bool {
-        self.under_way > 0
+        !self.under_way.is_empty()
+    }
+
+    /// Goes on with what was begun, of which nothing follows any more; whether anything was done.
+    pub fn discard(&mut self, io: &mut Io<'_, '_>) -> bool {
+        self.worker.go_on(io);
+        let before = self.under_way.len();
+        let worker = &mut self.worker;
+        self.under_way.retain(|ticket| worker.outcome(*ticket).is_none());
+        self.under_way.len() < before
     }
 
     pub fn go_on(&mut self, io: &mut Io<'_, '_>) {
@@ -189,7 +201,7 @@ impl<T> Begun<T> {
         let jobs = &mut *call.jobs;
         let ticket = jobs.next;
         jobs.next += 1;
-        jobs.under_way += 1;
+        jobs.under_way.push(ticket);
         jobs.worker.begin(ticket, job, exchange, call.io);
         self.0.push_back((ticket, then));
     }
@@ -205,7 +217,8 @@ impl<T> Begun<T> {
     ) -> Result<Option<(T, Vec<u8>)>, Stop> {
         let Some((ticket, _)) = self.0.front() else { return Ok(None) };
         let Some(outcome) = call.jobs.worker.outcome(*ticket) else { return Ok(None) };
-        call.jobs.under_way -= 1;
+        let ticket = *ticket;
+        call.jobs.under_way.retain(|t| *t != ticket);
         let then = self.0.pop_front().map(|(_, then)| then);
         let bytes = outcome.map_err(|fault| fault.stop(exchange))?;
         Ok(then.map(|then| (then, bytes)))

@@ -3,7 +3,7 @@
 //! | area | slots | written by |
 //! |---|---|---|
 //! | own | a rank's tokens | this rank, at dispatch |
-//! | preambles | one for each node and channel | this rank, at dispatch |
+//! | preambles | one for each rank and channel | this rank, at dispatch |
 //! | rings out | tokens from sources and gateways | peers |
 //! | rings back | answers and sums from ranks and gateways | peers |
 //! | outbox | answers and sums to gateways and sources, as they lie in the rings there | this rank, at combine |
@@ -27,8 +27,9 @@ impl Layout {
     /// [`EngineError::Invalid`] for a spec that can't be.
     pub fn new(spec: Spec) -> Result<Self> {
         spec.check()?;
-        let rings = spec.rings() / 2 * spec.slots();
-        let preambles = u64::from(spec.nodes() * spec.channels);
+        let rings =
+            Self::first_spare(&spec) * spec.slots() + spec.spare() * Self::spare_slots(&spec);
+        let preambles = u64::from(spec.shape.ranks) * u64::from(spec.channels);
         let mut end = 0u64;
         let mut area = |slots: u64, stride: u64| {
             let begin = end;
@@ -62,14 +63,45 @@ impl Layout {
     }
 
     pub fn preamble(&self, channel: u32, node: u32) -> u64 {
-        let i = u64::from(channel * self.spec.nodes() + node);
+        let i = u64::from(channel) * u64::from(self.spec.shape.ranks) + u64::from(node);
         self.preambles + i * self.spec.out_stride()
     }
 
     /// The number of a ring among all of a rank, which names its words.
     pub fn number(&self, channel: u32, back: bool, ring: u64) -> u64 {
         let each = u64::from(self.spec.shape.ranks - 1);
-        (2 * u64::from(channel) + u64::from(back)) * each + ring
+        match ring.checked_sub(each) {
+            None => (2 * u64::from(channel) + u64::from(back)) * each + ring,
+            Some(spare) => {
+                2 * Self::first_spare(&self.spec) + u64::from(back) * self.spec.spare() + spare
+            }
+        }
+    }
+
+    /// Rings in each direction, without those that are used only while a rank is missing.
+    fn first_spare(spec: &Spec) -> u64 {
+        u64::from(spec.channels) * u64::from(spec.shape.ranks - 1)
+    }
+
+    /// Slots of such a ring: as few as it can have.
+    fn spare_slots(spec: &Spec) -> u64 {
+        2 * u64::from(spec.chunk)
+    }
+
+    /// Slots of a ring.
+    pub fn slots(&self, ring: u64) -> u64 {
+        match ring < u64::from(self.spec.shape.ranks - 1) {
+            true => self.spec.slots(),
+            false => Self::spare_slots(&self.spec),
+        }
+    }
+
+    /// Bytes from one slot to the next, on the way to experts or on the way back.
+    pub fn stride(&self, back: bool) -> u64 {
+        match back {
+            false => self.spec.out_stride(),
+            true => self.spec.back_stride(),
+        }
     }
 
     pub fn ring_out(&self, channel: u32, ring: u64) -> u64 {
@@ -86,7 +118,13 @@ impl Layout {
 
     fn ring(&self, channel: u32, ring: u64) -> u64 {
         let each = u64::from(self.spec.shape.ranks - 1);
-        (u64::from(channel) * each + ring) * self.spec.slots()
+        match ring.checked_sub(each) {
+            None => (u64::from(channel) * each + ring) * self.spec.slots(),
+            Some(spare) => {
+                let first = Self::first_spare(&self.spec) * self.spec.slots();
+                first + spare * Self::spare_slots(&self.spec)
+            }
+        }
     }
 
     /// The word with the tail of a ring that ends here.
@@ -113,17 +151,24 @@ impl Layout {
     pub fn explain(&self) -> Vec<(&'static str, String, u64)> {
         let s = &self.spec;
         let ring = format!("{} slots: {} chunks of {} tokens", s.slots(), s.ring_chunks, s.chunk);
-        let rings = s.rings() / 2;
+        let rings = match s.spare() {
+            0 => format!("{} rings of {ring}", Self::first_spare(s)),
+            spare => format!(
+                "{} rings of {ring}, and {spare} of {} for when a rank is missing",
+                Self::first_spare(s),
+                Self::spare_slots(s)
+            ),
+        };
         vec![
             ("own", format!("{} tokens", s.shape.max_tokens), self.preambles),
             (
                 "preambles",
-                format!("{} nodes x {} channels", s.nodes(), s.channels),
+                format!("{} ranks x {} channels", s.shape.ranks, s.channels),
                 self.rings_out - self.preambles,
             ),
-            ("rings out", format!("{rings} rings of {ring}"), self.rings_back - self.rings_out),
-            ("rings back", format!("{rings} rings of {ring}"), self.outbox - self.rings_back),
-            ("outbox", format!("{rings} rings of {ring}"), self.end - self.outbox),
+            ("rings out", rings.clone(), self.rings_back - self.rings_out),
+            ("rings back", rings.clone(), self.outbox - self.rings_back),
+            ("outbox", rings, self.end - self.outbox),
         ]
     }
 }

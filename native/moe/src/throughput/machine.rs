@@ -2,11 +2,9 @@
 //! [`Machine::step`], which whoever has a clock calls; what it sends are commands in the FIFOs of a proxy.
 
 mod checks;
+mod losses;
 
-use std::{
-    sync::{atomic::Ordering::Acquire, Arc, OnceLock},
-    time::Duration,
-};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, Result, Time};
 use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
@@ -17,8 +15,9 @@ use super::{
     context::{Arrivals, Context, Given, Io, Stop},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
+    members::{Members, Seat},
     signals::Signals,
-    slots::{head, put_experts, Kind},
+    slots::{first_exchange, head, next_exchange, put_experts, Kind},
     spec::Spec,
     workers::Prompt,
 };
@@ -27,6 +26,8 @@ use crate::{
     kernels::{store, Float, Part, PartMut},
     routes::{Order, Routes},
 };
+use losses::ToMask;
+pub use losses::{Broken, Losses};
 
 /// What the caller has done last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,12 +45,9 @@ const LAST: u32 = 8;
 /// one that merely waits, too (RS-4).
 const OWN: u32 = LAST / 2;
 
-/// Why an exchange has ended for good.
-#[derive(Clone, Debug)]
-pub struct Broken {
-    /// Who is to blame.
-    pub rank: u32,
-    pub cause: String,
+/// How long a rank's own jobs may take.
+pub fn own_patience(timeout: Duration) -> Duration {
+    timeout.saturating_mul(OWN)
 }
 
 /// Rows that a rank has sent.
@@ -65,19 +63,46 @@ pub struct Traffic {
     pub rail_sums: u64,
 }
 
+impl Traffic {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.rail_tokens += other.rail_tokens;
+        self.node_tokens += other.node_tokens;
+        self.node_answers += other.node_answers;
+        self.rail_sums += other.rail_sums;
+    }
+}
+
 /// One rank of an exchange.
 #[derive(Debug)]
 pub struct Machine {
     ctx: Context,
+    /// What all ranks have agreed on.
+    spec: Spec,
+    seat: Seat,
+    members: Members,
     channels: Vec<Channel>,
     signals: Signals,
     step: Step,
     tokens: u32,
+    /// Ranks with experts of this rank's tokens that aren't here.
+    left_out: Vec<u32>,
     arrivals: Arrivals,
     jobs: Jobs,
-    broken: Arc<OnceLock<Broken>>,
+    losses: Arc<Losses>,
+    /// A loss that no call has told yet.
+    news: Option<Broken>,
+    /// The one that a call told last.
+    told: Option<Broken>,
+    /// Who takes part has changed since lanes were made, and there are none.
+    is_wound_up: bool,
+    /// Ranks that the proxy is to give up soon.
+    to_mask: Vec<ToMask>,
+    /// Who has gone on without somebody whose loss this rank has yet to hear of.
+    overtaken_by: Option<u32>,
     /// Ranks that are gone, and why. Who has done its part may leave.
     gone: Vec<(u32, String)>,
+    /// By rank, whether nothing of its last life can come any more.
+    ended: Vec<bool>,
     /// Since when nothing has happened.
     quiet_since: Option<Time>,
 }
@@ -90,13 +115,13 @@ impl Machine {
     /// [`EngineError::Invalid`] for a spec that can't be, or too little of either.
     pub fn new(
         spec: Spec,
-        rank: u32,
+        seat: Seat,
         region: Region,
         words: AtomicWords,
         pushers: Vec<Pusher>,
     ) -> Result<Self> {
         let worker = Box::new(Prompt::new(spec, region.clone()));
-        Self::with_worker(spec, rank, &region, words, pushers, worker)
+        Self::with_worker(spec, seat, &region, words, pushers, worker)
     }
 
     /// As [`Machine::new`], with rows wherever the worker reaches them.
@@ -105,13 +130,14 @@ impl Machine {
     /// As [`Machine::new`].
     pub fn with_worker(
         spec: Spec,
-        rank: u32,
+        seat: Seat,
         region: &Region,
         words: AtomicWords,
         mut pushers: Vec<Pusher>,
         worker: Box<dyn Worker>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
+        let (rank, ranks) = (seat.rank, spec.shape.ranks);
         if rank >= spec.shape.ranks {
             return Err(EngineError::Invalid(format!(
                 "rank {rank} is none of {}",
@@ -135,44 +161,49 @@ impl Machine {
         let signals = pushers.pop().map(|pusher| Signals::new(pusher, spec.shape.ranks));
         let signals = signals.ok_or(EngineError::Closed)?;
         let grid = spec.grid(rank);
-        let ctx = Context { spec, grid, layout, words, exchange: 0, metas: Vec::new() };
-        let channel = |(i, pusher)| Channel::new(&ctx, i as u32, Commands::new(pusher));
+        let members = Members::new(seat, ranks);
+        let (here, metas) = (members.here(), Vec::new());
+        let ctx = Context { spec, grid, here, layout, words, exchange: 0, era: 0, metas };
+        let channel = |(i, pusher)| Channel::new(i as u32, Commands::new(pusher));
         let channels = pushers.into_iter().enumerate().map(channel).collect();
         Ok(Self {
             arrivals: Arrivals::default(),
             ctx,
+            spec,
+            seat,
+            members,
             channels,
             signals,
             step: Step::Idle,
             tokens: 0,
+            left_out: Vec::new(),
             jobs: Jobs::new(worker),
-            broken: Arc::default(),
+            losses: Arc::default(),
+            news: None,
+            told: None,
+            is_wound_up: true,
+            to_mask: Vec::new(),
+            overtaken_by: None,
             gone: Vec::new(),
+            ended: vec![false; ranks as usize],
             quiet_since: None,
         })
     }
 
     pub fn spec(&self) -> &Spec {
-        &self.ctx.spec
+        &self.spec
     }
 
     pub fn layout(&self) -> &Layout {
         &self.ctx.layout
     }
 
-    /// Who has ended the exchange, if anybody.
-    pub fn broken(&self) -> Option<&Broken> {
-        self.broken.get()
-    }
-
-    /// The same, for whoever asks while a call is under way.
-    pub(super) fn verdict(&self) -> Arc<OnceLock<Broken>> {
-        Arc::clone(&self.broken)
-    }
-
-    /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left.
+    /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left, and what was under way when a rank
+    /// was lost is over.
     pub fn may_begin(&self) -> bool {
         matches!(self.step, Step::Idle | Step::Collected)
+            && !self.jobs.are_under_way()
+            && self.to_mask.is_empty()
             && self.channels.iter().all(Channel::is_settled)
     }
 
@@ -213,19 +244,56 @@ impl Machine {
             let text = "the tokens of the last exchange are still on their way; step on";
             return Err(EngineError::Invalid(text.into()));
         }
-        self.ctx.exchange = self.ctx.exchange.wrapping_add(1);
+        match self.is_wound_up {
+            true => self.renew()?,
+            false => self.ctx.exchange = next_exchange(self.ctx.exchange),
+        }
         self.tokens = routes.tokens;
-        self.arrivals = Arrivals::new(&self.ctx.spec);
+        self.left_out = self.missing_for(indices);
+        self.arrivals = Arrivals::new(&self.ctx);
         self.write_metas(indices, weights);
         self.step = Step::Dispatched;
         let call = &mut Call { jobs: &mut self.jobs, io };
-        for channel in &mut self.channels {
+        for channel in self.channels.iter_mut().take(self.ctx.spec.channels as usize) {
             channel.begin(&self.ctx, routes, indices);
             if let Err(stop) = channel.pack(&self.ctx, call) {
                 return Err(self.stop(stop));
             }
         }
         Ok(())
+    }
+
+    /// Makes the lanes of those that are here. If somebody is missing, nobody forwards: every rank is a node of its own.
+    fn renew(&mut self) -> Result<()> {
+        let era = self.members.era();
+        if era >= 1 << 15 {
+            let text = "ranks came and went too often for one exchange; make another";
+            return Err(EngineError::Invalid(text.into()));
+        }
+        let ctx = &mut self.ctx;
+        let is_flat = !self.members.are_all_here() && self.spec.ranks_per_node > 1;
+        (ctx.spec, ctx.grid) = match is_flat {
+            true => (self.spec.flat(), ctx.grid.flat()),
+            false => (self.spec, ctx.grid.whole()),
+        };
+        (ctx.era, ctx.exchange) = (era, first_exchange(era, is_flat));
+        self.channels.iter_mut().for_each(|channel| channel.renew(&self.ctx));
+        self.is_wound_up = false;
+        Ok(())
+    }
+
+    /// Ranks with experts among these that aren't here.
+    fn missing_for(&self, indices: &[i64]) -> Vec<u32> {
+        let experts = indices.iter().filter_map(|e| u32::try_from(*e).ok());
+        let ranks = experts.map(|e| self.spec.shape.rank_of(e));
+        let missing = ranks.filter(|rank| !self.ctx.here[*rank as usize]);
+        missing.collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Ranks that aren't here, and that experts of the tokens of the last exchange are on: their answers are missing in its
+    /// sums.
+    pub fn left_out(&self) -> &[u32] {
+        &self.left_out
     }
 
     fn write_metas(&mut self, indices: &[i64], weights: Option<Part<'_>>) {
@@ -253,11 +321,15 @@ impl Machine {
     /// for and has been in no call for so long is given up. Who is waits for somebody else, who gives up whom he waits for.
     ///
     /// # Errors
-    /// [`EngineError::PeerLost`]: somebody was given up, here or by others, and the exchange has ended for good.
+    /// [`EngineError::PeerLost`]: somebody was given up, here or by others.
     pub fn step(&mut self, now: Time, timeout: Duration, io: &mut Io<'_, '_>) -> Result<bool> {
         self.hear()?;
         let moved = match self.go_on(io) {
             Ok(moved) => moved,
+            Err(Stop::Ahead { rank }) => {
+                self.overtaken_by = Some(rank);
+                true
+            }
             Err(stop) => return Err(self.stop(stop)),
         };
         self.signals.beat(&self.ctx, now, timeout);
@@ -276,7 +348,7 @@ impl Machine {
         let quiet = now.since(since);
         if self.jobs.are_under_way() {
             // Others wait for this rank, not it for them, until its rows have been seen to.
-            if quiet >= timeout.saturating_mul(OWN) {
+            if quiet >= own_patience(timeout) {
                 let rank = self.ctx.grid.rank;
                 self.fail(rank, format!("its device did nothing within {quiet:?}"));
                 self.check()?;
@@ -310,12 +382,14 @@ impl Machine {
 
     fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, Stop> {
         let mut moved = false;
+        if self.is_wound_up || self.overtaken_by.is_some() {
+            moved |= self.is_wound_up && self.jobs.discard(io);
+            return Ok(moved | self.flush()?);
+        }
         self.jobs.go_on(io);
         let call = &mut Call { jobs: &mut self.jobs, io };
         for channel in &mut self.channels {
-            if self.ctx.exchange > 0 {
-                moved |= channel.dispatch(&self.ctx, &mut self.arrivals, call)?;
-            }
+            moved |= channel.dispatch(&self.ctx, &mut self.arrivals, call)?;
             if matches!(self.step, Step::Answering | Step::Answered) {
                 moved |= channel.combine(&self.ctx, call)?;
             }
@@ -324,9 +398,25 @@ impl Machine {
         Ok(moved)
     }
 
+    /// Hands commands over as far as the FIFOs have room; whether there were any.
+    ///
+    /// # Errors
+    /// [`EngineError::Closed`].
+    pub(super) fn flush(&mut self) -> Result<bool> {
+        let of_channels = self.channels.iter_mut().map(|c| &mut c.commands);
+        let mut moved = false;
+        for commands in of_channels.chain([&mut self.signals.commands]) {
+            moved |= commands.flush().map_err(|_| EngineError::Closed)?;
+        }
+        Ok(moved)
+    }
+
     /// Whom something is awaited from.
     fn suspects(&self) -> Vec<u32> {
         let ctx = &self.ctx;
+        if let Some(rank) = self.overtaken_by {
+            return vec![rank];
+        }
         let of = |c: &Channel| match self.step {
             Step::Dispatched => c.suspects_of_tokens(ctx),
             Step::Answering | Step::Answered => c.suspects_of_answers(ctx),
@@ -348,7 +438,7 @@ impl Machine {
             return Ok(None);
         }
         let begun = self.channels.iter().any(Channel::has_begun);
-        self.arrivals.place(self.ctx.spec.shape.local_experts(), order, begun).map(Some)
+        self.arrivals.place(self.spec.shape.local_experts(), order, begun).map(Some)
     }
 
     /// Where rows are, once that was asked for.
@@ -359,7 +449,7 @@ impl Machine {
     /// What this rank has sent in all exchanges so far.
     pub fn traffic(&self) -> Traffic {
         let mut all = Traffic::default();
-        self.channels.iter().for_each(|c| c.count(self.ctx.exchange, &mut all));
+        self.channels.iter().for_each(|c| c.count(&self.ctx, &mut all));
         all
     }
 
@@ -444,57 +534,22 @@ impl Machine {
         self.jobs.abort();
     }
 
-    /// Gives a rank up. The exchange ends with it: who forwards, forwards for others. All are told whom it is about, so
-    /// that they name the same one; that rank too, which may live.
-    pub fn fail(&mut self, rank: u32, cause: String) {
-        let mut news = false;
-        let broken = self.broken.get_or_init(|| {
-            news = true;
-            Broken { rank, cause }
-        });
-        if !news {
-            return;
-        }
-        tracing::warn!(rank, cause = %broken.cause, "a rank was given up");
-        self.jobs.abort();
-        self.signals.give_up(&self.ctx, rank);
-        // What can't be told now is found out by the others themselves.
-        let _ = self.signals.commands.flush();
+    /// Whether all others have been told who was lost.
+    pub fn has_told(&mut self) -> bool {
+        self.signals.commands.has_left()
     }
 
     /// Nothing will be sent any more; whether all that was has arrived.
     pub fn has_left(&mut self) -> bool {
-        let broken = self.broken().is_some();
         let of_channels = self.channels.iter_mut().map(|c| &mut c.commands);
-        // Tokens that will never be asked for needn't arrive.
-        let of_channels = of_channels.filter(|_| !broken);
         let all = of_channels.chain([&mut self.signals.commands]);
         all.map(Commands::has_left).fold(true, |all, one| all & one)
-    }
-
-    /// A rank is gone. That ends the exchange once something is awaited of it.
-    pub fn lose(&mut self, rank: u32, cause: String) {
-        self.gone.push((rank, cause));
-    }
-
-    /// Whether somebody else has given up a rank.
-    ///
-    /// # Errors
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
-    pub fn hear(&mut self) -> Result<()> {
-        let named = |rank: &u32| {
-            let word = self.ctx.layout.given_up(*rank) as usize;
-            self.ctx.words[word].load(Acquire) > 0
-        };
-        if let Some(rank) = (0..self.ctx.grid.ranks).find(named) {
-            self.fail(rank, "another rank gave it up".into());
-        }
-        self.check()
     }
 
     fn stop(&mut self, stop: Stop) -> EngineError {
         match stop {
             Stop::Engine(error) => error,
+            Stop::Ahead { .. } => EngineError::Closed,
             Stop::Peer { rank, cause } => {
                 let cause =
                     format!("it broke the protocol: {cause}; run the same version everywhere");

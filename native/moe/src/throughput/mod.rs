@@ -8,8 +8,10 @@
 //! Each hop is a ring of slots with a tail and a head, filled and given back in chunks ([`ring`]). Whatever is sent is a
 //! command to the rank's proxy: writes, the last of a batch with an atomic that moves the tail, in order.
 //!
-//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`]; [`ring`] and the lanes ([`feed`], [`gateway`],
-//! [`take`]); [`Machine`], which needs neither thread nor clock; and [`Throughput`], which has both.
+//! While a rank is missing nobody forwards: every rank is a node of its own then ([`members`], [`grid`]).
+//!
+//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`members`]; [`ring`] and the lanes ([`feed`],
+//! [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and [`Throughput`], which has both.
 
 mod card;
 mod channel;
@@ -22,9 +24,12 @@ mod grid;
 mod jobs;
 mod layout;
 mod machine;
+mod members;
 mod reader;
 mod received;
 mod ring;
+mod roster;
+mod shelf;
 mod signals;
 mod slots;
 mod spec;
@@ -35,13 +40,13 @@ use std::{
     fmt,
     sync::{
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-        Arc, OnceLock,
+        Arc,
     },
     time::{Duration, Instant},
 };
 
 use fabric_engine::{api::EngineConfig, EngineError, Result, Time};
-use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError, RankDescriptor};
+use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
@@ -50,7 +55,8 @@ pub use self::{
     far::Far,
     jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
-    machine::{Broken, Machine, Traffic},
+    machine::{Broken, Losses, Machine, Traffic},
+    members::Seat,
     spec::Spec,
     workers::{device, Prompt},
 };
@@ -71,9 +77,10 @@ fn command_channels(channels: u32) -> u32 {
 }
 
 /// What the proxy of a rank of this exchange is like.
-pub fn proxy_config(spec: &Spec, rank: u32, deadline: Duration) -> Config {
+pub fn proxy_config(spec: &Spec, seat: Seat, deadline: Duration) -> Config {
     Config {
-        rank: rank as usize,
+        rank: seat.rank as usize,
+        incarnation: seat.life + 1,
         ranks: spec.shape.ranks as usize,
         per_node: spec.ranks_per_node as usize,
         threads: spec.threads as usize,
@@ -99,15 +106,16 @@ pub struct Throughput {
     turn: Mutex<()>,
     /// Locked for a whole call.
     machine: Mutex<Machine>,
-    broken: Arc<OnceLock<Broken>>,
+    losses: Arc<Losses>,
     /// Whom a caller wants given up, and why, until a call or the caller has done so.
-    masked: Mutex<Option<(u32, String)>>,
+    masked: Mutex<Vec<(u32, String)>>,
     traffic: Mutex<Traffic>,
     closed: AtomicBool,
     events: Arc<Mutex<Vec<Event>>>,
-    /// Which ranks have been admitted.
+    /// Which ranks are here, and whose answers are missing in the last sums; as the last call left it.
     here: Mutex<Vec<bool>>,
-    rank: u32,
+    left_out: Mutex<Vec<u32>>,
+    seat: Seat,
     /// Nanoseconds.
     timeout: AtomicU64,
     /// When kernels are at work, if they carry the exchange out.
@@ -116,40 +124,41 @@ pub struct Throughput {
 
 impl fmt::Debug for Throughput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Throughput(rank {} of {})", self.rank, self.here.lock().len())
+        write!(f, "Throughput(rank {} of {})", self.seat.rank, self.spec.shape.ranks)
     }
 }
 
 impl Throughput {
     /// Opens engines like `engine`, one for each proxy thread, and allocates this rank's part of the memory.
     ///
-    /// `timeout` is how long a rank may be in no call while it is waited for; give all ranks the same.
+    /// `timeout` is how long a rank may be in no call while it is waited for; give all ranks the same. A rank that takes a lost
+    /// one's place is a further life of it.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine says.
-    pub fn open(engine: &EngineConfig, spec: Spec, rank: u32, timeout: Duration) -> Result<Self> {
+    pub fn open(engine: &EngineConfig, spec: Spec, seat: Seat, timeout: Duration) -> Result<Self> {
         let nbytes = Layout::new(spec)?.nbytes();
         let engines = Engines::open(engine, spec.threads as usize, nbytes).map_err(engine_error)?;
         let region = engines.0[0].1.clone();
-        Self::over(engines, spec, rank, timeout, Box::new(Prompt::new(spec, region)))
+        Self::over(engines, spec, seat, timeout, Box::new(Prompt::new(spec, region)))
     }
 
     /// Over engines that have this rank's part of the memory, and with a worker that reaches it.
     fn over(
         engines: Engines,
         spec: Spec,
-        rank: u32,
+        seat: Seat,
         timeout: Duration,
         worker: Box<dyn Worker>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
-        if rank >= spec.shape.ranks {
+        if seat.rank >= spec.shape.ranks || seat.life >= 1 << 12 {
             return Err(EngineError::Invalid(format!(
-                "rank {rank} is none of {}",
-                spec.shape.ranks
+                "rank {} of {} in life {}: both count from 0, lives to 4095",
+                seat.rank, spec.shape.ranks, seat.life
             )));
         }
-        let config = proxy_config(&spec, rank, timeout.saturating_mul(4));
+        let config = proxy_config(&spec, seat, timeout.saturating_mul(4));
         let device = DeviceMemory::host(&config).map_err(engine_error)?;
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
@@ -161,23 +170,22 @@ impl Throughput {
         let pushers = (0..spec.channels).map(pusher).chain([signals]);
         let pushers = pushers.collect::<Result<_, _>>().map_err(engine_error)?;
         let (memory, words) = (proxy.memory().clone(), proxy.words().clone());
-        let machine = Machine::with_worker(spec, rank, &memory, words, pushers, worker)?;
-        let mut here = vec![false; spec.shape.ranks as usize];
-        here[rank as usize] = true;
+        let machine = Machine::with_worker(spec, seat, &memory, words, pushers, worker)?;
         let timeout = AtomicU64::new(timeout.as_nanos() as u64);
         Ok(Self {
             proxy,
             spec,
             layout,
             turn: Mutex::new(()),
-            broken: machine.verdict(),
+            losses: machine.losses(),
+            here: Mutex::new(machine.here()),
+            left_out: Mutex::default(),
             machine: Mutex::new(machine),
             masked: Mutex::default(),
             traffic: Mutex::default(),
             closed: AtomicBool::new(false),
             events,
-            here: Mutex::new(here),
-            rank,
+            seat,
             timeout,
             shifts: None,
         })
@@ -191,46 +199,6 @@ impl Throughput {
         self.layout
     }
 
-    /// What others need to know of this rank.
-    pub fn card(&self) -> Vec<u8> {
-        Card { spec: self.spec, proxy: self.proxy.descriptor().to_bytes() }.to_bytes()
-    }
-
-    /// Takes a rank in by its card; returns its number. All are there before the first dispatch.
-    ///
-    /// # Errors
-    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already.
-    pub fn admit(&self, card: &[u8]) -> Result<u32> {
-        let card = Card::from_bytes(card)?;
-        let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
-        let (spec, rank) = (self.spec, u32::from(proxy.rank));
-        let unlike = |cause: String| EngineError::Handshake { peer: format!("rank {rank}"), cause };
-        if card.spec != spec {
-            return Err(unlike(format!(
-                "it is of another shape: {:?}, and this one's is {spec:?}; give all ranks the same",
-                card.spec
-            )));
-        }
-        let mut here = self.here.lock();
-        match here.get(rank as usize) {
-            None => return Err(unlike(format!("it is none of {} ranks", here.len()))),
-            Some(true) => {
-                return Err(EngineError::Invalid(format!("rank {rank} is here already")));
-            }
-            Some(false) => {}
-        }
-        self.proxy.join(&proxy).map_err(engine_error)?;
-        here[rank as usize] = true;
-        Ok(rank)
-    }
-
-    /// How long a rank may be in no call while it is waited for. Give all ranks the same: who waits a few hundred
-    /// milliseconds only hears too rarely of those that wait longer.
-    pub fn set_timeout(&self, timeout: Duration) {
-        let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
-        self.timeout.store(nanos, Relaxed);
-    }
-
     fn timeout(&self) -> Duration {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
@@ -240,27 +208,6 @@ impl Throughput {
         *self.traffic.lock()
     }
 
-    /// Who has ended the exchange, if anybody.
-    pub fn broken(&self) -> Option<Broken> {
-        self.broken.get().cloned()
-    }
-
-    /// Gives a rank up, which ends the exchange for all; also the call that this rank is in.
-    ///
-    /// # Errors
-    /// [`EngineError::Invalid`]: it is this rank, or none.
-    pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
-        if rank == self.rank || rank as usize >= self.here.lock().len() {
-            return Err(EngineError::Invalid(format!("rank {rank} is no other rank")));
-        }
-        self.masked.lock().get_or_insert_with(|| (rank, cause.to_owned()));
-        // A call that is under way finds it there, and ends.
-        let mut machine = self.machine.lock();
-        self.follow_mask(&mut machine);
-        self.take_leave(&mut machine);
-        Ok(())
-    }
-
     /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts of each token; `weights`
     /// 32-bit floats, one for each expert, or all one.
     ///
@@ -268,7 +215,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or out of turn;
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_send(
         &self,
         parts: &[Part<'_>],
@@ -276,7 +223,7 @@ impl Throughput {
         weights: Option<Part<'_>>,
     ) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
-        self.check_all_here()?;
+        roster::check_all_here(&machine)?;
         machine.check_turn("dispatch_send")?;
         machine.check_tokens(parts, indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
@@ -288,7 +235,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for;
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter()?;
         let mut found = Ok(None);
@@ -303,8 +250,7 @@ impl Throughput {
     /// `dispatch_send` was given them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] once the
-    /// exchange has ended for good.
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter_near()?;
         let placing = machine.check_room(out)?;
@@ -316,8 +262,7 @@ impl Throughput {
     /// more: those of this node are summed.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] once the
-    /// exchange has ended for good.
+    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.begin_answers(&answers)?;
@@ -327,23 +272,13 @@ impl Throughput {
     /// For each of this rank's tokens the sum of its experts' answers, each times its weight.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] once the exchange has
-    /// ended for good.
+    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.check_sums(out, float)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
+        *self.left_out.lock() = machine.left_out().to_vec();
         machine.take_sums(out, float)
-    }
-
-    fn check_all_here(&self) -> Result<()> {
-        match self.here.lock().iter().position(|here| !here) {
-            None => Ok(()),
-            Some(rank) => {
-                let text = format!("rank {rank} is not connected; admit its card first");
-                Err(EngineError::Invalid(text))
-            }
-        }
     }
 
     /// As [`Throughput::enter`], for a call whose rows the host moves.
@@ -372,17 +307,40 @@ impl Throughput {
         done: impl FnMut(&mut Machine) -> bool,
     ) -> Result<()> {
         let there = self.step_until(machine, io, done);
-        let mut ended = there.is_err();
-        if !ended && machine.is_at_work() {
+        if there.is_ok() && machine.is_at_work() {
             machine.rest(true);
-            // What ends the exchange meanwhile is for the next call to say.
-            ended = self.step_until(machine, io, |machine| !machine.is_at_work()).is_err();
+            if self.step_until(machine, io, |machine| !machine.is_at_work()).is_err() {
+                // Who is lost meanwhile is for the next call to say.
+                machine.say_again();
+                self.put_down(machine, io);
+            }
             machine.rest(false);
         }
-        if ended {
+        if there.is_err() {
+            self.put_down(machine, io);
+        }
+        self.note(machine);
+        there
+    }
+
+    /// Sees to it that nothing that the caller gave is in use any more.
+    fn put_down(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
+        let end = Instant::now() + machine::own_patience(self.timeout());
+        while machine.is_wound_up() && !machine.finish_jobs(io) {
+            std::thread::sleep(Duration::from_micros(50));
+            if Instant::now() > end {
+                machine.fail(self.seat.rank, "its device did nothing".into());
+                return;
+            }
+        }
+        if !machine.is_wound_up() {
             machine.abort();
         }
-        there
+    }
+
+    /// For whoever asks between calls.
+    fn note(&self, machine: &Machine) {
+        *self.here.lock() = machine.here();
     }
 
     fn step_until(
@@ -394,7 +352,7 @@ impl Throughput {
         machine.resume();
         let mut idle = 0u32;
         loop {
-            let moved = self.step(machine, io).inspect_err(|_| self.take_leave(machine))?;
+            let moved = self.step(machine, io).inspect_err(|_| self.tell(machine))?;
             let over = done(machine);
             idle = if moved { 0 } else { idle + 1 };
             if over || idle == 32 {
@@ -413,23 +371,39 @@ impl Throughput {
     }
 
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
-        self.follow_mask(machine);
+        self.follow_masks(machine);
         // What others say of whom they gave up came before they left themselves.
         machine.hear()?;
-        for event in self.events.lock().drain(..) {
-            match event {
-                Event::Lost { rank, error, .. } => machine.lose(rank as u32, error.to_string()),
-                other => {
-                    machine.fail(self.rank, format!("its proxy refused a command: {other:?}"));
-                }
-            }
-        }
+        self.take_events(machine);
+        self.mask_lost(machine);
         machine.step(Time::now(), self.timeout(), io)
     }
 
-    fn follow_mask(&self, machine: &mut Machine) {
-        if let Some((rank, cause)) = self.masked.lock().take() {
+    fn take_events(&self, machine: &mut Machine) {
+        for event in self.events.lock().drain(..) {
+            match event {
+                Event::Lost { rank, error, .. } => machine.lose(rank as u32, error.to_string()),
+                Event::Gone { rank, incarnation } => {
+                    machine.end(Seat { rank: rank as u32, life: incarnation - 1 });
+                }
+                other => {
+                    machine.fail(self.seat.rank, format!("its proxy refused a command: {other:?}"));
+                }
+            }
+        }
+    }
+
+    fn follow_masks(&self, machine: &mut Machine) {
+        for (rank, cause) in self.masked.lock().drain(..) {
             machine.fail(rank, cause);
+        }
+    }
+
+    /// Has the proxy give up whom all others have been told of.
+    fn mask_lost(&self, machine: &mut Machine) {
+        for rank in machine.take_masked(Time::now(), self.timeout()) {
+            // A rank that there is, and another one.
+            let _ = self.proxy.mask(rank as usize);
         }
     }
 
@@ -439,19 +413,28 @@ impl Throughput {
             return;
         }
         let mut machine = self.machine.lock();
-        if machine.broken().is_none() {
-            self.take_leave(&mut machine);
+        if self.losses.ended().is_none() {
+            wait_for(self.farewell(), || machine.has_left());
         }
         drop(machine);
         self.proxy.close();
     }
 
-    /// Waits until what others are told has left, but not for ever.
-    fn take_leave(&self, machine: &mut Machine) {
-        let end = Instant::now() + FAREWELL.min(self.timeout());
-        while !machine.has_left() && Instant::now() < end {
-            std::thread::sleep(Duration::from_micros(50));
-        }
+    /// Waits until all others have been told who was lost, but not for ever.
+    fn tell(&self, machine: &mut Machine) {
+        wait_for(self.farewell(), || machine.has_told());
+        self.mask_lost(machine);
+    }
+
+    fn farewell(&self) -> Duration {
+        FAREWELL.min(self.timeout())
+    }
+}
+
+fn wait_for(most: Duration, mut there: impl FnMut() -> bool) {
+    let end = Instant::now() + most;
+    while !there() && Instant::now() < end {
+        std::thread::sleep(Duration::from_micros(50));
     }
 }
 

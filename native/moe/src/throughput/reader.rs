@@ -1,10 +1,17 @@
-//! The receiver's end of a ring of tokens, and the beginnings of those slots that were looked at: what peers wrote there is
-//! the host's to check (MR-3), wherever the rows behind lie.
+//! The receiver's end of a ring, and the beginnings of those slots that were looked at: what peers wrote there is the host's to
+//! check (MR-3), wherever the rows behind lie.
+//!
+//! Slots of an earlier era are passed over: their exchange was given up. Those of a later one stay where they are until this
+//! rank has heard who was lost.
+
+use std::cmp::Ordering::{Equal, Greater, Less};
 
 use super::{
+    commands::Commands,
     context::{by, Context, Stop},
     jobs::{Begun, Call, Job},
-    ring::{Inbound, Place},
+    ring::Inbound,
+    slots::{compare_era, HEAD},
 };
 
 #[derive(Debug)]
@@ -14,16 +21,55 @@ pub struct Reader {
     /// Of slots from the first that wasn't read, behind one another; and how much of it was read.
     seen: Vec<u8>,
     read: usize,
+    /// The next slot is of a later era.
+    is_ahead: bool,
 }
 
 impl Reader {
-    pub fn new(place: Place) -> Self {
-        Self { ring: Inbound::new(place), looking: Begun::default(), seen: Vec::new(), read: 0 }
+    pub fn new(ring: Inbound) -> Self {
+        Self { ring, looking: Begun::default(), seen: Vec::new(), read: 0, is_ahead: false }
     }
 
-    /// Slots that have come and weren't read, looked at or not.
+    /// Slots of this era that have come and weren't read, looked at or not.
     pub fn ready(&self, ctx: &Context) -> Result<u64, Stop> {
+        if !self.ring.fresh || self.is_ahead {
+            return Ok(0);
+        }
         self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))
+    }
+
+    /// Passes over slots of earlier eras; whether there was one.
+    pub fn freshen(
+        &mut self,
+        ctx: &Context,
+        commands: &mut Commands,
+        call: &mut Call<'_, '_, '_>,
+    ) -> Result<bool, Stop> {
+        if self.ring.fresh || self.is_ahead {
+            return Ok(false);
+        }
+        if self.looking.is_empty() && call.may_begin() {
+            let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))?;
+            let n = ready.min(ctx.spec.chunk.into());
+            if n > 0 {
+                let slots = (0..n).map(|ahead| self.ring.next(ahead)).collect();
+                let job = Job::Look { slots, nbytes: HEAD };
+                self.looking.begin(call, ctx.exchange, job, ());
+            }
+        }
+        let Some(((), heads)) = self.looking.done(call, ctx.exchange)? else { return Ok(false) };
+        for head in heads.chunks_exact(HEAD as usize) {
+            match compare_era(head, ctx.exchange) {
+                Less => self.ring.taken += 1,
+                Equal => self.ring.fresh = true,
+                Greater => self.is_ahead = true,
+            }
+            if self.ring.fresh || self.is_ahead {
+                break;
+            }
+        }
+        self.ring.credit(self.ring.taken, ctx.spec.chunk, true, commands);
+        Ok(true)
     }
 
     /// Looks at the first `nbytes` of up to a chunk of the next `left` slots; returns how many are seen.
@@ -35,7 +81,7 @@ impl Reader {
         left: u64,
     ) -> Result<u64, Stop> {
         let seen = self.seen(nbytes);
-        if self.looking.is_empty() && call.may_begin() {
+        if self.ring.fresh && self.looking.is_empty() && call.may_begin() {
             let ready = self.ready(ctx)?.min(left);
             let n = ready.saturating_sub(seen).min(ctx.spec.chunk.into());
             if n > 0 {
@@ -46,7 +92,11 @@ impl Reader {
         while let Some(((), bytes)) = self.looking.done(call, ctx.exchange)? {
             self.seen.drain(..self.read);
             self.read = 0;
-            self.seen.extend(bytes);
+            let of_slots = bytes.chunks_exact(nbytes as usize);
+            let ours = of_slots.take_while(|b| compare_era(b, ctx.exchange) != Greater);
+            let ours = ours.count() * nbytes as usize;
+            self.is_ahead = ours < bytes.len();
+            self.seen.extend(&bytes[..ours]);
         }
         Ok(self.seen(nbytes))
     }

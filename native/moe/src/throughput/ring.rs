@@ -11,12 +11,14 @@ use fabric_proxy::{
     raw::AtomicWords,
 };
 
-use super::commands::Commands;
+use super::{commands::Commands, machine::Traffic};
 
 /// Where a ring lies, and the words of its two ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub partner: u32,
+    /// What goes over it are answers or sums.
+    pub is_back: bool,
     /// Of the ring, in the part of whoever receives.
     pub base: u64,
     pub slots: u64,
@@ -45,6 +47,8 @@ impl Place {
 pub struct Outbound {
     pub place: Place,
     pub sent: u64,
+    /// How many of those that were sent are preambles.
+    pub preambles: u64,
     /// Slots before this may be written again.
     cleared: u64,
     /// What was sent: up to which slot, by commands up to which one.
@@ -56,7 +60,23 @@ pub struct Outbound {
 impl Outbound {
     pub fn new(place: Place) -> Self {
         let (batches, draining) = (VecDeque::new(), VecDeque::new());
-        Self { place, sent: 0, cleared: 0, batches, draining }
+        Self { place, sent: 0, preambles: 0, cleared: 0, batches, draining }
+    }
+
+    /// Tokens, answers or sums that were sent.
+    pub fn rows(&self) -> u64 {
+        self.sent - self.preambles
+    }
+
+    /// Adds what was sent, by where it went; `near` says which ranks are on this rank's node.
+    pub fn count(&self, near: &impl Fn(u32) -> bool, all: &mut Traffic) {
+        let rows = match (near(self.place.partner), self.place.is_back) {
+            (false, false) => &mut all.rail_tokens,
+            (true, false) => &mut all.node_tokens,
+            (true, true) => &mut all.node_answers,
+            (false, true) => &mut all.rail_sums,
+        };
+        *rows += self.rows();
     }
 
     /// Slots that may be written.
@@ -140,11 +160,13 @@ pub struct Inbound {
     pub taken: u64,
     /// Slots that were given back.
     credited: u64,
+    /// Whether what comes is of this era; before that come slots of earlier ones.
+    pub fresh: bool,
 }
 
 impl Inbound {
     pub fn new(place: Place) -> Self {
-        Self { place, taken: 0, credited: 0 }
+        Self { place, taken: 0, credited: 0, fresh: false }
     }
 
     /// Slots that have come and weren't read.

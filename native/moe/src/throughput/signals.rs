@@ -1,7 +1,10 @@
 //! What ranks tell each other beside tokens: that they are in a call, and whom they have given up. In a FIFO and on a command
 //! channel of their own, so that they don't wait behind tokens that somebody doesn't take.
 
-use std::{sync::atomic::Ordering::Acquire, time::Duration};
+use std::{
+    sync::atomic::Ordering::{AcqRel, Acquire},
+    time::Duration,
+};
 
 use fabric_engine::Time;
 use fabric_proxy::{
@@ -9,11 +12,15 @@ use fabric_proxy::{
     fifo::Pusher,
 };
 
-use super::{commands::Commands, context::Context};
+use super::{commands::Commands, context::Context, members::Seat};
 
+/// Bits that count ranks, of which there are less than 2^10.
+const TELLERS: u32 = 10;
+/// Lives of a rank that its word tells apart.
+const LIVES: u32 = u64::BITS / TELLERS;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Times in a timeout that a rank says that it is in a call.
-const BEATS: u32 = 4;
+pub const BEATS: u32 = 4;
 /// It says so this often at least, for others may have shorter timeouts.
 const BEAT: Duration = Duration::from_millis(250);
 
@@ -43,7 +50,7 @@ impl Signals {
         let due = self.said.is_none_or(|said| now.since(said) >= BEAT.min(timeout / BEATS));
         if due && self.commands.is_flushed() {
             self.said = Some(now);
-            self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank));
+            self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank), 1);
         }
     }
 
@@ -53,17 +60,51 @@ impl Signals {
         now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
 
-    /// Tells all others whom this rank has given up, so that all name the same one (RS-4); that rank too, which may live.
-    pub fn give_up(&mut self, ctx: &Context, rank: u32) {
-        self.tell_all(ctx, ctx.layout.given_up(rank));
+    /// Tells all others which rank this one has given up, in which of its lives, so that all do the same (RS-4); that rank
+    /// too, which may live. Returns a drain after which they have been told.
+    pub fn give_up(&mut self, ctx: &Context, seat: Seat) -> u64 {
+        let (slot, value) = (ctx.layout.given_up(seat.rank), 1 << shift(seat.life));
+        self.tell_all(ctx, slot, value);
+        // Last: it may take nothing any more.
+        if seat.rank != ctx.grid.rank {
+            let add = Add { slot: slot as u16, value, ordered: false };
+            let rank = seat.rank as u16;
+            self.commands.push(Command::Atomic { rank, channel: CHANNEL, add });
+        }
+        self.commands.drain()
     }
 
-    fn tell_all(&mut self, ctx: &Context, slot: u64) {
-        let add = Add { slot: slot as u16, value: 1, ordered: false };
-        for other in (0..ctx.grid.ranks).filter(|r| *r != ctx.grid.rank) {
+    /// Whether others have given up a life of a rank.
+    pub fn is_given_up(ctx: &Context, seat: Seat) -> bool {
+        let word = ctx.words[ctx.layout.given_up(seat.rank) as usize].load(Acquire);
+        tellers(word, seat.life) > 0
+    }
+
+    /// A life begins. What was said of the one that had its place in the word is forgotten.
+    pub fn admit(ctx: &Context, seat: Seat) {
+        if seat.life < LIVES {
+            return;
+        }
+        let word = &ctx.words[ctx.layout.given_up(seat.rank) as usize];
+        word.fetch_sub(tellers(word.load(Acquire), seat.life) << shift(seat.life), AcqRel);
+    }
+
+    fn tell_all(&mut self, ctx: &Context, slot: u64, value: i64) {
+        let add = Add { slot: slot as u16, value, ordered: false };
+        let others = (0..ctx.grid.ranks).filter(|r| *r != ctx.grid.rank && ctx.here[*r as usize]);
+        for other in others {
             self.commands.push(Command::Atomic { rank: other as u16, channel: CHANNEL, add });
         }
     }
+}
+
+/// Ranks that have given up a life, in the word of those: a number for each of the last lives.
+fn tellers(word: u64, life: u32) -> u64 {
+    word >> shift(life) & ((1 << TELLERS) - 1)
+}
+
+fn shift(life: u32) -> u32 {
+    life % LIVES * TELLERS
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! What a slot of a ring says: its head, the experts of a token, how many rows come.
 //!
 //! A head is four little-endian words: what it is, the exchange, the token (or the rows that follow a preamble), zero.
+//! The number of an exchange begins with its era: who takes part, and in which grid.
 //! Whatever a peer wrote there is checked before it is used (MR-3).
 
 use super::spec::Spec;
@@ -21,6 +22,25 @@ pub enum Kind {
     Sum = 4,
 }
 
+/// Bits of an exchange's number within its era.
+const COUNT: u32 = 16;
+
+/// The number of the first exchange of an era, of which there are less than 2^15.
+pub fn first_exchange(era: u32, is_flat: bool) -> u32 {
+    (2 * era + u32::from(is_flat)) << COUNT | 1
+}
+
+/// The number of the next one of the same era. It comes round: whoever is that far off is not in the era any more.
+pub fn next_exchange(exchange: u32) -> u32 {
+    let mask = (1 << COUNT) - 1;
+    exchange & !mask | exchange.wrapping_add(1) & mask
+}
+
+/// Whether a slot with this head was sent in an earlier era than an exchange's, in its own, or in a later one.
+pub fn compare_era(head: &[u8], exchange: u32) -> std::cmp::Ordering {
+    (word(head, 1) >> COUNT).cmp(&(exchange >> COUNT))
+}
+
 pub fn head(kind: Kind, exchange: u32, token: u32) -> [u8; HEAD as usize] {
     let mut bytes = [0; HEAD as usize];
     for (place, word) in bytes.chunks_exact_mut(4).zip([kind as u32, exchange, token, 0]) {
@@ -37,11 +57,16 @@ pub fn read_head(bytes: &[u8], kind: Kind, exchange: u32) -> Result<u32, String>
     let [k, e, token, zero] = std::array::from_fn(|i| word(bytes, i));
     match (k, e, zero) == (kind as u32, exchange, 0) {
         true => Ok(token),
-        false if k == kind as u32 && zero == 0 => Err(format!(
-            "it is in its exchange {e}, and this rank in its {exchange}; have every rank call dispatch and combine \
-             in the same order"
-        )),
-        false => Err(format!("it sent a {kind:?} that can't be read: words {k}, {e}, {token}, {zero}")),
+        false if k == kind as u32 && zero == 0 => {
+            let [theirs, ours] = [e, exchange].map(|n| n & ((1 << COUNT) - 1));
+            Err(format!(
+                "it is in its exchange {theirs}, and this rank in its {ours}; have every rank call dispatch and combine \
+                 in the same order"
+            ))
+        }
+        false => {
+            Err(format!("it sent a {kind:?} that can't be read: words {k}, {e}, {token}, {zero}"))
+        }
     }
 }
 
@@ -143,6 +168,22 @@ mod tests {
         assert_eq!(Preamble::read(&spec(), 7, &bytes), Ok(preamble));
         assert!(Preamble::read(&spec(), 8, &bytes).unwrap_err().contains("exchange 7"));
         assert!(read_head(&bytes, Kind::Token, 7).unwrap_err().contains("can't be read"));
+    }
+
+    #[test]
+    fn an_exchange_says_which_era_it_is_of() {
+        use std::cmp::Ordering::{Equal, Greater, Less};
+        let old = first_exchange(2, true);
+        let new = first_exchange(3, false);
+        let of = |exchange| head(Kind::Token, exchange, 0);
+        assert_eq!(compare_era(&of(old), new), Less);
+        assert_eq!(compare_era(&of(new), old), Greater);
+        let mut exchange = old;
+        for _ in 0..1 << COUNT {
+            exchange = next_exchange(exchange);
+            assert_eq!(compare_era(&of(exchange), old), Equal);
+        }
+        assert_eq!(exchange, old);
     }
 
     #[test]

@@ -70,7 +70,8 @@ impl Spec {
     }
 
     pub(super) fn grid(&self, rank: u32) -> Grid {
-        Grid { rank, ranks: self.shape.ranks, per_node: self.ranks_per_node }
+        let (ranks, per_node) = (self.shape.ranks, self.ranks_per_node);
+        Grid { rank, ranks, per_node, home: per_node }
     }
 
     /// Experts of the ranks of a node.
@@ -105,9 +106,20 @@ impl Spec {
         (super::slots::HEAD + self.shape.back_nbytes()).next_multiple_of(ALIGN)
     }
 
+    /// What is agreed on while a rank is missing: every rank is a node of its own, and one channel is enough for the rings
+    /// that only then are used.
+    pub(super) fn flat(&self) -> Self {
+        Self { ranks_per_node: 1, channels: 1, ..*self }
+    }
+
+    /// Pairs of ranks in each direction, for each rank, that have rings only while a rank is missing.
+    pub(super) fn spare(&self) -> u64 {
+        u64::from(self.nodes() - 1) * u64::from(self.ranks_per_node - 1)
+    }
+
     /// Rings that end at a rank: as many as begin there.
     pub(super) fn rings(&self) -> u64 {
-        2 * u64::from(self.channels) * u64::from(self.shape.ranks - 1)
+        2 * (u64::from(self.channels) * u64::from(self.shape.ranks - 1) + self.spare())
     }
 
     /// Atomic words of a rank: a tail for each ring that ends there, a head for each that begins there, and of each rank

@@ -8,6 +8,7 @@ use super::{
     reader::Reader,
     received::Received,
     ring::Outbound,
+    shelf::Shelf,
     slots::Preamble,
 };
 
@@ -31,23 +32,30 @@ pub struct Take {
 }
 
 impl Take {
-    pub fn new(ctx: &Context, channel: u32, source: u32) -> Self {
+    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, source: u32) -> Self {
         let node = ctx.grid.node_of(source);
         let gateway = ctx.grid.at(ctx.grid.node(), ctx.grid.local_of(source));
         let back = ctx.outbound(channel, Family::NodeBack, node, gateway);
+        let reader = ctx.inbound(channel, Family::NodeOut, node, gateway);
+        let reader = shelf.inbound(reader, ctx.is_first_era());
         Self {
             channel,
             source,
-            reader: Reader::new(ctx.inbound(channel, Family::NodeOut, node, gateway)),
+            taken: reader.ring.taken,
+            reader,
             rows: None,
             received: Received::default(),
             taking: Begun::default(),
-            taken: 0,
-            answers: Outbound::new(back),
+            answers: shelf.outbound(back),
             outbox: ctx.outbox(channel, Family::NodeBack, node, gateway),
             answered: 0,
             answering: Begun::default(),
         }
+    }
+
+    pub fn shelve(self, shelf: &mut Shelf) {
+        shelf.put_back(self.reader);
+        shelf.put(self.answers);
     }
 
     pub fn begin(&mut self) {
@@ -77,8 +85,9 @@ impl Take {
         !self.received.tokens.is_empty()
     }
 
-    pub fn sent_answers(&self) -> u64 {
-        self.answers.sent
+    /// What answers are sent over.
+    pub fn outbound(&self) -> &Outbound {
+        &self.answers
     }
 
     /// Reads the preamble, and the tokens if there is room for their rows.
@@ -90,6 +99,9 @@ impl Take {
         call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         let before = (self.reader.ring.taken, self.taken);
+        if self.reader.freshen(ctx, commands, call)? {
+            self.taken = self.reader.ring.taken;
+        }
         if self.rows.is_none() {
             self.read_preamble(ctx, arrivals, call)?;
         }

@@ -104,22 +104,41 @@ impl Batch {
         self.spec.shape.rank_of(expert as u32) / self.spec.ranks_per_node
     }
 
-    /// The sums.
+    /// The ranks of this batch's experts that aren't here.
+    pub fn missing(&self, here: &[bool]) -> Vec<u32> {
+        let experts = self.indices.iter().filter(|e| **e >= 0);
+        let mut ranks: Vec<u32> = experts
+            .map(|e| self.spec.shape.rank_of(*e as u32))
+            .filter(|r| !here[*r as usize])
+            .collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// The sums if all are here.
     pub fn sums(&self) -> Vec<f32> {
+        self.sums_of(&vec![true; self.spec.shape.ranks as usize])
+    }
+
+    /// The sums of those that are here. If somebody isn't, every rank is a node of its own.
+    pub fn sums_of(&self, here: &[bool]) -> Vec<f32> {
         let (shape, topk) = (&self.spec.shape, self.spec.shape.topk as usize);
+        let per_node = if here.contains(&false) { 1 } else { self.spec.ranks_per_node };
         let mut out = Vec::new();
         for token in 0..self.tokens() {
             let terms: Vec<(u32, f32)> = (0..topk)
                 .map(|k| (self.indices[token * topk + k], self.weights[token * topk + k]))
                 .filter(|(expert, _)| *expert >= 0)
                 .map(|(expert, weight)| (expert as u32, weight))
+                .filter(|(expert, _)| here[shape.rank_of(*expert) as usize])
                 .collect();
             let values = &self.values[token * WIDE..][..WIDE];
             let extra = &self.extra[token * EXTRA..][..EXTRA];
             let mut total = [0f32; WIDE];
-            for node in 0..self.spec.nodes() {
+            for node in 0..shape.ranks / per_node {
                 let mut of_node = [0f32; WIDE];
-                let ranks = node * self.spec.ranks_per_node..(node + 1) * self.spec.ranks_per_node;
+                let ranks = node * per_node..(node + 1) * per_node;
                 let mut any = false;
                 for rank in ranks {
                     let mut of_rank = [0f32; WIDE];

@@ -13,7 +13,7 @@ use fabric_moe::{
     kernels::Float,
     throughput::{
         device::{AtomicWords, Form},
-        Far, Layout, Spec, Throughput,
+        Far, Layout, Seat, Spec, Throughput,
     },
 };
 
@@ -22,7 +22,7 @@ use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
 pub fn open(spec: Spec, rank: u32, transport: TransportKind, timeout: Duration) -> Throughput {
     let name = format!("rank-{rank}");
     let config = EngineConfig { name, transports: vec![transport], ..EngineConfig::default() };
-    Throughput::open(&config, spec, rank, timeout).unwrap()
+    Throughput::open(&config, spec, Seat { rank, life: 0 }, timeout).unwrap()
 }
 
 /// Ranks that know one another.
@@ -105,7 +105,7 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     let words = AtomicWords::allocate(Form::new(&spec, 1).unwrap().words);
     let timeout = Duration::from_secs(60);
     let far = Far { region, words, workers: 1 };
-    let far = Throughput::open_far(&config, spec, 0, timeout, far).unwrap();
+    let far = Throughput::open_far(&config, spec, Seat { rank: 0, life: 0 }, timeout, far).unwrap();
     let batch = batch(&spec, 0, 0);
     batch.with_parts(|parts, indices, weights| {
         refused(far.dispatch_send(parts, indices, weights), "kernels move");
@@ -126,10 +126,11 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     assert_eq!(exchange(&near, 0, &batch, 0).unwrap(), batch.sums());
 }
 
+/// All that are left say once who is gone; then they go on without it.
 #[test]
-fn rs_4_a_rank_that_is_gone_is_named_by_all_others() {
+fn rs_4_a_rank_that_is_gone_is_named_by_all_others_and_left_out() {
     let spec = spec(2, 2, 2, 4, 40);
-    let mut ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(10));
+    let mut ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(30));
     drop(ranks.remove(1));
     std::thread::scope(|scope| {
         // All are open until the last has its answer: one that left would be named too.
@@ -140,9 +141,71 @@ fn rs_4_a_rank_that_is_gone_is_named_by_all_others() {
                     matches!(&error, EngineError::PeerLost { peer, .. } if peer == "rank 1"),
                     "{error}"
                 );
-                assert_eq!(all.broken().unwrap().rank, 1);
-                // It has ended for good.
-                assert!(exchange(all, rank, &batch(&spec, rank, 6), 6).is_err());
+                assert_eq!(all.lost()[0].rank, 1);
+                assert!(all.broken().is_none());
+                for turn in 6..9 {
+                    let batch = batch(&spec, rank, turn);
+                    let here = [true, false, true, true];
+                    assert_eq!(exchange(all, rank, &batch, turn).unwrap(), batch.sums_of(&here));
+                    assert_eq!(all.present(), here);
+                    assert_eq!(all.left_out(), batch.missing(&here));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_never_came_is_left_out_by_all() {
+    let spec = spec(1, 3, 2, 4, 20);
+    let timeout = Duration::from_secs(30);
+    let ranks: Vec<_> = (0..2).map(|r| open(spec, r, TransportKind::Shm, timeout)).collect();
+    for (one, other) in [(0, 1), (1, 0)] {
+        ranks[one].admit(&ranks[other].card()).unwrap();
+        ranks[one].leave_out(2).unwrap();
+    }
+    std::thread::scope(|scope| {
+        for (rank, all) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                let batch = batch(&spec, rank as u32, 0);
+                let here = [true, true, false];
+                let sums = exchange(all, rank as u32, &batch, 0).unwrap();
+                assert_eq!(sums, batch.sums_of(&here));
+            });
+        }
+    });
+}
+
+/// The one before it is masked, and lives: what it writes might land.
+#[test]
+fn mr_1_a_rank_comes_anew_only_when_the_one_before_it_has_ended() {
+    let spec = spec(1, 2, 2, 2, 8);
+    let mut ranks = ranks(spec, TransportKind::Shm, Duration::from_millis(100));
+    let old = ranks.pop().unwrap();
+    let all = &ranks[0];
+    all.mask(1, "it is slow").unwrap();
+    let config = EngineConfig { transports: vec![TransportKind::Shm], ..EngineConfig::default() };
+    let again = |life| {
+        let seat = Seat { rank: 1, life };
+        Throughput::open(&config, spec, seat, Duration::from_secs(30)).unwrap()
+    };
+    let anew = again(1);
+    assert!(matches!(all.admit(&anew.card()), Err(EngineError::NotQuiesced { .. })));
+    drop(old);
+    all.set_timeout(Duration::from_secs(30));
+    let said = all.admit(&again(0).card()).unwrap_err().to_string();
+    assert!(said.contains("life=1"), "{said}");
+    anew.admit(&all.card()).unwrap();
+    all.admit(&anew.card()).unwrap();
+    assert!(all.lost().is_empty());
+    // The mask is told, once.
+    let told = exchange(all, 0, &batch(&spec, 0, 0), 0).unwrap_err().to_string();
+    assert!(told.contains("it is slow"), "{told}");
+    std::thread::scope(|scope| {
+        for (rank, all) in [(0, all), (1, &anew)] {
+            scope.spawn(move || {
+                let batch = batch(&spec, rank, 1);
+                assert_eq!(exchange(all, rank, &batch, 1).unwrap(), batch.sums());
             });
         }
     });
@@ -172,7 +235,7 @@ fn a_rank_is_masked_and_asked_after_while_a_call_waits_for_it() {
         let error = call.join().unwrap().to_string();
         assert!(error.contains("rank 1 ") && error.contains("its node is gone"), "{error}");
     });
-    assert_eq!(all.broken().unwrap().cause, "its node is gone");
+    assert_eq!(all.lost()[0].cause, "its node is gone");
 }
 
 #[test]

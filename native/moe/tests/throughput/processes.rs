@@ -1,4 +1,5 @@
-//! Ranks in processes of their own, one of which is killed. A child is this test program, told to run [`child`] only.
+//! Ranks in processes of their own, one of which is killed and comes again. A child is this test program, told to run [`child`]
+//! only, and then what to do.
 
 use std::{
     env,
@@ -7,20 +8,19 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{api::TransportKind, EngineError};
-use fabric_moe::throughput::Spec;
+use fabric_engine::api::{EngineConfig, TransportKind};
+use fabric_moe::throughput::{Seat, Spec, Throughput};
 
 use crate::{
     grouped::spec,
-    nodes::{batch, exchange, open},
+    nodes::{batch, exchange},
 };
 
 const RANK: &str = "FABRIC_MOE_TEST_RANK";
+const LIFE: &str = "FABRIC_MOE_TEST_LIFE";
 const TRANSPORT: &str = "FABRIC_MOE_TEST_TRANSPORT";
 /// What a child says begins so, for the test harness says other things.
 const MARK: &str = "rank says ";
-/// Exchanges that all take part in; the next one ends with a death.
-const TURNS: usize = 4;
 
 fn shape() -> Spec {
     spec(2, 2, 2, 4, 60)
@@ -34,35 +34,43 @@ fn of_line(line: &str) -> Vec<u8> {
     (0..line.len() / 2).map(|i| u8::from_str_radix(&line[2 * i..2 * i + 2], 16).unwrap()).collect()
 }
 
-/// Takes part until somebody is gone; what the last exchange says.
-fn take_part(
-    rank: u32,
-    transport: TransportKind,
-    lines: &mut dyn Iterator<Item = String>,
-) -> EngineError {
-    let spec = shape();
-    let all = open(spec, rank, transport, Duration::from_secs(30));
-    println!("\n{MARK}{}", to_line(&all.card()));
-    for _ in 1..spec.shape.ranks {
-        all.admit(&of_line(lines.next().unwrap().trim())).unwrap();
+/// Does what it is told, a line each; says what came of it.
+fn follow(all: &Throughput, rank: u32, line: &str) -> String {
+    let spec = all.spec();
+    match line.split_once(' ').unwrap_or((line, "")) {
+        ("card", _) => to_line(&all.card()),
+        ("admit", card) => match all.admit(&of_line(card)) {
+            Ok(_) => "admitted".into(),
+            Err(error) => error.to_string(),
+        },
+        ("exchange", turn) => {
+            let turn = turn.parse().unwrap();
+            let batch = batch(&spec, rank, turn);
+            match exchange(all, rank, &batch, turn) {
+                Ok(sums) if sums == batch.sums_of(&all.present()) => {
+                    format!("right for {:?}", all.present())
+                }
+                Ok(_) => "wrong sums".into(),
+                Err(error) => error.to_string(),
+            }
+        }
+        other => panic!("{other:?}"),
     }
-    for turn in 0..TURNS {
-        let batch = batch(&spec, rank, turn);
-        assert_eq!(exchange(&all, rank, &batch, turn).unwrap(), batch.sums());
-    }
-    println!("\n{MARK}ready");
-    let _ = lines.next();
-    exchange(&all, rank, &batch(&spec, rank, 5), 5).unwrap_err()
 }
 
 #[test]
 #[ignore = "a child of the other tests"]
 fn child() {
     let Ok(number) = env::var(RANK) else { return };
-    let transport = env::var(TRANSPORT).unwrap().parse().unwrap();
-    let mut lines = std::io::stdin().lines().map_while(Result::ok);
-    let error = take_part(number.parse().unwrap(), transport, &mut lines);
-    println!("\n{MARK}{error}");
+    let of = |name: &str| env::var(name).unwrap();
+    let seat = Seat { rank: number.parse().unwrap(), life: of(LIFE).parse().unwrap() };
+    let transports = vec![of(TRANSPORT).parse().unwrap()];
+    let name = format!("rank-{number}");
+    let config = EngineConfig { name, transports, ..EngineConfig::default() };
+    let all = Throughput::open(&config, shape(), seat, Duration::from_secs(30)).unwrap();
+    for line in std::io::stdin().lines().map_while(Result::ok) {
+        println!("\n{MARK}{}", follow(&all, seat.rank, line.trim()));
+    }
 }
 
 struct Far {
@@ -71,10 +79,11 @@ struct Far {
 }
 
 impl Far {
-    fn spawn(number: u32, transport: TransportKind) -> Self {
+    fn spawn(number: u32, life: u32, transport: TransportKind) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["processes::child", "--exact", "--ignored", "--nocapture"])
             .env(RANK, number.to_string())
+            .env(LIFE, life.to_string())
             .env(TRANSPORT, transport.name())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -94,6 +103,11 @@ impl Far {
         }
     }
 
+    fn ask(&mut self, line: &str) -> String {
+        self.tell(line);
+        self.hear()
+    }
+
     fn tell(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
@@ -106,30 +120,60 @@ impl Drop for Far {
     }
 }
 
-fn a_killed_process_is_named(transport: TransportKind) {
-    let mut far: Vec<Far> = (0..shape().shape.ranks).map(|r| Far::spawn(r, transport)).collect();
-    let cards: Vec<String> = far.iter_mut().map(Far::hear).collect();
-    for (i, one) in far.iter_mut().enumerate() {
-        for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            one.tell(card);
+/// All at once, for they wait for one another; what each says.
+fn all_do(far: &mut [Far], what: &str) -> Vec<String> {
+    far.iter_mut().for_each(|one| one.tell(what));
+    far.iter_mut().map(Far::hear).collect()
+}
+
+/// Has everybody of some admit everybody of others.
+fn meet(some: &mut [Far], others: &mut [Far]) {
+    let cards: Vec<String> = others.iter_mut().map(|one| one.ask("card")).collect();
+    for one in some {
+        for card in &cards {
+            assert_eq!(one.ask(&format!("admit {card}")), "admitted");
         }
     }
-    assert!(far.iter_mut().all(|one| one.hear() == "ready"));
-    let mut killed = far.remove(2);
+}
+
+fn a_killed_process_is_named_left_out_and_comes_again(transport: TransportKind) {
+    const VICTIM: usize = 2;
+    let mut far: Vec<Far> = (0..shape().shape.ranks).map(|r| Far::spawn(r, 0, transport)).collect();
+    let cards: Vec<String> = far.iter_mut().map(|one| one.ask("card")).collect();
+    for (i, one) in far.iter_mut().enumerate() {
+        for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(one.ask(&format!("admit {card}")), "admitted");
+        }
+    }
+    let all_here = vec!["right for [true, true, true, true]"; 4];
+    for turn in 0..3 {
+        assert_eq!(all_do(&mut far, &format!("exchange {turn}")), all_here);
+    }
+    let mut killed = far.remove(VICTIM);
     killed.child.kill().unwrap();
-    far.iter_mut().for_each(|one| one.tell("go on"));
-    for one in &mut far {
-        let said = one.hear();
+    for said in all_do(&mut far, "exchange 5") {
         assert!(said.contains("peer rank 2 was lost"), "{said}");
+    }
+    for turn in 6..8 {
+        let said = all_do(&mut far, &format!("exchange {turn}"));
+        assert_eq!(said, vec!["right for [true, true, false, true]"; 3]);
+    }
+    let mut anew = [Far::spawn(VICTIM as u32, 1, transport)];
+    meet(&mut anew, &mut far);
+    meet(&mut far, &mut anew);
+    let [anew] = anew;
+    far.insert(VICTIM, anew);
+    for turn in 8..10 {
+        assert_eq!(all_do(&mut far, &format!("exchange {turn}")), all_here);
     }
 }
 
 #[test]
-fn rs_4_a_killed_process_is_named_by_all_others_over_shm() {
-    a_killed_process_is_named(TransportKind::Shm);
+fn rs_4_a_killed_process_is_named_left_out_and_comes_again_over_shm() {
+    a_killed_process_is_named_left_out_and_comes_again(TransportKind::Shm);
 }
 
 #[test]
-fn rs_4_a_killed_process_is_named_by_all_others_over_tcp() {
-    a_killed_process_is_named(TransportKind::Tcp);
+fn rs_4_a_killed_process_is_named_left_out_and_comes_again_over_tcp() {
+    a_killed_process_is_named_left_out_and_comes_again(TransportKind::Tcp);
 }

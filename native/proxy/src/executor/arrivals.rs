@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::AcqRel;
 
 use fabric_engine::{Local, Op, Remote, Time};
 
-use super::{place, Executor};
+use super::{place, Event, Executor};
 use crate::{
     inbox::News,
     order::{Entry, OrderError, ENTRY},
@@ -31,6 +31,7 @@ impl Executor {
                 News::Lost { rank, incarnation, error } => {
                     if self.peers[rank].incarnation == incarnation {
                         self.lose(rank, ProxyError::Engine(error));
+                        (self.on_event)(Event::Gone { rank, incarnation });
                     }
                 }
                 News::Mask { rank } => self.mask(rank),

@@ -61,7 +61,6 @@ impl Executor {
         peer.outstanding = 0;
         peer.waits_since = None;
         peer.control = None;
-        peer.watch = None;
         for posted in peer.posted.drain(..) {
             posted.handle.cancel();
             if let Some(fifo) = posted.fifo {

@@ -74,8 +74,9 @@ impl Rank {
 
     fn lost(&self) -> Vec<usize> {
         let events = self.events.lock().unwrap();
-        let ranks = events.iter().map(|e| match e {
-            Event::Lost { rank, .. } => *rank,
+        let ranks = events.iter().filter_map(|e| match e {
+            Event::Lost { rank, .. } => Some(*rank),
+            Event::Gone { .. } => None,
             other => panic!("{other:?}"),
         });
         ranks.collect()

@@ -5,6 +5,7 @@ use super::{
         commands::Commands,
         context::{bits, by, Context, Stop},
         jobs::{Call, Job, Sum, Term, To},
+        reader::Reader,
     },
     Gateway, Output, Summing,
 };
@@ -20,6 +21,9 @@ impl Gateway {
         let mut moved = false;
         if let Output::Ring { ring, .. } = &mut self.output {
             moved = ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+        }
+        for answers in self.answers.iter_mut().flatten() {
+            moved |= answers.freshen(ctx, commands, call)?;
         }
         while self.summed < self.records.len() && call.may_begin() {
             let n = self.summable(ctx, call)?;
@@ -43,7 +47,7 @@ impl Gateway {
         let mut left = Vec::with_capacity(self.answers.len());
         for ring in &self.answers {
             left.push(match ring {
-                Some(ring) => ring.ready(&ctx.words).map_err(by(ring.place.partner))?,
+                Some(reader) => reader.ready(ctx)?,
                 None if call.io.has_answers() => u64::MAX,
                 None => 0,
             });
@@ -72,7 +76,7 @@ impl Gateway {
             let before = terms.len();
             for local in bits(mask) {
                 match &mut self.answers[local as usize] {
-                    Some(ring) => {
+                    Some(Reader { ring, .. }) => {
                         terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
                         ring.taken += 1;
                     }
@@ -96,7 +100,7 @@ impl Gateway {
             Output::Own => (To::Node, Vec::new()),
             Output::Ring { .. } => (To::Slot, sums.iter().map(|sum| sum.at).collect()),
         };
-        let read = self.answers.iter().map(|r| r.as_ref().map_or(0, |r| r.taken)).collect();
+        let read = self.answers.iter().map(|r| r.as_ref().map_or(0, |r| r.ring.taken)).collect();
         let then = Summing { tokens: n, from, read };
         self.summing.begin(call, ctx.exchange, Job::Sum { to, sums, terms }, then);
     }
@@ -116,7 +120,7 @@ impl Gateway {
             }
             let last = self.is_summed();
             for (ring, read) in self.answers.iter_mut().zip(&one.read) {
-                let Some(ring) = ring else { continue };
+                let Some(Reader { ring, .. }) = ring else { continue };
                 ring.credit(*read, ctx.spec.chunk, last, commands);
             }
             moved = true;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fabric_engine::{EngineError, Result};
 
-use super::{Broken, Machine, Step};
+use super::{Machine, Step};
 use crate::{
     exchange::Dispatched,
     kernels::{Float, Part, PartMut},
@@ -12,19 +12,6 @@ use crate::{
 };
 
 impl Machine {
-    /// # Errors
-    /// [`EngineError::PeerLost`] once the exchange has ended for good.
-    pub fn check(&self) -> Result<()> {
-        match self.broken() {
-            None => Ok(()),
-            Some(Broken { rank, cause }) => Err(EngineError::PeerLost {
-                peer: format!("rank {rank}"),
-                transport: "the high-throughput exchange".into(),
-                cause: format!("{cause}; make an exchange of the others"),
-            }),
-        }
-    }
-
     /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have left.
     ///
     /// # Errors
@@ -34,7 +21,7 @@ impl Machine {
             self.check()?;
             return Err(self.out_of_turn(call));
         }
-        if let Some((rank, cause)) = self.gone.first().cloned() {
+        for (rank, cause) in std::mem::take(&mut self.gone) {
             self.fail(rank, cause);
         }
         self.check()
@@ -86,7 +73,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
-    pub fn check_room(&self, out: &[PartMut<'_>]) -> Result<Dispatched> {
+    pub fn check_room(&mut self, out: &[PartMut<'_>]) -> Result<Dispatched> {
         let placing = self.check_collecting()?;
         let width: usize = out.iter().map(|p| p.width).sum();
         if width != self.ctx.spec.shape.row_nbytes as usize {
@@ -103,7 +90,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
-    pub fn check_far_room(&self, rows: u64) -> Result<Dispatched> {
+    pub fn check_far_room(&mut self, rows: u64) -> Result<Dispatched> {
         let placing = self.check_collecting()?;
         match rows < placing.rows {
             false => Ok(placing),
@@ -114,7 +101,8 @@ impl Machine {
         }
     }
 
-    fn check_collecting(&self) -> Result<Dispatched> {
+    fn check_collecting(&mut self) -> Result<Dispatched> {
+        self.check()?;
         let placing = self.arrivals.placing().filter(|_| self.step == Step::Dispatched);
         placing
             .map(Arc::clone)
@@ -125,7 +113,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
-    pub(super) fn check_answers(&self, answers: &Part<'_>) -> Result<()> {
+    pub(super) fn check_answers(&mut self, answers: &Part<'_>) -> Result<()> {
         let rows = self.check_answering()?;
         let shape = &self.ctx.spec.shape;
         if answers.width as u64 != shape.back_nbytes() {
@@ -139,7 +127,7 @@ impl Machine {
     }
 
     /// The same of answers to so many rows.
-    pub(super) fn check_far_answers(&self, rows: u64) -> Result<()> {
+    pub(super) fn check_far_answers(&mut self, rows: u64) -> Result<()> {
         let all = self.check_answering()?;
         match rows < all {
             false => Ok(()),
@@ -151,7 +139,7 @@ impl Machine {
     }
 
     /// Rows that are to be answered now.
-    fn check_answering(&self) -> Result<u64> {
+    fn check_answering(&mut self) -> Result<u64> {
         self.check()?;
         let placing = self.arrivals.placing().filter(|_| self.step == Step::Collected);
         placing.map(|p| p.rows).ok_or_else(|| self.out_of_turn("combine_send"))
@@ -161,7 +149,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
-    pub fn check_sums(&self, out: &PartMut<'_>, float: Float) -> Result<()> {
+    pub fn check_sums(&mut self, out: &PartMut<'_>, float: Float) -> Result<()> {
         self.check_far_sums()?;
         let wide = u64::from(self.ctx.spec.shape.back.elements) * float.nbytes();
         if out.width as u64 != wide {
@@ -177,7 +165,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
-    pub fn check_far_sums(&self) -> Result<()> {
+    pub fn check_far_sums(&mut self) -> Result<()> {
         self.check()?;
         match self.step {
             Step::Answered => Ok(()),

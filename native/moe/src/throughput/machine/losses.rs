@@ -1,0 +1,251 @@
+//! Ranks that are lost, and ranks that come in their places.
+//!
+//! Who forwards can't be left out of what is under way. So a loss ends the exchange that each rank is in, by an error that
+//! names who was lost, once at each; and the next one goes on among the others. Nobody waits for anybody until then: a slot
+//! says which era it is of, and those of earlier ones are passed over.
+
+use std::{
+    sync::{atomic::Ordering::Relaxed, Arc, OnceLock},
+    time::Duration,
+};
+
+use fabric_engine::{EngineError, Result, Time};
+use parking_lot::Mutex;
+
+use super::{Channel, Machine, Seat, Signals, Step};
+use crate::throughput::{
+    context::{Arrivals, Io},
+    signals::BEATS,
+};
+
+/// Why a rank is no more, or why the exchange has ended for this one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broken {
+    /// Who is to blame.
+    pub rank: u32,
+    pub cause: String,
+}
+
+/// Whom this rank has given up. It can be asked while a call is under way.
+#[derive(Debug, Default)]
+pub struct Losses {
+    ended: OnceLock<Broken>,
+    lost: Mutex<Vec<Broken>>,
+}
+
+impl Losses {
+    /// Why the exchange has ended for good, for this rank.
+    pub fn ended(&self) -> Option<&Broken> {
+        self.ended.get()
+    }
+
+    /// Ranks that were given up and haven't come again, in that order.
+    pub fn lost(&self) -> Vec<Broken> {
+        self.lost.lock().clone()
+    }
+}
+
+/// A rank that the proxy is to give up.
+#[derive(Debug)]
+pub(super) struct ToMask {
+    rank: u32,
+    /// The drain after which all have been told of it.
+    told: u64,
+    /// When that was first awaited.
+    since: Option<Time>,
+}
+
+impl Machine {
+    /// # Errors
+    /// [`EngineError::PeerLost`]: a rank was lost, which is told once; or others go on without this one, for good.
+    pub fn check(&mut self) -> Result<()> {
+        let lost = |Broken { rank, cause }, then| {
+            Err(EngineError::PeerLost {
+                peer: format!("rank {rank}"),
+                transport: "the high-throughput exchange".into(),
+                cause: format!("{cause}; {then}"),
+            })
+        };
+        if let Some(broken) = self.losses.ended() {
+            return lost(broken.clone(), "have it come anew");
+        }
+        match self.news.take() {
+            None => Ok(()),
+            Some(broken) => {
+                self.told = Some(broken.clone());
+                lost(broken, "begin again with dispatch_send, without it, where all others do")
+            }
+        }
+    }
+
+    /// Who was told to have been lost will be told again, if anybody.
+    pub fn say_again(&mut self) {
+        if let Some(told) = self.told.take() {
+            self.news.get_or_insert(told);
+        }
+    }
+
+    /// Whether what was under way has been given up.
+    pub fn is_wound_up(&self) -> bool {
+        self.is_wound_up
+    }
+
+    /// Lets what was begun and given up go on to its end; whether that is there.
+    pub fn finish_jobs(&mut self, io: &mut Io<'_, '_>) -> bool {
+        if self.is_wound_up {
+            self.jobs.discard(io);
+        }
+        !self.jobs.are_under_way()
+    }
+
+    /// Whom this rank has given up, for whoever asks while a call is under way.
+    pub fn losses(&self) -> Arc<Losses> {
+        Arc::clone(&self.losses)
+    }
+
+    /// What has happened to each rank, for one that comes anew.
+    pub fn events(&self) -> &[u32] {
+        self.members.events()
+    }
+
+    /// Which ranks are here.
+    pub fn here(&self) -> Vec<bool> {
+        self.members.here()
+    }
+
+    /// A rank of which neither a card has come nor is it known that it takes no part.
+    pub fn awaited(&self) -> Option<u32> {
+        self.members.awaited()
+    }
+
+    /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and that rank too, which may
+    /// live. If it is this one, nothing goes on.
+    pub fn fail(&mut self, rank: u32, cause: String) {
+        if rank == self.seat.rank {
+            if self.losses.ended.set(Broken { rank, cause: cause.clone() }).is_ok() {
+                tracing::warn!(rank, cause, "this rank gives itself up");
+                self.jobs.abort();
+                self.signals.give_up(&self.ctx, self.seat);
+                let _ = self.signals.commands.flush();
+            }
+            return;
+        }
+        if !self.members.is_here(rank) {
+            // Nobody waits for one that has yet to come.
+            self.ended[rank as usize] |= !self.members.is_out(rank);
+            self.members.lose(rank);
+            return;
+        }
+        tracing::warn!(rank, cause, "a rank was given up");
+        self.members.lose(rank);
+        self.ctx.here[rank as usize] = false;
+        self.gone.retain(|(gone, _)| *gone != rank);
+        let seat = Seat { rank, life: self.members.life(rank) };
+        let told = self.signals.give_up(&self.ctx, seat);
+        // What can't be told now is found out by the others themselves.
+        let _ = self.signals.commands.flush();
+        self.to_mask.push(ToMask { rank, told, since: None });
+        let broken = Broken { rank, cause };
+        self.losses.lost.lock().push(broken.clone());
+        self.news.get_or_insert(broken);
+        self.wind_up();
+    }
+
+    /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by themselves.
+    fn wind_up(&mut self) {
+        self.step = Step::Idle;
+        self.overtaken_by = None;
+        self.arrivals = Arrivals::default();
+        if !self.is_wound_up {
+            self.is_wound_up = true;
+            self.channels.iter_mut().for_each(Channel::wind_up);
+        }
+    }
+
+    /// Ranks that the proxy is to give up now: all have been told of it, and they, too, unless they take nothing. What is for
+    /// others waits behind that, so not for long.
+    pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
+        let mut masked = Vec::new();
+        self.to_mask.retain_mut(|one| {
+            let since = *one.since.get_or_insert(now);
+            let over =
+                self.signals.commands.is_complete(one.told) || now.since(since) >= timeout / BEATS;
+            masked.extend(over.then_some(one.rank));
+            !over
+        });
+        masked
+    }
+
+    /// The proxy has given a rank up. That ends what is under way once something is awaited of it.
+    pub fn lose(&mut self, rank: u32, cause: String) {
+        if self.members.is_here(rank) {
+            self.gone.push((rank, cause));
+        }
+    }
+
+    /// Nothing of a rank's life can come any more.
+    pub fn end(&mut self, Seat { rank, life }: Seat) {
+        self.ended[rank as usize] |= self.members.life(rank) == life;
+    }
+
+    /// Whether nothing of a rank's last life can come any more, if it had one.
+    pub fn has_ended(&self, rank: u32) -> bool {
+        !self.members.is_out(rank) || self.ended[rank as usize]
+    }
+
+    /// Whether somebody else has given up a rank.
+    ///
+    /// # Errors
+    /// As [`Machine::check`].
+    pub fn hear(&mut self) -> Result<()> {
+        for rank in 0..self.ctx.grid.ranks {
+            let seat = Seat { rank, life: self.members.life(rank) };
+            if self.ctx.here[rank as usize] && Signals::is_given_up(&self.ctx, seat) {
+                self.fail(rank, "another rank gave it up".into());
+            }
+        }
+        self.check()
+    }
+
+    /// Takes a rank in, from the next exchange on. `events` is what it knows of the others.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is here, or that life of it has ended; it isn't the time.
+    pub fn admit(&mut self, seat: Seat, events: &[u32]) -> Result<()> {
+        if !matches!(self.step, Step::Idle | Step::Collected) {
+            let text = format!(
+                "rank {} comes while an exchange is under way; admit it between two",
+                seat.rank
+            );
+            return Err(EngineError::Invalid(text));
+        }
+        let mut members = self.members.clone();
+        members.learn(events);
+        members.check_newcomer(seat)?;
+        members.admit(seat);
+        self.members = members;
+        self.wind_up();
+        self.begin_anew(seat);
+        self.ctx.here[seat.rank as usize] = true;
+        self.ended[seat.rank as usize] = false;
+        self.losses.lost.lock().retain(|lost| lost.rank != seat.rank);
+        Ok(())
+    }
+
+    /// Rings with a rank begin with nothing, as it sees them.
+    fn begin_anew(&mut self, seat: Seat) {
+        let ctx = &self.ctx;
+        self.channels.iter_mut().for_each(|channel| channel.forget(ctx, seat.rank));
+        for ring in ctx.grid.rings_with(seat.rank) {
+            for channel in 0..self.spec.channels {
+                for back in [false, true] {
+                    let number = ctx.layout.number(channel, back, ring);
+                    for word in [ctx.layout.tail(number), ctx.layout.head(number)] {
+                        ctx.words[word as usize].store(0, Relaxed);
+                    }
+                }
+            }
+        }
+        Signals::admit(ctx, seat);
+    }
+}

@@ -1,0 +1,163 @@
+//! The calls about who takes part: cards that go around, ranks that come, ranks that are given up.
+
+use std::{
+    sync::atomic::Ordering::Relaxed,
+    time::{Duration, Instant},
+};
+
+use fabric_engine::{EngineError, Result};
+use fabric_proxy::RankDescriptor;
+
+use super::{
+    card::Card,
+    context::Io,
+    engine_error,
+    machine::{Broken, Machine},
+    members::Seat,
+    Throughput,
+};
+
+impl Throughput {
+    /// What others need to know of this rank, and what it knows of others.
+    pub fn card(&self) -> Vec<u8> {
+        let proxy = self.proxy.descriptor().to_bytes();
+        let events = self.machine.lock().events().to_vec();
+        Card { spec: self.spec, life: self.seat.life, events, proxy }.to_bytes()
+    }
+
+    /// Takes a rank in by its card; returns its number. All are there before the first dispatch. One that takes a lost one's
+    /// place is admitted by all between the same two exchanges, and admits all others.
+    ///
+    /// # Errors
+    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or comes in a
+    /// life that has ended, or while an exchange is under way; [`EngineError::NotQuiesced`] if the one before it may still
+    /// write to this rank's memory, after the timeout.
+    pub fn admit(&self, card: &[u8]) -> Result<u32> {
+        let card = Card::from_bytes(card)?;
+        let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
+        let (spec, rank) = (self.spec, u32::from(proxy.rank));
+        let unlike = |cause: String| EngineError::Handshake { peer: format!("rank {rank}"), cause };
+        if card.spec != spec {
+            return Err(unlike(format!(
+                "it is of another shape: {:?}, and this one's is {spec:?}; give all ranks the same",
+                card.spec
+            )));
+        }
+        let ranks = spec.shape.ranks;
+        if rank >= ranks {
+            return Err(unlike(format!("it is none of {ranks} ranks")));
+        }
+        let can_be = card.events.len() == ranks as usize
+            && card.events.iter().chain([&card.life]).all(|n| *n < 1 << 13)
+            && card.life.checked_add(1) == Some(proxy.incarnation)
+            && proxy.threads.len() == spec.threads as usize;
+        if !can_be {
+            return Err(unlike("its card contradicts itself".into()));
+        }
+        let (_turn, mut machine) = self.enter()?;
+        self.follow_masks(&mut machine);
+        self.wait_for_end(&mut machine, rank)?;
+        machine.admit(Seat { rank, life: card.life }, &card.events)?;
+        self.proxy.join(&proxy).map_err(engine_error)?;
+        self.note(&machine);
+        Ok(rank)
+    }
+
+    /// Waits until nothing of a rank's last life can land here any more (MR-1).
+    fn wait_for_end(&self, machine: &mut Machine, rank: u32) -> Result<()> {
+        let end = Instant::now() + self.timeout();
+        loop {
+            self.take_events(machine);
+            machine.flush()?;
+            self.mask_lost(machine);
+            let quiet = machine.finish_jobs(&mut Io::Nothing) && machine.may_begin();
+            if machine.here()[rank as usize] || machine.has_ended(rank) && quiet {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                return Err(EngineError::NotQuiesced {
+                    what: format!("memory that rank {rank} writes to"),
+                    after: self.timeout(),
+                    cause: "the process before it is connected, or its loss has yet to be seen to; end it first".into(),
+                });
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Nobody waits for a rank that has yet to come, until it does.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is this rank, or none, or here.
+    pub fn leave_out(&self, rank: u32) -> Result<()> {
+        self.check_other(rank)?;
+        let (_turn, mut machine) = self.enter()?;
+        if machine.here()[rank as usize] {
+            return Err(EngineError::Invalid(format!("rank {rank} is here; mask it")));
+        }
+        machine.fail(rank, String::new());
+        Ok(())
+    }
+
+    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once; after that
+    /// all go on without it.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is this rank, or none.
+    pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
+        self.check_other(rank)?;
+        self.masked.lock().push((rank, cause.to_owned()));
+        // A call that is under way finds it there, and ends.
+        let mut machine = self.machine.lock();
+        self.follow_masks(&mut machine);
+        self.tell(&mut machine);
+        self.note(&machine);
+        Ok(())
+    }
+
+    fn check_other(&self, rank: u32) -> Result<()> {
+        if rank == self.seat.rank || rank >= self.spec.shape.ranks {
+            return Err(EngineError::Invalid(format!("rank {rank} is no other rank")));
+        }
+        Ok(())
+    }
+
+    /// Why the exchange has ended for good, for this rank: others go on without it.
+    pub fn broken(&self) -> Option<Broken> {
+        self.losses.ended().cloned()
+    }
+
+    /// Ranks that were given up and haven't come again, in that order.
+    pub fn lost(&self) -> Vec<Broken> {
+        self.losses.lost()
+    }
+
+    /// Whether each rank is here, as the last call left it.
+    pub fn present(&self) -> Vec<bool> {
+        self.here.lock().clone()
+    }
+
+    /// Ranks whose answers are missing in the last sums.
+    pub fn left_out(&self) -> Vec<u32> {
+        self.left_out.lock().clone()
+    }
+
+    /// How long a rank may be in no call while it is waited for. Give all ranks the same: who waits a few hundred
+    /// milliseconds only hears too rarely of those that wait longer.
+    pub fn set_timeout(&self, timeout: Duration) {
+        let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
+        self.timeout.store(nanos, Relaxed);
+    }
+}
+
+/// # Errors
+/// [`EngineError::Invalid`]: a rank is neither here nor left out.
+pub(super) fn check_all_here(machine: &Machine) -> Result<()> {
+    match machine.awaited() {
+        None => Ok(()),
+        Some(rank) => {
+            let text = format!("rank {rank} is not connected; admit its card first");
+            Err(EngineError::Invalid(text))
+        }
+    }
+}
