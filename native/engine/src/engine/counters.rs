@@ -47,6 +47,8 @@ struct Cell {
     /// Immediates of any other generation are ghosts (IC-6).
     generation: AtomicU32,
     arrived: AtomicU64,
+    /// When the last of them did, if expectations are recorded: whoever finds one met may have read the clock before.
+    arrived_at: AtomicU64,
     /// The lowest pending threshold, so that an arrival that fires nothing takes no lock.
     threshold: AtomicU64,
     pending: Mutex<Expectations>,
@@ -57,6 +59,7 @@ impl Cell {
         Self {
             generation: AtomicU32::new(0),
             arrived: AtomicU64::new(0),
+            arrived_at: AtomicU64::new(0),
             threshold: AtomicU64::new(u64::MAX),
             pending: Mutex::default(),
         }
@@ -84,8 +87,9 @@ impl Cell {
                 }
             }
         }
+        let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
-            log.over(imm, &e, now, None);
+            log.over(imm, &e, told, None);
             e.handle.complete(Ok(()));
         }
     }
@@ -231,6 +235,9 @@ impl Counters {
             self.ghosts.fetch_add(u64::from(count.n), Relaxed);
             return;
         }
+        if self.log.is_on() {
+            cell.arrived_at.store(now.0, Relaxed);
+        }
         let n = cell.arrived.fetch_add(u64::from(count.n), SeqCst) + u64::from(count.n);
         total_order();
         if n >= cell.threshold.load(SeqCst) {
@@ -259,12 +266,11 @@ impl Counters {
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Span),
-        (clock, timeout): (impl Fn() -> Time, std::time::Duration),
+        (now, timeout): (Time, std::time::Duration),
         writers: Vec<Peer>,
         handle: HandleRef,
     ) {
         let cell = self.cell(imm.slot());
-        let now = clock();
         let deadline = now.after(timeout);
         let watched = deadline != Time::NEVER || !writers.is_empty();
         {
@@ -290,8 +296,7 @@ impl Counters {
             self.next_expiry.fetch_min(deadline.0, SeqCst);
         }
         if cell.arrived.load(SeqCst) >= cell.threshold.load(SeqCst) {
-            // What was counted meanwhile was so before this look at the clock, perhaps not before the first one.
-            cell.fire(clock(), &self.log, imm);
+            cell.fire(now, &self.log, imm);
         }
     }
 
@@ -373,6 +378,52 @@ impl Counters {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{
+        engine::handle::Pending,
+        flight::{Cursor, Records},
+    };
+
+    /// The moments that are kept of an expectation that was begun at one time and whose count came at another.
+    fn moments(
+        begun: u64,
+        came: u64,
+        first: impl Fn(&mut dyn FnMut(), &mut dyn FnMut()),
+    ) -> [u64; 2] {
+        let counters = Counters::recording(4);
+        let imm = Imm::plain(0).unwrap();
+        let mut expect = || {
+            let handle = Arc::new(Pending::default());
+            let (now, forever) = (Time(begun), std::time::Duration::MAX);
+            counters.expect((imm, 1, Span::NONE), (now, forever), Vec::new(), handle);
+        };
+        let mut arrive = || counters.arrive(Time(came), Count { imm: imm.to_wire(), n: 1 });
+        first(&mut expect, &mut arrive);
+        let mut records = Records::default();
+        counters.log.read(Cursor::default(), &mut records);
+        let met = &records.expectations[0];
+        [met.begun.0, met.told.0]
+    }
+
+    #[test]
+    fn an_expectation_is_told_after_its_begin_and_its_last_count_whoever_read_the_clock_first() {
+        let expected_first = |expect: &mut dyn FnMut(), arrive: &mut dyn FnMut()| {
+            expect();
+            arrive();
+        };
+        let came_first = |expect: &mut dyn FnMut(), arrive: &mut dyn FnMut()| {
+            arrive();
+            expect();
+        };
+        assert_eq!(moments(1, 5, came_first), [1, 5], "expected by a clock read before the count");
+        assert_eq!(moments(5, 1, expected_first), [5, 5], "counted by a clock read before");
+        assert_eq!(moments(1, 5, expected_first), [1, 5]);
+        assert_eq!(moments(5, 1, came_first), [5, 5]);
+    }
+}
+
 #[cfg(all(test, loom))]
 mod loom_tests {
     use loom::thread;
@@ -391,7 +442,7 @@ mod loom_tests {
             let arrival =
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
-            let never = (|| Time(0), std::time::Duration::MAX);
+            let never = (Time(0), std::time::Duration::MAX);
             counters.expect((imm, 1, Span::NONE), never, Vec::new(), Arc::clone(&handle));
             arrival.join().unwrap();
             assert!(handle.is_done());

@@ -29,10 +29,17 @@ impl Log {
         Self { on: records > 0, kept: Mutex::new(kept) }
     }
 
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.on
+    }
+
     pub(super) fn over(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
         if !self.on {
             return;
         }
+        // A poll tells of what it saw: that may have been before somebody expected it.
+        let now = now.max(e.begun);
         let failure = error.map(|e| e.to_string().into_boxed_str());
         let mut kept = self.kept.lock();
         if failure.is_none() {

@@ -230,13 +230,13 @@ impl Shared {
         }
         let pending = super::handle::Pending::new(self);
         pending.is_of(super::Source::Expectation(imm));
+        let now = self.now();
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        let now = self.now();
         self.counters.expect(
             (imm, n, span),
-            (|| self.now(), timeout),
+            (now, timeout),
             writers.to_vec(),
             Arc::clone(&pending),
         );

@@ -226,11 +226,13 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
-            if transfer.error.is_none() {
-                transfer.flight.acknowledged(now);
+            // Recorded where it lies, and touched for that alone: what was just stored is slow to move.
+            if self.recorder.is_on() {
+                if transfer.error.is_none() {
+                    transfer.flight.acknowledged(now);
+                }
+                self.recorder.ended(transfer, true);
             }
-            // Recorded where it lies: what was just stored is slow to move.
-            self.recorder.ended(transfer, true);
             let transfer = self.transfers.remove(key.slot as usize);
             return Submitted::Done(transfer.error.map_or(Ok(()), Err));
         }

@@ -180,6 +180,11 @@ impl Recorder {
         }
     }
 
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.on
+    }
+
     /// A transfer of which nothing is left. `at_once`: it was over when its call returned.
     #[inline]
     pub fn ended(&mut self, transfer: &mut Transfer, at_once: bool) {
