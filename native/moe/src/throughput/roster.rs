@@ -108,8 +108,8 @@ impl Throughput {
         Ok(())
     }
 
-    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once; after that
-    /// all go on without it.
+    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once, and names all
+    /// that it knows of by then; after that all go on without them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is this rank, or none.
