@@ -45,11 +45,16 @@ class ThroughputAllToAll:
 
     A rank that dies or does nothing for ``timeout`` seconds while it is waited for is given up by
     all. What is under way ends with it: on each other rank one call, the one that it is in or its
-    next, raises :class:`~fabric_ray.errors.PeerLost`, which names it. The next ``dispatch_send``
+    next, raises :class:`~fabric_ray.errors.PeerLost`, which names it; ranks of which it is known by
+    then are named by one error together, others by the next. The next ``dispatch_send``
     goes on among the others, and nothing is made anew. Some ranks may have finished the exchange
     that others were in: begin again, everywhere, with a step that all have the input of.
     :attr:`lost` says who is missing, and :attr:`left_out` whose answers sums are without. While
     anybody is missing nobody forwards: a token goes to each rank of its experts, over one channel.
+
+    No majority is needed to go on. If the network falls apart, the ranks of each part give up those
+    of the others and go on alone, with sums that lack the others' answers: only :attr:`lost` and
+    :attr:`left_out` say so. Whoever needs all answers looks there after each error, and stops.
 
     A process that takes a lost rank's place is a further ``life`` of it: all others :meth:`admit`
     it, and it all others, between the same two exchanges. A rank that others have given up can't
@@ -224,6 +229,7 @@ class ThroughputAllToAll:
             HandshakeError: it is of another shape; the text lists what differs.
             InvalidArgument: it is here already, an exchange is under way, or that life of it has
                 ended.
+            PeerLost: others go on without this one.
             NotQuiesced: the process before it may still write to this rank's memory, after the
                 timeout: it is connected.
         """
@@ -252,7 +258,8 @@ class ThroughputAllToAll:
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Gives a rank up, on all ranks. On each, this one too, one call raises
         :class:`~fabric_ray.errors.PeerLost`: the one that it is in, for another thread may mask
-        a rank while a call waits, or its next."""
+        a rank while a call waits, or its next. Ranks that are masked together may be named by one
+        error. Returns when all others have been told, after two seconds at most."""
         self._native.mask(rank, cause)
 
     @property

@@ -47,8 +47,8 @@ class Buffer(NormalCalls):
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
             many they have before each dispatch that makes a handle.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; by the hosts' names if
-            ``None``. With several nodes, normal calls send a token once to each node, and a rank
-            that is lost ends the one under way (:class:`~fabric_ray.moe.ThroughputAllToAll`).
+            ``None``. With several nodes, normal calls send a token once to each node, and raise
+            :class:`~fabric_ray.errors.PeerLost` once a rank is lost or masked.
         timeout: seconds after which a silent rank is given up.
         launcher: launches the kernels of low-latency calls, in place of a GPU.
     """
@@ -287,7 +287,7 @@ class Buffer(NormalCalls):
         anything behind that the other would read."""
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Gives a rank up, in all calls.
+        """Gives a rank up, in all calls; normal ones over several nodes raise from then on.
 
         Raises:
             Unsupported: for a rank that should come back.

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, Unsupported
+from fabric_ray.errors import (
+    FabricError,
+    HandshakeError,
+    InvalidArgument,
+    PeerLost,
+    Unsupported,
+)
 from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, agree
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
 from fabric_ray.moe.tokens import Dispatched
@@ -186,6 +192,7 @@ class Normal:
         handle: Handle | None = None,
     ) -> tuple[Dispatched, Handle]:
         """Dispatches tokens, and keeps the exchange for their answers."""
+        self._check_all_here()
         lane = self._lane(form)
         lane.exchange.dispatch_send(x, ranks_of, **parts)
         got = lane.exchange.dispatch_recv()
@@ -206,6 +213,7 @@ class Normal:
         if y.dtype not in SUMMED:
             raise InvalidArgument(f"answers of {y.dtype} can't be summed; use one of {[*SUMMED]}")
         form = Form(y.shape[1], y.dtype, handle.ranks_of.shape[1])
+        self._check_all_here()
         lane = self._lane(form)
         lane.exchange.dispatch_send(
             torch.zeros(handle.tokens, y.shape[1], dtype=y.dtype), handle.ranks_of
@@ -226,6 +234,16 @@ class Normal:
         lane.taken, lane.handle = self._taken, None
         return lane
 
+    def _check_all_here(self) -> None:
+        # DeepEP's calls have no place to say whose answers sums over several nodes are without.
+        if self.ranks_per_node < self.comm.size():
+            for rank, cause in self._exchanges.masked.items():
+                raise PeerLost(
+                    f"rank {rank} takes no part any more: {cause}; make a new buffer of the ranks "
+                    "that are left",
+                    peer=f"rank {rank}",
+                )
+
     def _make(self, form: Form) -> AnyExchange:
         shape = {
             "experts": self.comm.size(),
@@ -236,8 +254,7 @@ class Normal:
             "parts": form.parts,
             "answer_dtype": form.answers,
         }
-        # Ranks that forward for others can't be left out.
-        if self.ranks_per_node == self.comm.size() or self._exchanges.masked:
+        if self.ranks_per_node == self.comm.size():
             return self._exchanges.make(**shape)
         return self._exchanges.make_throughput(ranks_per_node=self.ranks_per_node, **shape)
 

@@ -38,7 +38,8 @@ pub enum Event {
     /// A rank is lost: commands to it are over at once from now on, and all threads have taken in what it sent before. Told
     /// once for each life of it.
     Lost { rank: usize, incarnation: u32, error: ProxyError },
-    /// The engine of a rank that was given up is gone: nothing of that life can come any more.
+    /// The engine of a rank that was given up is gone: nothing of that life can come to this thread any more. Each thread
+    /// tells it of the engine that it writes to; the life is over when all have.
     Gone { rank: usize, incarnation: u32 },
     /// A command that can't be carried out. It is completed, and nothing was sent.
     Refused { fifo: usize, index: u64, error: ProxyError },

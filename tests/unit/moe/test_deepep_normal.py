@@ -140,6 +140,22 @@ def test_with_max_tokens_nothing_is_gathered_between_exchanges() -> None:
     on_ranks(2, work)
 
 
+def test_rs_1_over_several_nodes_calls_raise_once_a_rank_is_masked() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(comm=comm, max_tokens=16, ranks_per_node=1)
+        layer(buffer, 0, 8)
+        comm.all_gather(b"")
+        # Sums would lack its answers, and nothing here could say so.
+        buffer.low_latency_update_mask_buffer(1 - comm.rank(), True)
+        x, idx, w = batch(0, 8, EXPERTS, TOPK, 40)
+        for _ in range(3):
+            with pytest.raises(errors.PeerLost, match=f"rank {1 - comm.rank()} "):
+                dispatch(buffer, x, idx, w)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
 def test_scales_go_with_their_tokens_and_biases_are_added_before_rounding() -> None:
     def work(comm: ThreadComm) -> None:
         buffer = Buffer(None, comm=comm)

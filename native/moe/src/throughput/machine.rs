@@ -26,8 +26,8 @@ use crate::{
     kernels::{store, Float, Part, PartMut},
     routes::{Order, Routes},
 };
-use losses::ToMask;
 pub use losses::{Broken, Losses};
+use losses::{Last, ToMask};
 
 /// What the caller has done last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,10 +89,10 @@ pub struct Machine {
     arrivals: Arrivals,
     jobs: Jobs,
     losses: Arc<Losses>,
-    /// A loss that no call has told yet.
-    news: Option<Broken>,
-    /// The one that a call told last.
-    told: Option<Broken>,
+    /// Losses that no call has told yet.
+    news: Vec<Broken>,
+    /// Those that a call told last.
+    told: Vec<Broken>,
     /// Who takes part has changed since lanes were made, and there are none.
     is_wound_up: bool,
     /// Ranks that the proxy is to give up soon.
@@ -101,8 +101,8 @@ pub struct Machine {
     overtaken_by: Option<u32>,
     /// Ranks that are gone, and why. Who has done its part may leave.
     gone: Vec<(u32, String)>,
-    /// By rank, whether nothing of its last life can come any more.
-    ended: Vec<bool>,
+    /// By rank, what is known of the life that it last had here, if any.
+    last: Vec<Option<Last>>,
     /// Since when nothing has happened.
     quiet_since: Option<Time>,
 }
@@ -179,13 +179,13 @@ impl Machine {
             left_out: Vec::new(),
             jobs: Jobs::new(worker),
             losses: Arc::default(),
-            news: None,
-            told: None,
+            news: Vec::new(),
+            told: Vec::new(),
             is_wound_up: true,
             to_mask: Vec::new(),
             overtaken_by: None,
             gone: Vec::new(),
-            ended: vec![false; ranks as usize],
+            last: (0..ranks).map(|_| None).collect(),
             quiet_since: None,
         })
     }
@@ -532,11 +532,6 @@ impl Machine {
     /// Nobody works for this rank any more.
     pub(super) fn abort(&mut self) {
         self.jobs.abort();
-    }
-
-    /// Whether all others have been told who was lost.
-    pub fn has_told(&mut self) -> bool {
-        self.signals.commands.has_left()
     }
 
     /// Nothing will be sent any more; whether all that was has arrived.

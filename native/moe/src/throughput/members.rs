@@ -77,7 +77,9 @@ impl Members {
     /// [`EngineError::Invalid`]: it is here, or this life of it has ended.
     pub fn check_newcomer(&self, Seat { rank, life }: Seat) -> Result<()> {
         if self.is_here(rank) {
-            return Err(EngineError::Invalid(format!("rank {rank} is here already")));
+            return Err(EngineError::Invalid(format!(
+                "rank {rank} is here already; if that life of it is over, mask it"
+            )));
         }
         let had = self.events[rank as usize];
         match 2 * u64::from(life) < u64::from(had) {
@@ -100,6 +102,17 @@ impl Members {
     pub fn lose(&mut self, rank: u32) {
         self.events[rank as usize] |= 1;
         self.states[rank as usize] = State::Out;
+    }
+
+    /// A life of a rank that isn't here began and ended elsewhere; nobody waits for it.
+    pub fn pass_over(&mut self, Seat { rank, life }: Seat) {
+        self.events[rank as usize] = 2 * life + 1;
+        self.states[rank as usize] = State::Out;
+    }
+
+    /// The first life of a rank that isn't known to have ended.
+    pub fn next_life(&self, rank: u32) -> u32 {
+        self.events[rank as usize].div_ceil(2)
     }
 
     /// What another rank knows: of those that aren't here it may know more.

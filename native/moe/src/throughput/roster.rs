@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{EngineError, Result};
+use fabric_engine::{EngineError, Result, Time};
 use fabric_proxy::RankDescriptor;
 
 use super::{
@@ -30,8 +30,8 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or comes in a
-    /// life that has ended, or while an exchange is under way; [`EngineError::NotQuiesced`] if the one before it may still
-    /// write to this rank's memory, after the timeout.
+    /// life that has ended, or while an exchange is under way; [`EngineError::PeerLost`] if others go on without this rank;
+    /// [`EngineError::NotQuiesced`] if the one before it may still write to this rank's memory, after the timeout.
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let card = Card::from_bytes(card)?;
         let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
@@ -56,6 +56,11 @@ impl Throughput {
         }
         let (_turn, mut machine) = self.enter()?;
         self.follow_masks(&mut machine);
+        self.take_events(&mut machine);
+        machine.listen();
+        machine.check_goes_on()?;
+        machine.check_between(rank)?;
+        machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
         machine.admit(Seat { rank, life: card.life }, &card.events)?;
         self.proxy.join(&proxy).map_err(engine_error)?;
@@ -68,6 +73,10 @@ impl Throughput {
         let end = Instant::now() + self.timeout();
         loop {
             self.take_events(machine);
+            // Others may wait for this rank meanwhile, or give somebody up.
+            machine.listen();
+            machine.check_goes_on()?;
+            machine.beat(Time::now(), self.timeout());
             machine.flush()?;
             self.mask_lost(machine);
             let quiet = machine.finish_jobs(&mut Io::Nothing) && machine.may_begin();
@@ -99,8 +108,8 @@ impl Throughput {
         Ok(())
     }
 
-    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once; after that
-    /// all go on without it.
+    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once, and names all
+    /// that it knows of by then; after that all go on without them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is this rank, or none.

@@ -18,6 +18,8 @@ use super::{commands::Commands, context::Context, members::Seat};
 const TELLERS: u32 = 10;
 /// Lives of a rank that its word tells apart.
 const LIVES: u32 = u64::BITS / TELLERS;
+/// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the word.
+const AHEAD: u32 = LIVES / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Times in a timeout that a rank says that it is in a call.
 pub const BEATS: u32 = 4;
@@ -29,6 +31,10 @@ pub struct Signals {
     pub commands: Commands,
     /// When this rank last said that it is in a call.
     said: Option<Time>,
+    /// The drain after which all others know whom this rank has given up.
+    told: Option<u64>,
+    /// By rank: lives before this have a place in its word of which those before them have been cleared.
+    ready: Vec<u32>,
     /// By rank: how often it said so, and when that was seen.
     heard: Vec<(u64, Time)>,
 }
@@ -36,7 +42,8 @@ pub struct Signals {
 impl Signals {
     pub fn new(pusher: Pusher, ranks: u32) -> Self {
         let heard = vec![(0, Time(0)); ranks as usize];
-        Self { commands: Commands::new(pusher), said: None, heard }
+        let ready = vec![LIVES; ranks as usize];
+        Self { commands: Commands::new(pusher), said: None, told: None, heard, ready }
     }
 
     /// Says that this rank is in a call, if it is time to, and hears who else is.
@@ -60,17 +67,24 @@ impl Signals {
         now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
 
-    /// Tells all others which rank this one has given up, in which of its lives, so that all do the same (RS-4); that rank
-    /// too, which may live. Returns a drain after which they have been told.
-    pub fn give_up(&mut self, ctx: &Context, seat: Seat) -> u64 {
-        let (slot, value) = (ctx.layout.given_up(seat.rank), 1 << shift(seat.life));
-        self.tell_all(ctx, slot, value);
-        // Last: it may take nothing any more.
-        if seat.rank != ctx.grid.rank {
-            let add = Add { slot: slot as u16, value, ordered: false };
-            let rank = seat.rank as u16;
-            self.commands.push(Command::Atomic { rank, channel: CHANNEL, add });
-        }
+    /// Tells all others which rank this one has given up, in which of its lives, so that all do the same (RS-4).
+    pub fn give_up(&mut self, ctx: &Context, seat: Seat) {
+        self.tell_all(ctx, ctx.layout.given_up(seat.rank), 1 << shift(seat.life));
+        self.told = Some(self.commands.drain());
+    }
+
+    /// Whether all others have been told of whom this rank has given up; nothing is awaited of a proxy that is closed.
+    pub fn has_told(&mut self) -> bool {
+        let told = self.told.is_none_or(|drain| self.commands.is_complete(drain));
+        told || self.commands.flush().is_err()
+    }
+
+    /// Tells that rank too, which may live, and may take nothing any more: so after all others. Returns a drain after which
+    /// it has been told.
+    pub fn tell_itself(&mut self, ctx: &Context, seat: Seat) -> u64 {
+        let (slot, value) = (ctx.layout.given_up(seat.rank) as u16, 1 << shift(seat.life));
+        let add = Add { slot, value, ordered: false };
+        self.commands.push(Command::Atomic { rank: seat.rank as u16, channel: CHANNEL, add });
         self.commands.drain()
     }
 
@@ -80,13 +94,21 @@ impl Signals {
         tellers(word, seat.life) > 0
     }
 
-    /// A life begins. What was said of the one that had its place in the word is forgotten.
-    pub fn admit(ctx: &Context, seat: Seat) {
-        if seat.life < LIVES {
-            return;
+    /// The latest of the next lives of a rank that others have given up.
+    pub fn passed_by(&self, ctx: &Context, rank: u32, next: u32) -> Option<Seat> {
+        let seats = (next..self.ready[rank as usize]).rev().map(|life| Seat { rank, life });
+        seats.into_iter().find(|seat| Self::is_given_up(ctx, *seat))
+    }
+
+    /// The next life of a rank is this. What was said of those that had its place in the word, or one of the next few, is
+    /// forgotten.
+    pub fn make_ready(&mut self, ctx: &Context, Seat { rank, life }: Seat) {
+        let (ready, to) = (&mut self.ready[rank as usize], life + AHEAD);
+        let word = &ctx.words[ctx.layout.given_up(rank) as usize];
+        for life in (*ready).max(to.saturating_sub(LIVES))..to {
+            word.fetch_sub(tellers(word.load(Acquire), life) << shift(life), AcqRel);
         }
-        let word = &ctx.words[ctx.layout.given_up(seat.rank) as usize];
-        word.fetch_sub(tellers(word.load(Acquire), seat.life) << shift(seat.life), AcqRel);
+        *ready = to.max(*ready);
     }
 
     fn tell_all(&mut self, ctx: &Context, slot: u64, value: i64) {

@@ -682,6 +682,20 @@ fn a_token_goes_once_to_each_node_and_one_sum_comes_back() {
     assert!(crossings > 0);
 }
 
+/// A rank closes its engines one after another, and each thread hears of one.
+#[test]
+fn mr_1_a_life_is_over_when_all_proxy_threads_have_said_so() {
+    let spec = Spec { channels: 2, threads: 2, ..spec(2, 1, 2, 2, 4) };
+    let mut run = Run::new(spec, 0, SimConfig::default());
+    let (machine, old) = (&mut run.ranks[0].machine, Seat { rank: 1, life: 0 });
+    machine.fail(1, "it left".into());
+    machine.end(old);
+    machine.end(Seat { life: 1, ..old });
+    assert!(!machine.has_ended(1));
+    machine.end(old);
+    assert!(machine.has_ended(1));
+}
+
 #[test]
 fn what_is_wrong_is_refused_before_anything_is_sent() {
     let mut run = Run::new(spec(2, 1, 2, 2, 4), 0, SimConfig::default());

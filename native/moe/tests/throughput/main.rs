@@ -2,6 +2,7 @@
 
 mod grouped;
 mod late;
+mod lives;
 mod machines;
 mod nodes;
 mod processes;

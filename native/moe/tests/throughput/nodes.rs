@@ -20,9 +20,18 @@ use fabric_moe::{
 use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
 
 pub fn open(spec: Spec, rank: u32, transport: TransportKind, timeout: Duration) -> Throughput {
-    let name = format!("rank-{rank}");
+    open_life(spec, Seat { rank, life: 0 }, transport, timeout)
+}
+
+pub fn open_life(
+    spec: Spec,
+    seat: Seat,
+    transport: TransportKind,
+    timeout: Duration,
+) -> Throughput {
+    let name = format!("rank-{}-{}", seat.rank, seat.life);
     let config = EngineConfig { name, transports: vec![transport], ..EngineConfig::default() };
-    Throughput::open(&config, spec, Seat { rank, life: 0 }, timeout).unwrap()
+    Throughput::open(&config, spec, seat, timeout).unwrap()
 }
 
 /// Ranks that know one another.

@@ -55,34 +55,52 @@ pub(super) struct ToMask {
     since: Option<Time>,
 }
 
+/// The life that a rank last had here, whatever others say of later ones.
+#[derive(Debug)]
+pub(super) struct Last {
+    life: u32,
+    /// Threads of the proxy that have said that nothing of it can come to them any more.
+    gone: u32,
+}
+
 impl Machine {
     /// # Errors
-    /// [`EngineError::PeerLost`]: a rank was lost, which is told once; or others go on without this one, for good.
+    /// [`EngineError::PeerLost`]: ranks were lost, all that this rank knows of and hasn't told; or others go on without this
+    /// one, for good.
     pub fn check(&mut self) -> Result<()> {
-        let lost = |Broken { rank, cause }, then| {
-            Err(EngineError::PeerLost {
-                peer: format!("rank {rank}"),
-                transport: "the high-throughput exchange".into(),
-                cause: format!("{cause}; {then}"),
-            })
-        };
-        if let Some(broken) = self.losses.ended() {
-            return lost(broken.clone(), "have it come anew");
+        self.check_goes_on()?;
+        if self.news.is_empty() {
+            return Ok(());
         }
-        match self.news.take() {
+        self.told = std::mem::take(&mut self.news);
+        let then = "begin again with dispatch_send, without it, where all others do";
+        match &self.told[..] {
+            [one] => Err(lost(format!("rank {}", one.rank), &one.cause, then)),
+            all => {
+                let name = |b: &Broken| format!("rank {}", b.rank);
+                let cause = |b: &Broken| format!("rank {}: {}", b.rank, b.cause);
+                let names: Vec<_> = all.iter().map(name).collect();
+                let causes: Vec<_> = all.iter().map(cause).collect();
+                let then = then.replace("without it", "without them");
+                Err(lost(names.join(", "), &causes.join("; "), &then))
+            }
+        }
+    }
+
+    /// # Errors
+    /// [`EngineError::PeerLost`]: others go on without this rank.
+    pub fn check_goes_on(&self) -> Result<()> {
+        match self.losses.ended() {
             None => Ok(()),
-            Some(broken) => {
-                self.told = Some(broken.clone());
-                lost(broken, "begin again with dispatch_send, without it, where all others do")
+            Some(Broken { rank, cause }) => {
+                Err(lost(format!("rank {rank}"), cause, "have it come anew"))
             }
         }
     }
 
     /// Who was told to have been lost will be told again, if anybody.
     pub fn say_again(&mut self) {
-        if let Some(told) = self.told.take() {
-            self.news.get_or_insert(told);
-        }
+        self.news.splice(..0, self.told.drain(..));
     }
 
     /// Whether what was under way has been given up.
@@ -132,7 +150,6 @@ impl Machine {
         }
         if !self.members.is_here(rank) {
             // Nobody waits for one that has yet to come.
-            self.ended[rank as usize] |= !self.members.is_out(rank);
             self.members.lose(rank);
             return;
         }
@@ -141,14 +158,38 @@ impl Machine {
         self.ctx.here[rank as usize] = false;
         self.gone.retain(|(gone, _)| *gone != rank);
         let seat = Seat { rank, life: self.members.life(rank) };
-        let told = self.signals.give_up(&self.ctx, seat);
+        self.signals.give_up(&self.ctx, seat);
+        let told = self.signals.tell_itself(&self.ctx, seat);
         // What can't be told now is found out by the others themselves.
         let _ = self.signals.commands.flush();
         self.to_mask.push(ToMask { rank, told, since: None });
         let broken = Broken { rank, cause };
         self.losses.lost.lock().push(broken.clone());
-        self.news.get_or_insert(broken);
+        self.news.push(broken);
         self.wind_up();
+    }
+
+    /// Others had taken in a life of a rank that isn't here, and have lost it since. They count both, so this rank does, and
+    /// ends what is under way as they do.
+    fn pass_over(&mut self, seat: Seat) {
+        self.members.pass_over(seat);
+        self.signals.give_up(&self.ctx, seat);
+        self.make_ready();
+        let cause = format!("another rank gave up life {} of it before it came here", seat.life);
+        let broken = Broken { rank: seat.rank, cause };
+        tracing::warn!(rank = seat.rank, cause = broken.cause, "a rank was given up");
+        let mut lost = self.losses.lost.lock();
+        if lost.iter().all(|lost| lost.rank != seat.rank) {
+            lost.push(broken.clone());
+        }
+        drop(lost);
+        self.news.push(broken);
+        self.wind_up();
+    }
+
+    /// Whether all others have been told who was lost.
+    pub fn has_told(&mut self) -> bool {
+        self.signals.has_told()
     }
 
     /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by themselves.
@@ -183,14 +224,25 @@ impl Machine {
         }
     }
 
-    /// Nothing of a rank's life can come any more.
-    pub fn end(&mut self, Seat { rank, life }: Seat) {
-        self.ended[rank as usize] |= self.members.life(rank) == life;
+    /// A rank that left when it had done its part has room made for its next life.
+    pub fn give_up_gone(&mut self, rank: u32) {
+        if let Some(at) = self.gone.iter().position(|(gone, _)| *gone == rank) {
+            let (rank, cause) = self.gone.remove(at);
+            self.fail(rank, cause);
+        }
     }
 
-    /// Whether nothing of a rank's last life can come any more, if it had one.
+    /// Nothing of a rank's life can come to one of the proxy's threads any more: each says so once.
+    pub fn end(&mut self, Seat { rank, life }: Seat) {
+        if let Some(last) = self.last[rank as usize].as_mut().filter(|last| last.life == life) {
+            last.gone += 1;
+        }
+    }
+
+    /// Whether nothing of the life that a rank last had here can come any more, if it had one.
     pub fn has_ended(&self, rank: u32) -> bool {
-        !self.members.is_out(rank) || self.ended[rank as usize]
+        let is_over = |last: &Last| last.gone >= self.spec.threads;
+        !self.members.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
     /// Whether somebody else has given up a rank.
@@ -198,13 +250,41 @@ impl Machine {
     /// # Errors
     /// As [`Machine::check`].
     pub fn hear(&mut self) -> Result<()> {
+        self.listen();
+        self.check()
+    }
+
+    /// As [`Machine::hear`], for a call that leaves it to the next one to say so.
+    pub fn listen(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
+            if !self.ctx.here[rank as usize] {
+                let next = self.members.next_life(rank);
+                if let Some(seat) = self.signals.passed_by(&self.ctx, rank, next) {
+                    self.pass_over(seat);
+                }
+                continue;
+            }
             let seat = Seat { rank, life: self.members.life(rank) };
-            if self.ctx.here[rank as usize] && Signals::is_given_up(&self.ctx, seat) {
+            if Signals::is_given_up(&self.ctx, seat) {
                 self.fail(rank, "another rank gave it up".into());
             }
         }
-        self.check()
+    }
+
+    /// Says that this rank is in a call.
+    pub fn beat(&mut self, now: Time, timeout: Duration) {
+        self.signals.beat(&self.ctx, now, timeout);
+    }
+
+    /// # Errors
+    /// [`EngineError::Invalid`]: an exchange is under way, and this rank comes.
+    pub fn check_between(&self, rank: u32) -> Result<()> {
+        match self.step {
+            Step::Idle | Step::Collected => Ok(()),
+            _ => Err(EngineError::Invalid(format!(
+                "rank {rank} comes while an exchange is under way; admit it between two"
+            ))),
+        }
     }
 
     /// Takes a rank in, from the next exchange on. `events` is what it knows of the others.
@@ -212,22 +292,17 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`]: it is here, or that life of it has ended; it isn't the time.
     pub fn admit(&mut self, seat: Seat, events: &[u32]) -> Result<()> {
-        if !matches!(self.step, Step::Idle | Step::Collected) {
-            let text = format!(
-                "rank {} comes while an exchange is under way; admit it between two",
-                seat.rank
-            );
-            return Err(EngineError::Invalid(text));
-        }
+        self.check_between(seat.rank)?;
         let mut members = self.members.clone();
         members.learn(events);
         members.check_newcomer(seat)?;
         members.admit(seat);
         self.members = members;
+        self.make_ready();
         self.wind_up();
         self.begin_anew(seat);
         self.ctx.here[seat.rank as usize] = true;
-        self.ended[seat.rank as usize] = false;
+        self.last[seat.rank as usize] = Some(Last { life: seat.life, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != seat.rank);
         Ok(())
     }
@@ -246,6 +321,21 @@ impl Machine {
                 }
             }
         }
-        Signals::admit(ctx, seat);
+    }
+
+    /// What others may say of lives to come is told apart from what they said of earlier ones.
+    fn make_ready(&mut self) {
+        for rank in 0..self.ctx.grid.ranks {
+            let life = self.members.next_life(rank);
+            self.signals.make_ready(&self.ctx, Seat { rank, life });
+        }
+    }
+}
+
+fn lost(peer: String, cause: &str, then: &str) -> EngineError {
+    EngineError::PeerLost {
+        peer,
+        transport: "the high-throughput exchange".into(),
+        cause: format!("{cause}; {then}"),
     }
 }

@@ -1,0 +1,139 @@
+//! Ranks as threads that leave, are given up and come again, over shared memory.
+
+use std::time::{Duration, Instant};
+
+use fabric_engine::{api::TransportKind, EngineError, Result};
+use fabric_moe::throughput::{Seat, Spec, Throughput};
+
+use crate::{
+    grouped::spec,
+    nodes::{batch, exchange, open_life},
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn open(spec: Spec, rank: u32, life: u32) -> Throughput {
+    open_life(spec, Seat { rank, life }, TransportKind::Shm, PATIENCE)
+}
+
+/// Two of three ranks, which the third has yet to come to.
+fn two_of_three(spec: Spec) -> [Throughput; 2] {
+    let ranks = [open(spec, 0, 0), open(spec, 1, 0)];
+    for (one, other) in [(0, 1), (1, 0)] {
+        ranks[one].admit(&ranks[other].card()).unwrap();
+        ranks[one].leave_out(2).unwrap();
+    }
+    ranks
+}
+
+/// One exchange of some ranks at once.
+fn exchange_all(ranks: &[(u32, &Throughput)], turn: usize) -> Vec<Result<Vec<f32>>> {
+    std::thread::scope(|scope| {
+        let one = |(rank, all): (u32, &Throughput)| {
+            exchange(all, rank, &batch(&all.spec(), rank, turn), turn)
+        };
+        let calls: Vec<_> = ranks.iter().map(|r| scope.spawn(move || one(*r))).collect();
+        calls.into_iter().map(|call| call.join().unwrap()).collect()
+    })
+}
+
+fn sums_are_right(ranks: &[(u32, &Throughput)], turn: usize, here: &[bool]) {
+    for ((rank, all), found) in ranks.iter().zip(exchange_all(ranks, turn)) {
+        assert_eq!(found.unwrap(), batch(&all.spec(), *rank, turn).sums_of(here), "rank {rank}");
+    }
+}
+
+/// Whoever comes anew may know of lives that others have yet to see.
+#[test]
+fn a_rank_comes_anew_though_others_knew_of_it_before_the_one_before_it_had_ended() {
+    let spec = spec(1, 3, 2, 2, 8);
+    let [first, one, two] = [0, 1, 2].map(|rank| open(spec, rank, 0));
+    let all = [&first, &one, &two];
+    for (at, rank) in all.iter().enumerate() {
+        let others = all.iter().enumerate().filter(|(other, _)| *other != at);
+        for (_, other) in others {
+            rank.admit(&other.card()).unwrap();
+        }
+    }
+    first.mask(1, "it is slow").unwrap();
+    first.mask(2, "it is slower").unwrap();
+    // Both are named, at once.
+    let told = exchange(&first, 0, &batch(&spec, 0, 0), 0).unwrap_err();
+    assert!(
+        matches!(&told, EngineError::PeerLost { peer, cause, .. }
+            if peer == "rank 1, rank 2" && cause.contains("rank 2: it is slower")),
+        "{told}"
+    );
+    drop(one);
+    let (one, anew) = (open(spec, 1, 1), open(spec, 2, 1));
+    one.admit(&anew.card()).unwrap();
+    first.admit(&one.card()).unwrap();
+    drop(two);
+    first.admit(&anew.card()).unwrap();
+    one.admit(&first.card()).unwrap();
+    anew.admit(&first.card()).unwrap();
+    anew.admit(&one.card()).unwrap();
+    sums_are_right(&[(0, &first), (1, &one), (2, &anew)], 1, &[true; 3]);
+}
+
+#[test]
+fn a_rank_that_comes_during_an_exchange_is_refused_at_once() {
+    let spec = spec(1, 3, 2, 2, 8);
+    let ranks = two_of_three(spec);
+    let anew = open(spec, 2, 1);
+    batch(&spec, 0, 0).with_parts(|p, i, w| ranks[0].dispatch_send(p, i, w)).unwrap();
+    let refused = ranks[0].admit(&anew.card()).unwrap_err();
+    let is_told = matches!(&refused, EngineError::Invalid(text) if text.contains("under way"));
+    assert!(is_told, "{refused}");
+}
+
+/// One of two has admitted a newcomer that dies before the other does.
+#[test]
+fn a_newcomer_that_dies_before_all_admitted_it_takes_nobody_along() {
+    let spec = spec(1, 3, 2, 2, 8);
+    let ranks = two_of_three(spec);
+    let both = [(0, &ranks[0]), (1, &ranks[1])];
+    let here = [true, true, false];
+    sums_are_right(&both, 0, &here);
+    for life in 1..9 {
+        let anew = open(spec, 2, life);
+        ranks[1].admit(&anew.card()).unwrap();
+        ranks[1].mask(2, "it died").unwrap();
+        drop(anew);
+        for error in exchange_all(&both, 1) {
+            let error = error.unwrap_err();
+            let is_named = matches!(&error, EngineError::PeerLost { peer, .. } if peer == "rank 2");
+            assert!(is_named, "{error}");
+        }
+        sums_are_right(&both, 2, &here);
+        assert!(ranks.iter().all(|r| r.lost().len() == 1 && r.broken().is_none()));
+    }
+    let said = ranks[0].admit(&open(spec, 2, 8).card()).unwrap_err().to_string();
+    assert!(said.contains("life=9"), "{said}");
+}
+
+#[test]
+fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
+    let spec = Spec { channels: 2, threads: 2, ..spec(1, 2, 2, 2, 8) };
+    let all = open(spec, 0, 0);
+    let mut other = open(spec, 1, 0);
+    all.admit(&other.card()).unwrap();
+    other.admit(&all.card()).unwrap();
+    sums_are_right(&[(0, &all), (1, &other)], 0, &[true; 2]);
+    for life in 1..4 {
+        // Between two exchanges: nobody waits for it.
+        drop(other);
+        other = open(spec, 1, life);
+        let until = Instant::now() + PATIENCE;
+        while let Err(error) = all.admit(&other.card()) {
+            // That it left may have yet to be seen.
+            assert!(error.to_string().contains("here already"), "{error}");
+            assert!(Instant::now() < until, "{error}");
+            std::thread::yield_now();
+        }
+        other.admit(&all.card()).unwrap();
+        let told = exchange(&all, 0, &batch(&spec, 0, 0), 0).unwrap_err();
+        assert!(matches!(told, EngineError::PeerLost { .. }), "{told}");
+        sums_are_right(&[(0, &all), (1, &other)], 1, &[true; 2]);
+    }
+}
