@@ -313,8 +313,8 @@ impl Run {
     fn advance(&mut self, i: usize) -> Result<bool, String> {
         let shape = self.shape;
         let exchange = self.ranks[i].exchange as usize;
-        let left_out = self.without.get(exchange).copied().unwrap_or_default();
-        let combine = !left_out && !(exchange == 0 && self.differ.contains(&i));
+        let all_leave_out = self.without.get(exchange).copied().unwrap_or_default();
+        let combine = !(all_leave_out || exchange == 0 && self.differ.contains(&i));
         let rank = &mut self.ranks[i];
         if rank.has_stopped() {
             return Ok(false);
