@@ -217,8 +217,9 @@ class AllToAll:
     def set_timeout(self, seconds: float) -> None:
         """How long ranks may be apart: who doesn't do its part for so long is given up. Who waits
         for another rank says so, and isn't taken for that one; no wait is longer than twelve times
-        this. Waits of a device end by themselves after sixteen times as long, those in a CUDA graph
-        as it was captured."""
+        this. The same on all ranks: whose is longer speaks more seldom than others listen. Waits
+        of a device end by themselves after sixteen times as long, those in a CUDA graph as it was
+        captured."""
         self._native.set_timeout(seconds)
         if self._steps is not None:
             self._steps.set_timeout(seconds)

@@ -29,7 +29,8 @@ const PAGES: usize = crate::api::SLOTS as usize / PAGE;
 pub(super) struct Expectation {
     pub n: u64,
     threshold: u64,
-    pub span: Span,
+    /// Without one it isn't recorded.
+    pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
     handle: HandleRef,
@@ -265,7 +266,7 @@ impl Counters {
     /// Completes `handle` when `n` further writes have been counted.
     pub fn expect(
         &self,
-        (imm, n, span): (Imm, u32, Span),
+        (imm, n, span): (Imm, u32, Option<Span>),
         (now, timeout): (Time, std::time::Duration),
         writers: Vec<Peer>,
         handle: HandleRef,
@@ -397,7 +398,7 @@ mod tests {
         let mut expect = || {
             let handle = Arc::new(Pending::default());
             let (now, forever) = (Time(begun), std::time::Duration::MAX);
-            counters.expect((imm, 1, Span::NONE), (now, forever), Vec::new(), handle);
+            counters.expect((imm, 1, Some(Span::NONE)), (now, forever), Vec::new(), handle);
         };
         let mut arrive = || counters.arrive(Time(came), Count { imm: imm.to_wire(), n: 1 });
         first(&mut expect, &mut arrive);
@@ -443,7 +444,7 @@ mod loom_tests {
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
             let never = (Time(0), std::time::Duration::MAX);
-            counters.expect((imm, 1, Span::NONE), never, Vec::new(), Arc::clone(&handle));
+            counters.expect((imm, 1, Some(Span::NONE)), never, Vec::new(), Arc::clone(&handle));
             arrival.join().unwrap();
             assert!(handle.is_done());
         });

@@ -35,9 +35,7 @@ impl Log {
     }
 
     pub(super) fn over(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
-        if !self.on {
-            return;
-        }
+        let Some(span) = e.span.filter(|_| self.on) else { return };
         // A poll tells of what it saw: that may have been before somebody expected it.
         let now = now.max(e.begun);
         let failure = error.map(|e| e.to_string().into_boxed_str());
@@ -46,7 +44,7 @@ impl Log {
             kept.met.add(now.nanos_since(e.begun), 1);
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
-        let (span, begun, told) = (e.span, e.begun, now);
+        let (begun, told) = (e.begun, now);
         kept.ring.push(Expected { imm, counts, span, begun, told, failure });
     }
 

@@ -175,6 +175,21 @@ impl Counter {
         writers: &[Peer],
         timeout: Duration,
     ) -> Result<Handle> {
+        self.wait_for(n, writers, (timeout, Some(span)))
+    }
+
+    /// Ends with [`EngineError::Timeout`] when `after` has passed: a timer, which the flight recorder leaves out. For a
+    /// counter that nothing is written to.
+    pub fn alarm(&self, after: Duration) -> Result<Handle> {
+        self.wait_for(u32::MAX, &[], (after, None))
+    }
+
+    fn wait_for(
+        &self,
+        n: u32,
+        writers: &[Peer],
+        (timeout, span): (Duration, Option<Span>),
+    ) -> Result<Handle> {
         let handle = self.inner.shared.expect(self.inner.imm, n, writers, (timeout, span))?;
         Ok(handle.keeping(self.inner.clone()))
     }

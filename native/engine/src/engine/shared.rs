@@ -222,7 +222,7 @@ impl Shared {
         imm: Imm,
         n: u32,
         writers: &[Peer],
-        (timeout, span): (Duration, Span),
+        (timeout, span): (Duration, Option<Span>),
     ) -> Result<Handle> {
         self.check_process()?;
         if n == 0 {

@@ -86,6 +86,9 @@ impl State {
             }
         }
         self.device = Some(device);
+        if self.hangs_on_lost() {
+            self.start_pulse(acts);
+        }
         over
     }
 
@@ -188,6 +191,11 @@ impl Device {
     /// Whether rows are being handed out, and must stay where they are.
     pub fn hands_out(&self) -> bool {
         self.lot.is_some() && self.failed.is_none()
+    }
+
+    /// It goes on no more.
+    pub fn has_failed(&self) -> bool {
+        self.failed.is_some()
     }
 
     fn hangs(&self, s: &State) -> bool {

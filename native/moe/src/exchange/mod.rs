@@ -142,7 +142,8 @@ impl AllToAll {
     }
 
     /// How long ranks may be apart: who doesn't do its part for this long is given up. Who waits for another rank says so,
-    /// and isn't taken for the one that it waits for. No wait is longer than twelve times this.
+    /// and isn't taken for the one that it waits for. No wait is longer than twelve times this. The same on all ranks: whose is
+    /// longer speaks more seldom than others listen.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
@@ -373,7 +374,13 @@ impl Inner {
     ///
     /// # Errors
     /// [`EngineError::NotQuiesced`] if memory is needed that a lost rank doesn't let go of in time (MR-1).
-    fn wait(&self, state: &mut MutexGuard<'_, State>, until: Until) -> Result<()> {
+    fn wait(self: &Arc<Self>, state: &mut MutexGuard<'_, State>, until: Until) -> Result<()> {
+        if !state.holds(until) {
+            let mut acts = Vec::new();
+            state.awaited = Some(until);
+            state.start_pulse(&mut acts);
+            MutexGuard::unlocked(state, || self.run(acts));
+        }
         let mut hangs_since = None;
         while !state.holds(until) {
             state.awaited = Some(until);
@@ -450,7 +457,7 @@ impl Inner {
             let stage = match what {
                 Ended::Came(stage) | Ended::Written(_, stage) => stage,
             };
-            let end = end.map_err(|e| e.to_string()).and_then(|()| match what {
+            let end = end.map_err(|e| state.why(wire.rank, &e)).and_then(|()| match what {
                 Ended::Came(stage) => {
                     let words = self.words(wire.rank, stage);
                     state.came(wire.rank, stage, &words, &mut acts)

@@ -15,7 +15,6 @@ use super::{
     device::Device,
     link::{Link, Stage},
     state::{State, Step},
-    waits::Until,
     Inner,
 };
 
@@ -25,8 +24,6 @@ const BEATS: u32 = 4;
 const SLOWEST: Duration = Duration::from_secs(1);
 /// How many timeouts any wait lasts at most, whatever signs a rank gives (RS-4): less than a device's own.
 const MOST: u32 = 12;
-/// No expectation ends by so many counts.
-const NEVER: u32 = u32::MAX;
 
 /// What a rank has shown of itself.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,6 +32,8 @@ pub struct Signs {
     words: u64,
     /// Something that was waited for has come since the last beat.
     pub came: bool,
+    /// The last sign was such a word.
+    pub waits: bool,
     /// Beats since it last gave a sign, while this rank waited for it.
     silent: u32,
     /// This rank's own word is on its way there.
@@ -44,7 +43,7 @@ pub struct Signs {
 impl State {
     /// The pulse beats from now on, while there is something to wait for.
     pub fn start_pulse(&mut self, acts: &mut Vec<Act>) {
-        if !self.beating {
+        if !self.beating && !self.is_over() {
             self.beating = true;
             acts.push(Act::Beat);
         }
@@ -54,6 +53,9 @@ impl State {
     /// that this rank waits.
     pub fn beat(&mut self, timeout: Duration, every: Duration, acts: &mut Vec<Act>) {
         self.beating = false;
+        if self.is_over() {
+            return;
+        }
         let most = timeout.as_nanos().div_ceil(every.as_nanos().max(1)) as u32;
         let mut silent = Vec::new();
         for rank in self.others() {
@@ -61,8 +63,10 @@ impl State {
             let Some(link) = self.link(rank) else { continue };
             let words = link.wire.ours.counters[Stage::Waits as usize].arrived();
             let signs = &mut link.signs;
-            let sign = std::mem::take(&mut signs.came) || words != signs.words;
-            signs.words = words;
+            let came = std::mem::take(&mut signs.came);
+            let word = std::mem::replace(&mut signs.words, words) != words;
+            let sign = came || word;
+            signs.waits = if sign { word } else { signs.waits };
             signs.silent = if sign || awaited.is_none() { 0 } else { signs.silent + 1 };
             // The first beat came at any time after the wait had begun.
             silent.extend(awaited.filter(|_| signs.silent > most).map(|stage| (rank, stage)));
@@ -79,11 +83,23 @@ impl State {
         }
     }
 
+    /// Why a rank is given up.
+    pub fn why(&self, rank: u32, error: &EngineError) -> String {
+        let link = self.links.get(rank as usize).and_then(Option::as_ref);
+        match error {
+            EngineError::Timeout { .. } if link.is_some_and(|l| l.signs.waits) => format!(
+                "{error}; it said that it waits as well, so ranks may wait for one another in a circle: have all make \
+                 the same calls"
+            ),
+            _ => error.to_string(),
+        }
+    }
+
     /// Tells each rank that this one waits, unless for that rank alone.
     fn tell_others(&mut self, acts: &mut Vec<Act>) {
         let holds_up = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
         let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.wire.rank).collect();
-        let lost = !self.holds(Until::Quiet) && self.needs_quiet();
+        let lost = self.hangs_on_lost();
         for link in self.links.iter_mut().flatten() {
             let waits = lost || by.iter().any(|rank| *rank != link.wire.rank);
             if waits && !std::mem::replace(&mut link.signs.telling, waits) {
@@ -120,20 +136,31 @@ impl State {
         }
     }
 
-    /// Whether what comes next takes memory that lost ranks may hold on to.
-    fn needs_quiet(&self) -> bool {
-        match self.step {
-            Step::Dispatched => !self.waiting.is_empty(),
-            Step::Answered => false,
-            Step::Idle | Step::Collected | Step::Answering => true,
-        }
+    /// Whether the caller, in a call, or the device hangs on ranks that were given up: on memory that they may write, or on
+    /// writes to them that aren't over.
+    pub fn hangs_on_lost(&self) -> bool {
+        let to_others = self.here().map(|l| l.flying + l.out.answers.len() as u32).sum();
+        let writes = self.rows_out + self.answers_out > to_others;
+        let hangs = |until| match writes {
+            true => self.needs_quiet(until) && !self.holds(until),
+            false => self.hangs_on_quiet(until),
+        };
+        self.awaited.is_some_and(hangs) || self.device_hangs()
     }
 
     fn is_under_way(&self) -> bool {
+        let awaits = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
         match self.step {
-            Step::Idle | Step::Collected => !self.holds(Until::MayDispatch),
+            Step::Idle | Step::Collected => {
+                self.awaited.is_some() || self.device_hangs() || self.here().any(awaits)
+            }
             Step::Dispatched | Step::Answering | Step::Answered => true,
         }
+    }
+
+    /// Nobody carries the exchange out any more.
+    fn is_over(&self) -> bool {
+        self.left || self.device.as_ref().is_some_and(Device::has_failed)
     }
 }
 
@@ -148,7 +175,10 @@ impl Inner {
     }
 
     pub(super) fn start_beat(self: &Arc<Self>) {
-        let Ok(handle) = self.pulse.expect(NEVER, &[], self.between_beats()) else { return };
+        let Ok(handle) = self.pulse.alarm(self.between_beats()) else {
+            self.state.lock().beating = false;
+            return;
+        };
         let weak = Arc::downgrade(self);
         handle.on_done(move |end| {
             if let Some(inner) = weak.upgrade() {
@@ -168,5 +198,114 @@ impl Inner {
         self.wake(&mut state, &mut acts);
         drop(state);
         self.run(acts);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Time};
+
+    use super::*;
+    use crate::{
+        exchange::waits::Until,
+        kernels::{Float, Part},
+        shape::{Back, Shape},
+        AllToAll,
+    };
+
+    const T: Duration = Duration::from_millis(20);
+
+    /// Two ranks of three that know one another.
+    fn pair() -> (SimNet, Vec<AllToAll>) {
+        let mut net = SimNet::new(SimConfig::default());
+        let shape = Shape {
+            ranks: 3,
+            experts: 3,
+            topk: 1,
+            max_tokens: 4,
+            row_nbytes: 16,
+            back: Back { elements: 8, float: Float::F32 },
+            private_rows: 4,
+            shared_rows: None,
+        };
+        let mut open = |rank| {
+            let all =
+                AllToAll::new(net.engine(EngineConfig::default()).unwrap(), shape, rank).unwrap();
+            all.set_timeout(T);
+            all
+        };
+        let all = vec![open(0), open(1)];
+        let cards: Vec<_> = all.iter().map(|a| a.card(None).unwrap()).collect();
+        all[0].admit(&cards[1]).unwrap();
+        all[1].admit(&cards[0]).unwrap();
+        (net, all)
+    }
+
+    fn send(all: &AllToAll) -> Result<()> {
+        all.dispatch_send(&[Part { bytes: &[], stride: 16, width: 16 }], &[])
+    }
+
+    /// What a beat says to the other rank.
+    fn words(all: &AllToAll) -> usize {
+        let (mut acts, mut state) = (Vec::new(), all.inner.state.lock());
+        state.beat(T, T / BEATS, &mut acts);
+        state.links.iter_mut().flatten().for_each(|l| l.signs.telling = false);
+        acts.iter().filter(|a| matches!(a, Act::Write { load: Load::Word, .. })).count()
+    }
+
+    fn go(net: &mut SimNet, timeouts: u32) {
+        let end = net.now().after(T * timeouts);
+        net.run_until(end);
+    }
+
+    #[test]
+    fn rs_4_who_hangs_on_a_lost_rank_says_so_only_while_a_call_does() {
+        let (mut net, all) = pair();
+        // The first dispatch is what takes the newcomers in.
+        all.iter().for_each(|a| send(a).unwrap());
+        go(&mut net, 1);
+        for a in &all {
+            assert!(a.collect(&mut []).is_err() && a.lost().is_empty());
+            let mut state = a.inner.state.lock();
+            assert!(state.all_routes());
+            let mut acts = Vec::new();
+            state.collected(&mut acts);
+            drop(state);
+            a.inner.run(acts);
+        }
+        go(&mut net, 1);
+        all[0].inner.state.lock().revoking.push(2);
+        assert_eq!(words(&all[0]), 0);
+        all[0].inner.state.lock().awaited = Some(Until::MayDispatch);
+        assert_eq!(words(&all[0]), 1);
+        all[0].inner.state.lock().awaited = None;
+        // A call that has failed says nothing any more, though the memory never comes back.
+        assert!(matches!(send(&all[0]), Err(EngineError::NotQuiesced { .. })));
+        assert_eq!(words(&all[0]), 0);
+        assert!(!all[0].inner.state.lock().beating);
+        // Nor does who has left.
+        all[0].inner.state.lock().awaited = Some(Until::MayDispatch);
+        all[0].leave();
+        assert_eq!(words(&all[0]), 0);
+    }
+
+    #[test]
+    fn whoever_begins_to_wait_for_quiet_memory_begins_to_say_so() {
+        let (mut net, all) = pair();
+        all[0].inner.state.lock().revoking.push(2);
+        assert!(send(&all[0]).is_err() && all[0].inner.state.lock().beating);
+        go(&mut net, 3);
+        assert!(!all[0].inner.state.lock().beating);
+    }
+
+    #[test]
+    fn beats_leave_no_records() {
+        let (mut net, all) = pair();
+        send(&all[0]).unwrap();
+        let begun = net.now();
+        while all[0].lost().is_empty() && net.step() {}
+        assert!(net.now() > Time(0).after(T) && net.now() > begun);
+        let records = all[0].inner.engine.records(Default::default());
+        assert!(records.expectations.iter().all(|e| e.counts == 1), "{:?}", records.expectations);
     }
 }

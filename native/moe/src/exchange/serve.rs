@@ -114,11 +114,14 @@ impl AllToAll {
     /// peers' memory, which they wait for if they need it (MR-1).
     pub fn leave(&self) {
         let mut storing = false;
-        if let Some(device) = self.inner.state.lock().device.as_mut() {
+        let mut state = self.inner.state.lock();
+        state.left = true;
+        if let Some(device) = state.device.as_mut() {
             let cause = "the exchange was closed".into();
             device.end(EngineError::Cancelled { what: "exchange on the device", cause });
             storing = device.is_storing();
         }
+        drop(state);
         let Some(Server { stop, thread }) = self.server.lock().take() else { return };
         stop.store(true, SeqCst);
         if !storing && thread.thread().id() != std::thread::current().id() {

@@ -93,6 +93,8 @@ pub struct State {
     pub next_place: u64,
     /// A beat is under way.
     pub beating: bool,
+    /// The exchange was closed.
+    pub left: bool,
     /// Whoever carries the exchange out in place of the caller.
     pub device: Option<Device>,
     lives: u64,
@@ -123,6 +125,7 @@ impl State {
             waiting: Vec::new(),
             next_place: 0,
             beating: false,
+            left: false,
             device: None,
             lives: 0,
         }
@@ -353,7 +356,10 @@ impl State {
             (Load::Rows | Load::Answers, Some(link)) => link.flying -= 1,
             _ => {}
         }
-        self.unsettled += u32::from(!well);
+        if !well {
+            self.unsettled += 1;
+            self.start_pulse(acts);
+        }
         match load {
             Load::Rows => self.rows_out -= 1,
             Load::Answers => self.answers_out -= 1,
@@ -438,6 +444,7 @@ impl State {
 
     /// Takes back what a rank could write.
     pub fn revoke(&mut self, rank: u32, ours: &Ours, acts: &mut Vec<Act>) {
+        self.start_pulse(acts);
         for memory in ours.memory() {
             self.revoking.push(rank);
             acts.push(Act::Revoke { rank, memory });

@@ -42,12 +42,16 @@ impl State {
 
     /// Whether what is waited for hangs on lost ranks, who let go of memory when they like.
     pub fn hangs_on_quiet(&self, until: Until) -> bool {
-        let needs = match until {
+        self.needs_quiet(until) && !self.holds(Until::Quiet)
+    }
+
+    /// Whether what is waited for takes memory that lost ranks may hold on to.
+    pub fn needs_quiet(&self, until: Until) -> bool {
+        match until {
             Until::Routes | Until::Answers => false,
             Until::Rows => !self.waiting.is_empty(),
             Until::MayDispatch | Until::Quiet | Until::AnswersLeft => true,
-        };
-        needs && !self.holds(Until::Quiet)
+        }
     }
 
     /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what

@@ -269,6 +269,10 @@ fn rs_1_a_rank_that_is_admitted_between_other_exchanges_by_some_takes_no_part_wi
     });
     let lost = ranks[2].lost();
     assert!(lost.iter().any(|l| l.cause.contains("between the same two exchanges")), "{lost:?}");
+    // It is in no exchange of theirs any more, and so given up by both.
+    for all in &ranks[..2] {
+        assert!(all.lost().iter().any(|l| l.rank == 2), "{:?}", all.lost());
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test exchange schedules`
 
-use std::{sync::Arc, time::Duration};
+use std::{cell::Cell, sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, EngineId},
@@ -51,6 +51,8 @@ pub struct Rank {
     /// What it has done so far, and after how much of that it does nothing for a while, if it ever does.
     steps: u32,
     pub stall: Option<Stall>,
+    /// Ranks that it has given up, as far as was noted.
+    known_lost: Cell<usize>,
 }
 
 /// A caller, or a device, that stands still while its engine lives.
@@ -94,7 +96,9 @@ pub struct Run {
     rng: fastrand::Rng,
     pub shape: Shape,
     /// All ranks leave combine out of these exchanges.
-    without: Vec<bool>,
+    pub without: Vec<bool>,
+    /// These ranks alone leave it out of the first one.
+    pub differ: Vec<usize>,
     pub ranks: Vec<Rank>,
     killed: Vec<u32>,
     pub faults: bool,
@@ -106,6 +110,9 @@ pub struct Run {
     prompt: bool,
     /// Whatever a rank does takes up to so long.
     pub pace: u64,
+    /// When ranks stopped for good, and how long others took at most to give them up.
+    stopped: Vec<Option<Time>>,
+    pub slowest: u64,
 }
 
 impl Run {
@@ -169,6 +176,7 @@ impl Run {
                 left_out: 0,
                 steps: 0,
                 stall: None,
+                known_lost: Cell::new(0),
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
@@ -185,6 +193,7 @@ impl Run {
             rng,
             shape,
             without,
+            differ: Vec::new(),
             ranks,
             killed: Vec::new(),
             faults,
@@ -192,6 +201,8 @@ impl Run {
             steady,
             prompt,
             pace: 0,
+            stopped: Vec::new(),
+            slowest: 0,
         }
     }
 
@@ -218,6 +229,7 @@ impl Run {
                     }
                 }
             }
+            self.note();
             if self.ranks.iter().all(|r| r.has_stopped() || matches!(r.turn, Turn::Over)) {
                 break;
             }
@@ -262,6 +274,23 @@ impl Run {
         Ok(())
     }
 
+    /// Notes who has stopped, and who was given up since.
+    fn note(&mut self) {
+        let now = self.net.now();
+        self.stopped.resize(self.ranks.len(), None);
+        for (rank, since) in self.ranks.iter().zip(&mut self.stopped) {
+            *since = since.or(rank.has_stopped().then_some(now));
+        }
+        for rank in self.ranks.iter().filter(|r| !r.has_stopped()) {
+            let lost = rank.all.lost();
+            for l in &lost[rank.known_lost.get()..] {
+                let since = self.stopped[l.rank as usize].unwrap_or(now);
+                self.slowest = self.slowest.max(now.0 - since.0);
+            }
+            rank.known_lost.set(lost.len());
+        }
+    }
+
     fn standing(&self) -> String {
         let one = |r: &Rank| {
             let turn = match r.turn {
@@ -282,7 +311,10 @@ impl Run {
 
     /// Lets a rank do what it can; whether it did something.
     fn advance(&mut self, i: usize) -> Result<bool, String> {
-        let (shape, without) = (self.shape, &self.without);
+        let shape = self.shape;
+        let exchange = self.ranks[i].exchange as usize;
+        let all_leave_out = self.without.get(exchange).copied().unwrap_or_default();
+        let combine = !(all_leave_out || exchange == 0 && self.differ.contains(&i));
         let rank = &mut self.ranks[i];
         if rank.has_stopped() {
             return Ok(false);
@@ -293,7 +325,6 @@ impl Run {
                 return Ok(false);
             }
             rank.all.check().map_err(said)?;
-            let combine = !without[rank.exchange as usize];
             match kernels.step(&rank.all, &rank.batches[rank.exchange as usize], combine) {
                 Outcome::Waits => return Ok(false),
                 Outcome::Collected => {
@@ -330,7 +361,6 @@ impl Run {
                     return Ok(false);
                 }
                 let answers = handed.answers(&shape, i as u32, &placing.counts, &placing.starts);
-                let combine = !without[rank.exchange as usize];
                 self.collected(i)?;
                 match combine {
                     true => self.ranks[i].turn = Turn::Combine { answers },

@@ -70,19 +70,32 @@ impl Executor {
         self.active.retain(|r| *r != rank);
         self.memory.clear(rank);
         if was == State::Alive {
-            if let Some(error) = self.common.alive.given_up(rank, incarnation) {
-                (self.on_event)(Event::Lost { rank, incarnation, error });
-            }
+            self.tell_given_up(rank, incarnation);
         }
     }
 
     /// A rank is there, in a life of its own.
     pub(super) fn join(&mut self, rank: usize, incarnation: u32, theirs: &ThreadDescriptor) {
-        if let Err(error) = self.try_join(rank, incarnation, theirs) {
-            // What is wrong is told even if the rank never was there.
-            if rank < self.peers.len() {
-                self.common.alive.end(rank, incarnation);
-            }
+        let Err(error) = self.try_join(rank, incarnation, theirs) else { return };
+        let Some(peer) = self.peers.get(rank) else {
+            return (self.on_event)(Event::Lost { rank, incarnation, error });
+        };
+        let (alive, joined) = (&self.common.alive, peer.incarnation >= incarnation);
+        alive.end(rank, incarnation);
+        if let ProxyError::OldLife { .. } = error {
+            return (self.on_event)(Event::Lost { rank, incarnation, error });
+        }
+        // What is wrong is told even if the rank never was there, and when the other threads have given it up as well.
+        alive.lost(rank, incarnation, error);
+        match joined {
+            true => self.give_up(rank),
+            false => self.tell_given_up(rank, incarnation),
+        }
+    }
+
+    /// This thread has given a life up.
+    fn tell_given_up(&self, rank: usize, incarnation: u32) {
+        if let Some(error) = self.common.alive.given_up(rank, incarnation) {
             (self.on_event)(Event::Lost { rank, incarnation, error });
         }
     }

@@ -261,16 +261,16 @@ fn a_rank_that_stalls_is_given_up_by_the_deadline() {
     }
 }
 
-/// One thread hears that a rank left while another still has to take in what came before.
-#[test]
-fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
-    let mut net = network(1);
+type Thread = (Executor, Arc<TransferEngine>, Pusher);
+
+/// Two ranks of two threads each: rank 0's, then rank 1's; what the ranks share, and what all say.
+fn two_threads_each(net: &mut SimNet) -> (Vec<Thread>, [Common; 2], Arc<Mutex<Vec<Event>>>) {
     let plan = Plan { ranks: 2, channels: 1, rounds: 0, ordered: true, seed: 1 };
     let config = Config { ranks: 2, threads: 2, fifos: 1, words: 2, ..Config::default() };
     let common = [Common::new(&config), Common::new(&config)];
     let events = Arc::new(Mutex::new(Vec::new()));
-    let mut open = |rank: usize| {
-        let (engine, bed) = (engine(&mut net), Arc::new(Bed::default()));
+    let open = |rank: usize| {
+        let (engine, bed) = (engine(net), Arc::new(Bed::default()));
         let part = engine.alloc(plan.memory().max(16)).unwrap();
         let (pusher, popper) = fifo(16, Arc::clone(&bed)).unwrap();
         let (config, theirs) = (Config { rank, ..config.clone() }, Arc::clone(&events));
@@ -286,8 +286,39 @@ fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
             Executor::new(Arc::clone(&engine), part, &config, common, ends, on_event).unwrap();
         (executor, engine, pusher)
     };
-    // Rank 0, then rank 1, by thread.
-    let mut all: Vec<_> = [0, 0, 1, 1].into_iter().map(&mut open).collect();
+    let all = [0, 0, 1, 1].into_iter().map(open).collect();
+    (all, common, events)
+}
+
+/// One thread can't take a rank in, and another has.
+#[test]
+fn a_rank_that_a_thread_cannot_join_is_told_of_when_all_have_given_it_up() {
+    let mut net = network(1);
+    let (mut all, common, events) = two_threads_each(&mut net);
+    let theirs = [all[2].0.descriptor(), all[3].0.descriptor()];
+    let mixed =
+        ThreadDescriptor { memory: theirs[0].memory.clone(), control: theirs[1].control.clone() };
+    all[0].0.membership().join(1, 1, theirs[0].clone());
+    all[0].0.step(net.now());
+    assert!(common[0].alive.is_alive(1));
+    all[1].0.membership().join(1, 1, mixed);
+    all[1].0.step(net.now());
+    assert!(!common[0].alive.is_alive(1));
+    assert!(events.lock().unwrap().is_empty(), "{:?}", events.lock().unwrap());
+    for _ in 0..3 {
+        for (executor, ..) in &mut all[..2] {
+            executor.step(net.now());
+        }
+    }
+    let events = events.lock().unwrap();
+    assert!(matches!(events[..], [Event::Lost { rank: 1, incarnation: 1, .. }]), "{events:?}");
+}
+
+/// One thread hears that a rank left while another still has to take in what came before.
+#[test]
+fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
+    let mut net = network(1);
+    let (mut all, common, events) = two_threads_each(&mut net);
     for (i, (executor, ..)) in all.iter().enumerate() {
         for rank in 0..2 {
             let theirs = all[2 * rank + i % 2].0.descriptor();
