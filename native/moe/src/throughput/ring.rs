@@ -191,7 +191,8 @@ impl Inbound {
 
     /// Gives back the slots before `up_to`, a chunk at a time, or all if they are the last of an exchange.
     pub fn credit(&mut self, up_to: u64, chunk: u32, last: bool, commands: &mut Commands) {
-        let slots = up_to - self.credited;
+        // What earlier eras left may have been passed over, and given back, since `up_to` was noted.
+        let Some(slots) = up_to.checked_sub(self.credited) else { return };
         if slots >= u64::from(chunk) || last && slots > 0 {
             let place = &self.place;
             commands.add(place.partner, place.credits, place.partners_word, slots);
