@@ -213,6 +213,10 @@ class _Parts:
         same = (piece.name, piece.dtype, piece.shape) == (first.name, first.dtype, first.shape)
         if whole is None or not same or piece.start != self._got:
             raise DecodeError(f"a part of `{piece.name}` came out of order")
+        if piece.start + piece.nbytes > nbytes:
+            raise DecodeError(
+                f"`{piece.name}` can't be what its letter says: its parts are too long"
+            )
         whole[piece.start : piece.start + piece.nbytes] = data
         self._got += piece.nbytes
         if self._got < nbytes:
