@@ -3,7 +3,17 @@ pushes and counted completion."""
 
 import os
 
-from fabric_ray._native import __version__
+try:
+    from fabric_ray._native import __version__
+except ModuleNotFoundError as missing:
+    if missing.name != "fabric_ray._native":
+        raise
+    raise ModuleNotFoundError(
+        f"{os.path.dirname(__file__)} has no compiled core (fabric_ray._native): it is a clone's "
+        "folder, which hides what is installed; run pip install -e '.[ray]' in the clone, or start "
+        "Python elsewhere",
+        name=missing.name,
+    ) from None
 from fabric_ray.engine import (
     Batch,
     Counter,
@@ -50,7 +60,7 @@ def register() -> None:
     creates: tensors of object references then travel through the engine.
 
     Call it before you create actors. It may be called any number of times, and be named as Ray's
-    ``worker_process_setup_hook``. Needs ``fabric-ray[ray]`` with Ray 2.60 or later.
+    ``worker_process_setup_hook``. Needs the extra ``ray`` with Ray 2.60 or later.
 
     Raises:
         Unsupported: Ray or torch is missing, or Ray has no place for tensor transports.
@@ -61,7 +71,7 @@ def register() -> None:
     except ImportError as cause:
         raise Unsupported(
             f"tensor transports need Ray 2.60 or later, and torch ({cause}); "
-            "pip install 'fabric-ray[ray]' 'ray>=2.60'"
+            "run: pip install 'ray>=2.60,<3' 'torch>=2.6,<3' (fabric-ray's extra [ray])"
         ) from cause
     registration.register()
 

@@ -39,6 +39,7 @@ __all__ = [
     "Transfer",
     "Watcher",
     "__version__",
+    "_one_of_each_error",
     "_span_variable",
     "holders",
     "simulate",
@@ -526,6 +527,10 @@ class Watcher:
     def value(self) -> int:
         """What the word holds now."""
     @property
+    def seen(self) -> tuple[int, float]:
+        """The value that the watching thread saw last, and how many seconds ago: at that moment it
+        began with the callback."""
+    @property
     def home(self) -> str:
         """Where the word lies: ``host memory``, ``pinned host memory``, or GPU memory."""
     @property
@@ -651,6 +656,7 @@ class Engine:
         require: str | None,
         token: bytes | None,
         bind: Sequence[str],
+        ports: tuple[int, int] | None,
         tcp_streams: int,
         spin_us: int | None,
         copy_threads: int | None,
@@ -1090,6 +1096,7 @@ class MoeExchange:
     ) -> None: ...
     def check(self) -> None: ...
     def leave(self) -> None: ...
+    def finish(self) -> None: ...
     def settled(self) -> None: ...
     @property
     def begins(self) -> bool: ...
@@ -1176,6 +1183,7 @@ class MoeThroughput:
 
 # observe
 
+def _one_of_each_error() -> list[Exception]: ...
 def _span_variable() -> ContextVar[int]: ...
 def span_of(name: str) -> int:
     """The span of a name, the same in every process: 64-bit FNV-1a of its UTF-8."""

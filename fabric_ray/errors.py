@@ -12,7 +12,7 @@ class FabricError(Exception):
     """What failed, with whom, and what to do next.
 
     Fields that a program may want (``peer``, ``transport``, ...) are attributes; see
-    :attr:`fields` for all of them.
+    :attr:`fields` for all of them. What the engine raises has all that its class names.
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
@@ -51,21 +51,27 @@ def given_path(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class OutOfBounds(InvalidArgument):
-    """Bytes outside a region; nothing was sent. ``limit`` is the region's bytes."""
+    """Bytes outside a region; nothing was sent. ``limit`` is the region's bytes, ``what`` says
+    which region it is."""
 
+    what: str
     offset: int
     nbytes: int
     limit: int
 
 
 class Stale(FabricError):
-    """A region, address or counter of an earlier life: its owner withdrew it or restarted."""
+    """A region, address or counter of an earlier life: its owner withdrew it or restarted.
+    ``what`` says which."""
+
+    what: str
 
 
 class Refused(FabricError):
-    """The peer said no."""
+    """The peer said no to an operation: a write, a read, a send."""
 
     peer: str
+    operation: str
 
 
 class StorageError(FabricError, OSError):
@@ -76,6 +82,7 @@ class StorageError(FabricError, OSError):
     """
 
     peer: str
+    operation: str
 
 
 class PeerError(FabricError):
@@ -85,9 +92,10 @@ class PeerError(FabricError):
 
 
 class PeerLost(PeerError, ConnectionError):
-    """A peer died or can't be reached any more."""
+    """A peer died or can't be reached any more. ``nic`` is ours; empty where there is none."""
 
     transport: str
+    nic: str
 
 
 class RailLost(PeerError, ConnectionError):
@@ -97,6 +105,7 @@ class RailLost(PeerError, ConnectionError):
     """
 
     transport: str
+    nic: str
 
 
 class Unreachable(PeerError, ConnectionError):
@@ -115,6 +124,7 @@ class TransferTimeout(FabricError, TimeoutError):
     if it named none; ``missing`` counts the writes that the expectation lacks.
     """
 
+    operation: str
     peer: str
     missing: int
     after: float
@@ -122,11 +132,17 @@ class TransferTimeout(FabricError, TimeoutError):
 
 
 class NotQuiesced(FabricError):
-    """It can't be shown that nobody writes to the memory any more; the engine keeps it."""
+    """It can't be shown that nobody writes to the memory any more; the engine keeps it. ``what``
+    says which memory, ``after`` how many seconds were waited."""
+
+    what: str
+    after: float
 
 
 class Cancelled(FabricError):
-    """It was given up before it was over."""
+    """It was given up before it was over; ``operation`` is what an engine calls it."""
+
+    operation: str
 
 
 class EngineClosed(FabricError):
@@ -158,7 +174,9 @@ class CompileError(FabricError):
 
 
 class DecodeError(FabricError, ValueError):
-    """Bytes that are not an intact encoding of what they should be."""
+    """Bytes that are not an intact encoding of ``what`` they should be."""
+
+    what: str
 
 
 class WeightSyncError(FabricError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from fabric_ray import _native
+from fabric_ray.decoding import converted
 
 RULES_VARIABLE = "FABRIC_RAY_RAILS"
 
@@ -139,4 +140,4 @@ def read(root: str | Path = "/sys", rules: str | None = None) -> Machine:
     """
     if rules is None:
         rules = os.environ.get(RULES_VARIABLE)
-    return msgspec.convert(_native.topology(os.fspath(root), rules), Machine)
+    return converted(_native.topology(os.fspath(root), rules), Machine)

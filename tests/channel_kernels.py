@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fabric_ray.kernels import Channel, Waited, Words
+from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.launch import Launcher
 
 LAP = 1 << 63
@@ -170,3 +171,77 @@ def check_wait_word(launcher: Launcher, device: str) -> None:
 def finish(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
+
+
+def check_fetch(launcher: Launcher, device: str) -> None:
+    """RS-1: a table comes with its word; without that, what stands for it."""
+    word, table = Shared(1, device), Shared(40, device)
+    value = torch.tensor([3], dtype=torch.int64, device=device)
+    waited = torch.full((1,), 9, dtype=torch.int32, device=device)
+    gate = torch.ones(1, dtype=torch.int64, device=device)
+    into = torch.zeros(40, dtype=torch.int64, device=device)
+
+    def fetch(timeout: float) -> None:
+        channel = Channel(launcher, timeout=timeout)
+        where = {"word": word.address, "value": value, "closed": 7}
+        channel.fetch_words(table.tensor, into, waited, gate, **where)  # type: ignore[arg-type]
+
+    thread = beside(lambda: fetch(LIMIT))
+    table.tensor.copy_(torch.arange(100, 140))
+    word.words[0] = 3
+    thread.join()
+    finish(device)
+    assert into.tolist() == [*range(100, 140)]
+    assert (waited.item(), gate.item()) == (Waited.READY, 1)
+    for come in (2, 3):
+        word.words[0] = come
+        fetch(0.01)
+        finish(device)
+        assert gate.item() == 0, "it stays closed"
+        assert into.tolist() == [7] * 40
+
+
+def check_begin(launcher: Launcher, device: str) -> None:
+    """MR-1: tokens count unless the exchange before isn't over."""
+    over = Shared(1, device)
+    values = torch.tensor([-2, 0, 5], dtype=torch.int64, device=device)
+    grows = torch.tensor([2, 1, 4], dtype=torch.int64, device=device)
+    given, now = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+    waited = torch.full((1,), 9, dtype=torch.int32, device=device)
+    gate = torch.ones(1, dtype=torch.int64, device=device)
+    channel = Channel(launcher, timeout=0.01)
+    for tokens, packed, want in ((5, 5, [0, 1, 9]), (6, 6, [2, 2, 13]), (7, 0, [4, 3, 17])):
+        # What was summed has added one; the third begins too early.
+        values[0] += int(tokens == 6)
+        over.words[0] = 3 if tokens > 5 else 0
+        channel.begin_exchange(over.address, (values, grows), tokens, (given, now), waited, gate)
+        finish(device)
+        assert values.tolist() == want
+        assert (given.item(), now.item()) == (tokens, packed)
+    assert (waited.item(), gate.item()) == (Waited.TIMED_OUT, 0)
+
+
+def check_tell(launcher: Launcher, device: str) -> None:
+    """A command comes after what the host reads with it, and says when a wait has failed."""
+    proxy = Proxy(launcher, device, 32)
+    note, told = torch.arange(50, 90, device=device), Shared(40, device)
+    gate = torch.ones(1, dtype=torch.int64, device=device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    waited = torch.full((1,), 9, dtype=torch.int32, device=device)
+    command = add_command(3, 2, 0)
+    for turn in range(40):
+        gate.fill_(int(turn < 35))
+        proxy.channel.tell_host(
+            command, gate, index, waited, note=(note, told.tensor), counter=counter
+        )
+        finish(device)
+        assert proxy.poll()
+        proxy.complete()
+        assert told.tensor.tolist() == note.tolist()
+        assert proxy.commands[-1] == (command[0] & ~LAP | int(turn < 35), command[1])
+        assert (index.item(), counter.item(), waited.item()) == (turn, turn + 1, Waited.READY)
+        note += 1
+    proxy.channel.tell_host(command, gate, index, waited)
+    finish(device)
+    assert counter.item() == 40

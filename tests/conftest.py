@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says what was left out and why, for most of it is left out for want of a tool.
+
+    ``FABRIC_RAY_LEFT_OUT`` names a file that gets the same, one line each, after what it holds.
+    """
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    if not reasons:
+        return
+    counted = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    lines = [f"{n} left out: {reason}" for reason, n in sorted(counted.items())]
+    terminalreporter.section("left out")
+    for line in lines:
+        terminalreporter.line(line)
+    if kept := os.environ.get("FABRIC_RAY_LEFT_OUT"):
+        with open(kept, "a") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ CASES = [
     Case("nobody goes anywhere", SMALL, 50, holes=2.0),
     Case("one expert", MoeSizes(1, 1, 1, 300), 300),
     Case("more experts than threads", MoeSizes(3, 600, 8, 90), 90, holes=0.1),
+    Case("fewer experts than threads, and many tiles", MoeSizes(1, 2, 1, 1100), 1100, holes=0.1),
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -55,6 +57,26 @@ class Other:
             self.process.kill()
         self.process.join(10)
         self.connection.close()
+
+
+class Thread(Other):
+    """The same in a thread of this process: for what needs nothing of its own."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self._thread = threading.Thread(target=_caught, args=(target, theirs, args), daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the other side goes on"
+
+
+def _caught(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    with contextlib.suppress(Exception):  # it was sent
+        _run(target, connection, args)
+    connection.close()
 
 
 def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:

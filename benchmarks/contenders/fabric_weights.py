@@ -93,7 +93,7 @@ DEMO = Demo()
 
 class _Push:
     threads = 2
-    obtain = "pip install 'fabric-ray[ray]'"
+    obtain = "pip install -e '.[ray]'"
     name: str
     family: Family
     column: str

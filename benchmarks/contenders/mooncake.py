@@ -25,7 +25,7 @@ _MOST_IN_A_BATCH = 1024
 
 class Mooncake(PairContender):
     name = "mooncake tcp"
-    obtain = "pip install 'fabric-ray[bench]', apt-get install libibverbs1"
+    obtain = "pip install -e '.[bench]', apt-get install libibverbs1"
     sender = "benchmarks.contenders.mooncake:Sender"
     target = "benchmarks.contenders.mooncake:Target"
     env: ClassVar[Mapping[str, str]] = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}

@@ -29,7 +29,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Nixl(PairContender):
-    obtain = "pip install 'fabric-ray[bench]'"
+    obtain = "pip install -e '.[bench]'"
     link = "shm"
 
     def available(self) -> str | None:

@@ -65,7 +65,7 @@ _HOST = _Host()
 class RayStore:
     family: Family = "peer"
     threads = 1
-    obtain = "pip install 'fabric-ray[ray]'"
+    obtain = "pip install -e '.[ray]'"
 
     def __init__(self, flavour: Flavour) -> None:
         self.name = f"ray {flavour}"

@@ -118,7 +118,7 @@ def main(
     out = sheets.Output(json, markdown=markdown)
     if importlib.util.find_spec("nixl") is None:
         ways.remove(NIXL)
-        out.say("nixl is not installed: pip install 'fabric-ray[bench]'")
+        out.say("nixl is not installed: pip install -e '.[bench]'")
     ways = [way for way in ways if not only or way in (FABRIC, *only.split(","))]
     each = [int(size) for size in sizes.split(",")]
     room = 4 * max(each) + GIB

@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fabric_ray.cli.ending import Code, errors_in_words, fail
+from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
+from fabric_ray.extras import how_to_install
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="""The main jobs, for real, on this machine: neither a GPU nor a NIC for RDMA is needed.
@@ -299,7 +301,7 @@ def _prepare(*more: str, extra: str = "ray") -> None:
     needed = ("ray", "torch", "safetensors", "matplotlib", *more)
     missing = [m for m in needed if find_spec(m) is None]
     if missing:
-        fail(f"{', '.join(missing)} not installed; run: pip install 'fabric-ray[{extra}]'")
+        fail(f"{', '.join(missing)} not installed; {how_to_install(extra)}")
     # Ray reads it when it is imported, and would print more than the demo does.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A laptop under load needs longer than Ray allows by default.

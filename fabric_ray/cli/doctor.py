@@ -9,15 +9,16 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fabric_ray import doctor as doctors
-from fabric_ray.cli.ending import Code
+from fabric_ray.cli.ending import Code, errors_in_words, fail
+from fabric_ray.cli.findings import show
 from fabric_ray.cli.progress import working
 from fabric_ray.doctor.examine import BUDGET
+from fabric_ray.errors import FabricError
 
-_STYLES = {"ok": "green", "absent": "dim", "warn": "yellow", "fail": "bold red"}
+WAIT = 600.0
+"""Seconds for somebody to type a command on another host."""
 
 
 def doctor(
@@ -26,14 +27,32 @@ def doctor(
     provider: Annotated[
         str | None, typer.Option(help="Judge libfabric by this provider instead of efa.")
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds for the writes.", min=1.0)] = BUDGET,
+    budget: Annotated[
+        float | None,
+        typer.Option(help=f"Seconds for the writes, {BUDGET:g} unless named.", min=1.0),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list what is absent and not needed.")
     ] = False,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Wait for the doctor of another host.")
+    ] = False,
+    peer: Annotated[
+        str | None, typer.Option(help="Try every link to the host that printed this text.")
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(help=f"Seconds that --listen waits, {WAIT:g} unless named.", min=1.0),
+    ] = None,
 ) -> None:
     """Libraries, NICs, GIDs and limits, and a byte-checked write over every usable pair.
 
     What isn't there is no fault: a machine without NICs is healthy if shared memory and TCP work.
+
+    Between two hosts: --listen on one prints what to type on the other. That shakes hands, then
+    writes over every transport and NIC that both have, both ways, and compares every byte.
+    FABRIC_RAY_TOKEN, _BIND and _PORTS are as for all engines; without a token one is drawn for
+    this meeting, and is in the text.
 
     \b
     Examples:
@@ -42,42 +61,67 @@ def doctor(
       fabric-ray doctor --nics 'mlx5_*'         # only these, by name or glob
       fabric-ray doctor --provider tcp          # libfabric by another provider than EFA's
       fabric-ray doctor --json | jq .healthy    # for scripts
+      fabric-ray doctor --listen                # on one host, and on the other
+      fabric-ray doctor --peer fabric1-...      # what the first has printed
 
-    Exits with 0 if everything that is there works, else with 1.
+    Exits with 0 if everything that is there works and was tried in time, else with 1.
     """
     # What went wrong is in the findings.
     logging.getLogger("fabric_ray.native").setLevel(logging.ERROR)
     names = [n.strip() for n in nics.split(",") if n.strip()]
+    if listen and peer is not None:
+        fail("--listen is for one host, --peer for the other")
+    if listen and budget is not None:
+        fail("who comes decides how long it tries: give --budget to --peer, on the other host")
+    if wait is not None and not listen:
+        fail("--wait is for --listen: nothing else waits")
+    if listen:
+        report = _wait_for_a_visit(provider, names, wait or WAIT, as_json)
+    elif peer is not None:
+        report = _visit(peer, provider, names, budget or BUDGET)
+    else:
+        report = _examine(provider, names, budget or BUDGET)
+    if as_json:
+        typer.echo(json.dumps({**msgspec.to_builtins(report), "healthy": report.healthy}))
+    else:
+        show(Console(), report, everything)
+    raise typer.Exit(Code.DONE if report.healthy else Code.NO)
+
+
+def _examine(provider: str | None, nics: list[str], budget: float) -> doctors.Report:
     with working("looking") as tell:
-        report = doctors.examine(
-            nics=names,
+        return doctors.examine(
+            nics=nics,
             provider=provider,
             budget=budget,
             on_finding=lambda found: tell(f"{found.subject}: {found.status}"),
         )
-    if as_json:
-        typer.echo(json.dumps({**msgspec.to_builtins(report), "healthy": report.healthy}))
-    else:
-        _show(Console(), report, everything)
-    raise typer.Exit(Code.DONE if report.healthy else Code.NO)
 
 
-def _show(console: Console, report: doctors.Report, everything: bool) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "what", "found"):
-        table.add_column(heading)
-    hidden = 0
-    for f in report.findings:
-        if f.status == "absent" and f.code in ("gid", "offer") and not everything:
-            hidden += 1
-            continue
-        detail = Text(f.detail)
-        if f.remedy and f.status in ("warn", "fail"):
-            detail.append(f"\n→ {f.remedy}", style="italic")
-        table.add_row(Text(f.status, style=_STYLES[f.status]), Text(f.subject), detail)
-    console.print(table)
-    if hidden:
-        console.print(f"{hidden} unused GIDs and offers are not shown; --all shows them")
-    bad = sum(f.status == "fail" for f in report.findings)
-    words = "all that is there works" if report.healthy else f"{bad} failed"
-    console.print(f"{words}; {report.seconds:.1f} s", style=_STYLES["ok" if not bad else "fail"])
+def _visit(text: str, provider: str | None, nics: list[str], budget: float) -> doctors.Report:
+    with errors_in_words(), working("shaking hands") as tell:
+        return doctors.visit(
+            text,
+            provider=provider,
+            nics=nics,
+            budget=budget,
+            on_finding=lambda found: tell(f"{found.subject}: {found.status}"),
+        )
+
+
+def _wait_for_a_visit(
+    provider: str | None, nics: list[str], seconds: float, as_json: bool
+) -> doctors.Report:
+    with errors_in_words():
+        host = doctors.Host(provider=provider, nics=nics)
+    with host:
+        command = f"fabric-ray doctor --peer {host.invitation}"
+        if as_json:
+            typer.echo(json.dumps({"peer": str(host.invitation), "command": command}))
+        else:
+            typer.echo(f"on the other host, type:\n\n{command}\n")
+        with working(f"waiting for it, {seconds:.0f} s at most") as tell:
+            try:
+                return host.wait(seconds, lambda name: tell(f"visited by {name}"))
+            except FabricError as error:
+                fail(str(error), Code.NO)

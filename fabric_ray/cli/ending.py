@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from fabric_ray.errors import FabricError
+
+# Typer has a Click of its own, or another's, by its version; of either it names only BadParameter.
+_UsageError: Any = typer.BadParameter.__base__
+
+# How Click ends what it says where it has something to offer.
+_OFFERED = re.compile(r"[.?]?\s+(Did you mean|Choose from)\b(.*?)\??$")
 
 
 class Code(IntEnum):
@@ -40,3 +48,40 @@ def errors_in_words() -> Iterator[None]:
         yield
     except FabricError as error:
         fail(str(error))
+
+
+class Commands(TyperGroup):
+    """All commands: what is typed wrongly ends as everything else does that can't be done."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        path = f"{parent.command_path} {info_name}" if parent else info_name or "fabric-ray"
+        with _usage_in_words(lambda: path):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        # Reads the command's own words, too.
+        with _usage_in_words(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".strip()):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_in_words(reads: Callable[[], str]) -> Iterator[None]:
+    """``reads`` names the command whose words are read: not every error knows its own."""
+    try:
+        yield
+    except _UsageError as error:
+        # Who types nothing gets the help, which newer versions raise.
+        if error.ctx and error.message == error.ctx.get_help():
+            raise
+        path = error.ctx.command_path if error.ctx else reads()
+        fail(f"{_one_sentence(error.format_message())}; see {path} --help")
+
+
+def _one_sentence(said: str) -> str:
+    """``No such command 'a'.  Did you mean 'b'?`` as errors are said here; what users typed stays
+    as it is."""
+    said = re.sub(r"\s*\n\s*", " ", said.strip()).removesuffix(".")
+    said = _OFFERED.sub(lambda found: f"; {found[1].lower()}{found[2]}", said)
+    return said[:1].lower() + said[1:]

@@ -8,13 +8,14 @@ import typer
 
 from fabric_ray import __version__
 from fabric_ray.cli import bench, demo, doctor, plan, simulate, top, topo, trace
+from fabric_ray.cli.ending import Commands
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Help is read as it is written, with its examples.
     rich_markup_mode=None,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="What works on this machine, and why the rest doesn't.")(doctor.doctor)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric_ray.errors import InvalidArgument, given_path
+from fabric_ray.extras import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +35,8 @@ def check_picture(path: Path, *, option: str = "--picture") -> None:
         raise InvalidArgument(f"{option} {path}: {path.parent} is no directory; make it first")
     if find_spec("matplotlib") is None:
         raise InvalidArgument(
-            f"{option} needs matplotlib, which isn't installed; run: pip install 'fabric-ray[ray]'"
+            f"{option} needs matplotlib, which isn't installed; "
+            f"{how_to_install('ray', 'matplotlib')}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_ray.cli.ending import Code, errors_in_words, fail
+from fabric_ray.cli.keys import keys
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
 from fabric_ray.cli.trace import nobody
-from fabric_ray.observe.asking import Silent, ask_metrics, sockets
-from fabric_ray.observe.process import ProcessMetrics
-from fabric_ray.observe.rates import EngineRow, PeerRow, rows
+from fabric_ray.observe.asking import Silent, ask_metrics, ask_records, sockets
+from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
+from fabric_ray.observe.rates import OLDEST, EngineRow, Going, PeerRow, going_on, rows
 
 _STYLES = {"ok": "green", "waits": "yellow", "degraded": "bold yellow", "lost": "bold red"}
 
@@ -41,11 +43,11 @@ def top(
     \b
     Examples:
       FABRIC_RAY_OBSERVE=1 python train.py &      # whom to look at
-      fabric-ray top                              # until Ctrl-C
+      fabric-ray top                              # until q or Ctrl-C
       fabric-ray top --interval 0.2
       fabric-ray top --once --json | jq '.engines[].bytes_per_s'
 
-    Ctrl-C ends it with 0. With --once it exits with 1 if no process shows itself.
+    q and Ctrl-C end it with 0. With --once it exits with 1 if no process shows itself.
     """
     look = _Looks()
     with errors_in_words():
@@ -66,7 +68,7 @@ def _look_once(look: _Looks, as_json: bool, interval: float) -> None:
     if as_json:
         typer.echo(msgspec.json.encode({"engines": found}).decode())
     else:
-        Console().print(_table(found))
+        Console().print(_view(found))
 
 
 def _watch(look: _Looks, as_json: bool, interval: float) -> None:
@@ -74,12 +76,26 @@ def _watch(look: _Looks, as_json: bool, interval: float) -> None:
         while True:
             typer.echo(msgspec.json.encode({"engines": look.rows()}).decode())
             time.sleep(interval)
-    with Live(auto_refresh=False, screen=True) as live:
+    with keys() as pressed, Live(auto_refresh=False, screen=True) as live:
+        end = f"{'q' if pressed else 'Ctrl-C'} ends it"
         while True:
             found = look.rows()
-            shown = _table(found) if look.processes else Text(nobody())
-            live.update(Group(shown, Text("Ctrl-C ends it", style="dim")), refresh=True)
-            time.sleep(interval)
+            shown = _view(found) if look.processes else Text(nobody())
+            live.update(Group(shown, Text(end, style="dim")), refresh=True)
+            if _wants_to_leave(pressed, interval):
+                return
+
+
+def _wants_to_leave(pressed: Callable[[float], str] | None, seconds: float) -> bool:
+    """Waits for the next look, whatever else is pressed; whether ``q`` was pressed before."""
+    if pressed is None:
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if pressed(left) in ("q", "Q"):
+            return True
+    return False
 
 
 class _Looks:
@@ -90,13 +106,57 @@ class _Looks:
 
     def rows(self) -> list[EngineRow]:
         found: dict[Path, ProcessMetrics] = {}
+        under_way: dict[Path, ProcessRecords] = {}
         for path in sockets():
-            try:
+            with suppress(Silent):
                 found[path] = ask_metrics(path)
-            except Silent:
-                continue
+                if question := going_on(found[path]):
+                    under_way[path] = ask_records(path, question, oldest=OLDEST)
         before, self.processes = self.processes, found
-        return [row for path, now in found.items() for row in rows(before.get(path), now)]
+        return [
+            row
+            for path, now in found.items()
+            for row in rows(before.get(path), now, under_way.get(path))
+        ]
+
+
+def _view(engines: list[EngineRow]) -> Group:
+    if any(engine.transfers for engine in engines):
+        return Group(_table(engines), "", _going(engines))
+    return Group(_table(engines))
+
+
+def _going(engines: list[EngineRow]) -> Table:
+    """The oldest transfers that go on."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("going on", "engine", "to"):
+        table.add_column(heading)
+    for heading in ("bytes", "for"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for engine in engines:
+        for one in engine.transfers:
+            table.add_row(
+                one.op,
+                engine.engine,
+                _some(one.peers),
+                size(one.nbytes),
+                f"{one.age:.1f} s",
+                _of(one),
+            )
+        if (others := engine.going_on - len(engine.transfers)) > 0 and engine.transfers:
+            table.add_row(f"{others} more", engine.engine, "", "", "", "")
+    return table
+
+
+def _some(peers: tuple[str, ...]) -> str:
+    more = f" and {len(peers) - 3} more" if len(peers) > 3 else ""
+    return ", ".join(peers[:3]) + more
+
+
+def _of(one: Going) -> str:
+    said = [one.span] if one.span else []
+    return ", ".join(said if one.posted else [*said, "waits for its first post"])
 
 
 def _table(engines: list[EngineRow]) -> Table:

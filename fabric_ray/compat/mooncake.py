@@ -25,6 +25,7 @@ from fabric_ray.compat.addresses import Op, Registered
 from fabric_ray.compat.inbox import Inbox
 from fabric_ray.compat.moves import Copies, Move, moved
 from fabric_ray.compat.sessions import Sessions, host_and_port
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig, Message
 from fabric_ray.errors import (
     FabricError,
@@ -490,7 +491,7 @@ def _keep_notify(engine: TransferEngine | None, message: Message) -> None:
     if engine is None:
         return
     with contextlib.suppress(msgspec.MsgspecError):
-        note = TransferNotify(*msgspec.msgpack.decode(message.data, type=tuple[str, str]))
+        note = TransferNotify(*from_msgpack(message.data, tuple[str, str]))
         engine._notifies.add(note, len(message.data))
 
 

@@ -9,6 +9,7 @@ over a Unix socket, where the kernel says who asks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -47,12 +48,15 @@ class Rendezvous:
 
     Args:
         answer: from a request to an answer; what it raises is told to who asked.
-        port: 0 for any that is free.
+        port: 0 for any that is free, of ``ports`` if these are named and there is a token.
         token: shared with all who may ask; without one, those of this user on this host.
-        bind: local addresses to listen on with a token, all when empty.
+        bind: local addresses to listen on with a token; when empty all that there are (``::``),
+            which is more than an engine without ``bind`` listens on.
+        ports: the first and the last of those that a firewall lets in. Without a token nobody is
+            answered over TCP, and the port that is held for its number is any that is free.
 
     Raises:
-        ResourceError: the port is taken, or an address isn't one of this host.
+        ResourceError: the port is taken, or all of them, or an address isn't one of this host.
     """
 
     def __init__(
@@ -62,16 +66,26 @@ class Rendezvous:
         port: int = 0,
         token: bytes | None = None,
         bind: Sequence[str] = (),
+        ports: tuple[int, int] | None = None,
     ) -> None:
         self._answer, self._token = answer, token
         try:
             self._listeners, self._held = (
-                _listen_on_tcp(port, bind) if token else _listen_on_unix(port)
+                _listen_on_one_of(ports, bind)
+                if token and ports and not port
+                else _listen_on_tcp(port, bind)
+                if token
+                else _listen_on_unix(port)
             )
         except OSError as error:
+            where, others = f"port {port}", "choose another, or 0"
+            if ports and not port:
+                where, others = (
+                    f"ports {ports[0]} to {ports[1]}",
+                    "name others, or more, in `ports`",
+                )
             raise ResourceError(
-                f"can't listen at port {port}: {error.strerror or error}; choose another, or 0",
-                call="bind",
+                f"can't listen at {where}: {error.strerror or error}; {others}", call="bind"
             ) from error
         self.port: int = self._held.getsockname()[1]
         self._closed = False
@@ -314,6 +328,19 @@ def _listen_on_unix(port: int) -> tuple[list[socket.socket], socket.socket]:
         listener.close()
         raise
     return [listener], held
+
+
+def _listen_on_one_of(
+    ports: tuple[int, int], bind: Sequence[str]
+) -> tuple[list[socket.socket], socket.socket]:
+    """As :func:`_listen_on_tcp`, at the first port that is free at each address."""
+    for port in range(ports[0], ports[1]):
+        try:
+            return _listen_on_tcp(port, bind)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _listen_on_tcp(ports[1], bind)
 
 
 def _listen_on_tcp(port: int, bind: Sequence[str]) -> tuple[list[socket.socket], socket.socket]:

@@ -10,6 +10,7 @@ import msgspec
 
 from fabric_ray.compat.addresses import AddressSpace, Registered
 from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import (
     EngineAddress,
     EngineConfig,
@@ -64,7 +65,11 @@ class Sessions:
         self._known: dict[str, Session] = {}
         self._lock = threading.Lock()
         self._rendezvous = Rendezvous(
-            lambda request: _answer(me(), request), port=port, token=config.token, bind=config.bind
+            lambda request: _answer(me(), request),
+            port=port,
+            token=config.token,
+            bind=config.bind,
+            ports=config.ports,
         )
         self.port = self._rendezvous.port
         self.name = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
@@ -135,7 +140,7 @@ class Sessions:
 
     def answer(self, request: bytes) -> bytes:
         """This engine's address and memory, for who asks."""
-        question = msgspec.msgpack.decode(request, type=_Question)
+        question = from_msgpack(request, _Question)
         version, regions = self._registered.listed()
         address = self.engine.address
         told = None
@@ -168,7 +173,7 @@ def _answer(sessions: Sessions | None, request: bytes) -> bytes:
 
 def _decoded(answer: bytes) -> _Table:
     try:
-        return msgspec.msgpack.decode(answer, type=_Table)
+        return from_msgpack(answer, _Table)
     except msgspec.MsgspecError as error:
         raise DecodeError(f"the peer's table of memory is broken: {error}") from error
 

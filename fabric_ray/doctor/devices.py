@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from fabric_ray import _native
+from fabric_ray.decoding import converted
 from fabric_ray.doctor.findings import Finding, Status
 
 
@@ -64,7 +65,7 @@ class Survey(msgspec.Struct, frozen=True):
 
 def survey(names: Sequence[str] = (), provider: str | None = None) -> Survey:
     """Looks at everything and opens nothing."""
-    return msgspec.convert(_native.survey(list(names), provider), Survey)
+    return converted(_native.survey(list(names), provider), Survey)
 
 
 def devices(found: Survey) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from fabric_ray.doctor.devices import Survey, devices, nowhere, survey
 from fabric_ray.doctor.findings import Finding, Report
@@ -43,13 +44,19 @@ def _all(nics: Sequence[str], provider: str | None, budget: float) -> Iterator[F
     yield from devices(found)
     yield from nowhere(found, nics)
     yield from system(has_nics=bool(found.ports) or any(o.rdma for o in found.offers))
-    yield from writes(links(found, provider), budget)
+    yield from writes(links(found, provider, nics), budget)
 
 
-def links(found: Survey, provider: str | None = None) -> list[Link]:
-    """The ends that an engine on this host could use."""
+def links(found: Survey, provider: str | None = None, nics: Sequence[str] = ()) -> list[Link]:
+    """The ends that an engine on this host could use; with ``nics`` only these, by name or glob."""
     # Also those that an engine would leave to others: they should work.
-    usable = [p for p in found.ports if p.state == "ACTIVE" and any(g.chosen for g in p.gids)]
+    usable = [
+        p
+        for p in found.ports
+        if p.state == "ACTIVE"
+        and any(g.chosen for g in p.gids)
+        and (not nics or any(fnmatchcase(p.device, name) for name in nics))
+    ]
     verbs = [Link("verbs", p.device) for p in usable if found.verbs.found]
     fabric = [Link("libfabric", o.domain, provider) for o in found.offers if o.chosen]
     return [Link("shm"), Link("tcp"), *verbs, *fabric]

@@ -11,6 +11,15 @@ Status = Literal["ok", "absent", "warn", "fail"]
 ``fail``: something that is there doesn't work."""
 
 
+class Speed(msgspec.Struct, frozen=True):
+    """How a link between two hosts did, as its sender saw it."""
+
+    latency_us: float
+    """Microseconds from a write of 8 bytes to its acknowledgement, the median of many."""
+    bytes_per_s: float
+    """Bytes a second of large writes, one under way behind the other."""
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at."""
 
@@ -21,6 +30,8 @@ class Finding(msgspec.Struct, frozen=True):
     status: Status
     detail: str
     remedy: str = ""
+    speed: Speed | None = None
+    """Of writes between two hosts."""
 
 
 class Report(msgspec.Struct, frozen=True):

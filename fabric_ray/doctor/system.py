@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes.util
+import errno
+import grp
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ def system(has_nics: bool, root: Path = Path("/")) -> Iterator[Finding]:
     """Yields what the system allows; ``has_nics`` says whether locked memory matters."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield memlock(soft, hard, has_nics=has_nics, exempt=_may_lock_all())
+    yield from device_files(root)
     yield _open_files()
     yield _shared_memory(root)
     yield hugepages(root)
@@ -61,6 +65,42 @@ def memlock(soft: int, hard: int, *, has_nics: bool, exempt: bool) -> Finding:
             "service, or --ulimit memlock=-1 of the container"
         )
     return Finding("memlock", "locked memory", "fail" if has_nics else "absent", detail, remedy)
+
+
+def device_files(root: Path = Path("/")) -> Iterator[Finding]:
+    """RDMA devices that are there and that this process may not open."""
+    for file in sorted((root / "dev/infiniband").glob("uverbs*")):
+        subject = f"/{file.relative_to(root)}"
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            yield Finding("device-file", subject, "fail", *_closed(file, error))
+        else:
+            yield Finding("device-file", subject, "ok", "may be opened")
+
+
+def _closed(file: Path, error: OSError) -> tuple[str, str]:
+    """Why a device file doesn't open, and what to do."""
+    if error.errno == errno.EACCES:
+        status = file.stat()
+        try:
+            group = f"{grp.getgrgid(status.st_gid).gr_name} ({status.st_gid})"
+        except KeyError:
+            group = str(status.st_gid)
+        detail = (
+            f"it is there, but user {os.geteuid()} may not open it: mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}, group {group}"
+        )
+        if not status.st_mode & stat.S_IWGRP:
+            return detail, "its group may not either: chmod 0666, by a udev rule so that it stays"
+        return detail, (
+            f"add the user to that group (usermod -aG), or start the container with --group-add "
+            f"{status.st_gid}"
+        )
+    if error.errno == errno.EPERM:
+        detail = "it is there, but the control group of this container's devices forbids it"
+        return detail, "--device /dev/infiniband, or the resource of your device plugin"
+    return f"it is there, but doesn't open: {error.strerror}", "is its driver loaded? see dmesg"
 
 
 def _open_files() -> Finding:

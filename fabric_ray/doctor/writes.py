@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from fabric_ray.errors import FabricError
 
 _NBYTES = 1 << 20
 _AT_ONCE = 4
+NOT_TRIED = "not tried: the time is over"
+MORE_TIME = "give it a longer --budget"
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,18 @@ class Link:
     def label(self) -> str:
         return f"{self.transport} {self.nic}".rstrip()
 
-    def open(self, name: str, token: bytes, timeout: float) -> TransferEngine:
+    def open(self, name: str, token: bytes, timeout: float, **options: Any) -> TransferEngine:
+        """An engine of this end alone; ``options`` are its configuration's."""
         return TransferEngine(
             name=name,
             transport=self.transport,
             nics=(self.nic,) if self.nic else (),
             libfabric_provider=self.provider,
             token=token,
+            # What the environment asks of users' engines is not asked of each link.
+            require=None,
             op_timeout=timeout,
+            **options,
         )
 
 
@@ -56,8 +63,10 @@ def writes(links: Sequence[Link], budget: float) -> Iterator[Finding]:
         receivers: dict[Link, TransferEngine] = {}
         for link in links:
             try:
-                for name, engines in (("from", senders), ("to", receivers)):
-                    engine = link.open(f"doctor-{name}-{link.label}", token, budget)
+                for end_, engines in (("from", senders), ("to", receivers)):
+                    name = f"doctor-{end_}-{link.label}"
+                    # Nothing leaves this host: the ports that a firewall lets in are others'.
+                    engine = link.open(name, token, budget, ports=None)
                     engines[link] = stack.enter_context(engine)
             except FabricError as error:
                 yield Finding("open", link.label, "fail", str(error))
@@ -77,15 +86,15 @@ def _write(
     pair: tuple[Link, Link], sender: TransferEngine, receiver: TransferEngine, end: float
 ) -> Finding:
     a, b = pair
+    # NICs of different rails need not reach each other.
+    status: Status = "fail" if a == b else "warn"
     subject = a.label if a == b else f"{a.label} to {b.label}"
     left = end - time.monotonic()
     if left <= 0:
-        return Finding("write", subject, "warn", "not tried: the time is over")
+        return Finding("write", subject, status, NOT_TRIED, MORE_TIME)
     try:
         took, transport = _round(sender, receiver, left)
     except (FabricError, TimeoutError) as error:
-        # NICs of different rails need not reach each other.
-        status: Status = "fail" if a == b else "warn"
         return Finding("write", subject, status, str(error))
     detail = f"{_NBYTES >> 20} MiB over {transport}, every byte compared, {took * 1e3:.1f} ms"
     return Finding("write", subject, "ok", detail)

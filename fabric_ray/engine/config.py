@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import reprlib
 from difflib import get_close_matches
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fabric_ray.errors import InvalidArgument
 
+PortNumber = Annotated[int, Field(ge=1, le=65535)]
 TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp", "file"]
 
 _MOST_BYTES = 1 << 62
@@ -48,7 +49,13 @@ class EngineConfig(BaseModel):
     """Shared secret of the handshake. Without one, tcp listens on loopback only."""
 
     bind: tuple[str, ...] = ()
-    """Local addresses that tcp listens on; all when empty and a token is set."""
+    """Local addresses that tcp listens on. When empty and a token is set: those of this machine's
+    interfaces, which peers are told, and loopback. ``0.0.0.0`` or ``::``: all there will be."""
+
+    ports: tuple[PortNumber, PortNumber] | None = None
+    """The first and the last port to listen at, for firewalls that must name them (``20000-20099``,
+    or one number, in the environment); by default the kernel chooses. An engine takes one for tcp,
+    the same at all addresses, and one for the side channel of each verbs NIC."""
 
     tcp_streams: int = Field(default=2, ge=1, le=15)
     """Connections for bulk to each peer, beside one for small frames."""
@@ -127,6 +134,21 @@ class EngineConfig(BaseModel):
     def _several_from_text(cls, value: object) -> object:
         if isinstance(value, str) and value != "auto":
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("ports", mode="before")
+    @classmethod
+    def _ports_from_text(cls, value: object) -> object:
+        if isinstance(value, str):
+            first, dash, last = value.partition("-")
+            return first.strip(), (last if dash else first).strip()
+        return (value, value) if isinstance(value, int) else value
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_are_a_range(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and value[0] > value[1]:
+            raise ValueError("name the first port, then the last: 20000-20099")
         return value
 
     @field_validator("transport")

@@ -156,6 +156,7 @@ class TransferEngine(_native.Engine):
             require=c.require,
             token=c.token,
             bind=list(c.bind),
+            ports=c.ports,
             tcp_streams=c.tcp_streams,
             spin_us=None if c.spin == "always" else int(float(c.spin)),
             copy_threads=c.copy_threads,
@@ -291,17 +292,18 @@ class TransferEngine(_native.Engine):
         self._check_process()
         return metrics_of(self.config.name, self.id, self._metrics())
 
-    def records(self, since: Cursor = (0, 0, 0, 0)) -> EngineRecords:
+    def records(self, since: Cursor = (0, 0, 0, 0), *, oldest: int | None = None) -> EngineRecords:
         """The flight recorder's latest records, and the requests that are not over.
 
         Args:
             since: the cursor of an earlier answer; what it had is left out.
+            oldest: of the transfers that are not over, so many at most; None for all.
 
         Raises:
             ForkedEngine: it belongs to the parent process.
         """
         self._check_process()
-        return records_of(self.config.name, self.id, self._records(since))
+        return records_of(self.config.name, self.id, self._records(since), oldest)
 
     def _check_process(self) -> None:
         here = os.getpid()

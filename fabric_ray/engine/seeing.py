@@ -5,6 +5,7 @@ Times are nanoseconds of the machine's monotonic clock (``time.monotonic_ns``).
 
 from __future__ import annotations
 
+from heapq import nsmallest
 from typing import Any, Literal
 
 import msgspec
@@ -240,9 +241,11 @@ def metrics_of(name: str, id: str, raw: dict[str, Any]) -> EngineMetrics:
     )
 
 
-def records_of(name: str, id: str, raw: dict[str, Any]) -> EngineRecords:
-    """What the native core tells, with names; peers by their ids."""
+def records_of(name: str, id: str, raw: dict[str, Any], oldest: int | None = None) -> EngineRecords:
+    """What the native core tells, with names; peers by their ids. Of the transfers that are not
+    over all, or the ``oldest`` so many."""
     ids = [peer for peer, _ in raw["peers"]]
+    transfers = raw["transfers"] if oldest is None else _shortened(raw["transfers"], oldest)
     return EngineRecords(
         id=id,
         name=name,
@@ -251,11 +254,19 @@ def records_of(name: str, id: str, raw: dict[str, Any]) -> EngineRecords:
         # Places that nobody has any more have no name.
         peers={peer: name for peer, name in raw["peers"] if name},
         rails=tuple(raw["rails"]),
-        transfers=tuple(_transfer(ids, t) for t in raw["transfers"]),
+        transfers=tuple(_transfer(ids, t) for t in transfers),
         arrivals=tuple(Arrival(*a) for a in raw["arrivals"]),
         expectations=tuple(Expected(*e) for e in raw["expectations"]),
         events=tuple(_event(ids, e) for e in raw["events"]),
     )
+
+
+def _shortened(raw: list[tuple[Any, ...]], oldest: int) -> list[tuple[Any, ...]]:
+    going_on: list[tuple[Any, ...]] = []
+    over: list[tuple[Any, ...]] = []
+    for transfer in raw:
+        (over if _is_over(transfer) else going_on).append(transfer)
+    return over + nsmallest(oldest, going_on, key=_queued)
 
 
 def _histogram(raw: tuple[list[int], int]) -> Histogram:
@@ -277,6 +288,16 @@ def _peer(raw: tuple[Any, ...]) -> PeerMetrics:
     return PeerMetrics(
         id, name, state, transport, links, waiting, under_way, dict(waits), tuple(tallies)
     )
+
+
+def _queued(raw: tuple[Any, ...]) -> int:
+    _, moments, _, _, _, _ = raw
+    return int(moments[0])
+
+
+def _is_over(raw: tuple[Any, ...]) -> bool:
+    _, _, _, _, (_, _, _, _, over, _), _ = raw
+    return bool(over)
 
 
 def _transfer(ids: list[str], raw: tuple[Any, ...]) -> TransferRecord:

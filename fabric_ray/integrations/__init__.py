@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from fabric_ray.errors import FabricError
+from fabric_ray.extras import how_to_install
 
 
 class MissingFramework(FabricError, ImportError):
@@ -22,8 +23,7 @@ def framework(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise MissingFramework(
-            f"`{module}` can't be imported ({error}); install it with "
-            f"`pip install 'fabric-ray[{extra}]'`"
+            f"`{module}` can't be imported ({error}); {how_to_install(extra)}"
         ) from error
 
 

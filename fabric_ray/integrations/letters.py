@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import Transfer
 from fabric_ray.errors import DecodeError, FabricError, InvalidArgument
 
@@ -78,7 +79,7 @@ class Invitation(msgspec.Struct, frozen=True):
     @classmethod
     def from_bytes(cls, data: bytes) -> Invitation:
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            return from_msgpack(data, cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DecodeError(f"not an invitation to send weights: {error}") from error
 
@@ -106,7 +107,7 @@ def read_letter(slot: torch.Tensor) -> Letter:
         raise DecodeError("a bucket's letter lies outside its slot")
     try:
         data = slot[start : start + nbytes].numpy().tobytes()
-        return msgspec.msgpack.decode(data, type=Letter)
+        return from_msgpack(data, Letter)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"a bucket came with a broken letter: {error}") from error
 

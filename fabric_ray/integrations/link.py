@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import DIED, Unanswered, unanswered
@@ -87,9 +88,9 @@ class Server:
 
     def _answer(self, request: bytes) -> bytes:
         try:
-            name, args = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
+            name, args = from_msgpack(request, tuple[str, list[msgspec.Raw]])
             types = self._types[name]
-            values = [msgspec.msgpack.decode(a, type=t) for a, t in zip(args, types, strict=False)]
+            values = [from_msgpack(a, t) for a, t in zip(args, types, strict=False)]
             result = self._functions[name](None, self._name, *values)
             return msgspec.msgpack.encode((True, result))
         except Exception as error:
@@ -135,10 +136,10 @@ class Link:
         except (EOFError, OSError, AuthenticationError) as error:
             self.close()
             return Unanswered(f"its process can't be reached: {error or 'it hung up'}")
-        done, result = msgspec.msgpack.decode(answer, type=tuple[bool, msgspec.Raw])
+        done, result = from_msgpack(answer, tuple[bool, msgspec.Raw])
         if not done:
-            return Unanswered(*msgspec.msgpack.decode(result, type=tuple[str, str]))
-        return msgspec.msgpack.decode(result, type=get_type_hints(function)["return"])
+            return Unanswered(*from_msgpack(result, tuple[str, str]))
+        return from_msgpack(result, get_type_hints(function)["return"])
 
     def close(self) -> None:
         """Ends it."""

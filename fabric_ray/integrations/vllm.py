@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 from typing_extensions import Self
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineAddress, Message, TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
@@ -246,6 +247,6 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
 
 def _read(data: bytes) -> _Hello:
     try:
-        return msgspec.msgpack.decode(data, type=_Hello)
+        return from_msgpack(data, _Hello)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"not a worker's word: {error}") from error

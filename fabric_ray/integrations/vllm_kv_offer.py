@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import DecodeError, InvalidArgument
 
 # An offer begins with a mark and a version; the core checks them.
@@ -39,7 +40,7 @@ def joined(offers: Sequence[bytes]) -> bytes:
 
 def _body(offer: bytes) -> dict[str, Any]:
     try:
-        body = msgspec.msgpack.decode(offer[_HEAD:], type=dict[str, Any])
+        body = from_msgpack(offer[_HEAD:], dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"not a prefiller's offer: {error}") from error
     if not isinstance(body.get("ends"), list):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import DecodeError
 
 
@@ -34,7 +35,7 @@ class Claim(msgspec.Struct, frozen=True):
             DecodeError: it isn't one.
         """
         try:
-            return msgspec.msgpack.decode(data, type=Claim)
+            return from_msgpack(data, Claim)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DecodeError(f"not a claim of a vLLM decoder: {error}") from error
 

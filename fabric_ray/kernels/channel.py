@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FILE = "common/channel.cu"
+_MAILBOX = "moe/mailbox.cu"
 _WARP = 32
 _THREADS = 128
 _BLOCKS = 64
@@ -77,13 +78,62 @@ class _AwaitWord(ctypes.Structure):
     )
 
 
+class _BeginExchange(ctypes.Structure):
+    _fields_ = (
+        ("patience", _Patience),
+        ("over", _pointer),
+        ("values", _pointer),
+        ("grows", _pointer),
+        ("waits", _u32),
+        ("tokens", _u32),
+        ("given", _pointer),
+        ("now", _pointer),
+        ("waited", _pointer),
+        ("gate", _pointer),
+    )
+
+
+class _FetchWords(ctypes.Structure):
+    _fields_ = (
+        ("patience", _Patience),
+        ("word", _pointer),
+        ("value", _pointer),
+        ("waited", _pointer),
+        ("gate", _pointer),
+        ("from_", _pointer),
+        ("to", _pointer),
+        ("words", _u64),
+        ("closed", _u64),
+    )
+
+
+class _TellHost(ctypes.Structure):
+    _fields_ = (
+        ("fifo", _Fifo),
+        ("patience", _Patience),
+        ("command", _u64 * 2),
+        ("gate", _pointer),
+        ("from_", _pointer),
+        ("to", _pointer),
+        ("words", _u64),
+        ("counter", _pointer),
+        ("index", _pointer),
+        ("waited", _pointer),
+    )
+
+
 #: The struct that each kernel takes, by its file and name.
 ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
     _FILE: {
         "push_commands": _PushCommands,
         "await_command": _AwaitCommand,
         "await_word": _AwaitWord,
-    }
+    },
+    _MAILBOX: {
+        "begin_exchange": _BeginExchange,
+        "fetch_words": _FetchWords,
+        "tell_host": _TellHost,
+    },
 }
 
 
@@ -209,6 +259,93 @@ class Channel:
             None if gate is None else gate.data_ptr(),
         )
         self._launcher.launch(_FILE, "await_word", (1, 1), _WARP, arguments)
+
+    def begin_exchange(
+        self, over: int, waits: tuple[Tensor, Tensor], tokens: int, into: tuple[Tensor, Tensor],
+        waited: Tensor, gate: Tensor,
+    ) -> None:  # fmt: skip
+        """What is waited for becomes that of the next exchange; then waits until the one before is
+        over, and says how many tokens this one has.
+
+        Args:
+            over: the address of the word that is waited for.
+            waits: int64 ``[waits]`` each: the value of each wait, and by how much it grows; the
+                first is for ``over``, and is left even.
+            into: int32 ``[1]`` each: takes the tokens, and those or none if a wait failed.
+            waited, gate: as for :meth:`wait_word`.
+        """
+        values, grows = waits
+        given, now = into
+        arguments = _BeginExchange(
+            self._patience,
+            over,
+            values.data_ptr(),
+            grows.data_ptr(),
+            len(values),
+            tokens,
+            given.data_ptr(),
+            now.data_ptr(),
+            waited.data_ptr(),
+            gate.data_ptr(),
+        )
+        self._launcher.launch(_MAILBOX, "begin_exchange", (1, 1), _WARP, arguments)
+
+    def fetch_words(
+        self, table: Tensor, into: Tensor, waited: Tensor, gate: Tensor,
+        *, word: int | None = None, value: Tensor | None = None, closed: int = 0,
+    ) -> None:  # fmt: skip
+        """What the host has written down, to the device, once a word has reached a value.
+
+        Args:
+            table: int64 ``[words]`` that the host writes, ``into`` the same on the device.
+            waited, gate, word, value: as for :meth:`wait_word`; nothing is waited for without.
+            closed: what each of ``into`` becomes instead once a wait failed.
+        """
+        if table.shape != into.shape or not (table.is_contiguous() and into.is_contiguous()):
+            raise InvalidArgument("table and into [words], contiguous")
+        arguments = _FetchWords(
+            self._patience,
+            word,
+            None if value is None else value.data_ptr(),
+            waited.data_ptr(),
+            gate.data_ptr(),
+            table.data_ptr(),
+            into.data_ptr(),
+            table.numel(),
+            closed,
+        )
+        threads = min(_THREADS, -(-max(1, table.numel()) // _WARP) * _WARP)
+        self._launcher.launch(_MAILBOX, "fetch_words", (1, 1), threads, arguments)
+
+    def tell_host(
+        self, command: tuple[int, int], gate: Tensor, index: Tensor, waited: Tensor,
+        *, note: tuple[Tensor, Tensor] | None = None, counter: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Pushes one command, waiting for room; what was launched before is done then.
+
+        Args:
+            command: of :func:`add_command`, of the value 0.
+            gate: int64 ``[1]``, is added to the value.
+            index, waited: as for :meth:`push`, of one command.
+            note: int64 ``[words]`` on the device, and where the host reads them when it hears this.
+            counter: int64 ``[1]``, grows by one.
+        """
+        given, taken = (None, None) if note is None else note
+        arguments = _TellHost(
+            self._its_fifo(),
+            self._patience,
+            (_u64 * 2)(*command),
+            gate.data_ptr(),
+            None if given is None else given.data_ptr(),
+            None if taken is None else taken.data_ptr(),
+            0 if given is None else given.numel(),
+            None if counter is None else counter.data_ptr(),
+            index.data_ptr(),
+            waited.data_ptr(),
+        )
+        words = 0 if given is None else given.numel()
+        threads = min(_THREADS, -(-max(1, words) // _WARP) * _WARP)
+        self._launcher.launch(_MAILBOX, "tell_host", (1, 1), threads, arguments)
 
     def _its_fifo(self) -> _Fifo:
         if self._fifo is None:

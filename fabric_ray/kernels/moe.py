@@ -28,6 +28,9 @@ _TILE = 256
 #: In a chunk's place: it is an address, and not an offset in the region.
 STORED = 1 << 62
 _THREADS = 256
+#: Of a kernel of one block that goes through more tiles than these.
+_ALL_THREADS = 1024
+_FEW_TILES = 8
 #: Blocks that go round rows: a few for each multiprocessor of the largest GPU.
 _BLOCKS = 2048
 _CHUNK_BLOCKS = 64
@@ -237,12 +240,31 @@ class MoeKernels:
         self._launcher = launcher
 
     def route(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
-        """Which row goes where.
+        """Which row goes where: :meth:`count`, then :meth:`order`.
 
         Args:
             indices: int64 ``[max_tokens or fewer, topk]``, the experts of each token; -1 for none.
             tokens: int32 ``[1]``, how many of them there are now.
         """
+        self.count(indices, tokens, into)
+        self.order(indices, tokens, into)
+
+    def count(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
+        """How many rows there are for each expert, and whether all can be; of ``into`` all but
+        ``token_of`` and ``row_of``."""
+        arguments, tiles = self._routing(indices, tokens, into)
+        self._launch("moe/routes.cu", "count_routes", (tiles, 1), arguments)
+        threads = _THREADS if tiles <= _FEW_TILES else _ALL_THREADS
+        self._launcher.launch("moe/routes.cu", "sum_routes", (1, 1), threads, arguments)
+
+    def order(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
+        """The place of each row, after :meth:`count` with the same arguments."""
+        arguments, tiles = self._routing(indices, tokens, into)
+        self._launch("moe/routes.cu", "place_routes", (tiles, 1), arguments)
+
+    def _routing(
+        self, indices: Tensor, tokens: Tensor, into: Routing
+    ) -> tuple[structs.Routing, int]:
         sizes = self.sizes
         room = indices.shape[0]
         _expect("indices", indices, "int64", (room, sizes.topk))
@@ -264,14 +286,7 @@ class MoeKernels:
             into.row_of.data_ptr(),
             into.fault.data_ptr(),
         )
-        tiles = max(1, -(-room * sizes.topk // _TILE))
-        for kernel, blocks in (
-            ("count_routes", tiles),
-            ("sum_tiles", -(-sizes.experts // _THREADS)),
-            ("sum_experts", 1),
-            ("place_routes", tiles),
-        ):
-            self._launch("moe/routes.cu", kernel, (blocks, 1), arguments)
+        return arguments, max(1, -(-room * sizes.topk // _TILE))
 
     def pack(
         self,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fabric_ray.errors import CompileError
+from fabric_ray.extras import how_to_install
 from fabric_ray.kernels.sources import Source
 
 #: Names a library to be used instead of those that are looked for.
@@ -43,7 +44,7 @@ class Nvrtc:
             self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
             self.version = (major.value, minor.value)
             return
-        hint = f"see what {VARIABLE} names" if named else "pip install 'fabric-ray[cuda]'"
+        hint = f"see what {VARIABLE} names" if named else how_to_install("cuda")
         raise CompileError(
             f"kernels can't be compiled without NVRTC; {hint} (tried {'; '.join(tried)})",
             log="",

@@ -151,9 +151,7 @@ class Work(ctypes.Structure):
 
 #: The struct that each kernel takes, by its file and name.
 ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "moe/routes.cu": dict.fromkeys(
-        ("count_routes", "sum_tiles", "sum_experts", "place_routes"), Routing
-    ),
+    "moe/routes.cu": dict.fromkeys(("count_routes", "sum_routes", "place_routes"), Routing),
     "moe/pack.cu": {"pack_rows": PackRows},
     "moe/placing.cu": {"place_rows": Incoming},
     "moe/move.cu": {"hand_out": HandOut, "pack_answers": PackAnswers},

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
+from fabric_ray.decoding import converted
 from fabric_ray.models.config import (
     COMPUTED,
     KINDS,
@@ -147,7 +148,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
     """
     kind = _kind(fields, origin)
     try:
-        raw = msgspec.convert(fields, _HfConfig)
+        raw = converted(fields, _HfConfig)
     except msgspec.ValidationError as error:
         raise InvalidConfig(
             f"{origin}: {str(error)[:1].lower()}{str(error)[1:]}; correct the field"

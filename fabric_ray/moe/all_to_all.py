@@ -240,6 +240,16 @@ class AllToAll:
         else:
             self._steps.check()
 
+    def finish(self) -> None:
+        """Waits until others have what was handed in for them, so that the engine can be closed;
+        for those that are late with their calls until they are given up. On a device, call
+        :meth:`check` before: what it has not done by then is not waited for.
+
+        Raises:
+            InvalidArgument: another thread is in a call.
+        """
+        self._native.finish()
+
     def close(self) -> None:
         """Ends the waits of the device; calls on it raise from then on. Others give this rank up
         when they wait for it."""
@@ -308,12 +318,7 @@ class AllToAll:
         tensors, room = tokens.room(self._parts, total, x)
         self._native.dispatch_recv(room)
         self._rows = total
-        return Dispatched(
-            x=tensors.pop("x")[:total],
-            parts=tensors,
-            counts=torch.tensor(counts, dtype=torch.int64),
-            starts=torch.tensor(starts, dtype=torch.int64),
-        )
+        return Dispatched.on_host(tensors, total, counts, starts)
 
     def combine_send(self, y: Tensor) -> None:
         """Sends the experts' answers, ``[rows, hidden]``, each where its token was.

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fabric_ray.errors import InvalidArgument
+
 _PRODUCTS = 1 << 21
 """That are held at the same time."""
 
@@ -95,9 +97,10 @@ class Fast:
 
 
 class Fixed:
-    """The same bits for a row whatever is beside it."""
+    """The same bits for a row whatever is beside it. It has no gradients."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        check_no_gradient(x, weight)
         columns = weight.float().t().contiguous()[:, None, :]
         out = x.new_empty(len(x), len(weight))
         at_once = max(1, _PRODUCTS // weight.numel())
@@ -129,6 +132,7 @@ class Fixed:
         return weight * (wide / (mean + eps).sqrt()).to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_no_gradient(q, k, v)
         tokens, heads, width = q.shape
         shared = heads // k.shape[1]
         keys = k.float().repeat_interleave(shared, 1).permute(2, 1, 0)[:, None]
@@ -151,6 +155,18 @@ class Fixed:
 
 FAST: Arithmetic = Fast()
 FIXED: Arithmetic = Fixed()
+
+
+def check_no_gradient(*tensors: Tensor | None) -> None:
+    """
+    Raises:
+        InvalidArgument: gradients of one are wanted, and :data:`FIXED` has none.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InvalidArgument(
+            "the fixed arithmetic has no gradients; give arithmetic=FAST (a model: "
+            "deterministic=False), or compute under torch.no_grad()"
+        )
 
 
 def halved(x: Tensor, dim: int) -> Tensor:

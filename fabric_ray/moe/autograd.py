@@ -7,6 +7,9 @@ at the expert. Sums are all that answers come back as, so weights and their grad
 exchange of their own, in the backward pass alone: a row of ``2 * topk`` words to each expert of a
 token and one of ``topk`` words back, beside rows of the hidden dimension.
 
+All of that holds for both modes. For high throughput weights are given to dispatch, since sums are
+made on the way; backward passes dispatch without any, and multiply at the experts.
+
 A pass backward costs what it costs forward, and the narrow exchange. Answers need not be kept where
 they were summed up, ``topk`` of them for each token; they are kept at their experts, where autograd
 has them anyway.
@@ -32,6 +35,7 @@ from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.arithmetic import halved
 from fabric_ray.moe.rows import check_rows
+from fabric_ray.moe.throughput import ThroughputAllToAll
 from fabric_ray.moe.tokens import Dispatched, RowPart
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,8 +57,18 @@ class _Routing:
         return self.expert_of_row >= 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A dispatch whose answers are still to be summed up."""
+
+    routing: _Routing
+    weights: Tensor | None
+    """Those that dispatch was given."""
+
+
 class Differentiable:
-    """One rank of an exchange for training: an :class:`AllToAll` and a narrow one for weights.
+    """One rank of an exchange for training: an :class:`AllToAll`, or with ``ranks_per_node`` a
+    :class:`ThroughputAllToAll`, and a narrow one of the same kind for weights.
 
     All ranks run the same layers, forward and backward, whether they have tokens or not, and all
     or none of them need gradients of tokens and of weights. A rank whose graph ends before its
@@ -74,6 +88,14 @@ class Differentiable:
         device: as for :class:`AllToAll`.
         launcher: as for :class:`AllToAll`.
         dtype: of tokens, answers and all gradients: float32, bfloat16 or float16.
+        ranks_per_node: takes the high-throughput mode, with rank ``r`` on node
+            ``r // ranks_per_node``; ``private_rows`` and ``shared_rows`` mean nothing then. Weights
+            are given to :func:`dispatch`. Sums, those of gradients too, are made as
+            :meth:`ThroughputAllToAll.combine_recv` says.
+        channels: as for :class:`ThroughputAllToAll`, and so are the next three.
+        chunk: of the rings.
+        ring_chunks: of each ring.
+        workers: thread blocks on ``device``.
     """
 
     def __init__(
@@ -92,6 +114,11 @@ class Differentiable:
         timeout: float = 30.0,
         device: torch.device | str | None = None,
         launcher: Launcher | None = None,
+        ranks_per_node: int | None = None,
+        channels: int = 2,
+        chunk: int = 32,
+        ring_chunks: int = 4,
+        workers: int = 16,
     ) -> None:
         if dtype not in _SUMMED:
             raise InvalidArgument(f"gradients of {dtype} can't be summed; use one of {[*_SUMMED]}")
@@ -101,14 +128,19 @@ class Differentiable:
             "experts": experts,
             "topk": topk,
             "max_tokens": max_tokens,
-            "private_rows": private_rows,
-            "shared_rows": shared_rows,
             "timeout": timeout,
             "device": device,
             "launcher": launcher,
         }
-        self.tokens = AllToAll(engine, hidden=hidden, dtype=dtype, answer_dtype=dtype, **sizes)
-        self.weights = AllToAll(
+        kind: type[AllToAll] | type[ThroughputAllToAll] = AllToAll
+        if ranks_per_node is None:
+            sizes |= {"private_rows": private_rows, "shared_rows": shared_rows}
+        else:
+            kind = ThroughputAllToAll
+            rings = {"channels": channels, "chunk": chunk, "ring_chunks": ring_chunks}
+            sizes |= {"ranks_per_node": ranks_per_node, "workers": workers, **rings}
+        self.tokens = kind(engine, hidden=hidden, dtype=dtype, answer_dtype=dtype, **sizes)
+        self.weights = kind(
             engine,
             hidden=topk,
             dtype=torch.float32,
@@ -117,13 +149,20 @@ class Differentiable:
             **sizes,
         )
         self.dtype = dtype
-        self._latest: _Routing | None = None
+        self._latest: _Forward | None = None
         self._open: _Routing | None = None
+        self._open_weighted = False
+        """Whether the exchange that is open multiplies answers by weights."""
 
     @property
     def local_experts(self) -> range:
         """The experts that this rank hosts."""
         return self.tokens.local_experts
+
+    @property
+    def device(self) -> torch.device:
+        """What tokens and answers lie on."""
+        return self.tokens.device
 
     def check(self) -> None:
         """Waits for what was launched on the device, and raises what went wrong there; without a
@@ -136,6 +175,11 @@ class Differentiable:
         self.tokens.check()
         self.weights.check()
         self._check_all_here()
+
+    def mask(self, rank: int, cause: str = "it was masked") -> None:
+        """Gives a rank up; the pass that is under way ends, and no further one begins."""
+        self.tokens.mask(rank, cause)
+        self.weights.mask(rank, cause)
 
     def card(self) -> bytes:
         """What the other ranks need to know of this one."""
@@ -153,20 +197,60 @@ class Differentiable:
         self.tokens.connect([None if h is None else h[0] for h in halves])
         self.weights.connect([None if h is None else h[1] for h in halves])
 
+    def _forward(
+        self, x: Tensor, indices: Tensor, weights: Tensor | None, multiple: int
+    ) -> tuple[Dispatched, _Routing]:
+        """A dispatch of a forward pass, zeros where rows fill up."""
+        got = self._exchanged(x, indices, weights, multiple)
+        local = got.experts()
+        here = local + self.local_experts.start
+        expert_of_row = torch.where(local < 0, -1, here).to(torch.int32)
+        routing = _Routing(indices.clone(), len(x), multiple, expert_of_row)
+        self._open, self._open_weighted = routing, weights is not None
+        got.x.masked_fill_(~routing.filled[:, None], 0)
+        return got, routing
+
     def _dispatch(self, x: Tensor, routing: _Routing) -> Tensor:
         """Rows for this rank's experts, zeros where they are filled up."""
-        self.tokens.dispatch_send(x.contiguous(), routing.indices)
-        got = self.tokens.dispatch_recv(multiple=routing.multiple)
-        self._open = routing
-        self._check_all_here()
+        got = self._exchanged(x, routing.indices, None, routing.multiple)
+        self._open, self._open_weighted = routing, False
         return got.x.masked_fill_(~routing.filled[:, None], 0)
 
-    def _combine(self, y: Tensor, weights: Tensor | None) -> Tensor:
+    def _exchanged(
+        self, x: Tensor, indices: Tensor, weights: Tensor | None, multiple: int
+    ) -> Dispatched:
+        self._check_all_here()
+        if isinstance(self.tokens, ThroughputAllToAll):
+            self.tokens.dispatch_send(x.contiguous(), indices, weights=weights)
+        else:
+            self.tokens.dispatch_send(x.contiguous(), indices)
+        got = self.tokens.dispatch_recv(multiple=multiple)
+        self._check_all_here()
+        return got
+
+    def _combine(
+        self, y: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Sums, by the weights that went with the tokens where they did."""
         self.tokens.combine_send(y.contiguous())
         self._open = None
-        sums = self.tokens.combine_recv(weights)
+        if isinstance(self.tokens, ThroughputAllToAll):
+            sums = self.tokens.combine_recv(dtype=dtype)
+        else:
+            sums = self.tokens.combine_recv(weights, dtype=dtype)
         self._check_all_here()
         return sums
+
+    def _check_weights(self, weights: Tensor, indices: Tensor) -> None:
+        tokens, topk = indices.shape
+        check_rows(
+            "weights",
+            weights,
+            width=topk,
+            dtype=torch.float32,
+            rows=tokens,
+            device=self.device,
+        )
 
     def _check_all_here(self) -> None:
         for lost in (*self.tokens.lost, *self.weights.lost):
@@ -179,50 +263,74 @@ class Differentiable:
 
 
 def dispatch(
-    exchange: Differentiable, x: Tensor, indices: Tensor, *, multiple: int = 1
+    exchange: Differentiable,
+    x: Tensor,
+    indices: Tensor,
+    *,
+    weights: Tensor | None = None,
+    multiple: int = 1,
 ) -> Dispatched:
     """Tokens to the ranks of their experts; ``x`` of what is returned leads back to this one.
 
     Args:
         x: ``[tokens, hidden]``.
         indices: ``[tokens, topk]``, -1 for none.
+        weights: float32 ``[tokens, topk]``, by which :func:`combine` sums answers up: given here or
+            there, and for high throughput here.
         multiple: each expert's rows are filled up to a multiple, with zeros.
 
     Raises:
         InvalidArgument: what doesn't fit, before anything is sent.
         PeerLost: a rank was lost, then or before.
     """
-    parts: list[Dispatched] = []
-    x_rows: Tensor = _Dispatch.apply(x, exchange, indices, multiple, parts)
-    got = parts[0]
+    if weights is not None:
+        if indices.ndim != 2:
+            raise InvalidArgument(f"indices are {tuple(indices.shape)}; give [tokens, topk]")
+        exchange._check_weights(weights, indices)
+    parts: list[tuple[Dispatched, _Routing]] = []
+    # What the caller does to them before combine is not what was sent.
+    weights = None if weights is None else weights.clone()
+    plain = None if weights is None else weights.detach()
+    x_rows: Tensor = _Dispatch.apply(x, exchange, indices, plain, multiple, parts)
+    got, routing = parts[0]
+    exchange._latest = _Forward(routing, weights)
     return Dispatched(x=x_rows, parts=got.parts, counts=got.counts, starts=got.starts)
 
 
-def combine(exchange: Differentiable, y: Tensor, weights: Tensor | None = None) -> Tensor:
+def combine(
+    exchange: Differentiable,
+    y: Tensor,
+    weights: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The experts' answers to the latest dispatch, summed up with weights: ``[tokens, hidden]``.
 
     Args:
         y: ``[rows, hidden]``, as dispatched.
-        weights: float32 ``[tokens, topk]``; one for each if ``None``.
+        weights: float32 ``[tokens, topk]``; those of the dispatch, or one for each, if ``None``.
+        dtype: of the sums; the exchange's if ``None``.
 
     Raises:
         InvalidArgument: what doesn't fit; or nothing was dispatched since the last combine.
         PeerLost: a rank was lost, then or before.
     """
-    routing = exchange._latest
-    if routing is None:
+    latest = exchange._latest
+    if latest is None:
         raise InvalidArgument("nothing was dispatched since the last combine; dispatch first")
     if weights is not None:
-        topk = routing.indices.shape[1]
-        check_rows(
-            "weights",
-            weights,
-            width=topk,
-            dtype=torch.float32,
-            rows=routing.tokens,
-            device=exchange.tokens.device,
-        )
-    sums: Tensor = _Combine.apply(y, weights, exchange, routing)
+        if latest.weights is not None:
+            raise InvalidArgument("dispatch was given weights; leave them out here")
+        if isinstance(exchange.tokens, ThroughputAllToAll):
+            raise InvalidArgument(
+                "sums are made on the way in the high-throughput mode; give weights to dispatch"
+            )
+        exchange._check_weights(weights, latest.routing.indices)
+    # Gradients have as many rows as were dispatched.
+    if y.ndim == 2 and len(y) > (rows := len(latest.routing.expert_of_row)):
+        raise InvalidArgument(f"answers have {len(y)} rows, and {rows} were dispatched")
+    by = latest.weights if weights is None else weights
+    sums: Tensor = _Combine.apply(y, by, exchange, latest.routing, dtype)
     exchange._latest = None
     return sums
 
@@ -234,42 +342,42 @@ class _Dispatch(torch.autograd.Function):
         x: Tensor,
         exchange: Differentiable,
         indices: Tensor,
+        weights: Tensor | None,
         multiple: int,
-        parts: list[Dispatched],
+        parts: list[tuple[Dispatched, _Routing]],
     ) -> Tensor:
-        exchange.tokens.dispatch_send(x.detach().contiguous(), indices)
-        got = exchange.tokens.dispatch_recv(multiple=multiple)
-        local = got.experts()
-        here = local + exchange.local_experts.start
-        expert_of_row = torch.where(local < 0, -1, here).to(torch.int32)
-        exchange._check_all_here()
-        routing = _Routing(indices.clone(), len(x), multiple, expert_of_row)
-        exchange._latest = exchange._open = routing
+        got, routing = exchange._forward(x.detach(), indices, weights, multiple)
         ctx.exchange, ctx.routing = exchange, routing
-        parts.append(got)
-        return got.x.masked_fill_(~routing.filled[:, None], 0)
+        parts.append((got, routing))
+        return got.x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
-        if exchange._open is not routing:
-            # Another dispatch came in between: the ways are gone over again, with nothing.
+        if exchange._open is not routing or exchange._open_weighted:
+            # Another dispatch came in between, or answers would be multiplied: the ways are gone
+            # over again, with nothing.
             hidden = grads[0].shape[1]
             exchange._dispatch(torch.zeros(routing.tokens, hidden, dtype=exchange.dtype), routing)
-        return exchange._combine(grads[0], None), None, None, None, None
+        return exchange._combine(grads[0]), None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weights: Tensor | None, exchange: Differentiable, routing: _Routing
+        ctx: Any,
+        y: Tensor,
+        weights: Tensor | None,
+        exchange: Differentiable,
+        routing: _Routing,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.exchange, ctx.routing = exchange, routing
         ctx.save_for_backward(y, weights)
         plain = None if weights is None else weights.detach()
         if exchange._open is not routing:
             raise InvalidArgument("a backward pass came between dispatch and combine")
-        return exchange._combine(y.detach(), plain)
+        return exchange._combine(y.detach(), plain, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -277,7 +385,7 @@ class _Combine(torch.autograd.Function):
         y, weights = ctx.saved_tensors
         of_sums = exchange._dispatch(grads[0].to(exchange.dtype), routing)
         if weights is None:
-            return of_sums, None, None, None
+            return of_sums, None, None, None, None
         exchange.weights.dispatch_send(
             weights.contiguous(), routing.indices, experts=routing.indices.to(torch.int32)
         )
@@ -292,7 +400,7 @@ class _Combine(torch.autograd.Function):
             exchange.weights.combine_send(torch.where(place, products[:, None], 0.0))
             of_weights = exchange.weights.combine_recv()
         exchange._check_all_here()
-        return (of_sums.float() * weight).to(y.dtype), of_weights, None, None
+        return (of_sums.float() * weight).to(y.dtype), of_weights, None, None, None
 
 
 def _halves(card: bytes) -> tuple[bytes, bytes]:

@@ -57,13 +57,17 @@ class Bound:
     it, numbers that may overflow), there is no bound."""
 
 
-def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -> Bound:
+def layer_bound(
+    layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = (), by_nodes: bool = False
+) -> Bound:
     """Bounds what ``layer.forward(x)`` comes to, with any arithmetic and on any number of ranks.
 
     Args:
         layer: with all its experts.
         x: ``[tokens, hidden]``, the same bits for all that are compared.
         left_out: as for :meth:`MoeLayer.forward`.
+        by_nodes: for evaluations over a high-throughput exchange as well, which rounds the sums of
+            ranks, and of nodes, to the layer's dtype.
     """
     c, w, dtype = layer.config, layer.weights, layer.config.torch_dtype
     given = _Near(x.double(), torch.zeros_like(x, dtype=torch.float64))
@@ -80,6 +84,9 @@ def layer_bound(layer: MoeLayer, x: Tensor, *, left_out: Collection[int] = ()) -
         sums.error.index_add_(0, token, term.error)
         size.index_add_(0, token, term.most)
     sums = _sum(sums, c.topk + 1, size)
+    for _ in range(2 if by_nodes else 0):
+        # What is rounded adds up to the sum, and its magnitudes to no more than all terms'.
+        sums = _Near(sums.value, sums.error + _UNIT[dtype] * (size + sums.error) + _SMALLEST)
     if w.shared_w13 is not None and w.shared_w2 is not None:
         shared = _expert(given, w.shared_w13, w.shared_w2, dtype)
         sums = _Near(sums.value + shared.value, sums.error + shared.error).rounded(torch.float32)

@@ -1,13 +1,16 @@
 """Tokens in eight bits, one scale for each block of a token's elements.
 
-All is float32, rounded to nearest even. For a block with largest magnitude ``amax``, never taken
-to be below ``1e-4``, and a format whose largest value is ``limit`` (448 for e4m3, 127 for int8)::
+All is float32, each operation rounded to nearest even. For a block with largest magnitude ``amax``,
+never taken to be below ``1e-4``::
 
-    scale = amax / limit                      a power of two: the least that isn't below it
-    q     = x * (limit / amax)                with a power of two: x / scale
+    e4m3                                      int8
+    scale = amax * (1 / 448)                  scale = amax / 127
+    q     = x * (448 / amax)                  q     = x * (127 / amax)
 
-This is DeepEP's cast for dispatch (DeepSeek-V3, §3.2.2), bit by bit. A block with an infinity or a
-NaN in it comes back as NaN throughout.
+With powers of two ``scale`` is the least one that isn't below ``amax * (1 / 448)``, and ``q`` is
+``x / scale``. e4m3 has the bits of DeepEP's low-latency dispatch (``calculate_fp8_scales``;
+DeepSeek-V3, §3.2.2), for finite tokens: its scale is a product with the rounded reciprocal. A block
+with an infinity or a NaN in it comes back as NaN throughout.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from fabric_ray.errors import InvalidArgument
 
 LEAST_AMAX = 1e-4
 _LIMIT_FP8 = 448.0
+_LIMIT_FP8_INVERSE = 1 / _LIMIT_FP8
 _LIMIT_INT8 = 127.0
 _MANTISSA = 23
 _BIAS = 127
@@ -59,14 +63,13 @@ def to_fp8(
             f"{blocks.shape[1]} scales of a token don't fill words of {PACKED}; use float8_e8m0fnu"
         )
     amax = _maxima(blocks)
-    # By a tensor: a GPU multiplies with the reciprocal of a number, which rounds twice.
-    scale = amax / amax.new_full((), _LIMIT_FP8)
+    scale = amax * amax.new_full((), _LIMIT_FP8_INVERSE)
     if powers_of_two or scales != torch.float32:
         exponents = _round_up(scale)
         scale = (exponents << _MANTISSA).view(torch.float32)
         values = blocks / scale[..., None]
     else:
-        values = blocks * (_LIMIT_FP8 / amax)[..., None]
+        values = blocks * _quotient(_LIMIT_FP8, amax)[..., None]
     x8 = values.to(torch.float8_e4m3fn).view(x.shape)
     if scales == torch.float32:
         return x8, scale
@@ -82,9 +85,10 @@ def to_int8(x: Tensor, *, block: int = 128) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(x, block)
     amax = _maxima(blocks)
-    values = (blocks * (_LIMIT_INT8 / amax)[..., None]).round_()
+    values = (blocks * _quotient(_LIMIT_INT8, amax)[..., None]).round_()
     # Beside an infinity there is no number: its scale makes NaN of what stands here.
     values.nan_to_num_(nan=0.0).clamp_(-_LIMIT_INT8, _LIMIT_INT8)
+    # By a tensor: a GPU multiplies with the reciprocal of a number, which rounds twice.
     return values.to(torch.int8).view(x.shape), amax / amax.new_full((), _LIMIT_INT8)
 
 
@@ -131,6 +135,11 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 def _maxima(blocks: Tensor) -> Tensor:
     # An infinity's scale is infinite, its block's values are 0 or NaN, and their products NaN.
     return blocks.abs().amax(2).clamp_(min=LEAST_AMAX)
+
+
+def _quotient(limit: float, amax: Tensor) -> Tensor:
+    # Of tensors: torch makes a product with the reciprocal of a number and a tensor.
+    return amax.new_full((), limit) / amax
 
 
 def _round_up(scale: Tensor) -> Tensor:

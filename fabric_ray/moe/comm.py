@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -35,13 +36,15 @@ class Comm(Protocol):
 
 
 class GroupComm:
-    """A ``torch.distributed`` group with a backend for CPU tensors, such as gloo.
+    """A ``torch.distributed`` group.
 
-    Bytes go as tensors of bytes: nothing that a peer sent is unpickled.
+    Bytes go as tensors of bytes: nothing that a peer sent is unpickled. They lie on the host if the
+    group has a backend for that, such as gloo, or else on the device that it is for (NCCL).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.device = device_of(group)
 
     def rank(self) -> int:
         return self._group.rank()
@@ -50,17 +53,26 @@ class GroupComm:
         return self._group.size()
 
     def all_gather(self, value: bytes) -> list[bytes]:
-        length = torch.tensor([len(value)], dtype=torch.int64)
+        length = torch.tensor([len(value)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size())]
         dist.all_gather(lengths, length, group=self._group)
         longest = int(max(lengths))
         padded = torch.zeros(longest, dtype=torch.uint8)
         if value:
             padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        padded = padded.to(self.device)
         all_padded = [torch.zeros_like(padded) for _ in lengths]
         if longest:
             dist.all_gather(all_padded, padded, group=self._group)
-        return [p[: int(n)].numpy().tobytes() for p, n in zip(all_padded, lengths, strict=True)]
+        pairs = zip(all_padded, lengths, strict=True)
+        return [p.cpu()[: int(n)].numpy().tobytes() for p, n in pairs]
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors lie that a group gathers: on the host if it can, or else on the current GPU, or
+    whatever its first backend is for."""
+    kinds = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def comm_of(group: Any, comm: Any = None) -> Comm:
@@ -123,7 +135,7 @@ class Exchanges:
         self._owned = engine is None
         self._timeout = timeout
         self._made: list[AnyExchange] = []
-        self._masked: set[int] = set()
+        self._masked: dict[int, str] = {}
         self._closed = False
 
     def make(self, **shape: Any) -> AllToAll:
@@ -134,8 +146,8 @@ class Exchanges:
             HandshakeError: ranks disagree; the text lists in what.
         """
         made = self._connected(AllToAll, **shape)
-        for rank in self._masked:
-            made.mask(rank)
+        for rank, cause in self._masked.items():
+            made.mask(rank, cause)
         return made
 
     def make_throughput(self, **shape: Any) -> ThroughputAllToAll:
@@ -168,7 +180,8 @@ class Exchanges:
         return made
 
     def forget(self, exchanges: Sequence[AnyExchange]) -> None:
-        """Lets go of exchanges that no rank uses any more."""
+        """Lets go of exchanges that no rank uses any more; whom they lost stays lost."""
+        self._masked = self.masked
         self._made = [one for one in self._made if one not in exchanges]
 
     @property
@@ -184,19 +197,18 @@ class Exchanges:
         """Gives a rank up in all exchanges, those to come included."""
         if not 0 <= rank < self.comm.size() or rank == self.comm.rank():
             raise InvalidArgument(f"rank {rank} is no other rank of {self.comm.size()}")
-        self._masked.add(rank)
+        self._masked.setdefault(rank, "it was masked")
         for one in self._made:
             one.mask(rank)
 
     @property
     def masked(self) -> dict[int, str]:
         """The causes of ranks that were given up in one exchange or another."""
-        causes = dict.fromkeys(self._masked, "it was masked")
-        return causes | {lost.rank: lost.cause for one in self._made for lost in one.lost}
+        return self._masked | {lost.rank: lost.cause for one in self._made for lost in one.lost}
 
     def close(self) -> None:
-        """Waits for the device, and until all ranks are here, unless one is masked, and frees the
-        buffers.
+        """Waits for the device, and until all ranks are here, or have what this one has for them if
+        one is masked, and frees the buffers.
 
         Raises:
             FabricError: what went wrong on the device; all is freed then, too.
@@ -206,7 +218,8 @@ class Exchanges:
         self._closed = True
         wrong: list[FabricError] = []
         # The throughput exchange's calls return when their work is done.
-        for one in (a for a in self._made if isinstance(a, AllToAll)):
+        exchanges = [one for one in self._made if isinstance(one, AllToAll)]
+        for one in exchanges:
             try:
                 one.check()
             except FabricError as error:
@@ -215,6 +228,10 @@ class Exchanges:
             if not self.masked:
                 self.comm.all_gather(b"")
         finally:
+            for one in exchanges:
+                # Whoever is in a call on another thread isn't waited for.
+                with suppress(InvalidArgument):
+                    one.finish()
             self._made.clear()
             if self._owned:
                 self._engine.close()

@@ -114,10 +114,11 @@ class DeviceSteps:
     def _warm_up(self) -> None:
         """What torch launches in between is loaded: later that could wait for a kernel that
         waits."""
-        self._box.warm_up()
-        self._set_tokens(0)
         self._placement.counts.to(torch.int64)
-        self._single(self._box.missing(self._sizes.ranks), 1)
+        missing = torch.zeros(self._sizes.ranks, dtype=torch.uint8, device=self._device)
+        self._single(missing, 1)
+        none = torch.ones(1, self._sizes.topk, dtype=torch.bool, device=self._device)
+        self._routing.row_of[:1].masked_fill_(~none, -1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -169,13 +170,11 @@ class DeviceSteps:
             indices = indices.to(torch.int64).contiguous()
             with self._launching():
                 box = self._box
-                box.begin()
-                box.wait(Word.OVER, box.over)
-                box.combined(False)
-                self._set_tokens(tokens)
-                self._kernels.route(indices, self._now, self._routing)
-                box.give("note")
-                box.tell(Told.BEGUN)
+                box.begin(tokens, self._given, self._now)
+                self._kernels.count(indices, self._now, self._routing)
+                # Peers wait for it.
+                box.tell(Told.BEGUN, note=True)
+                self._kernels.order(indices, self._now, self._routing)
                 self._pack([parts[p.name] for p in self._parts])
             self._tokens, self._turn = tokens, _Turn.DISPATCHED
 
@@ -183,8 +182,7 @@ class DeviceSteps:
         """Rows to where they are sent from, and straight to where they go where that is near."""
         box, own, ways = self._box, self._rows(self._row_stride), None
         if self._direct:
-            box.wait(Word.WAYS, box.ways)
-            ways = box.fetch("ways")
+            ways = box.fetch("ways", Word.WAYS, box.ways)
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
         box.tell(Told.PACKED)
 
@@ -203,8 +201,7 @@ class DeviceSteps:
             with self._launching():
                 self._place(total, multiple, stride)
                 for turn in self._box.lots:
-                    self._box.wait(Word.ROWS, turn)
-                    chunks, count = self._box.chunks("lot")
+                    chunks, count = self._box.chunks("lot", Word.ROWS, turn)
                     into = [tensors[p.name] for p in self._parts]
                     self._kernels.hand_out(
                         self._placement, chunks, count, self._memory, self._row_stride, into
@@ -227,8 +224,7 @@ class DeviceSteps:
                 if self._direct:
                     self._box.tell(Told.COMBINING)
                 for turn in self._box.rooms:
-                    self._box.wait(Word.ROOM, turn)
-                    chunks, count = self._box.chunks("answers")
+                    chunks, count = self._box.chunks("answers", Word.ROOM, turn)
                     self._kernels.pack_answers(
                         self._placement, chunks, count, y, self._memory, self._back_stride
                     )
@@ -238,7 +234,6 @@ class DeviceSteps:
     def combine_answers(self) -> Tensor:
         """As :meth:`AllToAll.combine_answers`."""
         with self._turn_of("combine_answers", _Turn.ANSWERED), self._launching():
-            self._box.wait(Word.ANSWERS, self._box.answered)
             return self._single(self._box.missing(self._sizes.ranks), self._tokens)
 
     def combine_recv(
@@ -259,7 +254,7 @@ class DeviceSteps:
             if wanted is not None:
                 check_wanted(wanted, (self._tokens, self._sizes.topk), self._device)
             with self._launching():
-                self._box.wait(Word.ANSWERS, self._box.answered)
+                missing = self._box.missing(self._sizes.ranks)
                 if wanted is not None:
                     # What is nobody's row is passed over.
                     self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
@@ -269,10 +264,9 @@ class DeviceSteps:
                     self._routing,
                     out[: self._tokens],
                     weights=weights,
-                    missing=self._box.missing(self._sizes.ranks),
+                    missing=missing,
                 )
                 self._box.tell(Told.SUMMED)
-                self._box.combined(True)
             self._turn = _Turn.IDLE
             return out[: self._tokens]
 
@@ -367,15 +361,9 @@ class DeviceSteps:
                 )
         return tokens
 
-    def _set_tokens(self, tokens: int) -> None:
-        """Of this exchange; none are packed over rows that may still be on their way (MR-1)."""
-        self._given.fill_(tokens)
-        self._now.fill_(tokens).mul_(self._box.gate)
-
     def _place(self, room: int, multiple: int, stride: int | None) -> None:
         """Where the rows of each source go, once they are known."""
-        self._box.wait(Word.ROUTES, self._box.routed)
-        incoming = self._box.fetch("incoming").view(torch.int32)
+        incoming = self._box.fetch("incoming", Word.ROUTES, self._box.routed).view(torch.int32)
         ranks, local = self._sizes.ranks, self._sizes.local_experts
         self._kernels.place(
             incoming[: ranks * local].view(ranks, local),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe.all_to_all import AllToAll
-from fabric_ray.moe.arithmetic import FIXED, Arithmetic
+from fabric_ray.moe.arithmetic import FIXED, Arithmetic, Fixed, check_no_gradient
+from fabric_ray.moe.passes import Exchange, carrier, pass_over
 
 _Done = TypeVar("_Done")
 
@@ -184,9 +184,10 @@ class Traffic:
     """That its experts computed."""
     dispatched_nbytes: int = 0
     """Of tokens that went to other ranks, once for each expert there; on a device also of those
-    whose ranks are left out."""
+    whose ranks are left out. The high-throughput mode sends fewer
+    (:attr:`~fabric_ray.moe.ThroughputAllToAll.traffic`)."""
     combined_nbytes: int = 0
-    """Of answers that went to other ranks."""
+    """Of answers that went to other ranks, likewise."""
     dispatch_seconds: float = 0.0
     """In ``dispatch_send`` and ``dispatch_recv``, waiting for slower ranks included; on a device
     what it takes to launch them."""
@@ -199,8 +200,8 @@ class Traffic:
         return Traffic(*map(operator.sub, _values(self), _values(other)))
 
 
-def _values(traffic: Traffic) -> list[Any]:
-    return [getattr(traffic, field.name) for field in fields(traffic)]
+def _values(of: Traffic | MoeWeights) -> list[Any]:
+    return [getattr(of, field.name) for field in fields(of)]
 
 
 class MoeLayer:
@@ -277,6 +278,11 @@ class ParallelMoeLayer(MoeLayer):
     number of ranks and however tokens are divided among them. Experts of ranks that are lost are
     left out: :attr:`AllToAll.lost` names them.
 
+    Through a ``ThroughputAllToAll`` sums are made on the way: they differ from those of one place
+    by rounding (:func:`~fabric_ray.moe.bounds.layer_bound`), and while a rank is lost or masked all
+    passes raise ``PeerLost``. Through a :class:`~fabric_ray.moe.autograd.Differentiable`, of either
+    mode, gradients flow; :data:`~fabric_ray.moe.arithmetic.FIXED` has none, so give ``FAST``.
+
     Where kernels make the exchange (``AllToAll(device=...)``), nothing waits for the device: each
     expert computes as many rows as it could get, and a pass can be captured into a CUDA graph.
     Call :meth:`AllToAll.check` before relying on what came of it.
@@ -294,12 +300,13 @@ class ParallelMoeLayer(MoeLayer):
         self,
         config: MoeConfig,
         weights: MoeWeights,
-        exchange: AllToAll,
+        exchange: Exchange,
         *,
         max_tokens: int,
         arithmetic: Arithmetic = FIXED,
     ) -> None:
         self.exchange, self.max_tokens = exchange, max_tokens
+        self._carrier = carrier(exchange)
         self._spent = Traffic()
         self._counted = torch.zeros(3, dtype=torch.int64, device=exchange.device)
         super().__init__(config, weights, arithmetic=arithmetic)
@@ -323,7 +330,9 @@ class ParallelMoeLayer(MoeLayer):
             rounds: exchanges, on all ranks the same: as many as the rank with most tokens needs.
 
         Raises:
-            InvalidArgument: more tokens than the rounds take; nothing was sent.
+            InvalidArgument: more tokens than the rounds take, or gradients that there are none of;
+                nothing was sent.
+            PeerLost: a rank was lost, and the exchange is no ``AllToAll``.
         """
         if left_out:
             raise InvalidArgument("ranks that are lost leave experts out; mask() one instead")
@@ -332,6 +341,8 @@ class ParallelMoeLayer(MoeLayer):
                 f"{len(x)} tokens don't go into {rounds} rounds of {self.max_tokens}; give more "
                 "rounds on every rank"
             )
+        if isinstance(self.arithmetic, Fixed):
+            check_no_gradient(x, *_values(self.weights))
         parts = [x[i * self.max_tokens :][: self.max_tokens] for i in range(rounds)]
         return torch.cat([self._exchanged(part) for part in parts])
 
@@ -345,20 +356,22 @@ class ParallelMoeLayer(MoeLayer):
 
     def _exchanged(self, x: Tensor) -> Tensor:
         chosen, weights = self._route(x)
-        exchange, spent = self.exchange, _Clock()
+        ways, spent = pass_over(self.exchange), _Clock()
         away = self._away(chosen)
-        spent.on("dispatch", lambda: exchange.dispatch_send(x.contiguous(), chosen))
+        spent.on("dispatch", lambda: ways.send(x, chosen, weights))
         shared = self._shared(x)
-        # Where it isn't known how many rows come there is room for all, and all are computed.
-        stride = exchange.ranks * self.max_tokens if exchange.asynchronous else None
-        got = spent.on("dispatch", lambda: exchange.dispatch_recv(stride=stride))
+        # Where it isn't known how many rows come there is room for all, and all are computed; for
+        # gradients it is waited for.
+        many = self._carrier.ranks * self.max_tokens
+        stride = many if ways.strides and self._carrier.asynchronous else None
+        got = spent.on("dispatch", lambda: ways.receive(stride))
         answers = torch.empty(got.x.shape, dtype=self.config.torch_dtype, device=x.device)
-        for here in range(len(exchange.local_experts)):
+        for here in range(self._each):
             of = got.of(here) if stride is None else slice(here * stride, (here + 1) * stride)
             answers[of] = self._expert(here, got.x[of])
-        spent.on("combine", lambda: exchange.combine_send(answers))
-        sums = spent.on("combine", lambda: exchange.combine_recv(weights, dtype=torch.float32))
-        computed, own = got.counts.sum(), (chosen // self._each == exchange.rank).sum()
+        sums = spent.on("combine", lambda: ways.combine(answers))
+        computed, own = got.counts.sum(), (chosen // self._each == self._carrier.rank).sum()
+        computed = computed.to(own.device)
         self._counted += torch.stack([computed, computed - own, away])
         self._spent += Traffic(
             exchanges=1,
@@ -375,9 +388,9 @@ class ParallelMoeLayer(MoeLayer):
     def _away(self, chosen: Tensor) -> Tensor:
         """How many rows go to other ranks."""
         there = chosen // self._each
-        away = there != self.exchange.rank
-        if not self.exchange.asynchronous:
-            away &= torch.tensor(self.exchange.present)[there]
+        away = there != self._carrier.rank
+        if not self._carrier.asynchronous:
+            away &= torch.tensor(self._carrier.present, device=there.device)[there]
         return away.sum()
 
 

@@ -70,14 +70,9 @@ class Mailbox:
         self.mirror = {
             name: torch.zeros_like(of, device=device) for name, of in self.tables.items()
         }
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
-        told = [add_command(rank, slot, 0) for slot in Told]
-        self._commands = _each(torch.tensor(told, dtype=torch.int64, device=device))
-        self._command = torch.zeros_like(self._commands[0])
-        # 1 until a wait ends without what it waited for, then 0 for good; and what that adds to the
-        # words of a command.
-        self._added = torch.tensor([[1, 0]], dtype=torch.int64, device=device)
-        self.gate = self._added[0, :1]
+        self._commands = {told: add_command(rank, told, 0) for told in Told}
+        # 1 until a wait ends without what it waited for, then 0 for good.
+        self.gate = torch.ones(1, dtype=torch.int64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self._waited = torch.zeros(1, dtype=torch.int32, device=device)
         # Of each wait, the value that is waited for, and by how much it grows with each exchange;
@@ -90,17 +85,6 @@ class Mailbox:
         self.over, self.routed, self.answered, self.ways = each[:4]
         self.lots, self.rooms = each[4 : 4 + row_turns], each[4 + row_turns :]
 
-    def warm_up(self) -> None:
-        """What torch launches in between is loaded: later that could wait for a kernel that
-        waits."""
-        self._values.add_(torch.zeros_like(self._grows))
-        self.combined(False)
-        self.over.add_(0)
-        for name in self.tables:
-            self.fetch(name)
-        self.give("note")
-        torch.add(self._commands[0], self._added, out=self._command)
-
     def set_timeout(self, seconds: float) -> None:
         """For waits that are launched from now on."""
         abort = self._word(Word.ABORT)
@@ -111,43 +95,40 @@ class Mailbox:
         """Whether the host has ended all waits."""
         return bool(self.words[Word.ABORT])
 
-    def begin(self) -> None:
-        """Waits are for the next exchange from now on."""
-        self._values.add_(self._grows)
+    def begin(self, tokens: int, given: Tensor, now: Tensor) -> None:
+        """Waits are for the next exchange from now on, and until the last one is over, its answers
+        summed if they are. ``given`` takes how many tokens it has, ``now`` as many, or none once a
+        wait failed: none are packed over rows that may still be on their way (MR-1)."""
+        over, waits = self._word(Word.OVER), (self._values, self._grows)
+        self._channel.begin_exchange(over, waits, tokens, (given, now), self._waited, self.gate)
 
-    def combined(self, summed: bool) -> None:
-        """Whether the next exchange waits for the answers of this one to be summed."""
-        if summed:
-            self.over.add_(1)
-        else:
-            self.over.bitwise_and_(-2)
+    def tell(self, told: Told, *, note: bool = False) -> None:
+        """What was launched before is done; with what the host is to know of it."""
+        words = (self.mirror["note"], self.tables["note"]) if note else None
+        # The next exchange waits for the answers of this one to be summed.
+        counter = self.over if told is Told.SUMMED else None
+        self._channel.tell_host(
+            self._commands[told], self.gate, self._index, self._waited, note=words, counter=counter
+        )
 
-    def wait(self, word: Word, value: Tensor) -> None:
-        """Until the word has this value."""
-        self._channel.wait_word(self._word(word), value, self._waited, gate=self.gate)
+    def fetch(self, name: str, word: Word, value: Tensor, *, closed: int = 0) -> Tensor:
+        """What the host has written down when the word has this value, on the device; ``closed``
+        once a wait failed, for then it may be another exchange's (RS-1)."""
+        into = self.mirror[name]
+        self._channel.fetch_words(
+            self.tables[name], into, self._waited, self.gate,
+            word=self._word(word), value=value, closed=closed,
+        )  # fmt: skip
+        return into
 
-    def tell(self, told: Told) -> None:
-        """What was launched before is done."""
-        torch.add(self._commands[told], self._added, out=self._command)
-        self._channel.push(self._command, self._one, self._index, self._waited, at_once=False)
-
-    def give(self, name: str) -> None:
-        """A table of the device's, to the host."""
-        self.tables[name].copy_(self.mirror[name], non_blocking=True)
-
-    def fetch(self, name: str) -> Tensor:
-        """What the host has written down, on the device; zeros once a wait failed, for then it
-        may be another exchange's (RS-1)."""
-        return self.mirror[name].copy_(self.tables[name], non_blocking=True).mul_(self.gate)
-
-    def chunks(self, name: str) -> tuple[Tensor, Tensor]:
+    def chunks(self, name: str, word: Word, value: Tensor) -> tuple[Tensor, Tensor]:
         """A table of chunks, and how many there are."""
-        table = self.fetch(name)
+        table = self.fetch(name, word, value)
         return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
 
     def missing(self, ranks: int) -> Tensor:
-        """Whose answers don't come; nobody's do once a wait failed."""
-        missing = self.fetch("missing").add_(self.gate - 1)
+        """Whose answers don't come, when all others have; nobody's do once a wait failed."""
+        missing = self.fetch("missing", Word.ANSWERS, self.answered, closed=(1 << 64) - 1)
         return missing.view(torch.uint8)[:ranks]
 
     def _word(self, word: Word) -> int:

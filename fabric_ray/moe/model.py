@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.layer import (
     MoeConfig,
@@ -21,6 +20,7 @@ from fabric_ray.moe.layer import (
     Traffic,
     random_tensor,
 )
+from fabric_ray.moe.passes import Exchange
 
 
 class MoeModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,8 @@ class MoeModel:
     Args:
         config: of the model.
         seed: of its weights, which are the same for any number of ranks.
-        exchange: this rank's, of the layers' sizes; all experts are here if ``None``.
+        exchange: this rank's, of the layers' sizes; all experts are here if ``None``. Gradients
+            flow through a :class:`~fabric_ray.moe.autograd.Differentiable`.
         max_tokens: of the exchange.
         device: what it is computed on; the host if ``None``. With an exchange it is what the
             exchange's tokens lie on, and none is given.
@@ -122,7 +123,7 @@ class MoeModel:
         config: MoeModelConfig,
         *,
         seed: int = 0,
-        exchange: AllToAll | None = None,
+        exchange: Exchange | None = None,
         max_tokens: int = 0,
         device: torch.device | str | None = None,
         deterministic: bool = True,
@@ -173,6 +174,27 @@ class MoeModel:
             moe_norm=torch.ones_like(self._norm),
             moe=moe,
         )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The model's tensors by name, for training: those of the experts here end in
+        ``experts.w13`` and ``experts.w2``, and all others are on every rank, where their gradients
+        are to be added up. Training takes ``deterministic=False``."""
+        found = {"embedding": self._embedding, "head": self._head, "norm": self._norm}
+        for number, block in enumerate(self._blocks):
+            w = block.moe.weights
+            of_block = {
+                "attention_norm": block.attention_norm,
+                "qkv": block.qkv,
+                "out": block.out,
+                "moe_norm": block.moe_norm,
+                "router": w.router,
+                "experts.w13": w.w13,
+                "experts.w2": w.w2,
+                "shared.w13": w.shared_w13,
+                "shared.w2": w.shared_w2,
+            }
+            found |= {f"layers.{number}.{n}": t for n, t in of_block.items() if t is not None}
+        return found
 
     @property
     def traffic(self) -> Traffic:

@@ -117,7 +117,7 @@ class AllToAll:
             hidden_dim: elements of a token.
             hidden_dim_bytes: its bytes.
             hidden_dim_scale_bytes: bytes of its scales; 0 for none.
-            group_name: of a ``torch.distributed`` group with a backend for CPU tensors (gloo); the
+            group_name: of a ``torch.distributed`` group, as for DeepEP's ``Buffer``; the
                 default group if ``None``.
             comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
             options: ``engine``, one of its own if ``None``; ``out_dtype``, of experts' answers:

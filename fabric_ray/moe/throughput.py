@@ -147,6 +147,7 @@ class ThroughputAllToAll:
         home = torch.device(device or "cpu")
         if home.type == "cuda" and home.index is None:
             home = torch.device("cuda", torch.cuda.current_device())
+        self._home = home
         memory: Memory | None = None
         if launcher is not None or home.type != "cpu":
             check_sizes(ranks, self._parts)
@@ -200,6 +201,19 @@ class ThroughputAllToAll:
     def local_experts(self) -> range:
         """The experts that this rank hosts."""
         return range(self._rank * self._local, (self._rank + 1) * self._local)
+
+    @property
+    def device(self) -> torch.device:
+        """What tokens and answers lie on."""
+        return self._home
+
+    @property
+    def asynchronous(self) -> bool:
+        """Never: calls return when their rows have been seen to, and how many come is known."""
+        return False
+
+    def check(self) -> None:
+        """Nothing: calls raise what goes wrong in them, on a device too."""
 
     @property
     def nbytes(self) -> int:
@@ -327,12 +341,7 @@ class ThroughputAllToAll:
         tensors, room = tokens.room(self._parts, total, x)
         self._native.dispatch_recv(room)
         self._rows = total
-        return Dispatched(
-            x=tensors.pop("x")[:total],
-            parts=tensors,
-            counts=torch.tensor(counts, dtype=torch.int64),
-            starts=torch.tensor(starts, dtype=torch.int64),
-        )
+        return Dispatched.on_host(tensors, total, counts, starts)
 
     def combine_send(self, y: Tensor) -> None:
         """Sends the experts' answers, ``[rows, hidden]``, each where its token was. Returns when

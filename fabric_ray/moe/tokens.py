@@ -34,9 +34,23 @@ class Dispatched:
     parts: dict[str, Tensor]
     """By name, ``[rows, width]``."""
     counts: Tensor
-    """Rows of each local expert, int64; where the tokens lie."""
+    """Rows of each local expert, int64; where the tokens lie, or on the host where that knows."""
     starts: Tensor
-    """The first row of each local expert, int64; where the tokens lie."""
+    """The first row of each local expert, int64; likewise."""
+
+    @classmethod
+    def on_host(
+        cls, tensors: dict[str, Tensor], total: int, counts: Sequence[int], starts: Sequence[int]
+    ) -> Dispatched:
+        """What came, in ``tensors`` with room for ``total`` rows or more, where the host knows how
+        many there are of each expert."""
+        parts = dict(tensors)
+        return cls(
+            x=parts.pop("x")[:total],
+            parts=parts,
+            counts=torch.tensor(counts, dtype=torch.int64),
+            starts=torch.tensor(starts, dtype=torch.int64),
+        )
 
     def of(self, expert: int) -> slice:
         """The rows of a local expert; waits for a device."""
@@ -45,10 +59,11 @@ class Dispatched:
 
     def experts(self) -> Tensor:
         """The local expert of each row, int64 ``[rows]``, and -1 for rows that fill up; known where
-        the tokens lie, and nothing is waited for."""
+        the tokens lie, and no device is waited for."""
         row = torch.arange(len(self.x), device=self.x.device)
-        expert = torch.searchsorted(self.starts, row, right=True) - 1
-        return torch.where(row - self.starts[expert] < self.counts[expert], expert, -1)
+        starts, counts = self.starts.to(row.device), self.counts.to(row.device)
+        expert = torch.searchsorted(starts, row, right=True) - 1
+        return torch.where(row - starts[expert] < counts[expert], expert, -1)
 
 
 @dataclass(frozen=True)

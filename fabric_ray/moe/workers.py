@@ -165,12 +165,7 @@ class WorkerSteps:
             with self._at_work([tensors[p.name] for p in self._parts]):
                 self._native.far_dispatch_recv(total)
             self._rows = total
-            return Dispatched(
-                x=tensors.pop("x")[:total],
-                parts=tensors,
-                counts=torch.tensor(counts, dtype=torch.int64),
-                starts=torch.tensor(starts, dtype=torch.int64),
-            )
+            return Dispatched.on_host(tensors, total, counts, starts)
 
     def combine_send(self, y: Tensor) -> None:
         """As :meth:`ThroughputAllToAll.combine_send`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from fabric_ray.decoding import from_json
 from fabric_ray.engine.seeing import Cursor
 from fabric_ray.errors import FabricError
 from fabric_ray.observe.places import check_run_dir, run_dir
@@ -27,6 +28,8 @@ class AskRecords(msgspec.Struct, frozen=True, tag="records", tag_field="ask"):
     """For :class:`ProcessRecords` since a cursor of each engine, by id."""
 
     since: dict[str, Cursor] = {}
+    oldest: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of each engine's transfers that go on, so many; all if it isn't said."""
 
 
 Question = AskMetrics | AskRecords
@@ -64,13 +67,19 @@ def ask_metrics(path: Path) -> ProcessMetrics:
     return _ask(path, AskMetrics(), ProcessMetrics)
 
 
-def ask_records(path: Path, since: dict[str, Cursor] | None = None) -> ProcessRecords:
+def ask_records(
+    path: Path, since: dict[str, Cursor] | None = None, *, oldest: int | None = None
+) -> ProcessRecords:
     """The records of one process.
+
+    Args:
+        since: of an engine, by id, the cursor of an earlier answer.
+        oldest: of each engine's transfers that go on, so many at most. An older release tells all.
 
     Raises:
         Silent: it is gone, or doesn't answer.
     """
-    return _ask(path, AskRecords(since or {}), ProcessRecords)
+    return _ask(path, AskRecords(since or {}, oldest), ProcessRecords)
 
 
 def _ask(path: Path, question: Question, answer: type[_Answer]) -> _Answer:
@@ -90,10 +99,10 @@ def _ask(path: Path, question: Question, answer: type[_Answer]) -> _Answer:
     except OSError as error:
         raise Silent(f"{path.stem}: {error.strerror or error}") from None
     try:
-        return msgspec.json.decode(bytes(heard), type=answer)
+        return from_json(bytes(heard), answer)
     except msgspec.DecodeError as error:
         with contextlib.suppress(msgspec.DecodeError):
-            refusal = msgspec.json.decode(bytes(heard), type=_Refusal)
+            refusal = from_json(bytes(heard), _Refusal)
             raise Silent(f"{path.stem}: {refusal.error}") from None
         raise Silent(
             f"{path.stem}: its answer isn't understood ({error}); it may run another version"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from fabric_ray.decoding import from_json
 from fabric_ray.engine import EngineMetrics, EngineRecords, opened
 from fabric_ray.engine.seeing import Cursor
 from fabric_ray.errors import DecodeError
@@ -74,14 +75,15 @@ def metrics() -> ProcessMetrics:
     return ProcessMetrics(os.getpid(), socket.gethostname(), _command(), clock(), engines)
 
 
-def records(since: Mapping[str, Cursor] | None = None) -> ProcessRecords:
+def records(since: Mapping[str, Cursor] | None = None, oldest: int | None = None) -> ProcessRecords:
     """The records of this process's open engines.
 
     Args:
         since: of an engine, by id, the cursor of an earlier answer.
+        oldest: of each engine's transfers that go on, so many at most; None for all.
     """
-    since = since or {}
-    engines = tuple(engine.records(since.get(engine.id, (0, 0, 0, 0))) for engine in opened())
+    since, start = since or {}, (0, 0, 0, 0)
+    engines = tuple(e.records(since.get(e.id, start), oldest=oldest) for e in opened())
     return ProcessRecords(os.getpid(), socket.gethostname(), _command(), clock(), names(), engines)
 
 
@@ -102,9 +104,12 @@ def load(path: str | Path) -> list[ProcessRecords]:
     Raises:
         DecodeError: it is no such file.
     """
-    decode = msgspec.json.Decoder(ProcessRecords).decode
     try:
-        return [decode(line) for line in Path(path).read_bytes().splitlines() if line.strip()]
+        return [
+            from_json(line, ProcessRecords)
+            for line in Path(path).read_bytes().splitlines()
+            if line.strip()
+        ]
     except (OSError, msgspec.DecodeError) as error:
         raise DecodeError(
             f"{path} has no flight records: {error}; write some with fabric-ray trace --dump"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from fabric_ray.engine import EngineMetrics
-from fabric_ray.engine.seeing import CLASSES, Histogram, PeerMetrics
-from fabric_ray.observe.process import ProcessMetrics
+from fabric_ray.engine import EngineMetrics, EngineRecords
+from fabric_ray.engine.seeing import CLASSES, Cursor, Histogram, PeerMetrics, TransferRecord
+from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 
 Health = Literal["ok", "waits", "degraded", "lost"]
+
+OLDEST = 8
+"""Transfers going on that are told one by one."""
+
+_NOTHING_OVER: Cursor = (2**62,) * 4
 
 
 class PeerRow(msgspec.Struct, frozen=True):
@@ -35,6 +41,21 @@ class PeerRow(msgspec.Struct, frozen=True):
     under_way: int
 
 
+class Going(msgspec.Struct, frozen=True):
+    """A transfer that isn't over."""
+
+    op: str
+    peers: tuple[str, ...]
+    """Their names; ids of those that have none."""
+    nbytes: int
+    age: float
+    """Seconds since the engine was asked."""
+    posted: bool
+    """Whether some of it was given to a link; before that it waits for room, or for the link."""
+    span: str
+    """Of the request that it was made for, if that has a name."""
+
+
 class EngineRow(msgspec.Struct, frozen=True):
     """One engine, over the last moments."""
 
@@ -50,22 +71,63 @@ class EngineRow(msgspec.Struct, frozen=True):
     """Seconds of a work request, to a power of two, since the last look; None of none."""
     wire_p99: float | None
     peers: tuple[PeerRow, ...]
+    transfers: tuple[Going, ...] = ()
+    """Those that go on, the oldest first, at most :data:`OLDEST`."""
 
 
-def rows(before: ProcessMetrics | None, now: ProcessMetrics) -> list[EngineRow]:
+def rows(
+    before: ProcessMetrics | None, now: ProcessMetrics, under_way: ProcessRecords | None = None
+) -> list[EngineRow]:
     """What happened between two looks at a process; with one look only, since its engines opened,
-    and rates are 0."""
+    and rates are 0.
+
+    Args:
+        under_way: what it told when asked for :func:`going_on`.
+    """
     seconds = (now.at.monotonic - before.at.monotonic) / 1e9 if before else 0.0
     earlier = {engine.id: engine for engine in before.engines} if before else {}
-    return [_engine(now, engine, earlier.get(engine.id), seconds) for engine in now.engines]
+    going = {e.id: _going(e, under_way) for e in under_way.engines} if under_way else {}
+    return [
+        _engine(now, engine, earlier.get(engine.id), seconds, going.get(engine.id, ()))
+        for engine in now.engines
+    ]
+
+
+def going_on(now: ProcessMetrics) -> dict[str, Cursor]:
+    """The question for records of what goes on in a process, and of nothing that is over; empty if
+    nothing goes on."""
+    if not any(engine.going_on for engine in now.engines):
+        return {}
+    return {engine.id: _NOTHING_OVER for engine in now.engines}
 
 
 def _rate(grown: float, seconds: float) -> float:
     return grown / seconds if seconds > 0 else 0.0
 
 
+def _going(engine: EngineRecords, process: ProcessRecords) -> tuple[Going, ...]:
+    transfers = sorted((t for t in engine.transfers if not t.over), key=lambda t: t.queued)
+    at, spans = process.at.monotonic, process.spans
+    return tuple(_one(t, at, engine.peers, spans) for t in transfers[:OLDEST])
+
+
+def _one(t: TransferRecord, at: int, peers: Mapping[str, str], spans: Mapping[int, str]) -> Going:
+    return Going(
+        op=t.op,
+        peers=tuple(dict.fromkeys(peers.get(part.peer, part.peer) for part in t.parts)),
+        nbytes=t.nbytes,
+        age=max(0.0, (at - t.queued) / 1e9),
+        posted=t.posted is not None,
+        span=spans.get(t.span, ""),
+    )
+
+
 def _engine(
-    process: ProcessMetrics, now: EngineMetrics, before: EngineMetrics | None, seconds: float
+    process: ProcessMetrics,
+    now: EngineMetrics,
+    before: EngineMetrics | None,
+    seconds: float,
+    transfers: tuple[Going, ...],
 ) -> EngineRow:
     earlier = {peer.id: peer for peer in before.peers} if before else {}
     # Who is only known and never was reached has nothing to show.
@@ -84,6 +146,7 @@ def _engine(
         wire_p50=wire.quantile(0.5),
         wire_p99=wire.quantile(0.99),
         peers=peers,
+        transfers=transfers,
     )
 
 

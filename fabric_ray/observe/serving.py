@@ -13,6 +13,7 @@ from threading import Event, Lock, Thread
 
 import msgspec
 
+from fabric_ray.decoding import from_json
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import process
 from fabric_ray.observe.asking import LONGEST_QUESTION, AskMetrics, Question
@@ -85,12 +86,12 @@ class Window:
 def answer(question: bytes) -> bytes:
     """What a process says to a question, or what is wrong with it."""
     try:
-        asked = msgspec.json.decode(question, type=Question)
+        asked = from_json(question, Question)
     except msgspec.DecodeError as error:
         return msgspec.json.encode({"error": f"the question isn't understood: {error}"})
     if isinstance(asked, AskMetrics):
         return msgspec.json.encode(process.metrics())
-    return msgspec.json.encode(process.records(asked.since))
+    return msgspec.json.encode(process.records(asked.since, asked.oldest))
 
 
 def _question(peer: socket.socket) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import FabricError
 from fabric_ray.inference.errors import InferenceError, OutOfPages
 from fabric_ray.inference.protocols import PrefillChunk
@@ -86,7 +87,7 @@ class PrefillLoop:
 
     async def _take(self, job: Job) -> None:
         try:
-            prompt = msgspec.msgpack.decode(job.payload, type=Prompt)
+            prompt = from_msgpack(job.payload, Prompt)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             job.fail(f"the request's payload is no prompt ({error}); use the same release")
             return

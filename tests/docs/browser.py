@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.lacks import lacks
+
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOW = "apt-get install chromium, or name a Chromium by FABRIC_RAY_BROWSER=/path"
 WIDTH, HEIGHT = 1280, 2400
@@ -65,7 +67,7 @@ class Shown(msgspec.Struct, frozen=True):
 
     def pixels(self) -> npt.NDArray[np.float32]:
         """``[height, width, 3]``, from 0 to 1."""
-        image = pytest.importorskip("matplotlib.image", reason="pip install 'fabric-ray[ray]'")
+        image = pytest.importorskip("matplotlib.image", reason="pip install '.[ray]'")
         pixels: npt.NDArray[np.float32] = image.imread(self.screenshot)
         return pixels[:, :, :3]
 
@@ -125,11 +127,7 @@ def find() -> str:
         assert shutil.which(wanted), f"FABRIC_RAY_BROWSER: {wanted} isn't there"
         return wanted
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if found is None:
-        if wanted:
-            pytest.fail(f"no browser is installed: {HOW}")
-        pytest.skip(f"no browser is installed: {HOW}")
-    return found
+    return found or lacks("FABRIC_RAY_BROWSER", f"no browser is installed: {HOW}")
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

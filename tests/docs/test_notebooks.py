@@ -1,25 +1,90 @@
-"""Notebooks run from top to bottom, and end with what they were to show."""
+"""Notebooks run from top to bottom, draw, and end with what they were to show."""
 
 from __future__ import annotations
 
+import base64
+import importlib.util
+import io
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # A cluster of its own, whatever else runs on this machine.
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("MPLBACKEND", "agg")
+    # The kernel's own, which leaves figures in the notebook.
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+
+
+def run(path: Path, where: Path) -> Any:
+    """The notebook with its outputs."""
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs aren't kept"
     # A busy machine may need longer to start a kernel than nbclient's minute.
     patience = {"timeout": 240, "startup_timeout": 240}
-    NotebookClient(notebook, **patience, resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, **patience, resources={"metadata": {"path": where}}).execute()
+    return notebook
+
+
+def pictures(cell: Any) -> Iterator[bytes]:
+    for output in cell.get("outputs", ()):
+        if "image/png" in output.get("data", {}):
+            yield base64.b64decode(output.data["image/png"])
+
+
+def has_marks(png: bytes) -> bool:
+    """Whether there is more on it than axes, which are black on white."""
+    from matplotlib import image
+
+    pixels = image.imread(io.BytesIO(png))[:, :, :3]
+    return bool((pixels.max(axis=2) - pixels.min(axis=2) > 0.2).mean() > 0.001)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path) -> None:
+    notebook = run(path, tmp_path)
+    drawing = [cell for cell in notebook.cells if "plt.subplots(" in cell.source]
+    assert drawing
+    for cell in drawing:
+        found = list(pictures(cell))
+        assert len(found) == cell.source.count("plt.subplots("), cell.source
+        assert all(map(has_marks, found)), cell.source
     assert "arrived" in notebook.cells[-1].outputs[0].text
+
+
+def test_what_needs_a_clone_is_left_out_in_words_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = importlib.util.find_spec("fabric_ray")
+    assert package
+    assert package.origin
+    elsewhere = tmp_path / "site"
+    elsewhere.mkdir()
+    (elsewhere / "fabric_ray").symlink_to(Path(package.origin).parent)
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    (tmp_path / "work").mkdir()
+    copy = tmp_path / "work" / "transfers.ipynb"
+    shutil.copy(ROOT / "examples" / "notebooks" / copy.name, copy)
+    notebook = nbformat.read(copy, as_version=4)
+    # An editable install has the clone on its path.
+    hide = (
+        "import os, sys\n"
+        "sys.path[:] = [p for p in sys.path if not os.path.isdir(p + '/benchmarks')]"
+    )
+    # The imports and the comparison; the rest is run above.
+    kept = [nbformat.v4.new_code_cell(hide), notebook.cells[1], notebook.cells[-2]]
+    notebook.cells = kept
+    nbformat.write(notebook, copy)
+    [output] = run(copy, tmp_path / "work").cells[-1].outputs
+    assert "isn't a clone of the repository" in output.text

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,13 @@ import pytest
 
 from benchmarks.contenders.perf import find_program
 from tests.docs.browser import Browser, Shown, browser
+from tests.lacks import lacks
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-c", "from fabric_ray.cli.main import app; app()")
 PUSH = ("llama-3.1-8b", "--trainer", "fsdp=8", "--rollout", "tp=2,engines=2")
 
-pytest.importorskip("matplotlib", reason="reports have plots: pip install 'fabric-ray[ray]'")
+pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +133,24 @@ def test_what_is_broken_is_noticed(window: Browser, pages: Path) -> None:
     assert ink(shown) < 0.01
 
 
-def test_the_documentation_is_drawn_page_by_page(window: Browser, pages: Path) -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'fabric-ray[docs]', or make docs")
-    site = pages / "site"
-    build = ["-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
-    run(sys.executable, *build)
+@pytest.fixture(scope="module")
+def site(pages: Path) -> Path:
+    """The documentation, built so that any link that leads nowhere is an error."""
+    if find_spec("mkdocs") is None:
+        lacks("FABRIC_RAY_DOCS", "mkdocs isn't installed: pip install '.[docs]'")
+    built = pages / "site"
+    run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(built))
+    return built
+
+
+def test_the_documentation_is_built_without_a_complaint(site: Path) -> None:
+    sources = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    folders = [s.parent if s.stem == "index" else s.with_suffix("") for s in sources]
+    assert sources
+    assert [f for f in folders if not (site / f / "index.html").exists()] == []
+
+
+def test_the_documentation_is_drawn_page_by_page(window: Browser, site: Path) -> None:
     wanted = {
         "index.html": ("fabric-ray", "The engine in fifteen lines"),
         "concepts/index.html": ("Why counting, and not ordering", "Layers"),

@@ -1,10 +1,12 @@
-"""One rank's layers, gradients and familiar faces on a GPU, in a process of its own."""
+"""One rank's layers, gradients and familiar faces, in a process or a thread of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import MoeConfig, MoeWeights, ParallelMoeLayer
 from tests.moe_ranks import batch
+from tests.stands import Stand
 
 EXPERTS, TOPK, HIDDEN, M = 8, 2, 512, 32
+TIMEOUT = 4.0
 CONFIG = MoeConfig(
     hidden=128, experts=EXPERTS, topk=TOPK, intermediate=64, shared_intermediate=64,
     score="sigmoid", groups=4, kept_groups=2, bias=True,
@@ -47,44 +51,68 @@ def answers(recv: Any, rank: int) -> Tensor:
     return (x.float() * (number + 1) + number).to(torch.bfloat16)
 
 
-def layer(comm: PipeComm, engine: TransferEngine) -> Tensor:
+def layer(comm: PipeComm, engine: TransferEngine, stand: Stand) -> Tensor:
     """Of a batch, then captured and of another one."""
     a = AllToAll(
         engine, rank=comm.rank(), ranks=comm.size(), experts=EXPERTS, topk=TOPK,
         hidden=CONFIG.hidden, max_tokens=M, dtype=torch.float32, answer_dtype=torch.float32,
-        device="cuda", timeout=20.0,
+        device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
     )  # fmt: skip
     a.connect(comm.all_gather(a.card()))
-    comm.all_gather(b"")
-    weights = MoeWeights.random(CONFIG, seed=0, experts=a.local_experts).to("cuda")
+    weights = MoeWeights.random(CONFIG, seed=0, experts=a.local_experts).to(stand.device)
     one = ParallelMoeLayer(CONFIG, weights, a, max_tokens=M)
-    x = batch(comm.rank(), M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0].cuda()
-    first = one.forward(x)
+    x = batch(comm.rank(), M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0].to(stand.device)
+    load(comm, engine, stand)
+    first = one.forward(x).clone()
     a.check()
     comm.all_gather(b"")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = one.forward(x)
+    kept: list[Tensor] = []
+    replay = stand.capture(lambda: kept.append(one.forward(x)))
     comm.all_gather(b"")
     x.copy_(batch(10 + comm.rank(), M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0])
-    graph.replay()
+    replay()
     a.check()
-    found = torch.stack([first, out]).cpu()
-    del graph
+    found = torch.stack([first, kept[0]]).cpu()
     comm.all_gather(b"")
     return found
 
 
-def gradients(comm: Any, engine: TransferEngine, device: str) -> list[Tensor | None]:
+def load(comm: PipeComm, engine: TransferEngine, stand: Stand) -> None:
+    """A whole layer of one rank alone: what loads kernels between an exchange's calls later might
+    wait for the peer."""
+    alone = AllToAll(
+        engine, rank=0, ranks=1, experts=EXPERTS // comm.size(), topk=TOPK,
+        hidden=CONFIG.hidden, max_tokens=M, dtype=torch.float32, answer_dtype=torch.float32,
+        device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
+    )  # fmt: skip
+    config = msgspec.structs.replace(
+        CONFIG, experts=EXPERTS // comm.size(), groups=1, kept_groups=1
+    )
+    weights = MoeWeights.random(config, seed=0).to(stand.device)
+    x = torch.zeros(M, CONFIG.hidden, device=stand.device)
+    ParallelMoeLayer(config, weights, alone, max_tokens=M).forward(x)
+    alone.check()
+    alone.close()
+    comm.all_gather(b"")
+
+
+def gradients(comm: Any, engine: TransferEngine, stand: Stand) -> list[Tensor | None]:
     a = Differentiable(
         engine, rank=comm.rank(), ranks=comm.size(), experts=EXPERTS, topk=TOPK, hidden=64,
-        max_tokens=M, dtype=torch.float32, device=device, timeout=20.0,
+        max_tokens=M, dtype=torch.float32, device=stand.device, launcher=stand.launcher,
+        timeout=TIMEOUT,
     )  # fmt: skip
     a.connect(comm.all_gather(a.card()))
     comm.all_gather(b"")
-    x, idx, w = (t.to(device) for t in batch(comm.rank(), M, EXPERTS, TOPK, 64, torch.float32))
+    there = (t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, 64, torch.float32))
+    x, idx, w = there
     x.requires_grad_()
     w.requires_grad_()
+    # Loads what runs between the calls, backwards too.
+    rows = torch.zeros(M, 64, device=stand.device, requires_grad=True)
+    (rows * (idx[:, :1] + 2)).sum().backward()
+    stand.finish()
+    comm.all_gather(b"")
     got = dispatch(a, x, idx)
     combine(a, got.x * (got.experts()[:, None] + 2), w).sum().backward()
     a.check()
@@ -92,63 +120,142 @@ def gradients(comm: Any, engine: TransferEngine, device: str) -> list[Tensor | N
     return [None if t is None else t.cpu() for t in (x.grad, w.grad)]
 
 
-def deepep(comm: PipeComm, engine: TransferEngine, how: str) -> Tensor:
-    buffer = Buffer(low_latency_mode=True, comm=comm, engine=engine, timeout=20.0)
-    x, idx, w = (t.cuda() for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN))
-    options = {"async_finish": how == "async", "return_recv_hook": how == "hook"}
-    for _ in range(3):
+def deepep(comm: PipeComm, engine: TransferEngine, stand: Stand, how: str) -> list[Tensor]:
+    """The sums of a batch, and those of two more if calls are ``captured`` and replayed."""
+    buffer = Buffer(
+        low_latency_mode=True, comm=comm, engine=engine, timeout=TIMEOUT, launcher=stand.launcher
+    )
+    given = [t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)]
+    x, idx, w = given
+    options = {"async_finish": how == "async", "return_recv_hook": how in ("hook", "captured")}
+    # Loads what runs between the calls.
+    answers(cast.to_fp8(x.expand(EXPERTS // comm.size(), M, HIDDEN).reshape(-1, HIDDEN)), 0)
+    out: list[Tensor] = []
+
+    def step() -> None:
         recv, counts, handle, event, hook = buffer.low_latency_dispatch(
             x, idx, M, EXPERTS, **options
         )
         if hook is not None:
             hook()
         event.current_stream_wait()
-        assert counts.device.type == "cuda"
+        assert counts.device.type == stand.device.type
         y = answers(recv, comm.rank())
-        out, event, hook = buffer.low_latency_combine(y, idx, w, handle, **options)
+        sums, event, hook = buffer.low_latency_combine(y, idx, w, handle, **options)
         if hook is not None:
             hook()
         event.current_stream_wait()
-    found = out.cpu()
+        out[:] = [sums]
+
+    stand.finish()
+    comm.all_gather(b"")
+    for _ in range(3):
+        step()
     buffer.check()
+    found = [out[0].cpu().clone()]
+    if how == "captured":
+        comm.all_gather(b"")
+        replay = stand.capture(step)
+        comm.all_gather(b"")
+        for seed in (10, 20):
+            fresh = batch(seed + comm.rank(), M, EXPERTS, TOPK, HIDDEN)
+            for here, new in zip(given, fresh, strict=True):
+                here.copy_(new)
+            replay()
+            buffer.check()
+            found.append(out[0].cpu().clone())
     buffer.destroy()
     return found
 
 
-def pplx_calls(comm: PipeComm, engine: TransferEngine, tokens: int) -> Tensor:
+def normal_calls(
+    comm: Any, engine: TransferEngine, stand: Stand, per_node: int
+) -> list[Tensor | None]:
+    """What comes and what comes back of a layer, forward and backward."""
+    buffer = Buffer(
+        comm=comm, engine=engine, ranks_per_node=per_node, timeout=TIMEOUT, launcher=stand.launcher
+    )
+    x, idx, w = (t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN))
+    per_rank, per_node_, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, EXPERTS)
+    recv, recv_idx, recv_w, counts, handle, event = buffer.dispatch(
+        x, None, per_rank, per_node_, in_rank, per_expert, idx, w, 8, previous_event=event
+    )
+    event.current_stream_wait()
+    y = (recv.float() * (recv_w.sum(1, keepdim=True) + comm.rank())).to(torch.bfloat16)
+    out, _, event = buffer.combine(y, handle, previous_event=buffer.capture(), bias=x)
+    back, *_, event = buffer.dispatch(out, handle=handle, previous_event=event)
+    grads, weights, event = buffer.combine(back, handle, recv_w, previous_event=event)
+    event.current_stream_wait()
+    buffer.check()
+    assert recv.device == grads.device == x.device
+    found = [recv, recv_idx, recv_w, torch.tensor(counts), out, back, grads, weights]
+    found = [None if t is None else t.cpu() for t in found]
+    buffer.destroy()
+    return found
+
+
+def pplx_calls(comm: PipeComm, engine: TransferEngine, stand: Stand, tokens: int) -> list[Tensor]:
+    """The sums of a batch, then of a replay with another batch and one token less, if any."""
     ranks, local = comm.size(), EXPERTS // comm.size()
     a = pplx.AllToAll.internode(
         M, EXPERTS, TOPK, comm.rank(), ranks, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, engine=engine,
-        device="cuda", timeout=20.0,
+        device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
     )  # fmt: skip
-    x, idx, w = (t.cuda() for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN))
-    counts = torch.empty(local, dtype=torch.int32, device="cuda")
-    room = torch.empty(local, M * ranks, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty(M, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    bound = torch.tensor([tokens], dtype=torch.uint32, device="cuda")
-    a.dispatch(counts, room, None, x, None, idx, bound)
-    a.combine(out, idx, w, answers(room, comm.rank()), bound)
+    given = [t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)]
+    x, idx, w = given
+    counts = torch.empty(local, dtype=torch.int32, device=stand.device)
+    room = torch.zeros(local, M * ranks, HIDDEN, dtype=torch.bfloat16, device=stand.device)
+    out = torch.zeros(M, HIDDEN, dtype=torch.bfloat16, device=stand.device)
+    bound = torch.tensor([tokens], dtype=torch.uint32, device=stand.device)
+    # Loads what runs between the calls.
+    answers(room, comm.rank())
+    stand.finish()
+    comm.all_gather(b"")
+
+    def step() -> None:
+        a.dispatch(counts, room, None, x, None, idx, bound)
+        a.combine(out, idx, w, answers(room, comm.rank()), bound)
+
+    step()
     a.check()
-    found = out.cpu()
+    found = [out.cpu().clone()]
+    comm.all_gather(b"")
+    replay = stand.capture(step)
+    comm.all_gather(b"")
+    for here, new in zip(given, batch(10 + comm.rank(), M, EXPERTS, TOPK, HIDDEN), strict=True):
+        here.copy_(new)
+    bound.copy_(torch.tensor([max(0, tokens - 1)], dtype=torch.uint32))
+    out.zero_()
+    replay()
+    a.check()
+    found.append(out.cpu().clone())
     a.destroy()
     return found
 
 
-def serve(connection: Connection, rank: int, ranks: int) -> None:
+def serve(
+    connection: Connection,
+    rank: int,
+    ranks: int,
+    transport: str,
+    make_stand: Callable[[], Stand],
+) -> None:
     """Does one thing after the other until it is told to stop."""
     comm = PipeComm(connection, rank, ranks)
-    torch.zeros(1, device="cuda")
-    with TransferEngine(name=f"rank-{rank}", transport="cuda_ipc", token=b"gpu") as engine:
+    stand = make_stand()
+    with TransferEngine(name=f"rank-{rank}", transport=transport, token=b"gpu") as engine:
         while True:
             match connection.recv():
                 case ("layer",):
-                    done: Any = layer(comm, engine)
+                    done: Any = layer(comm, engine, stand)
                 case ("gradients",):
-                    done = gradients(comm, engine, "cuda")
+                    done = gradients(comm, engine, stand)
                 case ("deepep", how):
-                    done = deepep(comm, engine, how)
+                    done = deepep(comm, engine, stand, how)
+                case ("normal", per_node):
+                    done = normal_calls(comm, engine, stand, per_node)
                 case ("pplx", tokens):
-                    done = pplx_calls(comm, engine, tokens)
+                    done = pplx_calls(comm, engine, stand, tokens)
                 case ("stop",):
                     connection.send(("done", None))
                     return

@@ -11,7 +11,7 @@ from fabric_ray.moe import ThroughputAllToAll
 from tests.moe_ranks import batch, expert
 
 PER_NODE, TOPK, HIDDEN, TOKENS, LOCAL = 2, 3, 512, 200, 2
-TIMEOUT = 20.0
+TIMEOUT = 4.0
 
 
 def exchange(one: ThroughputAllToAll, seed: int, device: str) -> torch.Tensor:
@@ -28,6 +28,8 @@ def exchange(one: ThroughputAllToAll, seed: int, device: str) -> torch.Tensor:
 def serve(connection: Connection, rank: int, ranks: int, transport: str, on_gpu: bool) -> None:
     """Answers until it is told to stop, or killed."""
     device = "cuda" if on_gpu else "cpu"
+    # An engine that is opened later finds CUDA in use.
+    torch.zeros(1, device=device)
     with TransferEngine(name=f"rank-{rank}", transport=transport, token=b"gpu") as engine:
         one = ThroughputAllToAll(
             engine,

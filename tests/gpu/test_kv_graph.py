@@ -2,111 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 import torch
 
-from fabric_ray import TransferEngine
-from fabric_ray.kvcache import (
-    CacheGroup,
-    CacheLayout,
-    CacheTensor,
-    Decoder,
-    Job,
-    Place,
-    Prefiller,
-    RankCache,
-    Terms,
-)
+from tests import kv_graph_checks
+from tests.stands import OnGpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-LAYERS, PAGES, PAGE_TOKENS, WIDTH = 4, 16, 4, 64
-CHUNK_PAGES = 3
-CHUNK = CHUNK_PAGES * PAGE_TOKENS
-TAIL = 64
-
-
-def rank(engine: TransferEngine) -> tuple[torch.Tensor, Any, RankCache]:
-    """A cache in GPU memory, layers x pages x tokens x width, and room for one tail."""
-    cache = torch.zeros(LAYERS, PAGES, PAGE_TOKENS, WIDTH, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    layer, page, token, _ = (8 * stride for stride in cache.stride())
-    places = tuple(Place(0, i * layer) for i in range(LAYERS))
-    tensor = CacheTensor("latent", 1, 0, 1, WIDTH, "int64", page, page, token, places)
-    group = CacheGroup("all", tuple(range(LAYERS)), PAGE_TOKENS, PAGES, (tensor,))
-    region, tail = engine.register(cache), engine.alloc(TAIL)
-    layout = CacheLayout("captured", (group,), (region.nbytes,))
-    return cache, tail, RankCache(engine, layout, [region], tail)
-
-
-class Captured:
-    """One pass through all layers: writes a chunk's pages, and counts each layer."""
-
-    def __init__(self, cache: torch.Tensor, word: torch.Tensor) -> None:
-        self.pages = torch.zeros(CHUNK_PAGES, dtype=torch.int64, device="cuda")
-        self.values = torch.zeros_like(cache[0, :CHUNK_PAGES])
-        self._graph = torch.cuda.CUDAGraph()
-        one = torch.ones(1, dtype=torch.int64, device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            for layer in range(LAYERS):
-                cache[layer].index_copy_(0, self.pages, self.values * (layer + 1))
-                word.add_(one)
-
-    def replay(self, pages: list[int], values: torch.Tensor) -> None:
-        self.pages.copy_(torch.tensor(pages, device="cuda"))
-        self.values.copy_(values)
-        self._graph.replay()
-
-
-def asked(prefiller: Prefiller) -> Job:
-    deadline = time.monotonic() + 30
-    while not (jobs := prefiller.take()):
-        assert time.monotonic() < deadline, "no request came"
-        time.sleep(0.001)
-    return jobs[0]
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 def test_ic_2_layers_that_a_captured_graph_counts_arrive_as_they_were_computed(
     transport: str,
 ) -> None:
-    torch.empty(1, device="cuda")
-    options = {"transport": transport, "token": b"gpu"}
-    terms = Terms(tail_nbytes=TAIL)
-    with TransferEngine(**options) as p, TransferEngine(**options) as d:
-        (ours, our_tail, source), (theirs, their_tail, target) = rank(p), rank(d)
-        with (
-            Prefiller([source], terms=terms, device=0) as prefiller,
-            Decoder([target], terms=terms) as decoder,
-        ):
-            word = torch.as_tensor(prefiller.word, device="cuda")
-            graph = Captured(ours, word)
-            to = decoder.meet(prefiller.offer())
-            here, there = [5, 0, 2, 9, 1, 12], [3, 1, 15, 0, 7, 8]
-            for round_ in range(3):
-                pull = decoder.pull(to, tokens=2 * CHUNK, tables=[there], timeout=30)
-                job = asked(prefiller)
-                job.accept([here])
-                counted = 2 * LAYERS * round_
-                chunks = torch.randint(1, 1 << 40, (2, *graph.values.shape), device="cuda")
-                # Both passes are announced and launched before the first is over.
-                prefiller.begin([(job, CHUNK)], counted=counted)
-                prefiller.begin([(job, 2 * CHUNK)], counted=counted + LAYERS)
-                for chunk, values in enumerate(chunks):
-                    graph.replay(here[chunk * CHUNK_PAGES : (chunk + 1) * CHUNK_PAGES], values)
-                our_tail.numpy()[:] = round_ + 1
-                job.finish()
-                pull.wait_ready(30)
-                for layer in range(LAYERS):
-                    want = chunks.flatten(0, 1) * (layer + 1)
-                    assert torch.equal(theirs[layer, there], want), f"layer {layer}"
-                assert (their_tail.numpy() == round_ + 1).all()
-                pull.wait_released(30)
-                job.wait_released(30)
-                assert prefiller.word.value == counted + 2 * LAYERS
-                assert all(times.delivered is not None for times in job.timeline())
-            assert (decoder.open, prefiller.open) == (0, 0)
+    kv_graph_checks.check_layers(OnGpu(), transport)

@@ -5,69 +5,79 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.moe_rank import EXPERTS, HIDDEN, TOKENS, TOPK, Options, serve
-from tests.moe_ranks import batch, expert
+from tests.exchange_cases import CASES, EXPERTS, MAX_TOKENS, TOPK, Case
+from tests.exchange_checks import LIMIT, begin, check_case, expect, ranks, run
+from tests.gpu import figures
 from tests.processes import Other, within
+from tests.stands import NoKernels, OnGpu, Stand
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-LIMIT = 120.0
+PLAIN = CASES[0]
 
 
-@contextlib.contextmanager
-def ranks(
-    transport: str, on_gpu: Sequence[bool], options: Sequence[Options] | None = None
-) -> Iterator[list[Other]]:
-    each = options or [{}] * len(on_gpu)
-    with contextlib.ExitStack() as stack:
-        others = [
-            stack.enter_context(Other(serve, rank, len(on_gpu), transport, gpu, each[rank]))
-            for rank, gpu in enumerate(on_gpu)
-        ]
-        cards = [other.hear(LIMIT) for other in others]
-        for other in others:
-            other.say(cards)
-        for other in others:
-            other.hear(LIMIT)
-        yield others
+class Pool:
+    """Ranks that go from test to test: a process takes longer to start than a case. After one that
+    failed there are new ones."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._stack = contextlib.ExitStack()
+        self._ranks: list[Other] = []
+
+    @contextlib.contextmanager
+    def of(self, transport: str, *stands: Callable[[], Stand]) -> Iterator[list[Other]]:
+        if self._key != (transport, stands):
+            self.close()
+            self._ranks = self._stack.enter_context(ranks(transport, stands))
+            self._key = (transport, stands)
+        try:
+            yield self._ranks
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._key = None
+        self._stack.close()
 
 
-def wanted(seed: int, gone: range = range(0)) -> torch.Tensor:
-    """The sums in one place, without the experts that are gone."""
-    x, idx, w = batch(seed, TOKENS, EXPERTS, TOPK, HIDDEN)
-    out = torch.zeros(x.shape)
-    for t in range(TOKENS):
-        for k in range(TOPK):
-            number = int(idx[t, k])
-            if number >= 0 and number not in gone:
-                out[t] += w[t, k] * expert(number, x[t]).float()
-    return out.to(torch.bfloat16)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
-def run(others: Sequence[Other], seed: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-    for rank, other in enumerate(others):
-        other.say(("run", seed + rank))
-    return [other.hear(LIMIT) for other in others]
+def timed(others: Sequence[Other], seeds: Sequence[int]) -> float:
+    """Milliseconds of an exchange, the way there and back to the test included."""
+    began = time.perf_counter()
+    for seed in seeds:
+        run(others, seed)
+    return (time.perf_counter() - began) / len(seeds) * 1e3
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
-def test_sums_have_the_bits_of_one_place(transport: str) -> None:
-    with ranks(transport, [True, True]) as others:
-        for seed in (0, 10, 20):
-            for rank, (sums, left_out) in enumerate(run(others, seed)):
-                assert torch.equal(sums, wanted(seed + rank))
-                assert left_out == ()
+def test_sums_have_the_bits_of_one_place_and_are_captured(
+    pool: Pool, transport: str, case: Case
+) -> None:
+    with pool.of(transport, OnGpu, OnGpu) as others:
+        check_case(others, case)
+        figures.note(f"exchange/{transport}/{case.name}/replay ms", timed(others, range(6, 11)))
 
 
-def test_ranks_on_a_gpu_and_on_the_host_are_one_exchange() -> None:
-    with ranks("tcp", [True, False]) as others:
-        for rank, (sums, _) in enumerate(run(others, 30)):
-            assert torch.equal(sums, wanted(30 + rank))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ranks_on_a_gpu_and_on_the_host_are_one_exchange(pool: Pool, case: Case) -> None:
+    with pool.of("tcp", OnGpu, NoKernels) as others:
+        check_case(others, case, captured=False)
 
 
 def is_straight(other: Other) -> bool:
@@ -75,60 +85,49 @@ def is_straight(other: Other) -> bool:
 
 
 @pytest.mark.parametrize("direct", [(True, True), (True, False)], ids=str)
-@pytest.mark.parametrize("private_rows", [0, 8, 1024])
+@pytest.mark.parametrize("private_rows", [0, 8, MAX_TOKENS * TOPK])
 def test_rows_and_answers_are_stored_straight_to_the_peer(
-    direct: tuple[bool, bool], private_rows: int
+    pool: Pool, direct: tuple[bool, bool], private_rows: int
 ) -> None:
-    each: list[Options] = [{"direct": d, "private_rows": private_rows} for d in direct]
-    with ranks("cuda_ipc", [True, True], each) as others:
+    options: list[dict[str, Any]] = [{"direct": d, "private_rows": private_rows} for d in direct]
+    with pool.of("cuda_ipc", OnGpu, OnGpu) as others:
+        begin(others, [replace(PLAIN, options=each) for each in options])
         for other, stores in zip(others, direct, strict=True):
             if stores:
                 within(LIMIT, "the peer can be stored to", functools.partial(is_straight, other))
             else:
                 assert not is_straight(other)
-        for seed in (0, 10, 20):
-            for rank, (sums, left_out) in enumerate(run(others, seed)):
-                assert torch.equal(sums, wanted(seed + rank))
-                assert left_out == ()
-        began = time.perf_counter()
-        for seed in range(30, 80, 10):
-            run(others, seed)
-        each_ms = (time.perf_counter() - began) / 5 * 1e3
-        print(f"    direct {direct}: 5 exchanges, {each_ms:.1f} ms each")
+        for seed in range(3):
+            expect(others, PLAIN, seed)
+        figures.note(f"direct {direct}, {private_rows} private rows ms", timed(others, range(3, 8)))
 
 
-def test_rs_4_a_graph_is_replayed_after_its_exchange_is_gone() -> None:
-    with ranks("cuda_ipc", [True]) as (alone,):
+def test_rs_4_a_graph_is_replayed_after_its_exchange_is_gone(pool: Pool) -> None:
+    with pool.of("cuda_ipc", OnGpu) as (alone,):
+        begin([alone], [PLAIN])
         run([alone], 0)
-        alone.ask(("capture",), LIMIT)
-        run([alone], 10)
-        # A wait that isn't ended takes longer than is waited for here.
-        alone.ask(("orphan", 20), LIMIT)
-
-
-def test_a_captured_exchange_serves_other_tokens() -> None:
-    with ranks("cuda_ipc", [True, True]) as others:
-        run(others, 0)
-        for other in others:
-            other.ask(("capture",), LIMIT)
-        began = time.perf_counter()
-        for seed in range(10, 60, 10):
-            for rank, (sums, _) in enumerate(run(others, seed)):
-                assert torch.equal(sums, wanted(seed + rank))
-        print(f"    5 replays, {(time.perf_counter() - began) / 5 * 1e3:.1f} ms each")
+        alone.ask(("capture", 1), LIMIT)
+        run([alone], 2)
+        # A wait that isn't ended takes as long as a device has patience.
+        began = time.monotonic()
+        alone.ask(("orphan", 3), LIMIT)
+        figures.note("orphan replay s", time.monotonic() - began)
+        pool.close()
 
 
 def test_rs_4_a_rank_that_is_killed_is_left_out() -> None:
-    with ranks("cuda_ipc", [True, True]) as (one, dying):
-        run([one, dying], 0)
-        one.say(("run", 10))
+    gone = range(EXPERTS // 2, EXPERTS)
+    with ranks("cuda_ipc", [OnGpu, OnGpu]) as (one, dying):
+        begin([one, dying], [PLAIN, PLAIN])
+        expect([one, dying], PLAIN, 0)
+        one.say(("run", 1))
         dying.kill()
         began = time.monotonic()
         sums, left_out = one.hear(LIMIT)
-        print(f"    over {time.monotonic() - began:.2f} s after kill -9")
-        assert torch.equal(sums, wanted(10, range(EXPERTS // 2, EXPERTS)))
+        figures.note("over s after kill -9", time.monotonic() - began)
+        assert torch.equal(sums, PLAIN.wanted(1, 0, gone))
         assert left_out == (1,)
         # The context stays usable.
-        sums, _ = one.ask(("run", 20), LIMIT)
-        assert torch.equal(sums, wanted(20, range(EXPERTS // 2, EXPERTS)))
+        sums, _ = one.ask(("run", 2), LIMIT)
+        assert torch.equal(sums, PLAIN.wanted(2, 0, gone))
         assert one.ask(("stop",), LIMIT) == [1]

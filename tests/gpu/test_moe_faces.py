@@ -2,83 +2,85 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from fabric_ray import TransferEngine
-from fabric_ray.moe import cast
-from fabric_ray.moe.layer import MoeLayer, MoeWeights
-from tests.gpu.moe_faces_rank import CONFIG, EXPERTS, HIDDEN, TOPK, M, gradients, serve
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from fabric_ray.moe.comm import GroupComm
+from tests import faces_checks
+from tests.faces_checks import M
 from tests.processes import Other
+from tests.stands import OnGpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-LIMIT = 120.0
+
+class Ranks:
+    """The same two for all tests, until one fails."""
+
+    def __init__(self) -> None:
+        self._context = faces_checks.ranks("cuda_ipc", [OnGpu, OnGpu])
+        self._others: list[Other] | None = None
+
+    def get(self) -> list[Other]:
+        if self._others is None:
+            self._context = faces_checks.ranks("cuda_ipc", [OnGpu, OnGpu])
+            self._others = self._context.__enter__()
+        return self._others
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others = None
+            self._context.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def ranks() -> Iterator[list[Other]]:
-    with contextlib.ExitStack() as stack:
-        others = [stack.enter_context(Other(serve, rank, 2)) for rank in range(2)]
-        yield others
-        run(others, "stop")
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    pair = Ranks()
+    yield pair
+    pair.close()
 
 
-def run(others: Sequence[Other], *what: Any) -> list[Any]:
-    """What each is done with; in between they gather what they have through here."""
-    for other in others:
-        other.say(what)
-    while True:
-        said = [other.hear(LIMIT) for other in others]
-        if said[0][0] == "done":
-            return [value for _, value in said]
-        for other in others:
-            other.say([value for _, value in said])
+@pytest.fixture
+def others(pair: Ranks, request: pytest.FixtureRequest) -> Iterator[list[Other]]:
+    failed = request.session.testsfailed
+    yield pair.get()
+    if request.session.testsfailed > failed:
+        pair.close()
 
 
-def wanted(rank: int, tokens: int = M, *, fp8: bool = False) -> torch.Tensor:
-    x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
-    x = cast.back(*cast.to_fp8(x)) if fp8 else x
-    out = torch.zeros(x.shape)
-    for t, k in (idx[:tokens] >= 0).nonzero().tolist():
-        out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
+def test_a_layer_has_the_bits_of_the_host_and_is_captured(others: list[Other]) -> None:
+    faces_checks.check_layer(others)
 
 
-def test_a_layer_has_the_bits_of_the_host_and_is_captured() -> None:
-    whole = MoeLayer(CONFIG, MoeWeights.random(CONFIG, seed=0))
-    with ranks() as others:
-        for rank, found in enumerate(run(others, "layer")):
-            for seed, sums in zip((rank, 10 + rank), found, strict=True):
-                x = batch(seed, M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0]
-                assert torch.equal(sums, whole.forward(x))
+def test_gradients_have_the_bits_of_the_host(others: list[Other]) -> None:
+    faces_checks.check_gradients(others)
 
 
-def test_gradients_have_the_bits_of_the_host() -> None:
-    def on_host(comm: ThreadComm) -> Any:
-        with TransferEngine(name=f"host-{comm.rank()}", transport="shm") as engine:
-            return gradients(comm, engine, "cpu")
-
-    wanted = on_ranks(2, on_host)
-    with ranks() as others:
-        for ours, theirs in zip(run(others, "gradients"), wanted, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+@pytest.mark.parametrize("how", ["plain", "hook", "async", "captured"])
+def test_deepep_calls_have_the_sums_of_one_place(others: list[Other], how: str) -> None:
+    faces_checks.check_deepep(others, how)
 
 
-@pytest.mark.parametrize("how", ["plain", "hook", "async"])
-def test_deepep_calls_have_the_sums_of_one_place(how: str) -> None:
-    with ranks() as others:
-        for rank, sums in enumerate(run(others, "deepep", how)):
-            assert torch.equal(sums, wanted(rank, fp8=True))
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_deepep_normal_calls_have_the_bits_of_the_host(others: list[Other], per_node: int) -> None:
+    faces_checks.check_normal_calls(others, per_node)
 
 
-@pytest.mark.parametrize("tokens", [M, 5, 0])
-def test_pplx_calls_read_their_bound_on_the_gpu(tokens: int) -> None:
-    with ranks() as others:
-        for rank, sums in enumerate(run(others, "pplx", tokens)):
-            assert torch.equal(sums, wanted(rank, tokens))
+def test_a_group_of_nccl_alone_is_enough(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        comm = GroupComm(dist.group.WORLD)
+        assert comm.all_gather(b"here") == [b"here"]
+        assert comm.all_gather(b"") == [b""]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tokens", [M, 5, 1, 0])
+def test_pplx_calls_read_their_bound_on_the_gpu(others: list[Other], tokens: int) -> None:
+    faces_checks.check_pplx(others, tokens)

@@ -164,6 +164,9 @@ def watch(w: World) -> None:
     watcher = w.a.watch(lambda old, new: seen.set())
     watcher.store(1)
     assert seen.wait(30)
+    value, ago = watcher.seen
+    assert value == 1
+    assert ago >= 0
 
 
 def look(w: World) -> None:

@@ -26,7 +26,7 @@ from benchmarks.harness.results import Report, load
 from benchmarks.harness.schedule import Plan, run_cases
 from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner
 
-pytest.importorskip("torch", reason="gloo comes with torch: pip install 'fabric-ray[ray]'")
+pytest.importorskip("torch", reason="gloo comes with torch: pip install '.[ray]'")
 
 DEAD = psutil.STATUS_ZOMBIE
 ROOT = Path(__file__).resolve().parents[2]

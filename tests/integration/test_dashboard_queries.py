@@ -25,6 +25,7 @@ import pytest
 from fabric_ray import TransferEngine
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import Endpoint
+from tests.lacks import lacks
 from tests.processes import within
 
 HOW = "apt-get install prometheus, or name it by FABRIC_RAY_PROMETHEUS=/path"
@@ -41,11 +42,7 @@ MAY_BE_EMPTY = ("retries", "failures", "exclusions", "quota_waits")
 def program() -> str:
     wanted = os.environ.get("FABRIC_RAY_PROMETHEUS", "")
     found = shutil.which(wanted if wanted not in ("", "require") else "prometheus")
-    if found is None:
-        if wanted:
-            pytest.fail(f"Prometheus isn't there: {HOW}")
-        pytest.skip(f"Prometheus isn't installed: {HOW}")
-    return found
+    return found or lacks("FABRIC_RAY_PROMETHEUS", f"Prometheus isn't installed: {HOW}")
 
 
 def free_port() -> int:

@@ -77,6 +77,14 @@ class Peer:
     def none(self) -> dict[str, int]:
         return {"step": 3}
 
+    @ray.method(tensor_transport="fabric")
+    def with_gradients(self) -> list[torch.Tensor]:
+        return [torch.ones(4, requires_grad=True), torch.nn.Parameter(torch.ones(4))]
+
+    @ray.method(tensor_transport="fabric")
+    def make_ones(self) -> torch.Tensor:
+        return torch.ones(9)
+
     def put(self, value: float) -> list[Any]:
         """A reference, in a list so that it stays one."""
         return [ray.put(tree(value), _tensor_transport="fabric")]
@@ -86,6 +94,15 @@ class Peer:
 
     def total(self, *tensors: Any) -> float:
         return float(sum(tensor.sum() for each in tensors for tensor in _tensors(each)))
+
+    def kinds(self, got: list[torch.Tensor]) -> list[tuple[str, bool]]:
+        return [(type(tensor).__name__, tensor.requires_grad) for tensor in got]
+
+    def on_main_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def total_of(self, refs: list[Any]) -> float:
+        return float(sum(tensor.sum() for tensor in ray.get(refs)))
 
     def is_kept(self, got: torch.Tensor) -> bool:
         return got is self.kept
@@ -138,6 +155,15 @@ class Async:
 
         tensors = await asyncio.to_thread(ray.get, refs)
         return float(sum(tensor.sum() for tensor in tensors))
+
+    async def awaits(self, refs: list[Any]) -> str:
+        """What waiting for a reference itself comes to."""
+        import asyncio
+
+        try:
+            return str(await asyncio.wait_for(refs[0], 3))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lacks import lacks
 from tests.rdma.guest.machine import EXIT_GUEST_FAILED, EXIT_TIMEOUT, fetch
 from tests.rdma.guest.qemu import die_with_parent
 from tests.rdma.guest.report import GuestError
@@ -96,12 +97,8 @@ def guest_run(
 def need_guest(*packages: str) -> None:
     """Skips the test if no guest can be had here; fails it if one is required."""
     reason = why_no_guest(*packages)
-    if reason is None:
-        return
-    wish = os.environ.get("FABRIC_RAY_RDMA", "")
-    if wish == "require":
-        pytest.fail(f"FABRIC_RAY_RDMA=require, and there is no soft-RoCE guest: {reason}")
-    pytest.skip(f"no soft-RoCE guest: {reason}")
+    if reason is not None:
+        lacks("FABRIC_RAY_RDMA", f"there is no soft-RoCE guest: {reason}")
 
 
 @cache

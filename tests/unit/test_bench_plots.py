@@ -11,7 +11,7 @@ from benchmarks.harness.cases import KIB, Case
 from benchmarks.harness.plots import colours_of, svg_of
 from benchmarks.harness.results import Figure, Row
 
-pytest.importorskip("matplotlib", reason="reports have plots: pip install 'fabric-ray[ray]'")
+pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fabric_ray.doctor import Finding, examine
 from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices, nowhere
 from fabric_ray.doctor.examine import links
-from fabric_ray.doctor.system import hugepages, memlock, ptrace, system
+from fabric_ray.doctor.system import device_files, hugepages, memlock, ptrace, system
 from fabric_ray.doctor.writes import Link, writes
 
 FOREVER = resource.RLIM_INFINITY
@@ -56,7 +60,14 @@ def test_a_link_that_can_not_be_opened_is_named() -> None:
 
 def test_time_that_is_over_is_no_success() -> None:
     findings = list(writes([Link("shm")], 1e-9))
-    assert [f.status for f in findings if f.code == "write"] == ["warn"]
+    assert [f.status for f in findings if f.code == "write"] == ["fail"]
+
+
+def test_ports_that_are_named_are_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("FABRIC_RAY_PORTS", str(taken.getsockname()[1]))
+        (finding,) = writes([Link("tcp")], 20)
+    assert finding.status == "ok", finding
 
 
 @pytest.mark.parametrize(
@@ -93,6 +104,8 @@ def test_only_what_would_be_used_is_tried() -> None:
     )
     survey = found(port(), port(chosen=False, gids=(BAD,)), offers=offers)
     assert [e.label for e in links(survey)] == ["shm", "tcp", "verbs mlx5_0", "libfabric a"]
+    assert [e.label for e in links(survey, nics=["a"])] == ["shm", "tcp", "libfabric a"]
+    assert [e.label for e in links(survey, nics=["mlx5*"])][:3] == ["shm", "tcp", "verbs mlx5_0"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,44 @@ def test_locked_memory(soft: int, hard: int, has_nics: bool, status: str, words:
     assert finding.status == status
     assert words in finding.remedy
     assert memlock(soft, hard, has_nics=has_nics, exempt=True).status == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_device_file_that_may_not_be_opened_is_named_with_its_group() -> None:
+    # Not below tmp_path, which is closed to others.
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "dev/infiniband"
+        folder.mkdir(parents=True)
+        Path(root).chmod(0o755)
+        assert not list(device_files(Path(root)))
+        for name, mode in (("uverbs0", 0o660), ("uverbs1", 0o600), ("uverbs2", 0o666)):
+            (folder / name).touch()
+            (folder / name).chmod(mode)
+            os.chown(folder / name, 0, 4321)
+        (folder / "uverbs3").symlink_to("/nowhere/at/all")
+        found = as_somebody_else(root)
+    assert {f["subject"]: f["status"] for f in found} == {
+        "/dev/infiniband/uverbs0": "fail",
+        "/dev/infiniband/uverbs1": "fail",
+        "/dev/infiniband/uverbs2": "ok",
+        "/dev/infiniband/uverbs3": "fail",
+    }
+    assert "user 4444 may not open it: mode 0660, user 0, group 4321" in found[0]["detail"]
+    assert "--group-add 4321" in found[0]["remedy"]
+    assert "udev" in found[1]["remedy"]
+    assert "No such file" in found[3]["detail"]
+
+
+def as_somebody_else(root: str) -> Any:
+    """What is found of device files by a user who is in no group."""
+    code = (
+        "import os, sys, json, msgspec; from pathlib import Path;"
+        "from fabric_ray.doctor.system import device_files;"
+        "os.setgroups([]); os.setgid(4444); os.setuid(4444);"
+        "print(json.dumps(msgspec.to_builtins(list(device_files(Path(sys.argv[1]))))))"
+    )
+    command = [sys.executable, "-c", code, root]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def test_huge_pages_and_ptrace_are_read_from_the_kernel(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_a_layer_uses_what_is_below_it(layer: str) -> None:
         f"{path.relative_to(ENGINE)} uses {used}"
         for path in ENGINE.rglob("*.rs")
         if _module(path) == layer
-        for used in _uses(path.read_text()) - allowed
+        # What a file tests itself with may lie above it.
+        for used in _uses(path.read_text().split("\nmod tests {")[0]) - allowed
     }
     assert not wrong
 

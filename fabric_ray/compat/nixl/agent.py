@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ class nixl_agent:
         self.name = agent_name
         self.agent = bindings.nixlAgent(agent_name, native)
         self.notifs: dict[str, list[bytes]] = {}
+        self._notifs_lock = threading.RLock()
         self.backends: dict[str, nixl_backend_handle] = {}
         self.backend_mems: dict[str, list[str]] = {}
         self.backend_options: dict[str, dict[str, str]] = {}
@@ -315,10 +317,11 @@ class nixl_agent:
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
         """What has come and was not found by :meth:`check_remote_xfer_done`. So much of it is kept
         (65,536, and 64 MiB); more waits, and is dropped when as much waits again."""
-        kept = [len(message) for messages in self.notifs.values() for message in messages]
-        if len(kept) < MOST and sum(kept) < MOST_BYTES:
-            self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
-        return self.notifs
+        with self._notifs_lock:
+            kept = [len(message) for messages in self.notifs.values() for message in messages]
+            if len(kept) < MOST and sum(kept) < MOST_BYTES:
+                self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
+            return self.notifs
 
     def check_remote_xfer_done(
         self,
@@ -329,14 +332,15 @@ class nixl_agent:
     ) -> bool:
         """Whether that agent has sent a notification with this beginning, or with this in it; takes
         it away."""
-        messages = self.update_notifs(backends).get(remote_agent_name, [])
-        for message in messages:
-            if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
-                messages.remove(message)
-                if not messages:  # Names are the peers' choice: none is kept for nothing.
-                    self.notifs.pop(remote_agent_name, None)
-                return True
-        return False
+        with self._notifs_lock:
+            messages = self.update_notifs(backends).get(remote_agent_name, [])
+            for message in messages:
+                if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
+                    messages.remove(message)
+                    if not messages:  # Names are the peers' choice: none is kept for nothing.
+                        self.notifs.pop(remote_agent_name, None)
+                    return True
+            return False
 
     def send_notif(
         self, remote_agent_name: str, notif_msg: bytes, backend: str | None = None

@@ -38,6 +38,7 @@ from fabric_ray.compat.nixl.status import (
     nixlNotFoundError,
     nixlNotSupportedError,
 )
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import Batch, Message, Region, RemoteRegion, TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, NotQuiesced
 
@@ -108,6 +109,7 @@ class nixlAgent:
 
         Raises:
             nixlNotFoundError: there is no such backend.
+            nixlInvalidParamError: it was created before.
             NixlError: the engine can't be opened; the message says why.
         """
         self.getPluginParams(type)
@@ -115,6 +117,10 @@ class nixlAgent:
         if without:
             _log.info("parameters of %s that have no effect here: %s", type, ", ".join(without))
         with self._lock:
+            if type in self._backends.values():
+                raise nixlInvalidParamError(
+                    f"backend {type} was created before; use the one that there is"
+                )
             if self._engine_or_none is None:
                 self._engine_or_none = _engine(self, initParams.get("device_list", ""))
             handle = next(self._numbers)
@@ -342,11 +348,11 @@ class nixlAgent:
         Raises:
             nixlNotFoundError: memory that is not registered.
         """
-        space, memory = self._registered.space, list[Memory]()
+        memory = list[Memory]()
         for first, nbytes, _ in descs.rows().tolist():
             side = self._side(None, np.array([[first, nbytes, 0]], dtype=np.int64))
             places, _ = side.take()
-            region = space.regions[int(places.region[0])]
+            region = side.space.regions[int(places.region[0])]
             memory.append(_told(first, region.slice(int(places.offset[0]), nbytes)))
         return self._metadata(memory, address=inc_conn_info, whole=False)
 
@@ -480,7 +486,7 @@ class nixlAgent:
 
     def _hear(self, message: Message) -> None:
         try:
-            said = msgspec.msgpack.decode(message.data, type=_Notification)
+            said = from_msgpack(message.data, _Notification)
         except msgspec.MsgspecError as error:
             _log.warning("a notification was dropped: %s", error)
             return

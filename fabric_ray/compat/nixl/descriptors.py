@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from fabric_ray.compat.nixl.status import nixl_mem_t, nixlMismatchError, nixlNotFoundError
+from fabric_ray.decoding import from_msgpack
 
 Rows = NDArray[np.uint64]
 _VERSION = 1
@@ -185,7 +186,7 @@ def descriptors_from_bytes(data: bytes) -> DescriptorList:
     """
     kinds: Sequence[type[DescriptorList]] = (nixlXferDList, nixlRegDList, nixlRemoteDList)
     try:
-        encoded = msgspec.msgpack.decode(data, type=_Encoded)
+        encoded = from_msgpack(data, _Encoded)
         if encoded.version != _VERSION:
             raise ValueError(f"version {encoded.version}; this is version {_VERSION}")
         [kind] = [kind for kind in kinds if kind.kind == encoded.kind]

@@ -9,6 +9,7 @@ import msgspec
 
 from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl, nixlNotSupportedError
 from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import FabricError, InvalidArgument
 
@@ -39,11 +40,13 @@ def listen(agent: Attending, port: int) -> None:
         alive = me()
         if alive is None:
             raise InvalidArgument("the agent is gone")
-        return alive.attend(msgspec.msgpack.decode(request, type=Errand))
+        return alive.attend(from_msgpack(request, Errand))
 
     try:
         config = EngineConfig.resolve(None, {})
-        rendezvous = Rendezvous(answer, port=port, token=config.token, bind=config.bind)
+        rendezvous = Rendezvous(
+            answer, port=port, token=config.token, bind=config.bind, ports=config.ports
+        )
     except FabricError as error:
         raise as_nixl(error) from error
     weakref.finalize(agent, rendezvous.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 
 from fabric_ray.compat.nixl.core import nixlAgent
@@ -12,12 +13,14 @@ class Handle(ABC):
 
     def __init__(self, agent: nixlAgent, value: int) -> None:
         self._agent, self._handle, self._released = agent, value, False
+        self._releasing = threading.Lock()
 
     def release(self) -> None:
-        """May be called more than once."""
-        if not self._released:
-            self._give_back()
-            self._released = True
+        """May be called more than once, by any thread."""
+        with self._releasing:
+            if not self._released:
+                self._give_back()
+                self._released = True
 
     @abstractmethod
     def _give_back(self) -> None: ...

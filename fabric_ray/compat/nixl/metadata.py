@@ -11,6 +11,7 @@ from fabric_ray.compat.nixl.status import (
     nixlMismatchError,
     nixlNotFoundError,
 )
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineAddress, Peer, RegionDescriptor, RemoteRegion, TransferEngine
 from fabric_ray.errors import DecodeError
 
@@ -52,7 +53,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
             nixlMismatchError: anything but metadata of this version.
         """
         try:
-            found = msgspec.msgpack.decode(data, type=cls)
+            found = from_msgpack(data, cls)
         except msgspec.MsgspecError as error:
             raise nixlMismatchError(
                 f"not an agent's metadata ({error}); both ends must be fabric-ray's"

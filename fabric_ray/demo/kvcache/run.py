@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from ray import serve
 
+from fabric_ray.decoding import converted
 from fabric_ray.demo.cluster import cluster, named_failures
 from fabric_ray.demo.kvcache.clients import Load, stream
 from fabric_ray.demo.kvcache.options import Event, Layer, Options, Outcome
@@ -145,7 +146,7 @@ def _layers(app: LocalApp) -> tuple[Layer, ...]:
     # The prefiller lets go a moment after the decoder has all.
     if not _wait(released, 30):
         return ()
-    return tuple(msgspec.convert(layer, Layer) for layer in sent[0]["layers"])
+    return tuple(converted(layer, Layer) for layer in sent[0]["layers"])
 
 
 def _count(app: LocalApp, role: str) -> int:

@@ -1,4 +1,4 @@
-// Copies of rows by all threads of a block, in the widest units that addresses and lengths allow.
+// Copies of rows by a block or a warp, in the widest units that addresses and lengths allow.
 #pragma once
 
 #include "common/vendor.cuh"
@@ -16,6 +16,17 @@ struct Part {
 
   FR_DEVICE u8* row(u64 i) const { return base + i * stride; }
 };
+
+// Threads that share a row.
+struct Team {
+  u32 index, size;
+};
+
+FR_DEVICE Team whole_block() { return Team{thread(), threads()}; }
+FR_DEVICE Team whole_warp() { return Team{lane(), WARP}; }
+// Warps of a block, and this one among those of all blocks.
+FR_DEVICE u32 warps() { return threads() / WARP; }
+FR_DEVICE u32 warp() { return block() * warps() + thread() / WARP; }
 
 // What all of these are multiples of, up to 16 bytes.
 FR_DEVICE u32 unit_of(u64 bits) {
@@ -36,29 +47,38 @@ FR_DEVICE void store_unit(T* to, T value) {
 }
 FR_DEVICE void store_unit(Vec16* to, Vec16 value) { store_stream(to, value); }
 
-// Loads of a thread that are under way at a time.
-constexpr u32 DEPTH = 4;
+// Loads of 16 bytes that a thread has under way at a time. Fewer where each is stored to many places, and in kernels of
+// which much else takes registers: blocks that don't fit beside one another load nothing.
+constexpr u32 DEPTH = 8;
+constexpr u32 LOW_DEPTH = 2;
 
-// Calls `put(place, value)` for every unit; returns the bytes that were taken.
-template <class T, class Put>
-FR_DEVICE u32 each_unit(const u8* from, u32 nbytes, Put put) {
-  const T* units = reinterpret_cast<const T*>(from);
-  u32 n = nbytes / sizeof(T), i = thread();
-  for (; i + (DEPTH - 1) * threads() < n; i += DEPTH * threads()) {
-    T values[DEPTH];
+// Calls `put(place, value)` for units from `i` on: so many at a time, then half as many for those that are left.
+template <u32 AT_ONCE, class T, class Put>
+FR_DEVICE void each_from(Team team, const T* units, u32 i, u32 n, Put put) {
+#pragma unroll 1
+  for (; i + (AT_ONCE - 1) * team.size < n; i += AT_ONCE * team.size) {
+    T values[AT_ONCE];
 #pragma unroll
-    for (u32 j = 0; j < DEPTH; ++j) values[j] = load_unit(units + i + j * threads());
+    for (u32 j = 0; j < AT_ONCE; ++j) values[j] = load_unit(units + i + j * team.size);
 #pragma unroll
-    for (u32 j = 0; j < DEPTH; ++j) put(i + j * threads(), values[j]);
+    for (u32 j = 0; j < AT_ONCE; ++j) put(i + j * team.size, values[j]);
   }
-  for (; i < n; i += threads()) put(i, load_unit(units + i));
+  if constexpr (AT_ONCE > 1) each_from<AT_ONCE / 2>(team, units, i, n, put);
+}
+
+// The same for every unit; returns the bytes that were taken. Narrow units go one by one: they are seldom many.
+template <u32 DEEP, class T, class Put>
+FR_DEVICE u32 each_unit(Team team, const u8* from, u32 nbytes, Put put) {
+  u32 n = nbytes / sizeof(T);
+  each_from<sizeof(T) == 16 ? DEEP : 1>(team, reinterpret_cast<const T*>(from), team.index, n, put);
   return n * sizeof(T);
 }
 
 // A row to `n` places, `offset` bytes behind the address that `at` has for each; none where that is 0. It is read once.
 template <class T, class At>
 FR_DEVICE u32 spread(const u8* from, u32 nbytes, At at, u32 n, u64 offset) {
-  return each_unit<T>(from, nbytes, [=](u32 i, T value) {
+  return each_unit<LOW_DEPTH, T>(whole_block(), from, nbytes, [=](u32 i, T value) {
+#pragma unroll 1
     for (u32 j = 0; j < n; ++j)
       if (u64 place = at(j)) store_unit(reinterpret_cast<T*>(place + offset) + i, value);
   });
@@ -80,32 +100,33 @@ FR_DEVICE void spread_row(const u8* from, u32 nbytes, At at, u32 n, u64 offset, 
   spread<u8>(from + done, nbytes - done, at, n, offset + done);
 }
 
-template <class T>
-FR_DEVICE u32 copy_units(u8* to, const u8* from, u32 nbytes) {
-  return each_unit<T>(from, nbytes,
-                      [=](u32 i, T value) { store_unit(reinterpret_cast<T*>(to) + i, value); });
+template <u32 DEEP, class T>
+FR_DEVICE u32 copy_units(Team team, u8* to, const u8* from, u32 nbytes) {
+  return each_unit<DEEP, T>(team, from, nbytes,
+                     [=](u32 i, T value) { store_unit(reinterpret_cast<T*>(to) + i, value); });
 }
 
-FR_DEVICE void copy_row(u8* to, const u8* from, u32 nbytes) {
+template <u32 DEEP = DEPTH>
+FR_DEVICE void copy_row(Team team, u8* to, const u8* from, u32 nbytes) {
   u32 unit = unit_of(address(to) | address(from)), done;
   if (unit == 16)
-    done = copy_units<Vec16>(to, from, nbytes);
+    done = copy_units<DEEP, Vec16>(team, to, from, nbytes);
   else if (unit == 8)
-    done = copy_units<Vec8>(to, from, nbytes);
+    done = copy_units<DEEP, Vec8>(team, to, from, nbytes);
   else if (unit == 4)
-    done = copy_units<u32>(to, from, nbytes);
+    done = copy_units<DEEP, u32>(team, to, from, nbytes);
   else if (unit == 2)
-    done = copy_units<u16>(to, from, nbytes);
+    done = copy_units<DEEP, u16>(team, to, from, nbytes);
   else
     done = 0;
-  copy_units<u8>(to + done, from + done, nbytes - done);
+  copy_units<DEEP, u8>(team, to + done, from + done, nbytes - done);
 }
 
-FR_DEVICE void blank_row(u8* to, u32 nbytes) {
+FR_DEVICE void blank_row(Team team, u8* to, u32 nbytes) {
   u32 whole = unit_of(address(to)) == 16 ? nbytes / 16 : 0;
-  for (u32 i = thread(); i < whole; i += threads())
+  for (u32 i = team.index; i < whole; i += team.size)
     store_stream(reinterpret_cast<Vec16*>(to) + i, Vec16{0, 0, 0, 0});
-  for (u32 i = whole * 16 + thread(); i < nbytes; i += threads()) to[i] = 0;
+  for (u32 i = whole * 16 + team.index; i < nbytes; i += team.size) to[i] = 0;
 }
 
 }  // namespace fr

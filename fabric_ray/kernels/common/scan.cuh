@@ -7,20 +7,25 @@ namespace fr {
 
 constexpr u32 MAX_THREADS = 1024;
 
-// The sum of the values of threads below this one; `*total` is that of all. Every thread of the block calls it.
+// The sum of the values of threads below this one; `*total` is that of all. Every thread of the block calls it, and they
+// are whole warps.
 FR_DEVICE u32 sum_below(u32 value, u32* total) {
-  FR_SHARED u32 sums[MAX_THREADS];
-  sync_block();
-  sums[thread()] = value;
-  sync_block();
-  for (u32 step = 1; step < threads(); step *= 2) {
-    u32 left = thread() >= step ? sums[thread() - step] : 0;
-    sync_block();
-    sums[thread()] += left;
-    sync_block();
+  FR_SHARED u32 sums[MAX_THREADS / WARP];
+  u32 sum = value;
+  for (u32 step = 1; step < WARP; step *= 2) {
+    u32 left = shuffle(sum, lane() >= step ? lane() - step : lane());
+    if (lane() >= step) sum += left;
   }
-  *total = sums[threads() - 1];
-  return sums[thread()] - value;
+  sync_block();
+  if (lane() == WARP - 1) sums[thread() / WARP] = sum;
+  sync_block();
+  u32 before = 0, all = 0;
+  for (u32 warp = 0; warp < threads() / WARP; ++warp) {
+    if (warp < thread() / WARP) before += sums[warp];
+    all += sums[warp];
+  }
+  *total = all;
+  return before + sum - value;
 }
 
 // starts[i] is the sum of size(0) to size(i - 1), for i up to n. Every thread of the block calls it.

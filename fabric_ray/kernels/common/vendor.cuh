@@ -8,7 +8,7 @@
 // | WARP, lane(), ballot(bool), shuffle(value, lane) | warps; all lanes take part |
 // | atomic_add, atomic_min, atomic_max, atomic_swap_if | on words that one device's threads share |
 // | load_acquire, store_release, fence_system | order towards the host and other devices |
-// | load_device, store_pair_system | a device's word as it is now; a command's two words in one store |
+// | load_device, load_system, store_pair_system | a device's word, or the host's, as it is now; a command's two words in one store |
 // | load_stream, store_stream | bytes that are touched once |
 // | add, multiply | rounded by themselves, never fused: sums have the same bits as the host's |
 // | half_to_float, float_to_half | IEEE half precision, to nearest even |

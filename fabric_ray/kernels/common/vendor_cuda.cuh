@@ -44,6 +44,12 @@ FR_DEVICE u64 load_device(const u64* word) {
   return value;
 }
 
+FR_DEVICE u64 load_system(const u64* word) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 FR_DEVICE void store_pair_system(u64* words, u64 first, u64 second) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(first), "l"(second)
                : "memory");

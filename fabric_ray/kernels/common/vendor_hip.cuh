@@ -41,6 +41,9 @@ FR_DEVICE void store_release(u64* word, u64 value) {
 FR_DEVICE u64 load_device(const u64* word) {
   return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+FR_DEVICE u64 load_system(const u64* word) {
+  return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 
 // No store of 16 bytes that is also one to the host: the FIFO takes two of 8 as well.
 FR_DEVICE void store_pair_system(u64* words, u64 first, u64 second) {

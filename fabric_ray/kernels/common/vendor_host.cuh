@@ -102,6 +102,7 @@ inline void atomic_max(u64* word, u64 value) {
 inline u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 inline u64 load_device(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+inline u64 load_system(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void store_pair_system(u64* words, u64 first, u64 second) {
   __atomic_store_n(words, first, __ATOMIC_RELAXED);

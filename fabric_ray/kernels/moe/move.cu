@@ -15,20 +15,22 @@ struct HandOut {
   Part part[MAX_PARTS];
 };
 
-// The grid's second dimension is for chunks, the first for the rows of each.
+// The grid's second dimension is for chunks, the first for the rows of each: a warp has a row, so that many rows are on
+// their way at a time.
 FR_KERNEL(hand_out, HandOut) {
   if (block_y() >= *p.chunks.n || *p.places.fault != ~0ull) return;
   const Chunk chunk = p.chunks.chunk[block_y()];
-  for (u32 i = block(); i < chunk.rows; i += blocks()) {
+  Team team = whole_warp();
+  for (u32 i = warp(); i < chunk.rows; i += blocks() * warps()) {
     u32 to = p.places.of(chunk.source, chunk.first + i);
     if (to == NONE) continue;
     const u8* from = p.region + chunk.place + i * p.row_stride;
     for (u32 j = 0; j < p.parts; ++j) {
       const Part& part = p.part[j];
       if (chunk.place == BLANK)
-        blank_row(part.row(to), part.width);
+        blank_row(team, part.row(to), part.width);
       else
-        copy_row(part.row(to), from, part.width);
+        copy_row(team, part.row(to), from, part.width);
       from += part.width;
     }
   }
@@ -47,9 +49,9 @@ FR_KERNEL(pack_answers, PackAnswers) {
   const Chunk chunk = p.chunks.chunk[block_y()];
   if (chunk.place == BLANK) return;
   u8* to = chunk.in(p.region);
-  for (u32 i = block(); i < chunk.rows; i += blocks()) {
+  for (u32 i = warp(); i < chunk.rows; i += blocks() * warps()) {
     u32 row = p.places.of(chunk.source, chunk.first + i);
-    if (row != NONE) copy_row(to + i * p.back_stride, p.answers.row(row), p.answers.width);
+    if (row != NONE) copy_row(whole_warp(), to + i * p.back_stride, p.answers.row(row), p.answers.width);
   }
   // Whoever hears that this is over may count answers that lie at peers (IC-2).
   if (chunk.is_straight()) fence_system();

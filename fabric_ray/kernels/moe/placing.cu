@@ -25,6 +25,22 @@ struct Incoming {
   u64* fault;
 };
 
+// Counts that a thread has on their way at a time.
+constexpr u32 AHEAD = 16;
+
+// Calls `each(i, n)` for `n` words, `stride` words apart.
+template <class Each>
+FR_DEVICE void each_word(const u32* words, u64 stride, u32 n, Each each) {
+  for (u32 i = 0; i < n; i += AHEAD) {
+    u32 ahead[AHEAD];
+#pragma unroll
+    for (u32 j = 0; j < AHEAD; ++j) ahead[j] = i + j < n ? words[(i + j) * stride] : 0;
+#pragma unroll
+    for (u32 j = 0; j < AHEAD; ++j)
+      if (i + j < n) each(i + j, ahead[j]);
+  }
+}
+
 FR_DEVICE u64 fault_of(Fault kind, u32 who) { return u64(kind) << 32 | who; }
 
 // What a peer says it sends is checked before anything is moved by it. One block.
@@ -36,19 +52,19 @@ FR_KERNEL(place_rows, Incoming) {
     const u32* counts = p.counts + source * p.stride;
     u32* from = p.from + static_cast<u64>(source) * (p.experts + 1);
     u64 sum = 0;
-    for (u32 expert = 0; expert < p.experts; ++expert) {
+    each_word(counts, 1, p.experts, [&](u32 expert, u32 n) {
       from[expert] = static_cast<u32>(sum);
-      sum += counts[expert];
-    }
+      sum += n;
+    });
     from[p.experts] = static_cast<u32>(sum);
     if (sum > p.most) atomic_min(&lowest, fault_of(SOURCE_HAS_TOO_MANY, source));
   }
   for (u32 expert = thread(); expert < p.experts; expert += threads()) {
     u64 sum = 0;
-    for (u32 source = 0; source < p.sources; ++source) {
+    each_word(p.counts + expert, p.stride, p.sources, [&](u32 source, u32 n) {
       p.to[static_cast<u64>(source) * p.experts + expert] = static_cast<u32>(sum);
-      sum += p.counts[source * p.stride + expert];
-    }
+      sum += n;
+    });
     p.totals[expert] = static_cast<u32>(sum);
     if (p.each != 0 && sum > p.each) atomic_min(&lowest, fault_of(EXPERT_GETS_TOO_MANY, expert));
   }
@@ -62,8 +78,9 @@ FR_KERNEL(place_rows, Incoming) {
   for (u64 i = thread(); i < static_cast<u64>(p.sources) * p.experts; i += threads())
     p.to[i] += p.starts[i % p.experts];
   if (thread() != 0) return;
-  u64 fault = lowest, rows = 0;
-  for (u32 expert = 0; expert < p.experts; ++expert) rows += size(expert);
+  u64 fault = lowest, rows = static_cast<u64>(each) * p.experts;
+  if (each == 0)
+    each_word(totals, 1, p.experts, [&](u32, u32 n) { rows += (n + multiple - 1) / multiple * multiple; });
   if (fault == NO_FAULT && rows > p.room) fault = fault_of(NO_ROOM, static_cast<u32>(rows));
   *p.fault = fault;
 }

@@ -76,25 +76,59 @@ FR_KERNEL(count_routes, Routing) {
   if (thread() == 0) p.tile_faults[block()] = lowest;
 }
 
-// For each tile and expert: the rows of that expert in tiles before.
-FR_KERNEL(sum_tiles, Routing) {
+// Tiles whose counts a thread has on their way at a time.
+constexpr u32 AHEAD = 8;
+
+// Calls `each(place, n)` for the counts of one expert in some tiles, in their order.
+template <class Each>
+FR_DEVICE void each_tile(const Routing& p, u32 expert, u64 begin, u64 end, Each each) {
+  u32* counts = p.tile_counts + expert;
+  for (u64 tile = begin; tile < end; tile += AHEAD) {
+    u32 n[AHEAD];
+#pragma unroll
+    for (u32 j = 0; j < AHEAD; ++j) n[j] = tile + j < end ? counts[(tile + j) * p.experts] : 0;
+#pragma unroll
+    for (u32 j = 0; j < AHEAD; ++j)
+      if (tile + j < end) each(counts + (tile + j) * p.experts, n[j]);
+  }
+}
+
+// For each tile and expert the rows of that expert in tiles before, and all rows of each. A thread has one expert and a
+// part of the tiles.
+FR_DEVICE void sum_tiles(const Routing& p) {
+  FR_SHARED u32 sums[MAX_THREADS];
   u64 tiles = p.tiles();
-  for (u32 expert = block() * threads() + thread(); expert < p.experts; expert += blocks() * threads()) {
-    u32 sum = 0;
-    for (u64 tile = 0; tile < tiles; ++tile) {
-      u32* place = p.tile_counts + tile * p.experts + expert;
-      u32 n = *place;
-      *place = sum;
-      sum += n;
+  u32 wide = p.experts < threads() ? p.experts : threads(), parts = threads() / wide;
+  u32 part = thread() / wide, column = thread() % wide;
+  u64 each = (tiles + parts - 1) / parts;
+  u64 begin = part * each < tiles ? part * each : tiles;
+  u64 end = begin + each < tiles ? begin + each : tiles;
+  for (u32 first = 0; first < p.experts; first += wide) {
+    u32 expert = first + column, sum = 0, before = 0, all = 0;
+    bool there = part < parts && expert < p.experts;
+    if (there) each_tile(p, expert, begin, end, [&](u32*, u32 n) { sum += n; });
+    sync_block();
+    sums[thread()] = sum;
+    sync_block();
+    if (!there) continue;
+    for (u32 i = 0; i < parts; ++i) {
+      u32 n = sums[i * wide + column];
+      if (i < part) before += n;
+      all += n;
     }
-    p.counts[expert] = sum;
+    each_tile(p, expert, begin, end, [&](u32* place, u32 n) {
+      *place = before;
+      before += n;
+    });
+    if (part == 0) p.counts[expert] = all;
   }
 }
 
 // One block.
-FR_KERNEL(sum_experts, Routing) {
+FR_KERNEL(sum_routes, Routing) {
   FR_SHARED u64 lowest;
   if (thread() == 0) lowest = *p.tokens > p.max_tokens ? u64(TOO_MANY_TOKENS) : NO_FAULT;
+  sum_tiles(p);
   sync_block();
   for (u64 tile = thread(); tile < p.tiles(); tile += threads())
     if (p.tile_faults[tile] != NO_FAULT) atomic_min(&lowest, p.tile_faults[tile]);

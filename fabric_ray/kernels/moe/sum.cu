@@ -67,6 +67,9 @@ FR_DEVICE u32 gather(const WeightedSum& p, u32 token, Term* terms) {
   return n;
 }
 
+// Answers of a token that are on their way at a time.
+constexpr u32 AHEAD = 8;
+
 // 16 bytes of answers at a time.
 template <class In, class Out>
 FR_DEVICE void sum_units(const Term* terms, u32 n, u8* out, u32 units) {
@@ -83,12 +86,19 @@ FR_DEVICE void sum_units(const Term* terms, u32 n, u8* out, u32 units) {
   };
   for (u32 i = thread(); i < units; i += threads()) {
     float sum[EACH] = {};
-    for (u32 j = 0; j < n; ++j) {
-      Unit unit;
-      unit.whole = load_stream(reinterpret_cast<const Vec16*>(terms[j].answer) + i);
+    for (u32 first = 0; first < n; first += AHEAD) {
+      Unit ahead[AHEAD];
 #pragma unroll
-      for (u32 e = 0; e < EACH; ++e)
-        sum[e] = add(sum[e], multiply(terms[j].weight, In::read(unit.each[e])));
+      for (u32 j = 0; j < AHEAD; ++j)
+        if (first + j < n)
+          ahead[j].whole = load_stream(reinterpret_cast<const Vec16*>(terms[first + j].answer) + i);
+#pragma unroll
+      for (u32 j = 0; j < AHEAD; ++j) {
+        if (first + j >= n) break;
+#pragma unroll
+        for (u32 e = 0; e < EACH; ++e)
+          sum[e] = add(sum[e], multiply(terms[first + j].weight, In::read(ahead[j].each[e])));
+      }
     }
     Sums sums;
 #pragma unroll

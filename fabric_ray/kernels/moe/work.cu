@@ -75,7 +75,7 @@ FR_DEVICE Job fetch(const Work& p, u32 worker, u64 i) {
   u64* at = p.shared + p.jobs + (worker * p.depth + i % p.depth) * p.job_words;
   u64* copy = p.scratch + worker * p.job_words;
   u32 words = HEADER + static_cast<u32>(at[4]);
-  copy_row(reinterpret_cast<u8*>(copy), reinterpret_cast<const u8*>(at), words * 8);
+  copy_row<LOW_DEPTH>(whole_block(), reinterpret_cast<u8*>(copy), reinterpret_cast<const u8*>(at), words * 8);
   sync_block();
   Job job;
   job.found = at + 8;
@@ -100,7 +100,7 @@ FR_DEVICE void pack(const Work& p, const Job& job) {
     copy_words(to, job.about + static_cast<u64>(i) * (p.meta / 8), p.meta / 8);
     to += p.meta;
     for (u32 j = 0; j < p.parts; ++j) {
-      copy_row(to, p.part[j].row(token), p.part[j].width);
+      copy_row<LOW_DEPTH>(whole_block(), to, p.part[j].row(token), p.part[j].width);
       to += p.part[j].width;
     }
   }

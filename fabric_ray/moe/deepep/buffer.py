@@ -29,11 +29,13 @@ class Buffer(NormalCalls):
     All ranks make the same calls in the same order, as with DeepEP. Low-latency calls take tensors
     on a GPU, too: kernels do a rank's part there, counts stay there, and no call waits for it.
     They run on torch's current stream, with ``async_finish`` on :meth:`get_comm_stream`'s. What
-    goes wrong on the device is raised by a later call, or by :meth:`check`. Normal calls take host
-    tensors. What can't be had raises :class:`~fabric_ray.errors.Unsupported` at the call.
+    goes wrong on the device is raised by a later call, or by :meth:`check`. Normal calls take them
+    as well, and wait for the number of rows that come. What can't be had raises
+    :class:`~fabric_ray.errors.Unsupported` at the call.
 
     Args:
-        group: a ``torch.distributed`` group with a backend for CPU tensors (gloo).
+        group: a ``torch.distributed`` group; of a backend for GPUs alone (NCCL), each rank's
+            current GPU is used for what ranks tell each other.
         num_nvl_bytes: taken; normal calls' buffers grow with the tokens (see :meth:`explain`).
         num_rdma_bytes: what low-latency calls of one shape may take; 0 for no limit.
         low_latency_mode: whether low-latency calls will be made.
@@ -50,7 +52,8 @@ class Buffer(NormalCalls):
             ``None``. With several nodes, normal calls send a token once to each node, and raise
             :class:`~fabric_ray.errors.PeerLost` once a rank is lost or masked.
         timeout: seconds after which a silent rank is given up.
-        launcher: launches the kernels of low-latency calls, in place of a GPU.
+        launcher: launches the kernels of an exchange, in place of a GPU.
+        workers: thread blocks that move the rows of normal calls over several nodes, on a GPU.
     """
 
     num_sms: ClassVar[int] = 20
@@ -73,6 +76,7 @@ class Buffer(NormalCalls):
         ranks_per_node: int | None = None,
         timeout: float = 30.0,
         launcher: Launcher | None = None,
+        workers: int = 16,
     ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
@@ -90,7 +94,7 @@ class Buffer(NormalCalls):
             raise InvalidArgument(
                 f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
             )
-        self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node)
+        self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
         self._streams = Streams()
 
@@ -150,6 +154,7 @@ class Buffer(NormalCalls):
             FabricError: as :meth:`fabric_ray.moe.AllToAll.check`.
         """
         self._low_latency.check()
+        self._normal.check()
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""The normal calls of DeepEP's ``Buffer``, on host tensors."""
+"""The normal calls of DeepEP's ``Buffer``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.moe import rows
 from fabric_ray.moe.deepep import normal
-from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.event import EventOverlap, captured
 from fabric_ray.moe.deepep.normal import Handle
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.sizes import Config
@@ -36,7 +36,7 @@ class NormalCalls:
             one; for each expert ``[experts]``; whether each token goes to each rank, bool
             ``[tokens, ranks]``; an event.
         """
-        normal.check_host(topk_idx)
+        _wait_for(previous_event)
         layout = normal.layout_of(topk_idx, num_experts, self.group_size)
         per_node = self._normal.ranks_per_node
         of_nodes = None
@@ -48,7 +48,7 @@ class NormalCalls:
             of_nodes,
             layout.tokens_per_expert,
             layout.in_rank,
-            EventOverlap(),
+            _behind(topk_idx),
         )
 
     def dispatch(
@@ -70,8 +70,11 @@ class NormalCalls:
     ) -> tuple[Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Sends each token once to each rank that hosts one of its experts.
 
+        On a GPU it runs on torch's current stream, and waits for the number of rows that come, but
+        on one node with a handle.
+
         Args:
-            x: ``[tokens, hidden]``, or fp8 with scales.
+            x: ``[tokens, hidden]``, or fp8 with scales; all tensors lie where it does.
             handle: of an earlier dispatch, to send other tokens the same way; then none of the
                 layout, ``topk_idx`` and ``topk_weights`` is given.
             topk_idx: int64 ``[tokens, topk]``, -1 for none.
@@ -89,8 +92,9 @@ class NormalCalls:
             InvalidArgument: what doesn't fit, before tokens are sent.
         """
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        normal.check_host(tokens)
+        _wait_for(previous_event)
         if handle is not None:
+            normal.check_together(tokens.device, handle.ranks_of, scales)
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("topk_idx and topk_weights are the handle's; leave them out")
             if len(tokens) != handle.tokens:
@@ -104,9 +108,18 @@ class NormalCalls:
             form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
             received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return received, None, None, None, None, EventOverlap()
+            return received, None, None, None, None, _behind(tokens)
 
         try:
+            normal.check_together(
+                tokens.device,
+                scales,
+                topk_idx,
+                topk_weights,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+            )
             layout = normal.checked_layout(
                 tokens,
                 num_tokens_per_rank,
@@ -140,7 +153,7 @@ class NormalCalls:
             assert idx is not None
             found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return received, idx, weights, counts, made, EventOverlap()
+        return received, idx, weights, counts, made, _behind(tokens)
 
     def combine(
         self,
@@ -165,16 +178,26 @@ class NormalCalls:
             ``[tokens, hidden]``, added up in float32 and rounded once, but on several nodes each
             node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
         """
-        normal.check_host(x)
-        rows.part("answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows)
+        _wait_for(previous_event)
+        where = x.device
+        normal.check_together(where, handle.ranks_of)
+        rows.check_rows(
+            "answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows, device=where
+        )
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         for one in biases:
+            normal.check_together(where, one)
             if one.shape != (handle.tokens, x.shape[1]):
                 shape = (handle.tokens, x.shape[1])
                 raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
         if topk_weights is not None:
-            rows.part(
-                "weights", topk_weights, width=handle.topk, dtype=torch.float32, rows=handle.rows
+            rows.check_rows(
+                "weights",
+                topk_weights,
+                width=handle.topk,
+                dtype=torch.float32,
+                rows=handle.rows,
+                device=where,
             )
         sums = self._normal.receive(handle, x, torch.float32 if biases else None)
         for one in biases:
@@ -182,4 +205,14 @@ class NormalCalls:
         weights = None
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
-        return sums.to(x.dtype), weights, EventOverlap()
+        return sums.to(x.dtype), weights, _behind(x)
+
+
+def _wait_for(event: EventOverlap | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _behind(tensor: Tensor) -> EventOverlap:
+    """An event behind what made the tensor."""
+    return captured() if tensor.is_cuda else EventOverlap()

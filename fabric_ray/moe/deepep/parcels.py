@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -31,6 +31,10 @@ class Form:
     weights: bool = False
     scales: int = 0
     scales_dtype: torch.dtype = torch.float32
+    origin: bool = False
+    """Whether a number of each token's goes with it, int32."""
+    device: torch.device = field(default=torch.device("cpu"), repr=False)
+    """What tokens lie on; ranks needn't agree on it, and say of a form what shows."""
 
     @property
     def answers(self) -> torch.dtype:
@@ -45,6 +49,8 @@ class Form:
             parts.append(RowPart("topk_weights", self.topk, torch.float32))
         if self.scales:
             parts.append(RowPart("scales", self.scales, self.scales_dtype))
+        if self.origin:
+            parts.append(RowPart("origin", 1, torch.int32))
         return parts
 
 
@@ -54,11 +60,12 @@ def form_of(
     width: int,
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
+    origin: bool = False,
 ) -> tuple[Form, dict[str, Tensor]]:
     """What an exchange for these carries, and its parts."""
     if x.ndim != 2:
         raise InvalidArgument(f"tokens are {tuple(x.shape)}; give [tokens, hidden]")
-    rows.part("tokens", x, width=x.shape[1], dtype=x.dtype)
+    rows.check_rows("tokens", x, width=x.shape[1], dtype=x.dtype, device=x.device)
     parts: dict[str, Tensor] = {}
     if topk_idx is not None:
         # From 1, for rows of a rank that is lost on the way come as zeros.
@@ -67,10 +74,19 @@ def form_of(
         parts["topk_weights"] = topk_weights
         if topk_idx is None or topk_weights.shape != topk_idx.shape:
             raise InvalidArgument(f"weights are {tuple(topk_weights.shape)}; give topk_idx's shape")
-        rows.part("weights", topk_weights, width=topk_weights.shape[1], dtype=torch.float32)
+        rows.check_rows(
+            "weights",
+            topk_weights,
+            width=topk_weights.shape[1],
+            dtype=torch.float32,
+            device=x.device,
+        )
     if scales is not None:
-        if scales.ndim != 2 or len(scales) != len(x):
-            raise InvalidArgument(f"scales are {tuple(scales.shape)} for {len(x)} tokens")
+        if scales.ndim != 2 or len(scales) != len(x) or scales.device != x.device:
+            raise InvalidArgument(
+                f"scales are {tuple(scales.shape)} on {scales.device} for {len(x)} tokens on "
+                f"{x.device}"
+            )
         parts["scales"] = scales.contiguous()
     form = Form(
         hidden=x.shape[1],
@@ -80,6 +96,8 @@ def form_of(
         weights=topk_weights is not None,
         scales=0 if scales is None else scales.shape[1],
         scales_dtype=torch.float32 if scales is None else scales.dtype,
+        origin=origin,
+        device=x.device,
     )
     return form, parts
 
@@ -92,7 +110,8 @@ def padded(
     def fill(tensor: Tensor, value: float) -> Tensor:
         if len(tensor) == total:
             return tensor
-        room = torch.full((total, tensor.shape[1]), value, dtype=torch.float32).to(tensor.dtype)
+        shape = (total, tensor.shape[1])
+        room = torch.full(shape, value, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
         room[: len(tensor)] = tensor
         return room
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import DecodeError
 
 if TYPE_CHECKING:
@@ -61,13 +62,13 @@ class Offer(msgspec.Struct, frozen=True):
             DecodeError: no offer, or one of another version.
         """
         try:
-            version = msgspec.msgpack.decode(data, type=_Versioned).version
+            version = from_msgpack(data, _Versioned).version
             if version != VERSION:
                 raise DecodeError(
                     f"the tensors are offered in version {version} and this process reads version "
                     f"{VERSION}; install the same fabric-ray on all nodes"
                 )
-            offer = msgspec.msgpack.decode(data, type=cls)
+            offer = from_msgpack(data, cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as cause:
             raise DecodeError(f"this is no offer of tensors: {cause}") from cause
         for extent in offer.extents:

@@ -53,7 +53,9 @@ def maxima(x: Tensor, block: tuple[int, int], scratch: Tensor) -> Tensor:
 
 def scales(amax: Tensor, fmt: Scaled) -> Tensor:
     """float32 scales of blocks with these float32 maxima; NaN and infinity stay."""
-    scale = (amax / _LIMITS[type(fmt)]).clamp_(min=LEAST_SCALE)
+    # By a plain number a GPU doesn't divide: it multiplies by the reciprocal, which has other bits.
+    limit = amax.new_full((), _LIMITS[type(fmt)])
+    scale = (amax / limit).clamp_(min=LEAST_SCALE)
     if fmt.scale == "float32":
         return scale
     finite = scale.isfinite()

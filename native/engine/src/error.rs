@@ -11,27 +11,35 @@ pub enum EngineError {
     #[error("{0}")]
     Invalid(String),
 
-    #[error("{what}: bytes {offset}..{end} lie outside its {limit} bytes", end = .offset.saturating_add(*.len))]
+    #[error("{what}: bytes {offset}..{end} lie outside its {limit} bytes; give a range within them", end = .offset.saturating_add(*.len))]
     OutOfBounds { what: String, offset: u64, len: u64, limit: u64 },
 
     #[error(
-        "peer {peer} was lost over {transport}: {cause}; reconnect to its new address or drop it"
+        "peer {peer} was lost over {transport}: {on}{cause}; reconnect to its new address or drop it",
+        on = on(.nic)
     )]
-    PeerLost { peer: String, transport: String, cause: String },
+    PeerLost {
+        peer: String,
+        transport: String,
+        /// Empty where the transport has none.
+        nic: String,
+        cause: String,
+    },
 
     /// One NIC of several: the peer is still there.
     #[error(
-        "a rail of {transport} to peer {peer} was lost: {cause}; others still reach it: send again, with a fresh counter if it was counted, for its count may have arrived"
+        "a rail of {transport} to peer {peer} was lost: {on}{cause}; others still reach it: send again, with a fresh counter if it was counted, for its count may have arrived",
+        on = on(.nic)
     )]
-    RailLost { peer: String, transport: String, cause: String },
+    RailLost { peer: String, transport: String, nic: String, cause: String },
 
-    #[error("no transport reaches peer {peer}: {reasons}")]
+    #[error("no transport reaches peer {peer}: {}", advised(.reasons, "allow one on both sides that both hosts have, as `fabric-ray doctor` lists them"))]
     Unreachable { peer: String, reasons: String },
 
     #[error("{what} is stale: {cause}; {remedy}")]
     Stale { what: String, cause: String, remedy: &'static str },
 
-    #[error("peer {peer} refused the {op}: {cause}")]
+    #[error("peer {peer} refused the {op}: {}", advised(.cause, "ask its owner what it lets you do, and for a fresh descriptor"))]
     Refused { peer: String, op: &'static str, cause: String },
 
     /// The cause names the file.
@@ -39,14 +47,14 @@ pub enum EngineError {
     Storage { peer: String, op: &'static str, cause: String },
 
     /// `peer` is empty where nobody is named; `missing` counts the writes that an expectation lacks.
-    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing))]
+    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing), hint = or_longer(.hint))]
     Timeout {
         op: &'static str,
         peer: String,
         missing: u64,
         after: Duration,
         quiesced: bool,
-        /// What to look at, or to mind, after a separator; may be empty.
+        /// What to look at, or to mind, after a separator; where it is empty, more time is advised.
         hint: &'static str,
     },
 
@@ -62,19 +70,19 @@ pub enum EngineError {
     #[error("this engine belongs to process {owner}, this is process {here}; open one engine per process, after fork")]
     Forked { owner: u32, here: u32 },
 
-    #[error("handshake with {peer} failed: {cause}")]
+    #[error("handshake with {peer} failed: {}", advised(.cause, "run versions that know each other, with the same token, on both sides"))]
     Handshake { peer: String, cause: String },
 
-    #[error("no {wanted} transport can be used here: {reasons}")]
+    #[error("no {wanted} transport can be used here: {reasons}; run `fabric-ray doctor` for what this machine has, or require another")]
     TransportUnavailable { wanted: String, reasons: String },
 
     #[error("{call} failed: {cause}; {hint}")]
     Resource { call: &'static str, cause: String, hint: String },
 
-    #[error("cannot decode {what}: {cause}")]
+    #[error("cannot decode {what}: {}", advised(.cause, "fetch it anew from its owner"))]
     Decode { what: &'static str, cause: String },
 
-    #[error("the {what} was cancelled: {cause}")]
+    #[error("the {what} was cancelled: {}", advised(.cause, "begin it anew if it is still wanted"))]
     Cancelled { what: &'static str, cause: String },
 }
 
@@ -83,6 +91,28 @@ fn with(peer: &str) -> String {
         return String::new();
     }
     format!(" with {peer}")
+}
+
+/// A cause with what to do next, unless it says so itself.
+fn advised(cause: &str, remedy: &str) -> String {
+    match cause.contains("; ") {
+        true => cause.to_owned(),
+        false => format!("{cause}; {remedy}"),
+    }
+}
+
+fn or_longer(hint: &str) -> &str {
+    match hint {
+        "" => "; see whether the peer is overloaded, or give it longer",
+        hint => hint,
+    }
+}
+
+fn on(nic: &str) -> String {
+    match nic {
+        "" => String::new(),
+        nic => format!("{nic}: "),
+    }
 }
 
 fn lack(missing: u64) -> String {
@@ -94,6 +124,51 @@ fn lack(missing: u64) -> String {
 }
 
 impl EngineError {
+    /// One of each kind, with what every field may hold, for whoever shows errors and must be able to show all.
+    #[doc(hidden)]
+    pub fn one_of_each() -> Vec<Self> {
+        let peer = || "rank-3#5f0c".to_owned();
+        let (transport, nic) = (|| "verbs".to_owned(), || "mlx5_1".to_owned());
+        let cause = || "the link broke".to_owned();
+        let after = Duration::from_secs(2);
+        let timeout = |hint| Self::Timeout {
+            op: "write",
+            peer: peer(),
+            missing: 3,
+            after,
+            quiesced: true,
+            hint,
+        };
+        vec![
+            Self::Invalid("a read of zero bytes does nothing; name how many".into()),
+            Self::OutOfBounds { what: "source".into(), offset: 8, len: 9, limit: 16 },
+            Self::PeerLost { peer: peer(), transport: transport(), nic: nic(), cause: cause() },
+            Self::RailLost { peer: peer(), transport: transport(), nic: nic(), cause: cause() },
+            Self::Unreachable { peer: peer(), reasons: "verbs: no such NIC".into() },
+            Self::Stale {
+                what: "region 5".into(),
+                cause: "it was deregistered".into(),
+                remedy: "fetch a fresh descriptor from its owner",
+            },
+            Self::Refused { peer: peer(), op: "write", cause: "its grant has ended".into() },
+            Self::Storage { peer: peer(), op: "write", cause: "/kv: the disk is full".into() },
+            timeout(""),
+            timeout(": there is no connection to it yet; explain() says what was tried"),
+            Self::NotQuiesced { what: "region 5".into(), after, cause: "2 writes".into() },
+            Self::Closed,
+            Self::Draining,
+            Self::Forked { owner: 1, here: 2 },
+            Self::Handshake { peer: peer(), cause: "its token is another".into() },
+            Self::TransportUnavailable {
+                wanted: "rdma".into(),
+                reasons: "verbs: there is no NIC".into(),
+            },
+            Self::resource("mmap", rustix::io::Errno::NOMEM),
+            Self::Decode { what: "a region", cause: "3 bytes, truncated".into() },
+            Self::Cancelled { what: "write", cause: "as was asked".into() },
+        ]
+    }
+
     /// Whether a call failed for a limit of this process rather than for what it asked.
     pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
         use rustix::io::Errno;
@@ -158,6 +233,9 @@ pub enum DomainError {
     Io { call: &'static str, errno: rustix::io::Errno },
     #[error("{0}")]
     Unavailable(String),
+    /// The ports that the user named can't be had; the text says which, and where.
+    #[error("{0}")]
+    Ports(String),
     /// A file could not be read or written; the text names it.
     #[error("{0}")]
     Storage(String),
@@ -171,6 +249,42 @@ impl DomainError {
 
     pub(crate) fn io(call: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
         move |errno| Self::Io { call, errno }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::collections::HashSet;
+
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn every_kind_of_error_is_among_those_that_are_shown() {
+        let (_, rest) = include_str!("error.rs").split_once("pub enum EngineError {").unwrap();
+        let kinds = rest.split_once("\n}\n").unwrap().0.matches("#[error(").count();
+        let shown: HashSet<_> =
+            EngineError::one_of_each().iter().map(std::mem::discriminant).collect();
+        assert_eq!(shown.len(), kinds);
+    }
+
+    #[test]
+    fn every_error_says_what_to_do_next() {
+        let limits = [Errno::MFILE, Errno::NFILE, Errno::NOSPC, Errno::PERM, Errno::AGAIN];
+        let limits = limits.map(|errno| EngineError::resource("open", errno));
+        for error in EngineError::one_of_each().into_iter().chain(limits) {
+            let text = error.to_string();
+            let remedy = text.rsplit_once("; ").map_or("", |(_, remedy)| remedy);
+            assert!(remedy.len() > 8 && !text.ends_with('.'), "{text}");
+            assert!(text.starts_with(|c: char| c.is_lowercase()), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_cause_with_advice_of_its_own_gets_no_other() {
+        assert_eq!(advised("no room; drop some", "wait"), "no room; drop some");
+        assert_eq!(advised("no room", "wait"), "no room; wait");
     }
 }
 

@@ -9,8 +9,9 @@ use crate::{
 pub use crate::{
     memory::fuzz::peer_names as regions,
     transport::{
-        shm::fuzz::peer_does as shm, staged::fuzz::peer_whispers as staging,
-        tcp::fuzz::peer_says as tcp, verbs::fuzz::peer_says as verbs,
+        libfabric::fuzz::peer_says as libfabric, shm::fuzz::peer_does as shm,
+        staged::fuzz::peer_whispers as staging, tcp::fuzz::peer_says as tcp,
+        verbs::fuzz::peer_says as verbs,
     },
 };
 
@@ -100,11 +101,12 @@ mod tests {
     /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
     #[test]
     fn the_seeds_are_what_peers_say_today() {
-        let targets: [(&str, Target); 7] = [
+        let targets: [(&str, Target); 8] = [
             ("values", values),
             ("handshake", handshake),
             ("tcp", tcp),
             ("verbs", verbs),
+            ("libfabric", libfabric),
             ("shm", shm),
             ("staging", staging),
             ("regions", regions),
@@ -141,7 +143,7 @@ mod tests {
         use super::super::*;
         use crate::{
             api::{Endpoint, Imm, Place, RailKey, RegionKey, SegmentPart, TransportKind},
-            transport::{shm, staged, tcp, verbs},
+            transport::{libfabric, shm, staged, tcp, verbs},
         };
 
         type Seeds = Vec<(&'static str, Vec<u8>)>;
@@ -152,6 +154,7 @@ mod tests {
                 "handshake" => handshake(),
                 "tcp" => tcp::fuzz::seeds(),
                 "verbs" => verbs::fuzz::seeds(),
+                "libfabric" => libfabric::fuzz::seeds(),
                 "staging" => staged::fuzz::seeds(),
                 "regions" => crate::memory::fuzz::seeds(),
                 _ => shm::fuzz::seeds(),

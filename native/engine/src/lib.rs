@@ -23,9 +23,9 @@ mod wake;
 
 pub use domain::{Aperture, Stay};
 pub use engine::{
-    Counter, Delivery, Explanation, Grant, Handle, Local, Notify, Op, Path, Peer, PeerGroup, Quiet,
-    Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats,
-    Submit, TransferEngine, Transports, Watcher, Way,
+    Counter, Delivery, Expect, Explanation, Grant, Handle, Listener, Local, Notify, Op, Outcome,
+    Path, Peer, PeerGroup, Quiet, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
+    Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, Result};
 pub use group::Verdict;

@@ -1,7 +1,24 @@
 //! What a fuzzer calls: everything that reads bytes of a peer's. It must return, however odd its input, and holds
 //! what it says as assertions.
 
-use crate::{card::Card, throughput};
+use crate::{
+    card::Card,
+    exchange::blocks::{read_grant, read_routes},
+    kernels::Float,
+    throughput, Back, Shape,
+};
+
+/// Of the exchange whose blocks are read.
+const SHAPE: Shape = Shape {
+    ranks: 3,
+    experts: 6,
+    topk: 2,
+    max_tokens: 4,
+    row_nbytes: 16,
+    back: Back { elements: 8, float: Float::Bf16 },
+    private_rows: 1,
+    shared_rows: Some(8),
+};
 
 /// Cards of either mode: refused, or what encodes to the same.
 pub fn cards(bytes: &[u8]) {
@@ -19,28 +36,37 @@ pub fn cards(bytes: &[u8]) {
     }
 }
 
+/// Routes and grants that peers write into this rank's memory: what is taken of them lies inside (MR-3).
+pub fn blocks(bytes: &[u8]) {
+    let (words, _) = bytes.as_chunks::<4>();
+    let words: Vec<u32> = words.iter().map(|w| u32::from_le_bytes(*w)).collect();
+    let word = |i: usize| words.get(i).copied().unwrap_or(0);
+    if let Ok(routes) = read_routes(&SHAPE, (word(0), word(2)), &words) {
+        assert!(routes.rows <= SHAPE.pair_rows());
+        assert!(routes.first + routes.rows <= SHAPE.out_rows());
+        assert!(routes.counts.iter().all(|n| *n <= SHAPE.max_tokens));
+    }
+    if let Ok((place, rows)) = read_grant(&SHAPE, word(0), 3, &words) {
+        assert!((1..=3).contains(&rows) && place + rows <= SHAPE.shared_rows());
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::{fs, path::Path, sync::Arc};
 
     use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, AllToAll, Back, Shape};
+    use crate::{
+        exchange::blocks::{grant_words, routes_words},
+        throughput::Spec,
+        AllToAll,
+    };
 
     fn card() -> Vec<u8> {
-        let back = Back { elements: 8, float: Float::Bf16 };
-        let shape = Shape {
-            ranks: 3,
-            experts: 6,
-            topk: 2,
-            max_tokens: 4,
-            row_nbytes: 16,
-            back,
-            private_rows: 1,
-            shared_rows: None,
-        };
+        let shape = Shape { shared_rows: None, ..SHAPE };
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
         AllToAll::new(Arc::clone(&engine), shape, 1).unwrap().card(None).unwrap()
@@ -53,6 +79,61 @@ mod tests {
         assert_eq!((card.rank, card.grants.len()), (1, 3));
         assert!(card.grants[1].is_none() && card.grants[2].is_some());
         cards(&bytes);
+    }
+
+    fn throughput_card() -> Vec<u8> {
+        let spec = Spec {
+            shape: SHAPE,
+            ranks_per_node: 1,
+            channels: 2,
+            chunk: 4,
+            ring_chunks: 2,
+            threads: 1,
+        };
+        throughput::Card { spec, life: 1, events: vec![2, 3, 4], proxy: vec![7; 40] }.to_bytes()
+    }
+
+    type Said = Vec<(&'static str, Vec<u8>)>;
+    type Target = (&'static str, fn(&[u8]), Said);
+
+    /// What honest ranks say, by target.
+    fn said() -> [Target; 2] {
+        let bytes = |words: Vec<u32>| words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let whole = vec![("low_latency", card()), ("high_throughput", throughput_card())];
+        let written = vec![
+            ("routes", bytes(routes_words((7, 3), 9, 2, &[2, 1]))),
+            ("grant", bytes(grant_words(7, 2, 3))),
+        ];
+        [("cards", cards, whole), ("blocks", blocks, written)]
+    }
+
+    /// Kept inputs of the fuzzers. `FABRIC_RAY_SEEDS=1` writes those anew that honest ranks say.
+    #[test]
+    fn the_seeds_are_of_today_and_hold() {
+        for (target, run, said) in said() {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
+            if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
+                fs::create_dir_all(&folder).unwrap();
+                for (name, bytes) in &said {
+                    fs::write(folder.join(name), bytes).unwrap();
+                }
+            }
+            // Keys and names of engines are drawn anew each time: of a card its version and what it decodes to stay.
+            for (name, bytes) in said {
+                let kept = fs::read(folder.join(name)).unwrap_or_default();
+                let why = "is of another format; write the seeds anew as their README says";
+                assert!(kept.len().abs_diff(bytes.len()) < 64, "{target}/{name} {why}");
+                assert_eq!(kept.get(..4), bytes.get(..4), "{target}/{name} {why}");
+            }
+            for file in fs::read_dir(folder).unwrap() {
+                run(&fs::read(file.unwrap().path()).unwrap());
+            }
+        }
+        let kept = |name| {
+            fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/cards").join(name))
+        };
+        assert!(Card::from_bytes(&kept("low_latency").unwrap()).is_ok());
+        assert!(throughput::Card::from_bytes(&kept("high_throughput").unwrap()).is_ok());
     }
 
     proptest! {

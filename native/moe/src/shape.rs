@@ -37,6 +37,21 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// An expert for each rank, one for each token, and as many private rows as there are tokens.
+    #[cfg(test)]
+    pub fn small(ranks: u32) -> Self {
+        Self {
+            ranks,
+            experts: ranks,
+            topk: 1,
+            max_tokens: 4,
+            row_nbytes: 16,
+            back: Back { elements: 8, float: Float::F32 },
+            private_rows: 4,
+            shared_rows: None,
+        }
+    }
+
     /// # Errors
     /// [`EngineError::Invalid`], naming the field.
     pub fn check(&self) -> Result<()> {

@@ -36,8 +36,7 @@ use commands::Planned;
 #[non_exhaustive]
 pub enum Event {
     /// A rank is lost: commands to it are over at once from now on, and all threads have taken in what it sent before,
-    /// as far as it knew that to have arrived. Told
-    /// once for each life of it.
+    /// as far as it knew that to have arrived. Told once for each life of it.
     Lost { rank: usize, incarnation: u32, error: ProxyError },
     /// The engine of a rank that was given up is gone: nothing of that life can come to this thread any more. Each thread
     /// tells it of the engine that it writes to; the life is over when all have.

@@ -17,43 +17,56 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
     let fields = PyDict::new(py);
     let class = match error {
         EngineError::Invalid(_) => "InvalidArgument",
-        EngineError::OutOfBounds { offset, len, limit, .. } => {
+        EngineError::OutOfBounds { what, offset, len, limit } => {
+            fields.set_item("what", what)?;
             fields.set_item("offset", offset)?;
             fields.set_item("nbytes", len)?;
             fields.set_item("limit", limit)?;
             "OutOfBounds"
         }
-        EngineError::PeerLost { peer, transport, .. } => {
+        EngineError::PeerLost { peer, transport, nic, .. } => {
             fields.set_item("peer", peer)?;
             fields.set_item("transport", transport)?;
+            fields.set_item("nic", nic)?;
             "PeerLost"
         }
-        EngineError::RailLost { peer, transport, .. } => {
+        EngineError::RailLost { peer, transport, nic, .. } => {
             fields.set_item("peer", peer)?;
             fields.set_item("transport", transport)?;
+            fields.set_item("nic", nic)?;
             "RailLost"
         }
         EngineError::Unreachable { peer, .. } => {
             fields.set_item("peer", peer)?;
             "Unreachable"
         }
-        EngineError::Stale { .. } => "Stale",
-        EngineError::Refused { peer, .. } => {
+        EngineError::Stale { what, .. } => {
+            fields.set_item("what", what)?;
+            "Stale"
+        }
+        EngineError::Refused { peer, op, .. } => {
             fields.set_item("peer", peer)?;
+            fields.set_item("operation", op)?;
             "Refused"
         }
-        EngineError::Timeout { peer, missing, after, quiesced, .. } => {
+        EngineError::Timeout { op, peer, missing, after, quiesced, .. } => {
+            fields.set_item("operation", op)?;
             fields.set_item("peer", peer)?;
             fields.set_item("missing", missing)?;
             fields.set_item("after", after.as_secs_f64())?;
             fields.set_item("quiesced", quiesced)?;
             "TransferTimeout"
         }
-        EngineError::Storage { peer, .. } => {
+        EngineError::Storage { peer, op, .. } => {
             fields.set_item("peer", peer)?;
+            fields.set_item("operation", op)?;
             "StorageError"
         }
-        EngineError::NotQuiesced { .. } => "NotQuiesced",
+        EngineError::NotQuiesced { what, after, .. } => {
+            fields.set_item("what", what)?;
+            fields.set_item("after", after.as_secs_f64())?;
+            "NotQuiesced"
+        }
         EngineError::Closed | EngineError::Draining => "EngineClosed",
         EngineError::Forked { .. } => "ForkedEngine",
         EngineError::Handshake { peer, .. } => {
@@ -65,12 +78,24 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             fields.set_item("call", call)?;
             "ResourceError"
         }
-        EngineError::Decode { .. } => "DecodeError",
-        EngineError::Cancelled { .. } => "Cancelled",
+        EngineError::Decode { what, .. } => {
+            fields.set_item("what", what)?;
+            "DecodeError"
+        }
+        EngineError::Cancelled { what, .. } => {
+            fields.set_item("operation", what)?;
+            "Cancelled"
+        }
         _ => "FabricError",
     };
     let exception = module.getattr(class)?.call((error.to_string(),), Some(&fields))?;
     Ok(PyErr::from_value(exception))
+}
+
+/// One exception of each kind that the engine raises, as it raises them.
+#[pyfunction]
+pub fn _one_of_each_error(py: Python<'_>) -> Vec<Py<PyAny>> {
+    EngineError::one_of_each().iter().map(|e| raise(py, e).into_value(py).into_any()).collect()
 }
 
 pub trait OrRaise<T> {

@@ -21,6 +21,7 @@ mod topology;
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     logging::install();
+    m.add_function(wrap_pyfunction!(errors::_one_of_each_error, m)?)?;
     plan::register(m)?;
     simulate::register(m)?;
     survey::register(m)?;

@@ -215,6 +215,11 @@ impl MoeExchange {
         py.detach(|| self.0.leave());
     }
 
+    /// Waits until others have what was handed in for them.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.finish()).or_raise(py)
+    }
+
     /// Whether tokens that the device has told of wait for the exchange before to be over.
     #[getter]
     fn begins(&self, py: Python<'_>) -> bool {

@@ -54,6 +54,8 @@ pub const FLUSH_OPTION_HOST: c_int = 1;
 pub const WRITES_ORDERING_OWNER: c_int = 100;
 
 pub const STREAM_NON_BLOCKING: c_uint = 1;
+/// CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls neither end captures of others nor are refused.
+pub const CAPTURE_MODE_RELAXED: c_int = 2;
 pub const EVENT_BLOCKING_SYNC: c_uint = 1;
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
 pub const MEMHOSTREGISTER_PORTABLE: c_uint = 1;
@@ -114,6 +116,8 @@ pub struct Cuda {
     pub stream_create: unsafe extern "C" fn(*mut Stream, c_uint) -> Result,
     pub stream_synchronize: unsafe extern "C" fn(Stream) -> Result,
     pub stream_destroy: unsafe extern "C" fn(Stream) -> Result,
+    /// Of this thread; writes the one before.
+    pub exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> Result,
     /// Current context.
     pub event_create: unsafe extern "C" fn(*mut Event, c_uint) -> Result,
     pub event_record: unsafe extern "C" fn(Event, Stream) -> Result,
@@ -164,6 +168,7 @@ impl Cuda {
                 stream_create: library.get("cuStreamCreate")?,
                 stream_synchronize: library.get("cuStreamSynchronize")?,
                 stream_destroy: library.get("cuStreamDestroy_v2")?,
+                exchange_capture_mode: library.get("cuThreadExchangeStreamCaptureMode")?,
                 event_create: library.get("cuEventCreate")?,
                 event_record: library.get("cuEventRecord")?,
                 event_query: library.get("cuEventQuery")?,

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,21 +91,6 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         assert done.returncode == Code.DONE
 
 
-def test_json_of_a_demo_is_one_object_and_the_code_says_that_it_held(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="pip install 'fabric-ray[ray]'")
-    arguments = ["demo", "weights", "--parameters", "2e6", "--pushes", "1", "--json"]
-    done = subprocess.run(
-        [*PROGRAM, *arguments, "--output", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == Code.DONE, done.stderr
-    assert json.loads(done.stdout)["verified"] is True
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -137,6 +123,75 @@ def test_the_exit_code_says_which_kind_of_no_it_is(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan kimi", "missing option '--trainer'; see fabric-ray plan --help"),
+        ("bogus", "no such command 'bogus'; see fabric-ray --help"),
+        ("bench --bogus", "no such option: --bogus; see fabric-ray bench --help"),
+        ("demo bogus", "no such command 'bogus'; see fabric-ray demo --help"),
+        ("demo weights --trainers x", "; see fabric-ray demo weights --help"),
+        ("demo weights --transport smoke", "; see fabric-ray demo weights --help"),
+        ("top --interval 0", "; see fabric-ray top --help"),
+        ("trace --id", "requires an argument; see fabric-ray trace --help"),
+        ("demo weights --trainers", "requires an argument; see fabric-ray demo weights --help"),
+        ("demo --bogus", "no such option: --bogus; see fabric-ray demo --help"),
+        ("--bogus", "no such option: --bogus; see fabric-ray --help"),
+        ("'My Model. V2? No'", "no such command 'My Model. V2? No'; see fabric-ray --help"),
+    ],
+)
+def test_what_is_typed_wrongly_is_one_sentence_that_says_where_to_read(
+    arguments: str, said: str
+) -> None:
+    result = CliRunner().invoke(app, shlex.split(arguments), prog_name="fabric-ray")
+    assert result.exit_code == Code.IMPOSSIBLE
+    assert result.stdout == ""
+    assert re.fullmatch(r"fabric-ray: [^\n]+\n", result.stderr)
+    assert result.stderr.endswith(said + "\n")
+
+
+@pytest.mark.parametrize("group", [[], ["demo"]], ids=["", "demo"])
+def test_who_types_nothing_gets_the_help(group: list[str]) -> None:
+    result = run(*group)
+    assert result.output.strip() == run(*group, "--help").output.strip()
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "fabric_ray", "plan", "kimi"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == Code.IMPOSSIBLE
+    assert done.stderr.startswith("fabric-ray: missing option")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("fabric-ray be", {"bench"}),
+        ("fabric-ray demo w", {"weights"}),
+        ("fabric-ray top --i", {"--interval"}),
+        ("fabric-ray demo weights --transport ", {"auto", "shm", "tcp"}),
+    ],
+)
+def test_bash_completes_what_is_typed(typed: str, offered: set[str], tmp_path: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash isn't installed")
+    program = tmp_path / "fabric-ray"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fabric_ray "$@"\n')
+    program.chmod(0o755)
+    words = typed.split(" ")
+    script = (
+        'eval "$(_FABRIC_RAY_COMPLETE=source_bash fabric-ray)"\n'
+        f"COMP_WORDS=({' '.join(words)} ); COMP_CWORD={len(words) - 1}\n"
+        "$(complete -p fabric-ray | sed 's/.*-F //; s/ .*//') fabric-ray\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
 @pytest.mark.parametrize("option", ["--out", "--dump"])
 @pytest.mark.parametrize(
     ("path", "words"),
@@ -152,7 +207,7 @@ def test_a_path_of_the_users_that_can_not_be_written_is_named_in_one_sentence(
 
 
 def test_a_picture_that_finds_no_room_is_named_in_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pip install 'fabric-ray[ray]'")
+    pytest.importorskip("matplotlib", reason="pip install '.[ray]'")
     (tmp_path / "full.svg").symlink_to("/dev/full")
     push = ["llama-3.1-8b", "--trainer", "fsdp=8", "--rollout", "tp=4"]
     result = run("plan", *push, "--picture", str(tmp_path / "full.svg"))
@@ -161,8 +216,26 @@ def test_a_picture_that_finds_no_room_is_named_in_one_sentence(tmp_path: Path) -
     assert last == f"fabric-ray: {tmp_path / 'full.svg'}: No space left on device"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "looks", "command"),
+    [
+        ("demo weights", "demo", "pip install 'ray>="),
+        ("demo kvcache", "demo", "'ray[serve]>="),
+        ("bench --picture a.svg", "picture", "pip install 'matplotlib>="),
+    ],
+)
+def test_packages_that_are_missing_are_named_with_the_command_that_installs_them(
+    arguments: str, looks: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"fabric_ray.cli.{looks}.find_spec", lambda _: None)
+    result = run(*arguments.split())
+    assert result.exit_code == Code.IMPOSSIBLE
+    assert command in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_an_output_folder_that_takes_no_files_is_told_before_anything_runs() -> None:
-    pytest.importorskip("ray", reason="pip install 'fabric-ray[ray]'")
+    pytest.importorskip("ray", reason="pip install '.[ray]'")
     for demo in ("weights", "rl"):
         result = run("demo", demo, "--output", "/proc/self/fdinfo")
         assert result.exit_code == Code.IMPOSSIBLE

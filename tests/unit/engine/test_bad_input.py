@@ -12,7 +12,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_ray import CounterRef, EngineAddress, RegionDescriptor, TransferEngine, errors, pages
+from fabric_ray import (
+    CounterRef,
+    EngineAddress,
+    RegionDescriptor,
+    TransferEngine,
+    _native,
+    errors,
+    pages,
+)
 from fabric_ray.errors import (
     DecodeError,
     EngineClosed,
@@ -187,6 +195,47 @@ def test_every_error_pickles_and_says_what_to_do() -> None:
         assert type(e) is cls
         assert str(e) == "what failed; what to do"
         assert e.peer == "p"
+
+
+FIELDS: dict[str, set[str]] = {
+    "Cancelled": {"operation"},
+    "DecodeError": {"what"},
+    "EngineClosed": set(),
+    "ForkedEngine": set(),
+    "HandshakeError": {"peer"},
+    "InvalidArgument": set(),
+    "NotQuiesced": {"what", "after"},
+    "OutOfBounds": {"what", "offset", "nbytes", "limit"},
+    "PeerLost": {"peer", "transport", "nic"},
+    "RailLost": {"peer", "transport", "nic"},
+    "Refused": {"peer", "operation"},
+    "ResourceError": {"call"},
+    "Stale": {"what"},
+    "StorageError": {"peer", "operation"},
+    "TransferTimeout": {"operation", "peer", "missing", "after", "quiesced"},
+    "TransportUnavailable": set(),
+    "Unreachable": {"peer"},
+}
+
+
+def test_every_error_of_the_engine_says_what_failed_with_whom_and_what_to_do() -> None:
+    """The core's own list: a kind that is added there is raised here."""
+    found = _native._one_of_each_error()
+    assert {type(e).__name__ for e in found} == set(FIELDS)
+    for error in found:
+        assert isinstance(error, FabricError)
+        name, text = type(error).__name__, str(error)
+        assert set(error.fields) == FIELDS[name], name
+        _, _, remedy = text.rpartition("; ")
+        assert remedy != text, f"{name} doesn't say what to do: {text}"
+        assert text[0].islower()
+        assert not text.endswith(".")
+        told = [
+            error.fields[key] for key in ("peer", "nic", "operation", "call") if key in error.fields
+        ]
+        assert all(word in text for word in told), f"{name} keeps back one of {told}: {text}"
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.fields) == (type(error), text, error.fields)
 
 
 def test_registered_memory_cannot_be_freed_by_resizing(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fabric_ray.errors import DecodeError
@@ -79,6 +79,7 @@ def test_any_bytes_are_a_letter_or_an_error(head: bytes, rest: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=5))
+@example([Piece("a", "float32", (0,), 0, 1, 0)])
 def test_rs_1_pieces_make_whole_tensors_of_their_own_bytes_or_an_error(pieces: list[Piece]) -> None:
     slot, parts = torch.arange(SLOT).to(torch.uint8), _Parts()
     first = None

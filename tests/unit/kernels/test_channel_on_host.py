@@ -43,6 +43,18 @@ def test_rs_4_a_wait_for_a_word_always_ends(host: Host) -> None:
     checks.check_wait_word(host, "cpu")
 
 
+def test_rs_1_a_table_comes_with_its_word_or_not_at_all(host: Host) -> None:
+    checks.check_fetch(host, "cpu")
+
+
+def test_mr_1_tokens_of_an_exchange_that_begins_too_early_are_none(host: Host) -> None:
+    checks.check_begin(host, "cpu")
+
+
+def test_a_command_comes_after_what_is_read_with_it(host: Host) -> None:
+    checks.check_tell(host, "cpu")
+
+
 @pytest.mark.parametrize("capacity", [0, 16, 33])
 def test_a_capacity_that_can_not_be_is_refused(host: Host, capacity: int) -> None:
     with pytest.raises(InvalidArgument, match="power of two"):

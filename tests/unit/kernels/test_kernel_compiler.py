@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,42 @@ BROKEN = Source("broken.cu", '#include "a.cuh"\n__global__ void f() { g(); }\n',
 SMALL = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\n', ())
 
 
+#: So that four blocks of 256 threads fit beside one another: fewer keep too little on its way.
+REGISTERS = 65536 // (4 * 256)
+#: In an ELF file of machine code: an attribute of two words, and the one that counts registers.
+TWO_WORDS, REGCOUNT = 4, 0x2F
+
+
+def registers(code: bytes) -> dict[str, int]:
+    """What a thread of each kernel takes, by the attributes in ``.nv.info``."""
+
+    def words(form: str, at: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{form}", code, at)
+
+    def text(at: int) -> str:
+        return code[at : code.index(b"\0", at)].decode()
+
+    size, n, names = words("HHH", 58)
+    # Of each section: its name, where it lies, its length, and the section of its names.
+    every = [words("II8xQQQI", words("Q", 40)[0] + i * size) for i in range(n)]
+    places = [place for _, _, _, place, _, _ in every]
+    named = {text(places[names] + name): section for name, *section in every}
+    _, _, symbols, _, of_symbols = named[".symtab"]
+    _, _, at, length, _ = named[".nv.info"]
+    taken, end = {}, at + length
+    while at < end:
+        form, attribute, value = words("BBH", at)
+        at += 4
+        if form != TWO_WORDS:
+            continue
+        if attribute == REGCOUNT:
+            symbol, count = words("II", at)
+            name = text(places[of_symbols] + words("I", symbols + 24 * symbol)[0])
+            taken[name] = count
+        at += value
+    return taken
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Nvrtc:
     try:
@@ -47,8 +84,11 @@ def test_kernels_compile_for_every_architecture(
         pytest.skip(f"NVRTC {compiler.version} doesn't know {architecture}")
     code = Cache(tmp_path, compiler).get(source(file), architecture).code
     assert code.startswith(b"\x7fELF")
-    for kernel in {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]:
-        assert b"\0" + f".text.{kernel}".encode() + b"\0" in code
+    kernels = {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]
+    taken = registers(code)
+    assert {*kernels} == {*taken}
+    if architecture == "sm_90a":
+        assert max(taken.values()) <= REGISTERS, taken
 
 
 def test_every_kernel_is_launched_by_somebody() -> None:
@@ -68,7 +108,7 @@ def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(compiler:
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fabric_ray.kernels.nvrtc._candidates", lambda: ["libnot-there.so"])
     monkeypatch.delenv("FABRIC_RAY_NVRTC", raising=False)
-    with pytest.raises(CompileError, match=r"pip install 'fabric-ray\[cuda\]'.*libnot-there"):
+    with pytest.raises(CompileError, match=r"pip install 'nvidia-cuda-nvrtc>=.*libnot-there"):
         Nvrtc()
     monkeypatch.setenv("FABRIC_RAY_NVRTC", "/nowhere/libnvrtc.so")
     with pytest.raises(CompileError, match=r"what FABRIC_RAY_NVRTC names.*nowhere"):

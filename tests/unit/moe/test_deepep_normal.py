@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch.distributed as dist
 
 from fabric_ray import errors
 from fabric_ray.moe import cast
+from fabric_ray.moe.comm import GroupComm
 from fabric_ray.moe.deepep import Buffer, Handle
+from tests.host_kernels import Host, Stream, exchange_kernels
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
 from tests.processes import Other
 
@@ -111,15 +115,38 @@ def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
     assert torch.equal(sums, unsharded(x, idx, w, ranks).to(torch.bfloat16))
 
 
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@contextmanager
+def buffer_of(
+    host: Host, comm: ThreadComm, on_kernels: str, per_node: int | None = None, **options: Any
+) -> Iterator[Buffer]:
+    """A buffer, which kernels serve on this rank if it is their turn."""
+    with ExitStack() as stack:
+        if on_kernels in ("all", f"{comm.rank() % 2}"):
+            if per_node in (None, comm.size()):
+                options["launcher"] = host.another()
+            else:
+                stream = Stream(host, 2)
+                stack.callback(stream.finish, 60.0)
+                options |= {"launcher": stream, "workers": 2}
+        yield Buffer(None, comm=comm, ranks_per_node=per_node, **options)
+
+
+@pytest.mark.parametrize("on_kernels", ["no", "all", "1"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int) -> None:
+def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, on_kernels: str, host: Host) -> None:
     def work(comm: ThreadComm) -> None:
-        buffer = Buffer(None, comm=comm)
-        # Buffers grow on the way.
-        for turn, tokens in enumerate([3, 0, 200, 17]):
-            layer(buffer, turn * 8, tokens)
-        layer(buffer, 50, 5, num_worst_tokens=40)
-        buffer.destroy()
+        with buffer_of(host, comm, on_kernels) as buffer:
+            # Buffers grow on the way.
+            for turn, tokens in enumerate([3, 0, 200, 17]):
+                layer(buffer, turn * 8, tokens)
+            layer(buffer, 50, 5, num_worst_tokens=40)
+            buffer.check()
+            buffer.destroy()
 
     on_ranks(ranks, work)
 
@@ -182,38 +209,61 @@ def test_scales_go_with_their_tokens_and_biases_are_added_before_rounding() -> N
     on_ranks(2, work)
 
 
-def test_trainers_go_back_the_way_they_came() -> None:
+@pytest.mark.parametrize("on_kernels", ["no", "all"])
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_trainers_go_back_the_way_they_came(per_node: int, on_kernels: str, host: Host) -> None:
     """Layers forward, then backward: a combine's gradient is dispatched with the handle, a
     dispatch's is combined with it, its weights too."""
 
     def work(comm: ThreadComm) -> None:
-        buffer = Buffer(None, comm=comm)
-        done: list[tuple[Handle, torch.Tensor, torch.Tensor, int]] = []
-        for number in range(3):
-            x, idx, w = batch(number * 5 + buffer.rank, 10 - buffer.rank, EXPERTS, TOPK, 24)
-            recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
-            buffer.combine(recv, handle)
-            done.append((handle, idx, w, number))
-        for handle, idx, w, number in reversed(done):
-            grads = [
-                batch(90 + number * 5 + r, 10 - r, EXPERTS, TOPK, 24)[0].float() for r in range(2)
-            ]
-            recv, *none, _ = buffer.dispatch(grads[buffer.rank], handle=handle)
-            assert none == [None] * 4
-            came, here_w = [], []
-            for r, grad in enumerate(grads):
-                _, idx_s, w_s = batch(number * 5 + r, 10 - r, EXPERTS, TOPK, 24)
-                mine = local(idx_s, buffer.rank, 2)
-                here = (mine >= 0).any(1)
-                came.append(grad[here])
-                here_w.append(torch.where(mine >= 0, w_s, 0.0)[here])
-            assert torch.equal(recv, torch.cat(came))
-            weights = torch.cat(here_w)
-            sums, back, _ = buffer.combine(recv, handle, topk_weights=weights)
-            ranks = (torch.stack([local(idx, r, 2) >= 0 for r in range(2)])).any(2).sum(0)
-            assert torch.equal(sums, grads[buffer.rank] * ranks[:, None])
-            assert torch.equal(back, torch.where(idx >= 0, w, 0.0))
-        buffer.destroy()
+        with buffer_of(host, comm, on_kernels, per_node) as buffer:
+            done: list[tuple[Handle, torch.Tensor, torch.Tensor, int]] = []
+            for number in range(3):
+                x, idx, w = batch(number * 5 + buffer.rank, 10 - buffer.rank, EXPERTS, TOPK, 24)
+                recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
+                buffer.combine(recv, handle)
+                done.append((handle, idx, w, number))
+            for handle, idx, w, number in reversed(done):
+                grads = [
+                    batch(90 + number * 5 + r, 10 - r, EXPERTS, TOPK, 24)[0].float()
+                    for r in range(2)
+                ]
+                recv, *none, _ = buffer.dispatch(grads[buffer.rank], handle=handle)
+                assert none == [None] * 4
+                came, here_w = [], []
+                for r, grad in enumerate(grads):
+                    _, idx_s, w_s = batch(number * 5 + r, 10 - r, EXPERTS, TOPK, 24)
+                    mine = local(idx_s, buffer.rank, 2)
+                    here = (mine >= 0).any(1)
+                    came.append(grad[here])
+                    here_w.append(torch.where(mine >= 0, w_s, 0.0)[here])
+                assert torch.equal(recv, torch.cat(came))
+                weights = torch.cat(here_w)
+                sums, back, _ = buffer.combine(recv, handle, topk_weights=weights)
+                ranks = (torch.stack([local(idx, r, 2) >= 0 for r in range(2)])).any(2).sum(0)
+                assert torch.equal(sums, grads[buffer.rank] * ranks[:, None])
+                assert torch.equal(back, torch.where(idx >= 0, w, 0.0))
+            buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_rs_1_what_a_device_took_by_a_handle_is_checked_for_losses_once(host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        with buffer_of(host, comm, "all") as buffer:
+            x, idx, w = batch(buffer.rank, 8, EXPERTS, TOPK, 24)
+            *_, handle, _ = dispatch(buffer, x, idx, w)
+            buffer.dispatch(x, handle=handle)
+            buffer.check()
+            buffer.dispatch(x, handle=handle)
+            comm.all_gather(b"")
+            # Nobody had waited for the device: it may have been lost before its rows came.
+            buffer.low_latency_update_mask_buffer(1 - buffer.rank, True)
+            with pytest.raises(errors.PeerLost, match="was here when the handle was made"):
+                buffer.check()
+            buffer.check()
+            comm.all_gather(b"")
+            buffer.destroy()
 
     on_ranks(2, work)
 
@@ -241,6 +291,10 @@ def test_what_is_wrong_is_named_and_others_are_told() -> None:
         buffer = Buffer(None, comm=comm)
         x, idx, w = batch(0, 6, EXPERTS, TOPK, 40)
         invalid = errors.InvalidArgument
+        twice = idx.clone()
+        twice[0, :2] = 3
+        with pytest.raises(invalid, match="expert twice"):
+            buffer.get_dispatch_layout(twice, EXPERTS)
         with pytest.raises(invalid, match="evenly"):
             buffer.get_dispatch_layout(idx, 13)
         with pytest.raises(invalid, match="are named"):
@@ -277,7 +331,25 @@ def test_what_is_wrong_is_named_and_others_are_told() -> None:
             buffer.dispatch(x[:2], handle)
         y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
         assert torch.equal(buffer.combine(y, handle)[0], unsharded(x, idx, w, 2).to(torch.bfloat16))
+        # Another exchange would take the others' part.
+        with pytest.raises(invalid, match="lie on meta, and those of earlier calls on"):
+            buffer._normal.receive(handle, y.float().to("meta"))
         buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_answers_that_are_refused_leave_their_ways_where_they_were() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm)
+        x, idx, w = batch(buffer.rank, 6, EXPERTS, TOPK, 40)
+        recv, recv_idx, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
+        y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
+        with pytest.raises(errors.InvalidArgument, match="are needed"):
+            buffer._normal.receive(handle, y[:1])
+        # To make them again would take the others' part.
+        assert [lane.handle for lane in buffer._normal._lanes.popitem()[1]] == [handle]
+        comm.all_gather(b"")
 
     on_ranks(2, work)
 
@@ -309,6 +381,23 @@ def process(connection: Connection, rank: int, ranks: int, store: str) -> None:
     buffer.destroy()
     dist.destroy_process_group()
     connection.send("the sums agree")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("gloo", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cuda:gloo", "cuda")]
+)
+def test_ranks_gather_where_the_group_can(backend: str, device: str, tmp_path: Any) -> None:
+    """A backend for GPUs alone takes nothing from the host; it is asked for nothing there."""
+    store = tmp_path / "store"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        comm = GroupComm(dist.group.WORLD)
+        assert comm.device.type == device
+        if device == "cpu":
+            assert comm.all_gather(b"here") == [b"here"]
+            assert comm.all_gather(b"") == [b""]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_may_be_processes_of_a_gloo_group(tmp_path: Any) -> None:

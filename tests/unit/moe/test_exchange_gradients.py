@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from tests.moe_ranks import ThreadComm, batch, on_ranks
 
@@ -55,10 +56,13 @@ def sharded(
     multiple: int,
 ) -> torch.Tensor:
     """Layers through one exchange; ``matrices`` are this rank's."""
-    for matrix in matrices:
-        got = dispatch(a, x, idx, multiple=multiple)
+    by_nodes = isinstance(a.tokens, ThroughputAllToAll)
+    for number, matrix in enumerate(matrices):
+        # Weights may be given to either call where answers come back one by one.
+        early = by_nodes or number % 2 == 1
+        got = dispatch(a, x, idx, weights=w if early else None, multiple=multiple)
         y = [expert(m, part) for m, part in zip(matrix, _split(got), strict=True)]
-        x = x + combine(a, torch.cat(y), w)
+        x = x + combine(a, torch.cat(y), None if early else w)
     return x
 
 
@@ -74,27 +78,49 @@ def close(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+PLACES = [(1, None), (2, None), (3, None), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
+"""Ranks, and how many of them are a node in the high-throughput mode."""
+
+
+@settings(max_examples=32, deadline=None)
 @given(
-    ranks=st.sampled_from([1, 2, 3]),
+    place=st.sampled_from(PLACES),
+    rings=st.sampled_from([(1, 2, 1), (4, 2, 2), (3, 3, 3)]),
     local=st.integers(1, 3),
     topk=st.integers(1, 3),
     layers=st.integers(1, 3),
     multiple=st.sampled_from([1, 4]),
     seed=st.integers(0, 1000),
-    counts=st.lists(st.integers(0, 16), min_size=3, max_size=3),
+    counts=st.lists(st.integers(0, 16), min_size=4, max_size=4),
+    kind=st.sampled_from(["some", "hot", "none"]),
 )
 def test_gradients_are_those_of_the_unsharded_model(
-    ranks: int, local: int, topk: int, layers: int, multiple: int, seed: int, counts: list[int]
+    place: tuple[int, int | None],
+    rings: tuple[int, int, int],
+    local: int,
+    topk: int,
+    layers: int,
+    multiple: int,
+    seed: int,
+    counts: list[int],
+    kind: str,
 ) -> None:
+    ranks, per_node = place
+    options = {"ranks_per_node": per_node}
+    options |= dict(zip(("chunk", "ring_chunks", "channels"), rings, strict=True))
     experts = ranks * local
     topk = min(topk, experts)
     whole = parameters(experts, layers).requires_grad_()
     inputs = [
-        batch(seed * 7 + r, counts[r], experts, topk, HIDDEN, torch.float32) for r in range(3)
+        batch(seed * 7 + r, counts[r], experts, topk, HIDDEN, torch.float32) for r in range(4)
     ]
+    for _, idx, _ in inputs:
+        if kind != "some":
+            idx[:] = -1
+        if kind == "hot":
+            idx[:, -1] = 0
     outside = [
-        batch(seed + r, counts[r], experts, topk, HIDDEN, torch.float32)[0] for r in range(3)
+        batch(seed + r, counts[r], experts, topk, HIDDEN, torch.float32)[0] for r in range(4)
     ]
     wanted = []
     for (x, idx, w), g in zip(inputs[:ranks], outside, strict=False):
@@ -104,7 +130,7 @@ def test_gradients_are_those_of_the_unsharded_model(
         wanted.append((out.detach(), x.grad, w.grad))
 
     def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=experts, topk=topk, dtype=torch.float32)
+        engine, a = exchange(comm, experts=experts, topk=topk, dtype=torch.float32, **options)
         of = slice(comm.rank() * local, (comm.rank() + 1) * local)
         mine = whole.detach()[:, of].clone().requires_grad_()
         x, idx, w = inputs[comm.rank()]
@@ -155,20 +181,25 @@ def test_numbers_that_move_a_little_move_the_loss_by_the_gradient() -> None:
     on_ranks(2, work)
 
 
-def test_gradients_of_rows_find_their_way_after_other_exchanges() -> None:
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+def test_gradients_of_rows_find_their_way_after_other_exchanges(per_node: int | None) -> None:
     """As of a loss on what experts get, whose answers were summed up long ago."""
 
     def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
         x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
         x.requires_grad_()
-        first = dispatch(a, x, idx)
-        combine(a, first.x, w)
+        first = dispatch(a, x, idx, weights=w)
+        combine(a, first.x)
         other, other_idx, _ = batch(9 + comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
         combine(a, dispatch(a, other, other_idx).x, None)
         first.x.square().sum().backward()
         assert x.grad is not None
         times = (idx >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad, 2 * x.detach() * times)
+        # And while the dispatch is open whose answers would be multiplied by weights.
+        x.grad = None
+        dispatch(a, x, idx, weights=w).x.square().sum().backward()
         torch.testing.assert_close(x.grad, 2 * x.detach() * times)
         comm.all_gather(b"")
         engine.close()
@@ -193,6 +224,120 @@ def test_without_weights_and_in_bfloat16_gradients_flow_too() -> None:
         engine.close()
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+def test_gradients_of_short_numbers_are_near_and_the_same_bits_each_time(
+    per_node: int | None, dtype: torch.dtype
+) -> None:
+    experts, topk, ranks = 8, 3, 4
+    whole = parameters(experts, 1, dtype)
+
+    def work(comm: ThreadComm) -> list[torch.Tensor]:
+        engine, a = exchange(
+            comm, experts=experts, topk=topk, dtype=dtype, ranks_per_node=per_node, chunk=2
+        )
+        mine = whole[:, comm.rank() * 2 :][:, :2].clone().requires_grad_()
+        x, idx, w = batch(comm.rank(), 5 * comm.rank(), experts, topk, HIDDEN, dtype)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        found: list[torch.Tensor] = []
+        for _ in range(2):
+            x.grad = w.grad = mine.grad = None
+            out = sharded(a, x, idx, w, mine, 1)
+            out.float().square().sum().backward()
+            grads = (x.grad, w.grad, mine.grad)
+            found += [out.detach(), *(g for g in grads if g is not None)]
+        assert all(torch.equal(found[i], found[i + 4]) for i in range(4))
+        exact = [t.detach().float().requires_grad_() for t in (x, w)]
+        wanted = unsharded(exact[0], idx, exact[1], whole.float())
+        wanted.square().sum().backward()
+        # Some eight roundings of numbers that are a few units large.
+        near = 16 * torch.finfo(dtype).eps
+        for got, want in zip(found, [wanted, exact[0].grad, exact[1].grad], strict=False):
+            assert want is not None
+            scale = want.abs().amax() if want.numel() else 0.0
+            assert ((got.float() - want).abs() <= near * scale).all()
+        comm.all_gather(b"")
+        engine.close()
+        return found
+
+    on_ranks(ranks, work)
+
+
+def test_weights_are_given_once_and_early_where_sums_are_made_on_the_way() -> None:
+    def work(comm: ThreadComm) -> None:
+        for per_node in (None, 1):
+            engine, a = exchange(comm, experts=4, topk=2, ranks_per_node=per_node)
+            x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN)
+            got = dispatch(a, x, idx, weights=w)
+            with pytest.raises(errors.InvalidArgument, match="leave them out here"):
+                combine(a, got.x, w)
+            combine(a, got.x)
+            got = dispatch(a, x, idx)
+            if per_node is not None:
+                with pytest.raises(errors.InvalidArgument, match="give weights to dispatch"):
+                    combine(a, got.x, w)
+            combine(a, got.x)
+            for bad, words in [(w[:2], "6 are needed"), (w.double(), "give torch.float32")]:
+                with pytest.raises(errors.InvalidArgument, match=words):
+                    dispatch(a, x, idx, weights=bad)
+            comm.all_gather(b"")
+            engine.close()
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_weights_that_change_after_a_dispatch_change_no_gradient(per_node: int | None) -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+        found = []
+        for changed in (False, True):
+            leaf = w.clone().requires_grad_()
+            rows = x.clone().requires_grad_()
+            given = leaf * 1.0
+            got = dispatch(a, rows, idx, weights=given)
+            if changed:
+                with torch.no_grad():
+                    given.fill_(5.0)
+            sums = combine(a, got.x * 3.0)
+            sums.square().sum().backward()
+            found.append([sums.detach(), rows.grad, leaf.grad])
+        for first, second in zip(*found, strict=True):
+            assert torch.equal(first, second)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
+def test_rs_1_a_lost_rank_ends_the_pass_over_nodes_by_name() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(
+            comm, experts=6, topk=2, dtype=torch.float32, ranks_per_node=1, timeout=20.0
+        )
+        x, idx, w = batch(comm.rank(), 6, 6, 2, HIDDEN, torch.float32)
+        w.requires_grad_()
+        sums = combine(a, dispatch(a, x.requires_grad_(), idx, weights=w).x)
+        comm.all_gather(b"")
+        if comm.rank() == 0:
+            a.mask(2, "it was unplugged")
+        comm.all_gather(b"")
+        if comm.rank() < 2:
+            with pytest.raises(errors.PeerLost, match="rank 2 "):
+                sums.sum().backward()
+            # For good: what others still have under way with it is none of its business.
+            for _ in range(2):
+                with pytest.raises(errors.PeerLost, match=r"rank 2 was lost .* exchange anew"):
+                    dispatch(a, x, idx)
+            with pytest.raises(errors.PeerLost, match="rank 2 "):
+                a.check()
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(3, work)
 
 
 def test_rs_1_a_lost_rank_ends_the_pass_by_name() -> None:
@@ -229,6 +374,8 @@ def test_what_does_not_fit_is_refused() -> None:
             combine(a, first.x, w.double())
         with pytest.raises(errors.InvalidArgument, match="are needed"):
             combine(a, first.x[:1], w)
+        with pytest.raises(errors.InvalidArgument, match="were dispatched"):
+            combine(a, torch.cat([first.x, first.x[:1]]), w)
         sums = combine(a, first.x, w)
         second = dispatch(a, x, idx)
         sums.sum().backward()

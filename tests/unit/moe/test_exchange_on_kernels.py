@@ -445,7 +445,7 @@ def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -
             recorder.launches.clear()
             a.dispatch_send(x, idx)
             _, _, _, _, arguments = recorder.launches[0]
-            words.append((arguments.word, arguments.value))
+            words.append((arguments.over, arguments.values))
             got = a.dispatch_recv()
             if combines:
                 a.combine_send(got.x)

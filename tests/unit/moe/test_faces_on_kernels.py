@@ -378,14 +378,24 @@ def test_deepep_calls_are_captured(host: Host) -> None:
     on_ranks(2, work)
 
 
-def test_what_normal_calls_do_not_take_is_said() -> None:
+def test_tensors_of_a_normal_call_lie_together() -> None:
     def work(comm: ThreadComm) -> None:
         buffer = Buffer(comm=comm)
-        x = torch.zeros(2, 8, dtype=torch.bfloat16, device="meta")
-        with pytest.raises(errors.Unsupported, match="normal calls take host tensors"):
-            buffer.get_dispatch_layout(torch.zeros(2, 1, dtype=torch.int64, device="meta"), 2)
-        with pytest.raises(errors.Unsupported, match="normal calls take host tensors"):
-            buffer.dispatch(x)
+        x = torch.zeros(2, 8, dtype=torch.bfloat16)
+        idx = torch.zeros(2, 1, dtype=torch.int64)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
+        layout = (None, per_rank, None, in_rank, per_expert)
+        for there in ((x.to("meta"), *layout, idx), (x, *layout, idx.to("meta"))):
+            with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
+                buffer.dispatch(*there)
+        recv, _, _, _, handle, _ = buffer.dispatch(x, *layout, idx)
+        for calls in (
+            lambda: buffer.dispatch(x.to("meta"), handle=handle),
+            lambda: buffer.combine(recv.to("meta"), handle),
+            lambda: buffer.combine(recv, handle, bias=x.to("meta")),
+        ):
+            with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
+                calls()
         buffer.destroy()
 
     on_ranks(1, work)

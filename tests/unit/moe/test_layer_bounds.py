@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.bounds import Bound, layer_bound
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
+from tests.moe_ranks import ThreadComm, on_ranks
+from tests.throughput_ranks import rank_of
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
 
 
@@ -94,6 +96,39 @@ def test_a_layer_on_ranks_is_that_of_one_place_within_twice_the_bound(
         parts = x.split(9)
         works = [partial(one.forward, part) for one, part in zip(layers, parts, strict=True)]
         found = torch.cat(together(works))
+    assert within(found, whole.forward(x), bound, 2)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    config=configs(),
+    seed=st.integers(0, 1 << 20),
+    place=st.sampled_from([(2, 1), (4, 2), (4, 1), (2, 2)]),
+)
+def test_a_layer_over_nodes_is_that_of_one_place_within_twice_the_bound(
+    config: MoeConfig, seed: int, place: tuple[int, int]
+) -> None:
+    ranks, per_node = place
+    whole = MoeLayer(config, MoeWeights.random(config, seed=seed), arithmetic=FAST)
+    x = tokens(seed, 9 * ranks, config)
+    bound = layer_bound(whole, x, by_nodes=True)
+    parts = x.split(9)
+
+    def work(comm: ThreadComm) -> torch.Tensor:
+        with rank_of(
+            comm, ranks_per_node=per_node, experts=config.experts, topk=config.topk,
+            hidden=config.hidden, max_tokens=5, dtype=config.torch_dtype,
+            answer_dtype=config.torch_dtype,
+        ) as one:  # fmt: skip
+            weights = MoeWeights.random(config, seed=seed, experts=one.local_experts)
+            layer = ParallelMoeLayer(config, weights, one, max_tokens=5, arithmetic=FAST)
+            found = layer.forward(parts[comm.rank()], rounds=2)
+            assert layer.traffic.exchanges == 2
+            comm.all_gather(b"")
+            return found
+
+    found = torch.cat(on_ranks(ranks, work))
+    assert within(found, bound.sums, bound, 1)
     assert within(found, whole.forward(x), bound, 2)
 
 

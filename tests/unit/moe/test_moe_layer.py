@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fabric_ray import errors
+from fabric_ray import TransferEngine, errors
 from fabric_ray.moe.arithmetic import FAST
+from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer, Traffic, route
+from tests.moe_ranks import ThreadComm, on_ranks
+from tests.throughput_ranks import rank_of
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
 
 QWEN = MoeConfig(hidden=48, experts=8, topk=3, intermediate=20)
@@ -203,6 +206,48 @@ def test_traffic_counts_rows_and_bytes_that_left() -> None:
 def test_sizes_that_do_not_fit_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=words):
         MoeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_rs_1_a_layer_whose_sums_are_made_on_the_way_does_not_go_on_without_a_rank() -> None:
+    weights = MoeWeights.random(QWEN, seed=0)
+
+    def work(comm: ThreadComm) -> None:
+        sizes = {"experts": QWEN.experts, "topk": QWEN.topk, "hidden": QWEN.hidden}
+        given = {**sizes, "max_tokens": 8, "dtype": torch.float32, "answer_dtype": torch.float32}
+        with rank_of(comm, ranks_per_node=1, **given) as a:
+            layer = ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=8)
+            layer.forward(tokens(comm.rank(), 5, QWEN))
+            comm.all_gather(b"")
+            if comm.rank() == 0:
+                a.mask(2, "it was unplugged")
+            comm.all_gather(b"")
+            for _ in range(0 if comm.rank() == 2 else 3):
+                with pytest.raises(errors.PeerLost, match="rank 2 "):
+                    layer.forward(tokens(comm.rank(), 5, QWEN))
+            comm.all_gather(b"")
+
+    on_ranks(4, work)
+
+
+def test_gradients_of_the_fixed_arithmetic_are_refused_before_anything_is_sent() -> None:
+    weights = MoeWeights.random(QWEN, seed=0)
+    x = tokens(0, 3, QWEN)
+    with TransferEngine(name="rank-0", transport="shm") as engine:
+        a = Differentiable(
+            engine, rank=0, ranks=1, experts=QWEN.experts, topk=QWEN.topk, hidden=QWEN.hidden,
+            max_tokens=4, dtype=torch.float32,
+        )  # fmt: skip
+        a.connect([a.card()])
+        layer = ParallelMoeLayer(QWEN, weights, a, max_tokens=4)
+        want = layer.forward(x)
+        # Of what is reached only when tokens have come, too.
+        for wanted in (x, weights.router, weights.w2):
+            wanted.requires_grad_()
+            with pytest.raises(errors.InvalidArgument, match="arithmetic=FAST"):
+                layer.forward(x)
+            with torch.no_grad():
+                assert torch.equal(layer.forward(x), want)
+            wanted.requires_grad_(False)
 
 
 def test_what_a_layer_can_not_take_is_refused_before_it_is_sent() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray import errors
+from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import RowPart, ThroughputAllToAll
+from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from tests.host_kernels import Host, Stream
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
 from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, rank_of
@@ -149,6 +150,40 @@ def test_what_comes_and_what_comes_back_has_the_bits_of_the_host(
             for one, other in zip(ours, theirs, strict=True):
                 assert one.dtype == other.dtype
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("on_kernels", [(True,) * 4, (False, True, True, False)], ids=str)
+def test_gradients_have_the_bits_of_the_host(host: Host, on_kernels: Sequence[bool]) -> None:
+    def work(comm: ThreadComm, on_kernels: Sequence[bool]) -> list[torch.Tensor | None]:
+        x, idx, w = batch(comm.rank(), 7 - 2 * comm.rank(), 8, 3, HIDDEN, torch.float32)
+        x.requires_grad_()
+        w.requires_grad_()
+        with ExitStack() as stack:
+            options: dict[str, Any] = {}
+            if on_kernels[comm.rank()]:
+                stream = Stream(host, 2)
+                stack.callback(stream.finish, LIMIT)
+                options = {"launcher": stream, "workers": 2}
+            name = f"rank-{comm.rank()}"
+            engine = stack.enter_context(TransferEngine(name=name, transport="shm"))
+            a = Differentiable(
+                engine, rank=comm.rank(), ranks=4, experts=8, topk=3, hidden=HIDDEN, max_tokens=8,
+                dtype=torch.float32, ranks_per_node=2, chunk=2, **options,
+            )  # fmt: skip
+            a.connect(comm.all_gather(a.card()))
+            comm.all_gather(b"")
+            found = x
+            for _ in range(2):
+                got = dispatch(a, found, idx, weights=w, multiple=4)
+                found = found + combine(a, torch.tanh(got.x) * got.experts()[:, None])
+            found.square().sum().backward()
+            a.check()
+            comm.all_gather(b"")
+        return [found.detach(), x.grad, w.grad]
+
+    wanted = on_ranks(4, lambda comm: work(comm, (False,) * 4))
+    for ours, theirs in zip(on_ranks(4, lambda c: work(c, on_kernels)), wanted, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 SMALL = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}

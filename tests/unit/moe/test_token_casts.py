@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,17 @@ def tokens(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tenso
     x *= 2.0 ** torch.randint(-30, 30, (rows, 1), generator=g)
     x[torch.rand(x.shape, generator=g) < 0.1] = 0.0
     return x.to(dtype)
+
+
+def deepep(amax: np.float32, powers: bool) -> tuple[float, float]:
+    """What DeepEP's ``calculate_fp8_scales`` makes of a maximum: the scale that is sent, and what
+    tokens are multiplied by."""
+    inverse = amax * np.float32(1 / 448)
+    if not powers:
+        return float(inverse), float(np.float32(448) / amax)
+    (bits,) = struct.unpack("<I", struct.pack("<f", inverse))
+    exponent = (bits >> 23) - 127 + (bits & 0x7FFFFF != 0)
+    return 2.0**exponent, 2.0**-exponent
 
 
 shapes = st.tuples(
@@ -46,12 +59,8 @@ def test_fp8_is_the_block_times_its_reciprocal_scale(
         for b in range(count):
             part = x[r, b * block : (b + 1) * block].float()
             amax = part.abs().max().clamp(min=1e-4)
-            if powers:
-                scale = 2.0 ** math.ceil(math.log2((amax / 448).item()))
-                want = (part / scale).to(torch.float8_e4m3fn)
-            else:
-                scale = (amax / 448).item()
-                want = (part * (448 / amax)).to(torch.float8_e4m3fn)
+            scale, factor = deepep(np.float32(amax.item()), powers)
+            want = (part * torch.tensor(factor)).to(torch.float8_e4m3fn)
             assert scales[r, b].item() == scale
             assert torch.equal(
                 x8[r, b * block : (b + 1) * block].view(torch.uint8), want.view(torch.uint8)
@@ -62,6 +71,34 @@ def test_fp8_is_the_block_times_its_reciprocal_scale(
     assert (error <= x.float().abs() * 2.0**-4 * (1 + 1e-6) + step).all()
 
 
+def test_scales_have_the_bits_of_deepep() -> None:
+    """Random maxima, powers of two times 448, and their neighbours: where a quotient differs from a
+    product with the reciprocal, and where a power of two is crossed."""
+    rng = np.random.default_rng(8)
+    spread = np.ldexp(1 + rng.random(99_000, dtype=np.float32), rng.integers(-13, 120, 99_000))
+    edges = np.ldexp(np.float32([448, 1]), np.arange(-15, 110)[:, None]).ravel()
+    beside = [np.nextafter(edges, np.float32(to)) for to in (0, np.inf)]
+    amax = np.concatenate([spread, edges, *beside, 1 + np.arange(500)]).astype(np.float32)
+    amax = np.maximum(amax, np.float32(1e-4))
+    assert len(amax) >= 100_000
+    # The block's other element is multiplied by the same factor, and seen in e4m3 only.
+    x = torch.from_numpy(amax)[:, None].repeat(1, 2)
+    x[:, 1] *= torch.linspace(-1, 1, len(x))
+    for powers in (False, True):
+        x8, scales = cast.to_fp8(x, block=2, powers_of_two=powers)
+        wanted = [deepep(one, powers) for one in amax]
+        scale, factor = (
+            torch.tensor(each, dtype=torch.float32) for each in zip(*wanted, strict=True)
+        )
+        assert torch.equal(scales[:, 0], scale)
+        assert torch.equal(x8.float(), (x * factor[:, None]).to(torch.float8_e4m3fn).float())
+    quotients = amax / np.float32(448)
+    assert (quotients != cast.to_fp8(x, block=2)[1][:, 0].numpy()).any()
+    exponents = torch.tensor([127 + round(math.log2(scale)) for scale, _ in wanted])
+    ue8m0 = cast.to_fp8(x, block=2, scales=torch.float8_e8m0fnu)[1]
+    assert torch.equal(ue8m0.view(torch.uint8)[:, 0].long(), exponents)
+
+
 @settings(max_examples=40, deadline=None)
 @given(shapes, dtypes)
 def test_int8_is_within_half_a_step(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -70,8 +107,9 @@ def test_int8_is_within_half_a_step(shape: tuple[int, int, int, int], dtype: tor
     x8, scales = cast.to_int8(x, block=block)
     blocks = x.float().view(rows, count, block)
     amax = blocks.abs().amax(2).clamp(min=1e-4)
-    assert torch.equal(scales, amax / 127)
-    want = (blocks * (127 / amax)[..., None]).round().to(torch.int8).view(x.shape)
+    factors = torch.from_numpy(np.float32(127) / amax.numpy())
+    assert torch.equal(scales, torch.from_numpy(amax.numpy() / np.float32(127)))
+    want = (blocks * factors[..., None]).round().to(torch.int8).view(x.shape)
     assert torch.equal(x8, want)
     error = (cast.back(x8, scales, torch.float32) - x.float()).abs()
     assert (error <= scales.repeat_interleave(block, 1) * 0.5001).all()
@@ -133,7 +171,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 class _Divisions(TorchDispatchMode):
-    """What tensors are divided by."""
+    """What tensors are divided by, and whether reciprocals are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +182,8 @@ class _Divisions(TorchDispatchMode):
     ) -> Any:
         if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
             self.by.append(args[1])
+        # What ``number / tensor`` is made of.
+        assert func.overloadpacket is not torch.ops.aten.reciprocal
         return func(*args, **(kwargs or {}))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from fabric_ray import TransferEngine, observe
 from fabric_ray.engine import EngineMetrics
 from fabric_ray.engine.seeing import Histogram, PeerMetrics, PeerRail, Tally
 from fabric_ray.observe import Clock, ProcessMetrics
-from fabric_ray.observe.rates import rows
+from fabric_ray.observe.asking import ask_records
+from fabric_ray.observe.rates import OLDEST, going_on, rows
 
 PEER = PeerMetrics("2", "b", "up", "shm", 1, 0, 0, {"bulk": 0}, ())
 
@@ -59,3 +62,32 @@ def test_a_lost_link_degrades_and_a_lost_peer_is_lost() -> None:
 def test_who_was_never_reached_is_not_shown() -> None:
     idle = msgspec.structs.replace(PEER, state="idle", transport=None, links=0)
     assert rows(None, look(1, idle))[0].peers == ()
+
+
+def test_what_goes_on_is_told_with_its_peer_and_nothing_that_is_over(
+    pair: tuple[TransferEngine, TransferEngine], tmp_path: Path
+) -> None:
+    a, b = pair
+    peer, inbox = a.peer(b.address), b.alloc(4096)
+    a.write(a.alloc(4096), a.import_region(inbox.descriptor())).wait(10)
+    assert going_on(observe.metrics()) == {}
+    # Nobody receives them yet.
+    with observe.span("request 9"):
+        sent = [a.send(peer, b"x" * 500, timeout=60) for _ in range(OLDEST + 3)]
+    now = observe.metrics()
+    told = ask_records(observe.serve(tmp_path / "run"), going_on(now), oldest=OLDEST)
+    observe.stop()
+    assert sorted(len(engine.transfers) for engine in told.engines) == [0, OLDEST]
+    [row] = [row for row in rows(None, now, told) if row.engine_id == a.id]
+    assert row.going_on == OLDEST + 3
+    assert {(t.op, t.peers, t.nbytes, t.span) for t in row.transfers} == {
+        ("send", ("b",), 500, "request 9")
+    }
+    ages = [t.age for t in row.transfers]
+    assert len(ages) == OLDEST
+    assert ages == sorted(ages, reverse=True)
+    assert ages[-1] >= 0
+    b.receive(lambda _: None)
+    for transfer in sent:
+        transfer.wait(10)
+    assert going_on(observe.metrics()) == {}

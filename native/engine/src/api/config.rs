@@ -1,6 +1,6 @@
 use std::{net::IpAddr, time::Duration};
 
-use super::TransportKind;
+use super::{Ports, TransportKind};
 
 /// How long a thread looks for work before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +42,11 @@ pub struct EngineConfig {
     pub require: Option<Requirement>,
     /// Shared secret of the handshake. Without one, tcp listens on loopback only.
     pub token: Option<Vec<u8>>,
-    /// Local addresses that tcp listens on; all when empty and a token is set.
+    /// Local addresses that tcp listens on. When empty and a token is set: loopback and those that
+    /// peers are told.
     pub bind: Vec<IpAddr>,
+    /// What may be listened at, by tcp and by the side channels of verbs; `None`: the kernel chooses.
+    pub ports: Option<Ports>,
     pub tcp_streams: usize,
     pub spin: Spin,
     /// Threads that may copy at once for one engine (shm), the waiting caller included.
@@ -125,6 +128,7 @@ impl Default for EngineConfig {
             require: None,
             token: None,
             bind: Vec::new(),
+            ports: None,
             tcp_streams: 2,
             spin: Spin::For(Duration::from_micros(50)),
             copy_threads: cores.clamp(1, 4),

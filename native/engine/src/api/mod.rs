@@ -7,6 +7,7 @@ mod envelope;
 pub(crate) use envelope::{Envelope, Versions, WIRE};
 mod imm;
 mod pages;
+mod ports;
 mod priority;
 mod segment;
 mod span;
@@ -19,6 +20,7 @@ pub use descriptor::{CounterRef, RailKey, RailKeys, RegionDescriptor, RegionKey}
 pub(crate) use imm::SLOTS;
 pub use imm::{Imm, FIRST_ALLOCATED_SLOT, TAG_BITS};
 pub use pages::{IndexList, PageIndices, Pages};
+pub use ports::Ports;
 pub use priority::Priority;
 pub(crate) use segment::{check_parts, cut, Cut};
 pub use segment::{Place, SegmentDescriptor, SegmentPart, MOST_PARTS};

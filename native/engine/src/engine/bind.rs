@@ -248,10 +248,12 @@ impl Shared {
     }
 
     /// The local regions that a pending request needs (MR-1: no reuse while it is going on).
-    pub(super) fn keep(&self, ops: &[Op<'_>]) -> Vec<Region> {
+    pub(super) fn keep<'a>(&self, ops: impl IntoIterator<Item = &'a Op<'a>>) -> Vec<Region> {
+        // Requests as a rule take turns among so many; one that is kept twice is let go of twice.
+        const FEW: usize = 4;
         let mut keep: Vec<Region> = Vec::new();
         let mut add = |region: &Region| {
-            if !keep.last().is_some_and(|k| Arc::ptr_eq(&k.inner, &region.inner)) {
+            if !keep.iter().rev().take(FEW).any(|k| Arc::ptr_eq(&k.inner, &region.inner)) {
                 region.inner.memory.users.fetch_add(1, Relaxed);
                 keep.push(region.clone());
             }

@@ -6,9 +6,17 @@ use std::{
     thread::JoinHandle,
 };
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
-type Job = Box<dyn FnOnce() + Send>;
+use super::each::{Each, News};
+
+type Call = Box<dyn FnOnce() + Send>;
+
+enum Job {
+    Call(Call),
+    /// Grows while nothing is queued behind it, so that all is told in the order in which it ended.
+    News(Arc<Each>, Vec<News>),
+}
 
 #[derive(Default)]
 struct Queue {
@@ -46,9 +54,20 @@ impl Callbacks {
 
     /// Queues a job; after `close` it runs at once on the caller's thread, so that no completion
     /// goes untold.
-    pub fn push(&self, job: Job) {
-        let (queue, wake) = &*self.inner;
-        let mut q = queue.lock();
+    pub fn push(&self, call: Call) {
+        self.add(self.inner.0.lock(), Job::Call(call));
+    }
+
+    /// Queues what is told to one listener, as [`Callbacks::push`] does.
+    pub(super) fn tell(&self, each: Arc<Each>, news: impl Iterator<Item = News>) {
+        let mut q = self.inner.0.lock();
+        match q.jobs.last_mut() {
+            Some(Job::News(last, told)) if Arc::ptr_eq(last, &each) => told.extend(news),
+            _ => self.add(q, Job::News(each, news.collect())),
+        }
+    }
+
+    fn add(&self, mut q: MutexGuard<'_, Queue>, job: Job) {
         if q.over {
             drop(q);
             return run(job);
@@ -70,7 +89,7 @@ impl Callbacks {
                 }
             }
         }
-        wake.notify_one();
+        self.inner.1.notify_one();
     }
 
     /// Has what is queued run, in its order, and ends the thread.
@@ -109,7 +128,11 @@ fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
 }
 
 fn run(job: Job) {
-    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+    let call = || match job {
+        Job::Call(call) => call(),
+        Job::News(each, news) => each.hear(news),
+    };
+    if catch_unwind(AssertUnwindSafe(call)).is_err() {
         tracing::error!("a completion callback panicked; the engine goes on");
     }
 }

@@ -8,10 +8,13 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use smallvec::SmallVec;
+
 use super::{expected::Log, HandleRef, Peer};
 use crate::{
     api::{EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
     domain::Count,
+    group::Claimed,
     sync::{
         atomic::{
             AtomicU32, AtomicU64,
@@ -33,10 +36,13 @@ pub(super) struct Expectation {
     pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
-    handle: HandleRef,
-    writers: Vec<Peer>,
+    claim: Claimed,
+    writers: Writers,
     timeout: std::time::Duration,
 }
+
+/// Who is to write: one peer as a rule.
+pub(crate) type Writers = SmallVec<[Peer; 1]>;
 
 #[derive(Default)]
 struct Expectations {
@@ -91,7 +97,7 @@ impl Cell {
         let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
             log.over(imm, &e, told, None);
-            e.handle.complete(Ok(()));
+            e.claim.0.finished(e.claim.1, Ok(()));
         }
     }
 
@@ -114,7 +120,7 @@ impl Cell {
                 Some(error) => {
                     given_back += e.n;
                     log.over(imm, e, now, Some(&error));
-                    failed.push((Arc::clone(&e.handle), error));
+                    failed.push((e.claim.clone(), error));
                     false
                 }
             });
@@ -124,8 +130,8 @@ impl Cell {
         if self.arrived.load(SeqCst) >= self.threshold.load(SeqCst) {
             self.fire(now, log, imm);
         }
-        for (handle, error) in failed {
-            handle.complete(Err(error));
+        for ((claim, at), error) in failed {
+            claim.finished(at, Err(error));
         }
     }
 }
@@ -263,41 +269,42 @@ impl Counters {
         self.ghosts.load(Relaxed)
     }
 
-    /// Completes `handle` when `n` further writes have been counted.
+    /// Tells `claim` when `n` further writes have been counted. To be followed by [`Counters::look`].
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Option<Span>),
         (now, timeout): (Time, std::time::Duration),
-        writers: Vec<Peer>,
-        handle: HandleRef,
+        writers: Writers,
+        claim: Claimed,
     ) {
         let cell = self.cell(imm.slot());
         let deadline = now.after(timeout);
-        let watched = deadline != Time::NEVER || !writers.is_empty();
-        {
-            let mut p = cell.pending.lock();
-            p.claimed += u64::from(n);
-            let threshold = p.claimed;
-            let n = u64::from(n);
-            let begun = now;
-            p.list.push_back(Expectation {
-                n,
-                threshold,
-                span,
-                begun,
-                deadline,
-                handle,
-                writers,
-                timeout,
-            });
-            cell.publish_threshold(&p);
-        }
-        if watched {
-            self.watched.lock().insert(imm.slot());
+        let mut p = cell.pending.lock();
+        p.claimed += u64::from(n);
+        let threshold = p.claimed;
+        let (n, begun) = (u64::from(n), now);
+        let expectation =
+            Expectation { n, threshold, span, begun, deadline, claim, writers, timeout };
+        p.list.push_back(expectation);
+        cell.publish_threshold(&p);
+    }
+
+    /// What was expected of these counters is told, if it has come already. `deadline`: from now on that ends it, and so
+    /// do losses.
+    pub fn look(
+        &self,
+        (now, deadline): (Time, Option<Time>),
+        counters: impl Iterator<Item = Imm> + Clone,
+    ) {
+        if let Some(deadline) = deadline {
+            self.watched.lock().extend(counters.clone().map(Imm::slot));
             self.next_expiry.fetch_min(deadline.0, SeqCst);
         }
-        if cell.arrived.load(SeqCst) >= cell.threshold.load(SeqCst) {
-            cell.fire(now, &self.log, imm);
+        for imm in counters {
+            let cell = self.cell(imm.slot());
+            if cell.arrived.load(SeqCst) >= cell.threshold.load(SeqCst) {
+                cell.fire(now, &self.log, imm);
+            }
         }
     }
 
@@ -343,9 +350,8 @@ impl Counters {
     /// Ends one expectation; its counts are there for others.
     pub fn cancel(&self, now: Time, imm: Imm, handle: &HandleRef) {
         self.cell(imm.slot()).fail((now, &self.log, imm), |e| {
-            Arc::ptr_eq(&e.handle, handle).then(|| EngineError::Cancelled {
-                what: "expectation",
-                cause: "as was asked".into(),
+            std::ptr::addr_eq(Arc::as_ptr(&e.claim.0), Arc::as_ptr(handle)).then(|| {
+                EngineError::Cancelled { what: "expectation", cause: "as was asked".into() }
             })
         });
     }
@@ -398,7 +404,9 @@ mod tests {
         let mut expect = || {
             let handle = Arc::new(Pending::default());
             let (now, forever) = (Time(begun), std::time::Duration::MAX);
-            counters.expect((imm, 1, Some(Span::NONE)), (now, forever), Vec::new(), handle);
+            let nobody = Writers::new();
+            counters.expect((imm, 1, Some(Span::NONE)), (now, forever), nobody, (handle, 0));
+            counters.look((now, None), std::iter::once(imm));
         };
         let mut arrive = || counters.arrive(Time(came), Count { imm: imm.to_wire(), n: 1 });
         first(&mut expect, &mut arrive);
@@ -430,7 +438,7 @@ mod loom_tests {
     use loom::thread;
 
     use super::*;
-    use crate::engine::handle::Pending;
+    use crate::{engine::handle::Pending, group::Claim};
 
     #[test]
     fn ic_4_an_expectation_and_its_arrival_never_miss_each_other() {
@@ -444,7 +452,9 @@ mod loom_tests {
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
             let never = (Time(0), std::time::Duration::MAX);
-            counters.expect((imm, 1, Some(Span::NONE)), never, Vec::new(), Arc::clone(&handle));
+            let claim = (Arc::clone(&handle) as Arc<dyn Claim>, 0);
+            counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), claim);
+            counters.look((Time(0), None), std::iter::once(imm));
             arrival.join().unwrap();
             assert!(handle.is_done());
         });

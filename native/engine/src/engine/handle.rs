@@ -79,11 +79,25 @@ pub(crate) struct Pending {
 pub(crate) type HandleRef = Arc<Pending>;
 
 impl Claim for Pending {
-    fn finished(&self, result: Result<()>) {
+    fn finished(&self, _at: u32, result: Result<()>) {
         self.complete(result);
     }
 
-    fn over(&self, proven: bool) {
+    fn over(&self, _at: u32, proven: bool, result: Option<Result<()>>) {
+        self.let_go(proven);
+        if let Some(result) = result {
+            self.complete(result);
+        }
+    }
+}
+
+impl Pending {
+    pub fn new(shared: &Arc<Shared>) -> HandleRef {
+        Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
+    }
+
+    /// Nothing of it is under way any more; `proven`: nor can any byte of it still land.
+    pub fn let_go(&self, proven: bool) {
         let waiting = {
             // Under the lock, so that a hook is either in the list now or sees it itself.
             let mut waiting = self.quieted.lock();
@@ -98,12 +112,6 @@ impl Claim for Pending {
         for (callbacks, f) in waiting {
             callbacks.push(Box::new(move || f(quiet)));
         }
-    }
-}
-
-impl Pending {
-    pub fn new(shared: &Arc<Shared>) -> HandleRef {
-        Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
     }
 
     #[inline]

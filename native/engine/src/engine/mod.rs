@@ -5,6 +5,7 @@ mod bind;
 mod callbacks;
 mod counters;
 mod driver;
+mod each;
 mod expected;
 mod grants;
 mod handle;
@@ -45,6 +46,7 @@ use crate::{
     EngineError, Result,
 };
 
+pub use each::{Expect, Listener, Outcome};
 pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};

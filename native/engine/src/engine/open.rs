@@ -52,6 +52,12 @@ impl TransferEngine {
                 Err(DomainError::Io { call, errno }) if EngineError::is_limit(errno) => {
                     return Err(EngineError::resource(call, errno));
                 }
+                // Whoever names ports has a firewall that lets in nothing else.
+                Err(DomainError::Ports(cause)) => {
+                    let hint = "name other `ports`, or more of them: an engine takes one, and one for each verbs NIC; \
+                                `ss -ltnp` shows who listens";
+                    return Err(EngineError::Resource { call: "bind", cause, hint: hint.into() });
+                }
                 Err(e) => failures.push((kind, e.to_string())),
             }
         }

@@ -14,13 +14,18 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, counters::Counters, driver::Cell, grants::Leases, receives::Receives,
-    watcher::Watchers, Handle, HandleRef, Peer, Region,
+    callbacks::Callbacks,
+    counters::Counters,
+    driver::{Cell, Core},
+    grants::Leases,
+    receives::Receives,
+    watcher::Watchers,
+    Handle, HandleRef, Peer, Region,
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, Quiet},
-    group::{Claim, Sink},
+    group::Sink,
     memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
     time::Time,
     wake::{News, Waker},
@@ -208,13 +213,16 @@ impl Shared {
     }
 
     pub fn watch(self: &Arc<Self>, peer: &Peer) -> Result<()> {
-        self.check_peer(peer)?;
         let mut core = self.cell.lock(self);
-        let core = &mut *core;
+        self.watch_under(&mut core, self.now(), peer)
+    }
+
+    fn watch_under(&self, core: &mut Core, now: Time, peer: &Peer) -> Result<()> {
+        self.check_peer(peer)?;
         if core.closed {
             return Err(EngineError::Closed);
         }
-        core.group.watch(self.now(), peer.key, &mut core.domains, &**self)
+        core.group.watch(now, peer.key, &mut core.domains, self)
     }
 
     pub fn expect(
@@ -234,23 +242,35 @@ impl Shared {
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        self.counters.expect(
-            (imm, n, span),
-            (now, timeout),
-            writers.to_vec(),
-            Arc::clone(&pending),
-        );
-        // After the expectation is in place, so that a loss found now or later fails it.
-        for peer in writers {
-            if let Err(error) = self.watch(peer) {
-                self.counters.peer_lost(now, peer.id(), &error);
+        let claim = (Arc::clone(&pending) as _, 0);
+        self.counters.expect((imm, n, span), (now, timeout), writers.into(), claim);
+        self.begin_to_expect((now, timeout), std::iter::once(imm), writers.iter());
+        Ok(Handle::pending("expectation", pending))
+    }
+
+    /// What is expected of these counters is in place: losses, found now or later, and deadlines end it.
+    pub fn begin_to_expect<'a>(
+        self: &Arc<Self>,
+        (now, timeout): (Time, Duration),
+        counters: impl Iterator<Item = Imm> + Clone,
+        writers: impl Iterator<Item = &'a Peer>,
+    ) {
+        let mut writers = writers.peekable();
+        let deadline = Some(now.after(timeout));
+        let ends = deadline.filter(|at| *at != Time::NEVER || writers.peek().is_some());
+        self.counters.look((now, ends), counters);
+        if writers.peek().is_some() {
+            let mut core = self.cell.lock(self);
+            for peer in writers {
+                if let Err(error) = self.watch_under(&mut core, now, peer) {
+                    self.counters.peer_lost(now, peer.id(), &error);
+                }
             }
         }
         self.cell.set_alarm(self.counters.next_deadline());
         if self.closed.load(SeqCst) {
             self.counters.close(now);
         }
-        Ok(Handle::pending("expectation", pending))
     }
 
     /// Withdraws a region from all domains; the memory is kept until the last peer let go.
@@ -324,7 +344,7 @@ impl Shared {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }
             if let Some(handle) = handle {
-                handle.over(true);
+                handle.let_go(true);
                 handle.complete(Ok(()));
             }
             if memory.keep.is_some() || memory.grantor.is_some() {

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{Claim, Hold, Submitted},
+    group::{Hold, Submitted},
     EngineError, Result,
 };
 
@@ -35,10 +35,10 @@ pub struct Submit {
 }
 
 /// What moves so many bytes within the call that submits it has taken a while: the clock is read again.
-const LONG: u64 = 32 << 10;
+pub(super) const LONG: u64 = 32 << 10;
 
 impl Submit {
-    fn priority(&self, ops: &[Op<'_>]) -> Priority {
+    pub(super) fn priority(&self, ops: &[Op<'_>]) -> Priority {
         let control = |op: &Op<'_>| matches!(op, Op::Send { .. } | Op::Barrier { .. });
         self.priority.unwrap_or_else(|| match ops.iter().all(control) {
             true => Priority::Latency,
@@ -103,7 +103,7 @@ impl Shared {
                     let pending = handle::Pending::new(self);
                     pending.needs(self.keep(ops));
                     pending.is_of(Source::Transfer(key));
-                    core.group.attach(key, pending.clone());
+                    core.group.attach(key, (pending.clone(), 0));
                     self.cell.set_alarm(core.group.next_deadline());
                     Handle::pending(name, pending)
                 }
@@ -130,7 +130,7 @@ impl Shared {
             self,
             Box::new(move |core, shared| {
                 let ended = |result| {
-                    pending.over(true);
+                    pending.let_go(true);
                     pending.complete(result);
                 };
                 if let Err(e) = core.check_open() {
@@ -149,7 +149,7 @@ impl Shared {
                     Submitted::Done(result) => ended(result),
                     Submitted::Pending(key) => {
                         pending.is_of(Source::Transfer(key));
-                        core.group.attach(key, pending);
+                        core.group.attach(key, (pending, 0));
                         shared.cell.set_alarm(core.group.next_deadline());
                     }
                 }

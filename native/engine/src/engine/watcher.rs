@@ -67,6 +67,9 @@ struct Watch {
     on_change: OnChange,
     /// The value last seen; only the watching thread changes it.
     seen: AtomicU64,
+    /// When that was, in nanoseconds since `begun`.
+    seen_at: AtomicU64,
+    begun: Instant,
     dropped: AtomicBool,
 }
 
@@ -129,6 +132,13 @@ impl Watcher {
         self.watch.word.load()
     }
 
+    /// The value that the watching thread has seen last, and how long ago: at that moment its callback began.
+    pub fn seen(&self) -> (u64, Duration) {
+        let value = self.watch.seen.load(Acquire);
+        let at = Duration::from_nanos(self.watch.seen_at.load(Acquire));
+        (value, self.watch.begun.elapsed().saturating_sub(at))
+    }
+
     /// Changes the word and wakes the watching thread if it naps. A store through [`addr`] is seen
     /// as well, after at most the nap (2 ms when nothing has changed for a while).
     ///
@@ -158,6 +168,8 @@ impl Watchers {
             word: device.map_or_else(|| Word::Own(Own(AtomicU64::new(0))), Word::Device),
             on_change,
             seen: AtomicU64::new(0),
+            seen_at: AtomicU64::new(0),
+            begun: Instant::now(),
             dropped: AtomicBool::new(false),
         });
         let mut state = self.inner.0.lock();
@@ -252,6 +264,8 @@ impl Watch {
         if new == old || self.dropped.load(SeqCst) {
             return false;
         }
+        // Who sees the value sees no earlier time than its own.
+        self.seen_at.store(self.begun.elapsed().as_nanos() as u64, Release);
         self.seen.store(new, Release);
         if catch_unwind(AssertUnwindSafe(|| (self.on_change)(old, new))).is_err() {
             tracing::error!("a watcher callback panicked; the engine goes on");

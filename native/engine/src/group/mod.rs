@@ -69,11 +69,15 @@ pub(crate) trait Sink {
 
 /// Who waits for a transfer, and the memory that it needs: the layer above knows both.
 pub(crate) trait Claim: Send + Sync {
-    /// The transfer's result, once.
-    fn finished(&self, result: Result<(), EngineError>);
-    /// Nothing of it is under way any more; `proven`: nor can any byte of it still land (MR-1).
-    fn over(&self, proven: bool);
+    /// The result, once; `at`: its place among those that are waited for together.
+    fn finished(&self, at: u32, result: Result<(), EngineError>);
+    /// Nothing of a transfer is under way any more; `proven`: nor can any byte of it still land (MR-1). With its result,
+    /// unless that was told before.
+    fn over(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
 }
+
+/// Who waits, and for which of what it waits for.
+pub(crate) type Claimed = (Arc<dyn Claim>, u32);
 
 /// What the user allows, beyond the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
@@ -246,7 +250,7 @@ impl Group {
     }
 
     /// Whom to tell when a pending request is over.
-    pub fn attach(&mut self, key: TransferKey, claim: Arc<dyn Claim>) {
+    pub fn attach(&mut self, key: TransferKey, claim: Claimed) {
         self.transfers[key.slot as usize].claim = Some(claim);
     }
 

@@ -453,14 +453,11 @@ impl Route {
         let last = self.state == State::Lost
             || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
         let lost = |cause: String| {
-            let (transport, device) = (rail.kind().to_string(), rail.device());
-            let cause = match device {
-                "" => cause,
-                device => format!("{device}: {cause}"),
-            };
+            let (transport, nic) = (rail.kind().to_string(), rail.device().to_owned());
+            let peer = peer.clone();
             match last {
-                true => EngineError::PeerLost { peer: peer.clone(), transport, cause },
-                false => EngineError::RailLost { peer: peer.clone(), transport, cause },
+                true => EngineError::PeerLost { peer, transport, nic, cause },
+                false => EngineError::RailLost { peer, transport, nic, cause },
             }
         };
         match e {
@@ -473,7 +470,9 @@ impl Route {
             },
             DomainError::Refused(cause) => EngineError::Refused { peer, op, cause },
             DomainError::Handshake(cause) => EngineError::Handshake { peer, cause },
-            DomainError::Unavailable(reasons) => EngineError::Unreachable { peer, reasons },
+            DomainError::Unavailable(reasons) | DomainError::Ports(reasons) => {
+                EngineError::Unreachable { peer, reasons }
+            }
             DomainError::Storage(cause) => EngineError::Storage { peer, op, cause },
         }
     }

@@ -1,4 +1,4 @@
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -7,7 +7,7 @@ use super::{
     recorder::Flight,
     route::Route,
     slices::{BoundOp, Joint},
-    Claim, PeerKey,
+    Claimed, PeerKey,
 };
 use crate::{
     api::Priority,
@@ -54,7 +54,7 @@ pub(super) struct Transfer {
     pub error: Option<EngineError>,
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
     pub undecided: Option<(PeerKey, Time)>,
-    pub claim: Option<Arc<dyn Claim>>,
+    pub claim: Option<Claimed>,
     /// Its result was told, maybe before everything of it was over.
     told: bool,
     /// A link that carried some of it was lost, and its other end hasn't said that it is down.
@@ -222,17 +222,17 @@ impl Transfer {
 
     /// Gives the result to whoever waits, once.
     pub fn tell(&mut self) {
-        if let Some(claim) = self.claim.as_ref().filter(|_| !self.told) {
-            claim.finished(self.error.clone().map_or(Ok(()), Err));
+        if let Some((claim, at)) = self.claim.as_ref().filter(|_| !self.told) {
+            claim.finished(*at, self.error.clone().map_or(Ok(()), Err));
             self.told = true;
         }
     }
 
     /// All of it is over.
     pub fn deliver(&mut self) {
-        if let Some(claim) = &self.claim {
-            claim.over(!self.unproven);
-        }
-        self.tell();
+        let Some((claim, at)) = &self.claim else { return };
+        let result = (!self.told).then(|| self.error.clone().map_or(Ok(()), Err));
+        self.told = true;
+        claim.over(*at, !self.unproven, result);
     }
 }

@@ -13,6 +13,7 @@ pub(crate) mod handshake;
 mod listener;
 pub(crate) mod nic;
 pub(crate) mod nics;
+mod sockets;
 pub(crate) mod staged;
 
 use std::sync::Arc;

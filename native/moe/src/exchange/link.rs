@@ -113,8 +113,10 @@ pub struct Link {
     /// It has said that its memory may be written, and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
-    /// Writes to it that are under way.
+    /// Rows and answers to it that are under way.
     pub flying: u32,
+    /// Blocks and counts to it that are.
+    pub telling: u32,
     pub signs: Signs,
     pub out: Out,
     pub inward: In,
@@ -179,6 +181,7 @@ impl Link {
             open: true,
             awaits_fence: false,
             flying: 0,
+            telling: 0,
             signs: Signs::default(),
             out: Out::default(),
             inward: In::default(),
@@ -202,9 +205,15 @@ impl Link {
         self.wire.stores.get()?.as_ref().ok()?.enter()
     }
 
-    pub fn count(&self, stage: Stage) -> Act {
+    pub fn count(&mut self, stage: Stage) -> Act {
+        self.telling += 1;
         let (wire, piece) = (Arc::clone(&self.wire), Piece::count(stage));
         Act::Write { wire, piece, load: Load::Control }
+    }
+
+    pub fn tell(&mut self, words: Vec<u32>, piece: Piece) -> Act {
+        self.telling += 1;
+        Act::Tell { wire: Arc::clone(&self.wire), words, piece }
     }
 
     pub fn expect(&self, stage: Stage, n: u32) -> Act {

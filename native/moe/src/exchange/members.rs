@@ -139,9 +139,7 @@ impl AllToAll {
         let mut acts = Vec::new();
         let mut state = self.inner.state.lock();
         state.lose(rank, Stage::Routes, cause.to_owned(), &mut acts);
-        self.inner.wake(&mut state, &mut acts);
-        drop(state);
-        self.inner.run(acts);
+        self.inner.follow(state, acts);
         Ok(())
     }
 

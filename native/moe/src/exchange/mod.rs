@@ -1,10 +1,12 @@
 //! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers come in.
 
 mod act;
-mod blocks;
+pub(crate) mod blocks;
 mod device;
+mod heard;
 mod link;
 mod members;
+mod parting;
 mod pulse;
 mod rows;
 mod serve;
@@ -24,16 +26,14 @@ use std::{
 use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::{
-    act::{Act, Ended, Load},
-    link::{Ours, Wire},
-    serve::Server,
-    state::{State, Step},
-    waits::Until,
-};
 pub use self::{
     link::{Stage, STAGES},
     state::Lost,
+};
+use self::{
+    serve::Server,
+    state::{State, Step},
+    waits::Until,
 };
 use crate::{
     kernels::{Float, Part, PartMut},
@@ -44,6 +44,9 @@ use crate::{
 
 /// Until told otherwise.
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// What has been copied leaves when it is so many bytes: a request costs as much as copying some hundreds, and while these
+/// are copied the link may be idle.
+const AT_ONE_GO: u64 = 16 << 10;
 
 /// What a dispatch has brought.
 pub type Dispatched = Arc<Placing>;
@@ -62,8 +65,7 @@ pub struct AllToAll {
 
 impl fmt::Debug for AllToAll {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ranks = self.inner.shape.ranks;
-        write!(f, "AllToAll(rank {} of {ranks})", self.inner.rank)
+        self.inner.fmt(f)
     }
 }
 
@@ -82,6 +84,12 @@ pub(crate) struct Inner {
     changed: Condvar,
     /// Nanoseconds.
     timeout: AtomicU64,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AllToAll(rank {} of {})", self.rank, self.shape.ranks)
+    }
 }
 
 impl AllToAll {
@@ -190,13 +198,23 @@ impl AllToAll {
         let others: Vec<u32> = state.others().collect();
         drop(state);
         inner.run(acts);
+        let (mut packed, mut nbytes) = (Vec::with_capacity(others.len() + 1), 0);
+        let mut sent = Ok(());
         for rank in others.into_iter().chain([inner.rank]) {
-            inner.pack(parts, &routes, rank)?;
-            let mut acts = Vec::new();
-            inner.state.lock().packed(rank, &mut acts);
-            inner.run(acts);
+            sent = inner.pack(parts, &routes, rank);
+            if sent.is_err() {
+                break;
+            }
+            packed.push(rank);
+            nbytes += routes.rows_to(rank) * inner.shape.row_stride();
+            if nbytes >= AT_ONE_GO {
+                inner.packed(packed.drain(..));
+                nbytes = 0;
+            }
         }
-        Ok(())
+        // Whatever became of the others.
+        inner.packed(packed.drain(..));
+        sent
     }
 
     /// How many rows come, and where they will be; `None` until every rank's routes are here.
@@ -323,6 +341,10 @@ impl AllToAll {
             let text = "a device carries this exchange out; make another one for the host";
             return Err(EngineError::Invalid(text.into()));
         }
+        self.alone()
+    }
+
+    fn alone(&self) -> Result<MutexGuard<'_, ()>> {
         self.caller.try_lock().ok_or_else(|| {
             EngineError::Invalid(
                 "another thread is in a call of this exchange; make one exchange for each".into(),
@@ -345,6 +367,16 @@ fn out_of_turn(call: &str, step: Step) -> EngineError {
 impl Inner {
     pub(crate) fn timeout(&self) -> Duration {
         Duration::from_nanos(self.timeout.load(Relaxed))
+    }
+
+    /// The rows for these ranks lie ready.
+    fn packed(self: &Arc<Self>, ranks: impl Iterator<Item = u32>) {
+        let mut acts = Vec::new();
+        let mut state = self.state.lock();
+        acts.reserve(ranks.size_hint().0);
+        ranks.for_each(|rank| state.packed(rank, &mut acts));
+        drop(state);
+        self.run(acts);
     }
 
     /// Where rows go, once every rank's routes are known.
@@ -405,104 +437,5 @@ impl Inner {
         }
         state.awaited = None;
         Ok(())
-    }
-
-    /// Tells the device what it may know now, and wakes the caller if what it waits for is there.
-    fn wake(&self, state: &mut State, acts: &mut Vec<Act>) {
-        state.advance(acts);
-        if state.awaited.is_some_and(|until| state.holds(until)) {
-            self.changed.notify_all();
-        }
-    }
-
-    /// What a write that failed was to send isn't read any more.
-    pub(crate) fn settled(self: &Arc<Self>) {
-        let mut acts = Vec::new();
-        let mut state = self.state.lock();
-        state.unsettled -= 1;
-        state.go_on(&mut acts);
-        self.wake(&mut state, &mut acts);
-        drop(state);
-        self.run(acts);
-    }
-
-    /// Memory was taken back, or never will be.
-    pub(crate) fn revoked(self: &Arc<Self>, rank: u32, end: Result<()>) {
-        if let Err(error) = end {
-            tracing::warn!(%error, "memory can't be taken back from a lost rank");
-            self.state.lock().device_is_stuck(Duration::ZERO, &error.to_string());
-            return;
-        }
-        let mut acts = Vec::new();
-        let mut state = self.state.lock();
-        if let Some(at) = state.revoking.iter().position(|r| *r == rank) {
-            state.revoking.swap_remove(at);
-            // Whoever makes a card waits for one rank, and not as a caller does.
-            self.changed.notify_all();
-        }
-        state.go_on(&mut acts);
-        self.wake(&mut state, &mut acts);
-        drop(state);
-        self.run(acts);
-    }
-
-    /// Something has ended, well or not.
-    pub(crate) fn ended(self: &Arc<Self>, wire: &Wire, what: Ended, end: Result<()>) {
-        let mut acts = Vec::new();
-        let mut state = self.state.lock();
-        if let Ended::Written(load, _) = what {
-            state.written(wire, load, end.is_ok(), &mut acts);
-        }
-        if state.is_current(wire) && !matches!(what, Ended::Written(Load::Word, _)) {
-            let stage = match what {
-                Ended::Came(stage) | Ended::Written(_, stage) => stage,
-            };
-            let end = end.map_err(|e| state.why(wire.rank, &e)).and_then(|()| match what {
-                Ended::Came(stage) => {
-                    let words = self.words(wire.rank, stage);
-                    state.came(wire.rank, stage, &words, &mut acts)
-                }
-                Ended::Written(..) => Ok(()),
-            });
-            // Nobody waits for whoever can't be waited for (RS-4).
-            if let Err(cause) = end {
-                state.lose(wire.rank, stage, cause, &mut acts);
-            }
-        }
-        self.wake(&mut state, &mut acts);
-        drop(state);
-        self.run(acts);
-    }
-
-    /// The block that a peer wrote.
-    fn words(&self, rank: u32, stage: Stage) -> Vec<u32> {
-        let (offset, len) = match stage {
-            Stage::Routes => self.memory.routes(rank),
-            Stage::Grant => self.memory.grant(rank),
-            _ => return Vec::new(),
-        };
-        let words = |bytes: &[u8]| {
-            let (words, _) = bytes.as_chunks::<4>();
-            words.iter().map(|w| u32::from_le_bytes(*w)).collect()
-        };
-        self.control.with_bytes(offset, len, words).unwrap_or_default()
-    }
-}
-
-impl Drop for AllToAll {
-    fn drop(&mut self) {
-        self.leave();
-        let mut state = self.inner.state.lock();
-        let ours = std::mem::take(&mut state.ours);
-        let mut links = std::mem::take(&mut state.links);
-        links.append(&mut state.newcomers);
-        drop(state);
-        let given = links.iter().flatten().map(|l| &l.wire.ours).chain(ours.iter().flatten());
-        for memory in given.flat_map(Ours::memory) {
-            // Nobody waits: the engine keeps the memory until it is quiet.
-            drop(memory.revoke());
-        }
-        drop(self.inner.control.revoke());
-        drop(self.inner.rows.revoke());
     }
 }

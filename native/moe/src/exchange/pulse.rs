@@ -15,6 +15,7 @@ use super::{
     device::Device,
     link::{Link, Stage},
     state::{State, Step},
+    waits::Until,
     Inner,
 };
 
@@ -160,6 +161,9 @@ impl State {
 
     /// Nobody carries the exchange out any more.
     fn is_over(&self) -> bool {
+        if self.lingers.is_some() || self.awaited == Some(Until::NothingOwed) {
+            return false;
+        }
         self.left || self.device.as_ref().is_some_and(Device::has_failed)
     }
 }
@@ -195,9 +199,7 @@ impl Inner {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
         state.beat(self.timeout(), self.between_beats(), &mut acts);
-        self.wake(&mut state, &mut acts);
-        drop(state);
-        self.run(acts);
+        self.follow(state, acts);
     }
 }
 
@@ -206,28 +208,14 @@ mod tests {
     use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Time};
 
     use super::*;
-    use crate::{
-        exchange::waits::Until,
-        kernels::{Float, Part},
-        shape::{Back, Shape},
-        AllToAll,
-    };
+    use crate::{kernels::Part, shape::Shape, AllToAll};
 
     const T: Duration = Duration::from_millis(20);
 
     /// Two ranks of three that know one another.
     fn pair() -> (SimNet, Vec<AllToAll>) {
         let mut net = SimNet::new(SimConfig::default());
-        let shape = Shape {
-            ranks: 3,
-            experts: 3,
-            topk: 1,
-            max_tokens: 4,
-            row_nbytes: 16,
-            back: Back { elements: 8, float: Float::F32 },
-            private_rows: 4,
-            shared_rows: None,
-        };
+        let shape = Shape::small(3);
         let mut open = |rank| {
             let all =
                 AllToAll::new(net.engine(EngineConfig::default()).unwrap(), shape, rank).unwrap();

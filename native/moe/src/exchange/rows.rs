@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use fabric_engine::{EngineError, Result};
+use parking_lot::MutexGuard;
 
 use super::{
+    act::Act,
     link::{Answer, Chunk, Link, Lot},
     out_of_turn,
     state::{Cursor, Step},
     waits::Until,
-    Inner,
+    Inner, AT_ONE_GO,
 };
 use crate::{
     kernels::{weighted_sum, Answers, Float, Part, PartMut},
@@ -119,18 +121,42 @@ impl Inner {
             return Err(out_of_turn("combine_send", state.step));
         };
         self.check_answers(&placing, answers)?;
+        let mut acts = Vec::new();
         if state.step == Step::Collected {
             // What a lost rank still writes must not meet answers in the shared buffer, nor must those that are
             // still on their way to one (MR-1).
             if !state.holds(Until::AnswersLeft) {
                 return Ok(false);
             }
-            let mut acts = Vec::new();
             state.begin_answers(&mut acts);
-            drop(state);
-            self.run(acts);
-            state = self.state.lock();
         }
+        drop(state);
+        let sent = self.send_answers(&placing, answers, &mut acts);
+        self.run(acts);
+        if !sent? {
+            return Ok(false);
+        }
+        // Own rows have to have left before their answers take their place.
+        let state = self.state.lock();
+        if !state.holds(Until::AnswersLeft) {
+            return Ok(false);
+        }
+        let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
+        drop(state);
+        self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
+        self.state.lock().step = Step::Answered;
+        Ok(true)
+    }
+
+    /// Answers to the others, until there is no room; true when all were sent.
+    fn send_answers(
+        self: &Arc<Self>,
+        placing: &Placing,
+        answers: Part<'_>,
+        acts: &mut Vec<Act>,
+    ) -> Result<bool> {
+        let mut nbytes = 0;
+        let mut state = self.state.lock();
         while let Some(rank) = state.others().nth(state.cursor.ranks as usize) {
             let (room, cursor) = (self.shape.shared_rows(), state.cursor);
             let rows = (placing.rows_of(rank) - cursor.rows).min(room);
@@ -147,23 +173,16 @@ impl Inner {
             let (place, first) = (state.cursor.place, cursor.rows);
             drop(state);
             let to = self.memory.shared_back(place);
-            self.put_answers(&placing, rank, (first, rows), answers, to)?;
-            let mut acts = Vec::new();
-            let mut locked = self.state.lock();
-            (locked.cursor.place, locked.cursor.rows) = (place + rows, first + rows);
-            locked.answer(rank, Answer { place, first, rows }, &mut acts);
-            drop(locked);
-            self.run(acts);
+            self.put_answers(placing, rank, (first, rows), answers, to)?;
+            nbytes += rows * self.shape.back_stride();
             state = self.state.lock();
+            (state.cursor.place, state.cursor.rows) = (place + rows, first + rows);
+            state.answer(rank, Answer { place, first, rows }, acts);
+            if nbytes >= AT_ONE_GO {
+                nbytes = 0;
+                MutexGuard::unlocked(&mut state, || self.run(std::mem::take(acts)));
+            }
         }
-        // Own rows have to have left before their answers take their place.
-        if !state.holds(Until::AnswersLeft) {
-            return Ok(false);
-        }
-        let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
-        drop(state);
-        self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
-        self.state.lock().step = Step::Answered;
         Ok(true)
     }
 

@@ -4,8 +4,9 @@
 //! commands only.
 
 use std::{
+    num::NonZeroU64,
     sync::{
-        atomic::{AtomicBool, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
         Arc,
     },
     thread::JoinHandle,
@@ -25,9 +26,17 @@ use crate::device::{Said, Shared};
 /// How long it looks for commands before it sleeps, and how long it sleeps: a GPU can't wake it.
 const SPIN: Duration = Duration::from_micros(50);
 const NAP: Duration = Duration::from_micros(50);
-/// What it sleeps when nothing has come for [`IDLE`].
+/// What it sleeps when nothing has come for [`IDLE`]. Until then the next exchange is near.
 const LONG_NAP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
+/// While one rank looks for each so many cores, it looks until [`IDLE`]; with more of them somebody else needs this one.
+const CORES: usize = 8;
+/// What it sleeps then, if there are so many cores at all.
+const SHORT_NAP: Duration = Duration::from_micros(10);
+/// Ranks that may be on one host, and look as this one does: one for each of its GPUs.
+const NEIGHBOURS: u32 = 8;
+/// Ranks of this process that look, and their neighbours.
+static LOOKING: AtomicUsize = AtomicUsize::new(0);
 /// How often it looks whether the device hangs on a lost rank.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -135,9 +144,8 @@ impl Inner {
         let mut acts = Vec::new();
         let mut state = self.state.lock();
         let over = state.told(Said::of(words, self.rank), &mut acts);
-        drop(state);
+        self.follow(state, acts);
         drop(over);
-        self.run(acts);
     }
 
     /// Whether the device may be storing to peers' memory.
@@ -159,7 +167,40 @@ impl Inner {
     }
 }
 
+/// One that looks for commands, as long as the next may be near.
+struct Looking<'a> {
+    all: &'a AtomicUsize,
+    ranks: usize,
+    counted: bool,
+}
+
+impl<'a> Looking<'a> {
+    fn new(all: &'a AtomicUsize, ranks: u32) -> Self {
+        Self { all, ranks: ranks.min(NEIGHBOURS) as usize, counted: false }
+    }
+
+    /// Counts, or not.
+    fn set(&mut self, near: bool) {
+        match (self.counted, near) {
+            (false, true) => self.all.fetch_add(self.ranks, SeqCst),
+            (true, false) => self.all.fetch_sub(self.ranks, SeqCst),
+            _ => return,
+        };
+        self.counted = near;
+    }
+}
+
+impl Drop for Looking<'_> {
+    fn drop(&mut self) {
+        self.set(false);
+    }
+}
+
 fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // Or else each nap is longer by 50 microseconds; it is no harm where that can't be had.
+    let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
+    let mut looking = Looking::new(&LOOKING, inner.shape.ranks);
     let mut quiet_since = Instant::now();
     let (mut looked, mut hangs_since) = (quiet_since, None);
     while !stop.load(SeqCst) || inner.is_storing() {
@@ -174,11 +215,22 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
             quiet_since = Instant::now();
             continue;
         }
-        match quiet_since.elapsed() {
-            quiet if quiet < SPIN => std::thread::yield_now(),
-            quiet if quiet < IDLE => std::thread::sleep(NAP),
-            _ => std::thread::sleep(LONG_NAP),
+        let quiet = quiet_since.elapsed();
+        looking.set(quiet < IDLE);
+        match nap(quiet, cores, LOOKING.load(SeqCst)) {
+            None => std::thread::yield_now(),
+            Some(nap) => std::thread::sleep(nap),
         }
+    }
+}
+
+/// How long to sleep when no command has come for so long, while so many look; `None`: look again.
+fn nap(quiet: Duration, cores: usize, looking: usize) -> Option<Duration> {
+    match quiet {
+        _ if quiet >= IDLE => Some(LONG_NAP),
+        _ if quiet < SPIN || looking * CORES <= cores => None,
+        _ if cores >= CORES => Some(SHORT_NAP),
+        _ => Some(NAP),
     }
 }
 
@@ -189,24 +241,14 @@ mod tests {
     use super::*;
     use crate::{
         device::{Add, AtomicWords, Command, Layout, Told},
-        kernels::Float,
-        shape::{Back, Shape},
+        shape::Shape,
     };
 
     /// A device that has begun, while a lost rank holds on to memory.
     fn hanging() -> (SimNet, AllToAll) {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
-        let shape = Shape {
-            ranks: 2,
-            experts: 2,
-            topk: 1,
-            max_tokens: 4,
-            row_nbytes: 16,
-            back: Back { elements: 8, float: Float::F32 },
-            private_rows: 4,
-            shared_rows: None,
-        };
+        let shape = Shape::small(2);
         let all = AllToAll::new(engine, shape, 0).unwrap();
         let layout = Layout::new(&shape);
         let words = AtomicWords::allocate(layout.words);
@@ -218,6 +260,39 @@ mod tests {
         all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
         assert!(all.begins());
         (net, all)
+    }
+
+    #[test]
+    fn a_core_is_spent_on_looking_only_where_there_are_many_for_each_and_only_for_a_while() {
+        let soon = Duration::from_millis(1);
+        assert_eq!(nap(Duration::ZERO, 1, 8), None);
+        assert_eq!(nap(soon, CORES - 1, 1), Some(NAP));
+        assert_eq!(nap(soon, CORES, 1), None);
+        assert_eq!(nap(soon, CORES, 2), Some(SHORT_NAP));
+        assert_eq!(nap(soon, 3 * CORES, 3), None);
+        assert_eq!(nap(soon, 3 * CORES, 4), Some(SHORT_NAP));
+        for cores in [1, CORES, 1000] {
+            assert_eq!(nap(IDLE, cores, 1), Some(LONG_NAP));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_looks_counts_for_all_of_its_host_and_no_longer_than_it_looks() {
+        let all = AtomicUsize::new(0);
+        let (mut few, mut many) = (Looking::new(&all, 2), Looking::new(&all, 64));
+        let mut counts = |near: [bool; 2]| {
+            few.set(near[0]);
+            many.set(near[1]);
+            all.load(SeqCst)
+        };
+        assert_eq!(counts([false, false]), 0);
+        // Of 64 ranks as many may be here as a host has GPUs.
+        assert_eq!(
+            [counts([true, true]), counts([true, true]), counts([false, true])],
+            [10, 10, 8]
+        );
+        drop(many);
+        assert_eq!(all.load(SeqCst), 0);
     }
 
     #[test]

@@ -16,6 +16,7 @@ use super::{
     device::Device,
     link::{Answer, Chunk, In, Link, Lot, Ours, Out, Stage, Wire},
     waits::Until,
+    Inner,
 };
 use crate::{
     memory::Memory,
@@ -95,6 +96,8 @@ pub struct State {
     pub beating: bool,
     /// The exchange was closed.
     pub left: bool,
+    /// Nobody holds on to the exchange any more but itself, until others have what was handed in.
+    pub lingers: Option<Arc<Inner>>,
     /// Whoever carries the exchange out in place of the caller.
     pub device: Option<Device>,
     lives: u64,
@@ -126,6 +129,7 @@ impl State {
             next_place: 0,
             beating: false,
             left: false,
+            lingers: None,
             device: None,
             lives: 0,
         }
@@ -178,6 +182,8 @@ impl State {
         for (link, newcomer) in self.links.iter_mut().zip(&mut self.newcomers) {
             *link = newcomer.take().or(link.take());
         }
+        // Routes go to each, and routes, a grant and a fence come.
+        acts.reserve(4 * self.links.len());
         let knows_nobody = self.here().all(|l| l.exchanges == 0);
         self.number = if knows_nobody { 0 } else { self.number.checked_add(1).unwrap_or(1) };
         for rank in self.others() {
@@ -252,7 +258,7 @@ impl State {
             let counts = routes.counts_to(&shape, rank);
             let number = (link.exchanges, link.out.combines);
             let words = routes_words(number, all, link.out.first, counts);
-            acts.push(Act::Tell { wire: Arc::clone(&link.wire), words, piece });
+            acts.push(link.tell(words, piece));
             (link.open, link.out.routed) = (false, true);
             if collected {
                 acts.extend(link.await_fence());
@@ -295,7 +301,8 @@ impl State {
         self.rows_out += rows_out;
     }
 
-    /// What a peer sent has come. `words` are those of its block, for routes and grants.
+    /// What a peer sent has come. `words` are those of its block, for routes and grants. To be followed by
+    /// [`State::go_on`].
     ///
     /// # Errors
     /// What is wrong with the block.
@@ -343,18 +350,19 @@ impl State {
             Stage::Answers => link.out.answered = true,
             Stage::Waits => {}
         }
-        self.go_on(acts);
         Ok(())
     }
 
-    /// A write of ours has ended. If it failed, the memory that it reads is not free yet.
+    /// A write of ours has ended. If it failed, the memory that it reads is not free yet. To be followed by
+    /// [`State::go_on`].
     pub fn written(&mut self, wire: &Wire, load: Load, well: bool, acts: &mut Vec<Act>) {
         let link = self.link(wire.rank).filter(|l| l.wire.life == wire.life);
         match (load, link) {
             (Load::Word, Some(link)) => return link.signs.telling = false,
             (Load::Word, None) => return,
             (Load::Rows | Load::Answers, Some(link)) => link.flying -= 1,
-            _ => {}
+            (Load::Control, Some(link)) => link.telling -= 1,
+            (_, None) => {}
         }
         if !well {
             self.unsettled += 1;
@@ -365,23 +373,24 @@ impl State {
             Load::Answers => self.answers_out -= 1,
             Load::Control | Load::Word => {}
         }
-        self.go_on(acts);
     }
 
     /// What follows for all from something that has happened to one.
     pub fn go_on(&mut self, acts: &mut Vec<Act>) {
         // The shared buffer has room again when nothing in it is wanted, nor can be written by anybody who was lost.
         // What a device hands out is wanted, even if who sent it has gone since.
-        let used = self.here().any(|l| !l.inward.chunks.is_empty())
-            || self.device.as_ref().is_some_and(Device::hands_out)
-            || !self.holds(Until::Quiet);
-        if !self.waiting.is_empty() && !used {
+        let is_used = || {
+            self.here().any(|l| !l.inward.chunks.is_empty())
+                || self.device.as_ref().is_some_and(Device::hands_out)
+                || !self.holds(Until::Quiet)
+        };
+        if !self.waiting.is_empty() && !is_used() {
             self.next_place = 0;
         }
         self.grant(acts);
-        if self.step != Step::Dispatched && self.rows_left() && !self.fenced {
+        if !self.fenced && self.step != Step::Dispatched && self.rows_left() {
             self.fenced = true;
-            for link in self.here() {
+            for link in self.links.iter_mut().flatten() {
                 acts.push(link.count(Stage::Fence));
             }
         }
@@ -407,11 +416,9 @@ impl State {
             link.inward.due += 1;
             let (dst, len) = memory.grant(me);
             acts.push(link.expect(Stage::Rows, 1));
-            acts.push(Act::Tell {
-                wire: Arc::clone(&link.wire),
-                words: grant_words(link.exchanges, place, rows),
-                piece: Piece { src: memory.grant_out(rank), dst, len, counts: Stage::Grant },
-            });
+            let words = grant_words(link.exchanges, place, rows);
+            let piece = Piece { src: memory.grant_out(rank), dst, len, counts: Stage::Grant };
+            acts.push(link.tell(words, piece));
             if link.inward.granted == link.inward.rows {
                 self.waiting.remove(0);
             }

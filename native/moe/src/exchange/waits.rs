@@ -18,6 +18,8 @@ pub enum Until {
     /// More answers can be sent.
     AnswersLeft,
     Answers,
+    /// Others have all that was handed in for them.
+    NothingOwed,
 }
 
 impl State {
@@ -37,6 +39,7 @@ impl State {
             Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),
             Until::AnswersLeft => self.answers_out + self.unsettled == 0,
             Until::Answers => self.all_answers(),
+            Until::NothingOwed => !self.owes(),
         }
     }
 
@@ -48,7 +51,7 @@ impl State {
     /// Whether what is waited for takes memory that lost ranks may hold on to.
     pub fn needs_quiet(&self, until: Until) -> bool {
         match until {
-            Until::Routes | Until::Answers => false,
+            Until::Routes | Until::Answers | Until::NothingOwed => false,
             Until::Rows => !self.waiting.is_empty(),
             Until::MayDispatch | Until::Quiet | Until::AnswersLeft => true,
         }

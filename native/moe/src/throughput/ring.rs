@@ -200,3 +200,34 @@ impl Inbound {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use fabric_proxy::{fifo::fifo, Bed};
+
+    use super::*;
+
+    #[test]
+    fn slots_that_were_passed_over_are_not_given_back_again() {
+        let (pusher, _popper) = fifo(8, Arc::new(Bed::default())).unwrap();
+        let mut commands = Commands::new(pusher);
+        let place = Place {
+            partner: 1,
+            is_back: false,
+            base: 0,
+            slots: 8,
+            stride: 64,
+            word: 0,
+            partners_word: 1,
+            data: 0,
+            credits: 1,
+        };
+        let mut ring = Inbound::new(place);
+        ring.credit(6, 4, false, &mut commands);
+        assert_eq!((ring.credited, commands.last()), (6, Some(0)));
+        ring.credit(2, 4, true, &mut commands);
+        assert_eq!((ring.credited, commands.last()), (6, Some(0)));
+    }
+}

@@ -3,5 +3,6 @@
 mod kernels;
 mod links;
 mod model;
+mod posted;
 mod schedules;
 mod stalls;

@@ -11,7 +11,7 @@ use fabric_engine::{
     transport::sim::{Fault, SimConfig},
     Time, TransferEngine,
 };
-use fabric_moe::{routes::Order, AllToAll, Dispatched, Shape};
+use fabric_moe::{routes::Order, AllToAll, Dispatched, Lost, Shape};
 
 use crate::{
     kernels::{Kernels, Outcome},
@@ -37,7 +37,10 @@ enum Turn {
 pub struct Rank {
     pub rank: u32,
     engine: Arc<TransferEngine>,
-    pub all: AllToAll,
+    /// Until it leaves.
+    all: Option<AllToAll>,
+    /// Whom it had lost by then.
+    lost: Vec<Lost>,
     /// Carries the exchange out, on some ranks.
     kernels: Option<Kernels>,
     /// A device is busy until then.
@@ -53,6 +56,14 @@ pub struct Rank {
     pub stall: Option<Stall>,
     /// Ranks that it has given up, as far as was noted.
     known_lost: Cell<usize>,
+}
+
+impl Drop for Rank {
+    /// What lingers for others would wait for ever: nobody drives its engine any more.
+    fn drop(&mut self) {
+        self.all = None;
+        self.engine.close();
+    }
 }
 
 /// A caller, or a device, that stands still while its engine lives.
@@ -81,6 +92,22 @@ pub struct Sum {
 }
 
 impl Rank {
+    /// Its exchange; not to be asked for when it has left.
+    fn all(&self) -> &AllToAll {
+        self.all.as_ref().unwrap()
+    }
+
+    /// Whom it has lost.
+    pub fn lost(&self) -> Vec<Lost> {
+        self.all.as_ref().map_or_else(|| self.lost.clone(), AllToAll::lost)
+    }
+
+    /// It has what it wants.
+    fn leave(&mut self) {
+        self.lost = self.lost();
+        self.all = None;
+    }
+
     fn batch(&self) -> &Batch {
         &self.batches[self.exchange as usize]
     }
@@ -102,6 +129,8 @@ pub struct Run {
     pub ranks: Vec<Rank>,
     killed: Vec<u32>,
     pub faults: bool,
+    /// Ranks leave as soon as they have their last sums.
+    leaves: bool,
     /// There was a fault other than a death.
     links: bool,
     /// A device stalls at one step in so many, if there are faults.
@@ -166,7 +195,8 @@ impl Run {
             Rank {
                 rank,
                 engine,
-                all,
+                all: Some(all),
+                lost: Vec::new(),
                 kernels,
                 wakes: Time(0),
                 turn,
@@ -180,10 +210,10 @@ impl Run {
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
-        let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all.card(None).unwrap()).collect();
+        let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all().card(None).unwrap()).collect();
         for rank in &ranks {
             for (_, card) in cards.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize) {
-                rank.all.admit(card).unwrap();
+                rank.all().admit(card).unwrap();
             }
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
@@ -197,6 +227,7 @@ impl Run {
             ranks,
             killed: Vec::new(),
             faults,
+            leaves: seed % 2 == 1,
             links: false,
             steady,
             prompt,
@@ -259,10 +290,14 @@ impl Run {
         let kernels = self.ranks.iter().filter_map(|r| r.kernels.as_ref());
         sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
-            let lost = rank.all.lost();
+            let lost = rank.lost();
             let blameless = |l: &fabric_moe::Lost| {
-                !self.killed.contains(&l.rank) && !self.ranks[l.rank as usize].has_stopped()
+                let of = &self.ranks[l.rank as usize];
+                !self.killed.contains(&l.rank) && !of.has_stopped() && of.all.is_some()
             };
+            if !self.faults && rank.left_out > 0 && self.ranks.iter().all(|r| !r.has_stopped()) {
+                return Err(format!("rank {} went without answers: {lost:?}", rank.rank));
+            }
             if !self.links && (self.prompt || !self.faults) && lost.iter().any(blameless) {
                 let (standing, killed) = (self.standing(), &self.killed);
                 return Err(format!(
@@ -282,7 +317,7 @@ impl Run {
             *since = since.or(rank.has_stopped().then_some(now));
         }
         for rank in self.ranks.iter().filter(|r| !r.has_stopped()) {
-            let lost = rank.all.lost();
+            let lost = rank.lost();
             for l in &lost[rank.known_lost.get()..] {
                 let since = self.stopped[l.rank as usize].unwrap_or(now);
                 self.slowest = self.slowest.max(now.0 - since.0);
@@ -302,8 +337,9 @@ impl Run {
             };
             let turn =
                 r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
-            let quiet = if r.all.quiet() { "" } else { ", not quiet" };
-            let lost = r.all.lost();
+            let quiet = r.all.as_ref().is_none_or(AllToAll::quiet);
+            let quiet = if quiet { "" } else { ", not quiet" };
+            let lost = r.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
         };
         self.ranks.iter().filter(|r| !r.dead).map(one).collect::<Vec<_>>().join("; ")
@@ -320,12 +356,13 @@ impl Run {
             return Ok(false);
         }
         let said = |e: fabric_engine::EngineError| format!("rank {i}: {e}");
+        if matches!(rank.turn, Turn::Over) {
+            return Ok(false);
+        }
+        let Some(all) = rank.all.as_ref() else { return Ok(false) };
         if let Some(kernels) = rank.kernels.as_mut() {
-            if matches!(rank.turn, Turn::Over) {
-                return Ok(false);
-            }
-            rank.all.check().map_err(said)?;
-            match kernels.step(&rank.all, &rank.batches[rank.exchange as usize], combine) {
+            all.check().map_err(said)?;
+            match kernels.step(all, &rank.batches[rank.exchange as usize], combine) {
                 Outcome::Waits => return Ok(false),
                 Outcome::Collected => {
                     self.collected(i)?;
@@ -341,23 +378,23 @@ impl Run {
         match &mut rank.turn {
             Turn::Over => return Ok(false),
             Turn::Dispatch => {
-                if !rank.all.may_dispatch() {
+                if !all.may_dispatch() {
                     return Ok(false);
                 }
-                rank.batch().send(&rank.all).map_err(said)?;
+                rank.batch().send(all).map_err(said)?;
                 rank.turn = Turn::Collect { placing: None, handed: Handed::default() };
             }
             Turn::Collect { placing, handed } => {
                 let order = Order::Packed { multiple: 1 + rank.exchange };
                 if placing.is_none() {
-                    let Some(known) = rank.all.arriving(order).map_err(said)? else {
+                    let Some(known) = all.arriving(order).map_err(said)? else {
                         return Ok(false);
                     };
                     *handed = Handed::room(known.rows);
                     *placing = Some(known);
                 }
                 let Some(placing) = placing else { return Ok(false) };
-                if !rank.all.collect(&mut handed.parts()).map_err(said)? {
+                if !all.collect(&mut handed.parts()).map_err(said)? {
                     return Ok(false);
                 }
                 let answers = handed.answers(&shape, i as u32, &placing.counts, &placing.starts);
@@ -368,16 +405,16 @@ impl Run {
                 }
             }
             Turn::Combine { answers } => {
-                if !rank.all.combine_some(rows_of_answers(answers)).map_err(said)? {
+                if !all.combine_some(rows_of_answers(answers)).map_err(said)? {
                     return Ok(false);
                 }
                 rank.turn = Turn::Sum;
             }
             Turn::Sum => {
-                if !rank.all.answered() {
+                if !all.answered() {
                     return Ok(false);
                 }
-                let (sums, left_out) = sums(&rank.all, rank.batch()).map_err(said)?;
+                let (sums, left_out) = sums(all, rank.batch()).map_err(said)?;
                 self.summed(i, &sums, &left_out)?;
             }
         }
@@ -396,7 +433,7 @@ impl Run {
         };
         let exchange = rank.exchange as usize;
         let sent: Vec<_> = self.ranks.iter().map(|r| r.batches.get(exchange)).collect();
-        let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+        let lost: Vec<u32> = rank.lost().iter().map(|l| l.rank).collect();
         check_rows(&self.shape, i as u32, handed, &sent, &lost)
             .map_err(|what| format!("rank {i} in exchange {exchange}: {what}; lost {lost:?}"))
     }
@@ -408,7 +445,7 @@ impl Run {
             let what = format!("rank {i}: wrong sums in exchange {}", rank.exchange);
             return Err(format!("{what}, left out {left_out:?}"));
         }
-        let lost: Vec<u32> = rank.all.lost().iter().map(|l| l.rank).collect();
+        let lost: Vec<u32> = rank.lost().iter().map(|l| l.rank).collect();
         if left_out.iter().any(|r| !lost.contains(r)) {
             return Err(format!("rank {i}: left out {left_out:?}, lost {lost:?}"));
         }
@@ -425,6 +462,9 @@ impl Run {
             false => Turn::Over,
         };
         rank.batches.push(Batch::random(&mut self.rng, &self.shape, None));
+        if self.leaves && matches!(rank.turn, Turn::Over) {
+            rank.leave();
+        }
     }
 
     fn fault(&mut self) {

@@ -86,7 +86,7 @@ fn rs_4_ranks_that_make_different_calls_are_told_to_make_the_same() {
         run.differ = vec![2, 3];
         // Ranks that live are given up, which is an error to schedules.
         let _ = run.go(&mut Sum::default());
-        lost.extend(run.ranks.iter().flat_map(|r| r.all.lost()));
+        lost.extend(run.ranks.iter().flat_map(|r| r.lost()));
     }
     // Those that were waited for to the end.
     lost.retain(|l| l.cause.contains("did not finish"));

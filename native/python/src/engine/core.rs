@@ -2,7 +2,7 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine as fe;
 use fe::{
-    api::{EngineConfig, Spin},
+    api::{EngineConfig, Ports, Spin},
     Local, Op, Remote,
 };
 use pyo3::{prelude::*, types::PyDict};
@@ -41,7 +41,7 @@ pub(crate) struct Engine {
 impl Engine {
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, records, nics))]
+    #[pyo3(signature = (*, name, transports, require, token, bind, ports, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, records, nics))]
     fn new(
         py: Python<'_>,
         name: String,
@@ -49,6 +49,7 @@ impl Engine {
         require: Option<&str>,
         token: Option<Vec<u8>>,
         bind: Vec<String>,
+        ports: Option<(u16, u16)>,
         tcp_streams: usize,
         spin_us: Option<u64>,
         copy_threads: Option<usize>,
@@ -67,6 +68,7 @@ impl Engine {
             transports.iter().map(|t| config::transport(py, t)).collect::<PyResult<_>>()?;
         let require = require.map(|name| config::requirement(py, name)).transpose()?;
         let bind = bind.iter().map(|a| config::address(py, a)).collect::<PyResult<_>>()?;
+        let ports = ports.map(|(first, last)| Ports::new(first, last)).transpose().or_raise(py)?;
         let op_timeout = seconds(py, Some(op_timeout), Duration::ZERO)?;
         let config = EngineConfig {
             name,
@@ -74,6 +76,7 @@ impl Engine {
             require,
             token,
             bind,
+            ports,
             tcp_streams,
             spin: spin_us.map_or(Spin::Always, |us| Spin::For(Duration::from_micros(us))),
             copy_threads: copy_threads.unwrap_or(defaults.copy_threads),

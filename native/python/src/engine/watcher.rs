@@ -21,6 +21,13 @@ impl Watcher {
         self.0.load()
     }
 
+    /// The value last seen by the watching thread, and how many seconds ago.
+    #[getter]
+    fn seen(&self) -> (u64, f64) {
+        let (value, ago) = self.0.seen();
+        (value, ago.as_secs_f64())
+    }
+
     /// Changes the word and wakes the watching thread.
     fn store(&self, #[pyo3(from_py_with = whole)] value: u64) {
         self.0.store(value);

@@ -105,6 +105,9 @@ impl Driver {
     }
 
     /// Makes a device's primary context, the one that torch uses too, current on this thread.
+    ///
+    /// What is called meanwhile has nothing to do with streams that somebody captures into a graph, and neither breaks
+    /// that nor is refused because of it.
     pub fn enter(&'static self, ordinal: i32) -> Result<Current, DomainError> {
         let device = self.device(ordinal)?;
         let context = {
@@ -123,7 +126,13 @@ impl Driver {
         };
         // SAFETY: a context that stays retained.
         self.check("cuCtxPushCurrent", unsafe { (self.table.context_push)(context as *mut _) })?;
-        Ok(Current { driver: self, _here: std::marker::PhantomData })
+        let mut mode = sys::CAPTURE_MODE_RELAXED;
+        // SAFETY: reads and writes one number.
+        let rc = unsafe { (self.table.exchange_capture_mode)(&mut mode) };
+        let relaxed = self.check("cuThreadExchangeStreamCaptureMode", rc);
+        let mode = relaxed.is_ok().then_some(mode);
+        let current = Current { driver: self, mode, _here: std::marker::PhantomData };
+        relaxed.map(|()| current)
     }
 
     pub fn check(&self, call: &'static str, rc: sys::Result) -> Result<(), DomainError> {
@@ -299,12 +308,18 @@ impl Driver {
 /// A context is current on this thread for as long as this lives.
 pub(crate) struct Current {
     driver: &'static Driver,
+    /// How the thread's calls went along with captures before; `None` if that was not changed.
+    mode: Option<c_int>,
     /// The thread it was made on pops it.
     _here: std::marker::PhantomData<*const ()>,
 }
 
 impl Drop for Current {
     fn drop(&mut self) {
+        if let Some(mut mode) = self.mode {
+            // SAFETY: reads and writes one number; the mode that `enter` found on this thread.
+            unsafe { (self.driver.table.exchange_capture_mode)(&mut mode) };
+        }
         let mut context = std::ptr::null_mut();
         // SAFETY: pops what `enter` pushed on this thread.
         unsafe { (self.driver.table.context_pop)(&mut context) };

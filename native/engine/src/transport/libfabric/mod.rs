@@ -11,6 +11,8 @@ mod discover;
 mod doubt;
 mod ending;
 mod frames;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod gpu;
 mod grave;
 mod info;

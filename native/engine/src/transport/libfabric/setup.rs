@@ -55,11 +55,11 @@ pub(super) struct Terms {
 }
 
 impl Terms {
-    fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
     }
 
-    fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
+    pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
         let terms: Self =
             ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
         terms.places.check()?;
@@ -100,14 +100,14 @@ impl Setup {
 }
 
 /// Two parts of a letter.
-fn pack(first: &[u8], second: &[u8]) -> Vec<u8> {
+pub(super) fn pack(first: &[u8], second: &[u8]) -> Vec<u8> {
     let mut out = (first.len() as u16).to_le_bytes().to_vec();
     out.extend_from_slice(first);
     out.extend_from_slice(second);
     out
 }
 
-fn unpack(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
+pub(super) fn unpack(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
     let cut = || DomainError::Handshake("a letter that is cut off".into());
     let (n, rest) = bytes.split_first_chunk::<2>().ok_or_else(cut)?;
     rest.split_at_checked(u16::from_le_bytes(*n).into()).ok_or_else(cut)

@@ -21,7 +21,7 @@ const FETCHED: std::ops::Range<usize> = 64..192;
 /// Whatever decodes as an endpoint encodes to the same.
 pub(crate) fn endpoint(bytes: &[u8]) {
     let Ok(place) = Where::decode(bytes) else { return };
-    assert!(place.candidates(&place.host).len() <= 8);
+    assert!(place.candidates(&place.host).len() <= 1 + super::net::MOST_ADDRESSES);
     assert_eq!(Where::decode(&place.encode()).as_ref(), Ok(&place));
 }
 

@@ -7,7 +7,7 @@ use std::{
 
 use rustix::{
     io::Errno,
-    net::{self, sockopt, AddressFamily, SocketFlags, SocketType},
+    net::{self, sockopt},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -15,16 +15,20 @@ use sha2::{Digest, Sha256};
 use crate::{
     api::{EngineConfig, Envelope},
     domain::DomainError,
+    transport::sockets::{self, new_socket, Demand},
 };
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
 
-/// Where an engine can be reached over tcp. Never holds a loopback address: to a remote host it
-/// would mean itself.
+/// More than these are neither listened on unasked, nor told to peers, nor tried; loopback comes on top.
+pub(super) const MOST_ADDRESSES: usize = 8;
+
+/// Where an engine can be reached over tcp.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Where {
+    /// Those of loopback are for whom `host` is the same: to another host they would mean itself.
     pub addrs: Vec<SocketAddr>,
-    /// The port on loopback, for those whose `host` is the same.
+    /// The port at 127.0.0.1, for those whose `host` is the same.
     pub loopback_port: Option<u16>,
     /// Differs between hosts, and between network namespaces of a host.
     pub host: [u8; 16],
@@ -41,14 +45,29 @@ impl Where {
 
     /// The addresses to try from here, best first.
     pub fn candidates(&self, here: &[u8; 16]) -> Vec<SocketAddr> {
+        let same = self.host == *here;
         let loopback = self
             .loopback_port
-            .filter(|_| self.host == *here)
+            .filter(|_| same)
             .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
         // What a peer says is not to be trusted to be remote.
-        let others = self.addrs.iter().copied().filter(|a| !a.ip().is_loopback());
-        loopback.into_iter().chain(others).take(8).collect()
+        let others = self.addrs.iter().copied().filter(|a| same || !a.ip().is_loopback());
+        loopback.into_iter().chain(few(others.collect(), SocketAddr::is_ipv6)).collect()
     }
+}
+
+/// The first of them, the last of which makes room for the other family if it would be missing.
+fn few<T>(mut addrs: Vec<T>, is_v6: impl Fn(&T) -> bool) -> Vec<T> {
+    if addrs.len() > MOST_ADDRESSES {
+        let rest = addrs.split_off(MOST_ADDRESSES);
+        let family = is_v6(&addrs[0]);
+        if addrs.iter().all(|a| is_v6(a) == family) {
+            if let Some(other) = rest.into_iter().find(|a| is_v6(a) != family) {
+                addrs[MOST_ADDRESSES - 1] = other;
+            }
+        }
+    }
+    addrs
 }
 
 /// Tells network namespaces apart: only within one does a loopback address mean the same.
@@ -65,59 +84,53 @@ pub(super) fn host_identity() -> [u8; 16] {
 
 /// Listening sockets and what to tell others of them.
 pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), DomainError> {
-    let host = host_identity();
-    let mut place = Where { host, ..Where::default() };
-    let mut sockets = Vec::new();
-    let wanted: Vec<IpAddr> = match (config.bind.as_slice(), &config.token) {
-        ([], None) => vec![Ipv4Addr::LOCALHOST.into()],
-        ([], Some(_)) => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
-        (some, _) => some.to_vec(),
-    };
-    let any = |ip: &IpAddr| ip.is_unspecified();
-    for ip in &wanted {
-        // One socket for both families where the system has it.
-        if any(ip) && sockets.len() == 1 && wanted.len() == 2 && config.bind.is_empty() {
-            break;
-        }
-        let (socket, port) = match listen_on(*ip) {
-            Ok(s) => s,
-            Err(_) if any(ip) && ip.is_ipv6() && config.bind.is_empty() => continue,
-            Err(e) => return Err(e),
+    let (ips, demand) = wanted(config);
+    let listening = sockets::listen(&ips, demand, config.ports)?;
+    let port = listening.port;
+    let mut place = Where { host: host_identity(), ..Where::default() };
+    for (ip, _) in &listening.sockets {
+        let reached = match ip.is_unspecified() {
+            true => own_addresses(ip.is_ipv6()),
+            false => vec![*ip],
         };
-        sockets.push(socket);
-        match ip {
-            ip if any(ip) => {
-                place.addrs.extend(own_addresses(ip.is_ipv6(), port));
-                place.loopback_port = Some(port);
-            }
-            ip if ip.is_loopback() => place.loopback_port = Some(port),
-            ip => place.addrs.push(SocketAddr::new(*ip, port)),
+        if ip.is_unspecified() || *ip == Ipv4Addr::LOCALHOST {
+            place.loopback_port = Some(port);
         }
+        let told = reached.into_iter().filter(|ip| *ip != Ipv4Addr::LOCALHOST);
+        place.addrs.extend(told.map(|ip| SocketAddr::new(ip, port)));
     }
-    place.addrs.truncate(16);
-    Ok((sockets, place))
+    place.addrs = few(place.addrs, SocketAddr::is_ipv6);
+    Ok((listening.sockets.into_iter().map(|(_, socket)| socket).collect(), place))
 }
 
-fn listen_on(ip: IpAddr) -> Result<(OwnedFd, u16), DomainError> {
-    let fail = |call: &'static str| DomainError::io(call);
-    let socket = new_socket(&SocketAddr::new(ip, 0))?;
-    if ip == IpAddr::from(Ipv6Addr::UNSPECIFIED) {
-        sockopt::set_ipv6_v6only(&socket, false).map_err(fail("setsockopt(IPV6_V6ONLY)"))?;
+/// The addresses to listen on: those that are named, or, for peers with the token, those that they
+/// are told; always loopback beside these.
+fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, Demand) {
+    let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
+    match (config.bind.as_slice(), &config.token) {
+        ([], None) => (vec![loopback], Demand::All),
+        ([], Some(_)) => {
+            let mut ips = few(own_addresses(true), IpAddr::is_ipv6);
+            ips.push(loopback);
+            (ips, Demand::Found)
+        }
+        (named, _) => (without_covered(named), Demand::All),
     }
-    net::bind(&socket, &SocketAddr::new(ip, 0)).map_err(|errno| match errno {
-        Errno::ADDRNOTAVAIL => DomainError::Unavailable(format!(
-            "no interface of this machine has the address {ip}; see `ip addr`"
-        )),
-        errno => DomainError::Io { call: "bind", errno },
-    })?;
-    net::listen(&socket, 4096).map_err(fail("listen"))?;
-    let bound = net::getsockname(&socket).map_err(fail("getsockname"))?;
-    let bound = SocketAddr::try_from(bound).map_err(fail("getsockname"))?;
-    Ok((socket, bound.port()))
+}
+
+/// No address beside a wildcard that takes its connections.
+fn without_covered(named: &[IpAddr]) -> Vec<IpAddr> {
+    let any_v6 = named.contains(&Ipv6Addr::UNSPECIFIED.into());
+    let any_v4 = named.contains(&Ipv4Addr::UNSPECIFIED.into());
+    let covered = |ip: &IpAddr| match ip {
+        IpAddr::V6(ip) => any_v6 && !ip.is_unspecified(),
+        IpAddr::V4(ip) => any_v6 || (any_v4 && !ip.is_unspecified()),
+    };
+    named.iter().copied().filter(|ip| !covered(ip)).collect()
 }
 
 /// The addresses of this machine's interfaces that others may reach, IPv4 first.
-fn own_addresses(v6_too: bool, port: u16) -> Vec<SocketAddr> {
+fn own_addresses(v6_too: bool) -> Vec<IpAddr> {
     let mut ips: Vec<IpAddr> = if_addrs::get_if_addrs()
         .unwrap_or_default()
         .into_iter()
@@ -127,21 +140,12 @@ fn own_addresses(v6_too: bool, port: u16) -> Vec<SocketAddr> {
         .collect();
     ips.sort_by_key(|ip| ip.is_ipv6());
     ips.dedup();
-    ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect()
-}
-
-fn new_socket(addr: &SocketAddr) -> Result<OwnedFd, DomainError> {
-    let family = match addr {
-        SocketAddr::V4(_) => AddressFamily::INET,
-        SocketAddr::V6(_) => AddressFamily::INET6,
-    };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    net::socket_with(family, SocketType::STREAM, flags, None).map_err(DomainError::io("socket"))
+    ips
 }
 
 /// Begins to connect.
 pub(super) fn connect(addr: &SocketAddr) -> Result<OwnedFd, DomainError> {
-    let socket = new_socket(addr)?;
+    let socket = new_socket(addr).map_err(DomainError::io("socket"))?;
     tune(&socket);
     match net::connect(&socket, addr) {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
@@ -168,15 +172,36 @@ mod tests {
         Where { addrs, loopback_port, host: [host; 16] }
     }
 
+    fn ips(texts: &[&str]) -> Vec<IpAddr> {
+        texts.iter().map(|t| t.parse().unwrap()).collect()
+    }
+
     #[test]
     fn loopback_is_for_the_same_host_only() {
         let p = place(&["10.0.0.1:7", "127.0.0.1:7", "[::1]:7", "[fd00::1]:7"], Some(9), 1);
         let shown = |here| -> Vec<String> {
             p.candidates(&[here; 16]).iter().map(|a| a.to_string()).collect()
         };
-        assert_eq!(shown(1), ["127.0.0.1:9", "10.0.0.1:7", "[fd00::1]:7"]);
+        let all = ["127.0.0.1:9", "10.0.0.1:7", "127.0.0.1:7", "[::1]:7", "[fd00::1]:7"];
+        assert_eq!(shown(1), all);
         assert_eq!(shown(2), ["10.0.0.1:7", "[fd00::1]:7"]);
-        assert!(place(&[], Some(9), 1).candidates(&[2; 16]).is_empty());
+        assert!(place(&["[::1]:7"], Some(9), 1).candidates(&[2; 16]).is_empty());
+    }
+
+    #[test]
+    fn of_many_addresses_those_that_are_told_are_tried_and_each_family_is_among_them() {
+        let v4 = |i: u8| format!("10.0.0.{i}:7");
+        let many: Vec<String> = (1..20).map(v4).chain(["[fd00::1]:7".into()]).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        let all = place(&many, Some(9), 1);
+        let told = few(all.addrs.clone(), SocketAddr::is_ipv6);
+        assert_eq!(told.len(), MOST_ADDRESSES);
+        let shown: Vec<String> = told.iter().map(SocketAddr::to_string).collect();
+        assert_eq!(shown[..MOST_ADDRESSES - 1], many[..MOST_ADDRESSES - 1]);
+        assert_eq!(shown[MOST_ADDRESSES - 1], "[fd00::1]:7");
+        // What comes from a peer that tells more is no longer.
+        assert_eq!(all.candidates(&[2; 16]), told);
+        assert_eq!(all.candidates(&[1; 16])[1..], told);
     }
 
     #[test]
@@ -184,16 +209,64 @@ mod tests {
         let (sockets, place) = listen(&EngineConfig::default()).unwrap();
         assert_eq!((sockets.len(), place.addrs.len()), (1, 0));
         assert!(place.loopback_port.is_some());
+    }
+
+    #[test]
+    fn with_a_token_listens_what_peers_are_told_and_loopback() {
         let config = EngineConfig { token: Some(vec![1]), ..Default::default() };
-        let (_, place) = listen(&config).unwrap();
-        assert!(place.addrs.iter().all(|a| !a.ip().is_loopback()));
+        let (sockets, place) = listen(&config).unwrap();
+        let mut heard: Vec<SocketAddr> = sockets
+            .iter()
+            .map(|s| SocketAddr::try_from(net::getsockname(s).unwrap()).unwrap())
+            .collect();
+        let port = place.loopback_port.unwrap();
+        let loopback = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port);
+        let mut told = place.addrs.clone();
+        assert!(told.iter().all(|a| !a.ip().is_loopback() && a.port() == port));
+        told.push(loopback);
+        heard.sort();
+        told.sort();
+        assert_eq!(heard, told);
         assert_eq!(Where::decode(&place.encode()).unwrap(), place);
     }
 
     #[test]
+    fn all_addresses_are_listened_on_when_they_are_named() {
+        let config = EngineConfig {
+            token: Some(vec![1]),
+            bind: ips(&["0.0.0.0", "127.0.0.1"]),
+            ..Default::default()
+        };
+        let (sockets, place) = listen(&config).unwrap();
+        let bound = SocketAddr::try_from(net::getsockname(&sockets[0]).unwrap()).unwrap();
+        assert_eq!((sockets.len(), bound.ip()), (1, Ipv4Addr::UNSPECIFIED.into()));
+        assert_eq!(place.loopback_port, Some(bound.port()));
+        let told: Vec<IpAddr> = place.addrs.iter().map(|a| a.ip()).collect();
+        assert_eq!(told, own_addresses(false));
+    }
+
+    #[test]
+    fn no_address_is_listened_on_twice() {
+        let kept = |texts: &[&str]| without_covered(&ips(texts));
+        assert_eq!(kept(&["10.0.0.1", "::1"]), ips(&["10.0.0.1", "::1"]));
+        assert_eq!(kept(&["::1", "0.0.0.0", "10.0.0.1"]), ips(&["::1", "0.0.0.0"]));
+        assert_eq!(kept(&["0.0.0.0", "::", "fd00::1"]), ips(&["::"]));
+        let config = EngineConfig { bind: ips(&["127.0.0.1", "127.0.0.1"]), ..Default::default() };
+        assert_eq!(listen(&config).unwrap().0.len(), 1);
+    }
+
+    #[test]
+    fn an_address_of_loopback_is_told_as_it_is() {
+        let config = EngineConfig { bind: ips(&["127.0.0.2"]), ..Default::default() };
+        let (_, place) = listen(&config).unwrap();
+        assert_eq!(place.loopback_port, None);
+        assert_eq!(place.candidates(&host_identity()), place.addrs);
+        assert_eq!(place.addrs[0].ip(), ips(&["127.0.0.2"])[0]);
+    }
+
+    #[test]
     fn an_address_that_is_not_ours_is_refused_in_words() {
-        let config =
-            EngineConfig { bind: vec!["192.0.2.1".parse().unwrap()], ..Default::default() };
+        let config = EngineConfig { bind: ips(&["192.0.2.1"]), ..Default::default() };
         let e = listen(&config).unwrap_err().to_string();
         assert!(e.contains("192.0.2.1"), "{e}");
     }

@@ -58,6 +58,7 @@ pub(crate) fn open(
         let name = port.device.clone();
         match VerbsDomain::open(id, config, port, own_gids.clone()) {
             Ok(domain) => rails.push(Box::new(domain)),
+            Err(e @ DomainError::Ports(_)) => return Err(e),
             // A NIC that was asked for by name must work; of the others some may not.
             Err(e) if !config.nics.names.is_empty() => return Err(e),
             Err(e) => refused.push(format!("{name}: {e}")),

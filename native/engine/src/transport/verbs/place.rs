@@ -51,7 +51,7 @@ pub(super) struct Place {
     pub qkey: u32,
     /// Where its TCP side channel listens.
     pub side: Vec<SocketAddr>,
-    /// The same on loopback, for those on the same host.
+    /// The same at 127.0.0.1, for those on the same host.
     pub loopback: Option<u16>,
 }
 
@@ -99,7 +99,7 @@ impl Place {
     pub fn side_candidates(&self, same_host: bool) -> Vec<SocketAddr> {
         let loopback = self.loopback.filter(|_| same_host);
         let loopback = loopback.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-        let others = self.side.iter().copied().filter(|a| !a.ip().is_loopback());
+        let others = self.side.iter().copied().filter(|a| same_host || !a.ip().is_loopback());
         loopback.into_iter().chain(others).take(4).collect()
     }
 
@@ -261,7 +261,7 @@ pub(super) mod tests {
             assert!(Place::decode(&bad.encode()).is_err(), "{bad:?}");
         }
         let shown = |near| p.side_candidates(near).iter().map(|a| a.port()).collect::<Vec<_>>();
-        assert_eq!((shown(true), shown(false)), (vec![7001, 7000], vec![7000]));
+        assert_eq!((shown(true), shown(false)), (vec![7001, 7000, 7000], vec![7000]));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::{
     io::{ErrorKind, Read, Write},
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream},
     os::fd::OwnedFd,
     time::Duration,
 };
@@ -19,6 +19,7 @@ use crate::{
     transport::{
         listener::Listener,
         nic::{frame::PIECE, pieces::LIMIT},
+        sockets::{self, Demand},
     },
 };
 
@@ -58,20 +59,23 @@ impl Side {
             ([], Some(_)) => Vec::new(),
             (some, _) => some.to_vec(),
         };
+        let wanted: Vec<IpAddr> =
+            wanted.into_iter().filter(|ip| !ip.is_unspecified()).take(4).collect();
         let mut this =
             Self { listeners: Vec::new(), streams: Slab::new(), addrs: Vec::new(), loopback: None };
-        for ip in wanted.into_iter().filter(|ip| !ip.is_unspecified()).take(4) {
-            let bound = TcpListener::bind((ip, 0)).and_then(|l| {
-                l.set_nonblocking(true)?;
-                Ok((l.local_addr()?, l))
-            });
-            let Ok((addr, socket)) = bound else { continue };
-            match addr.ip().is_loopback() {
-                true => this.loopback = Some(addr.port()),
-                false => this.addrs.push(addr),
+        let demand = if config.bind.is_empty() { Demand::Found } else { Demand::Any };
+        let listening = match sockets::listen(&wanted, demand, config.ports) {
+            Ok(listening) => listening,
+            Err(e @ DomainError::Ports(_)) => return Err(e),
+            Err(_) => return Ok(this),
+        };
+        let port = listening.port;
+        for ((ip, socket), tag) in listening.sockets.into_iter().zip(tag..) {
+            match ip == Ipv4Addr::LOCALHOST {
+                true => this.loopback = Some(port),
+                false => this.addrs.push(SocketAddr::new(ip, port)),
             }
-            let tag = tag + this.listeners.len() as u64;
-            this.listeners.push(Listener::new(socket.into(), tag, epoll)?);
+            this.listeners.push(Listener::new(socket, tag, epoll)?);
         }
         Ok(this)
     }

@@ -336,6 +336,7 @@ fn lost(peer: String, cause: &str, then: &str) -> EngineError {
     EngineError::PeerLost {
         peer,
         transport: "the high-throughput exchange".into(),
+        nic: String::new(),
         cause: format!("{cause}; {then}"),
     }
 }

@@ -1,0 +1,70 @@
+"""Keys that are pressed while something is shown."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], str] | None]:
+    """Has keys come one by one and unseen. Yields what waits for one, so many seconds at most, and
+    returns it; empty if none came. The terminal is as it was afterwards, however this ends.
+
+    None where stdin is no terminal, or another program's.
+    """
+    with _signals_unwind():
+        if not _in_the_foreground():
+            yield None
+            return
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        try:
+            tty.setcbreak(terminal, termios.TCSANOW)
+            yield lambda seconds: _pressed(terminal, seconds)
+        finally:
+            # After a hang-up there is none any more.
+            with suppress(termios.error):
+                termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+@contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """SIGTERM and SIGHUP, unless somebody ignores or handles them, end what is within as an
+    exception does, so that all is put back."""
+    ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        # Once: another one would end the putting back.
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in ours:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in ours:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _in_the_foreground() -> bool:
+    """Whether stdin is a terminal whose settings are ours to change: others are stopped for it."""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+def _pressed(terminal: int, seconds: float) -> str:
+    ready, _, _ = select.select([terminal], [], [], seconds)
+    return os.read(terminal, 1).decode(errors="replace") if ready else ""

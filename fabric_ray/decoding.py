@@ -1,0 +1,73 @@
+"""Decoding by types, from any thread.
+
+msgspec looks into a type when it meets it first. Threads that do so at one moment may find it half
+looked into, and crash, so here they do it one after another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+T = TypeVar("T")
+
+# What is run under it may come here again.
+_lock = threading.RLock()
+_msgpack: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_json: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+@overload
+def from_msgpack(data: bytes | msgspec.Raw, type: type[T]) -> T: ...
+@overload
+def from_msgpack(data: bytes | msgspec.Raw, type: Any) -> Any: ...
+def from_msgpack(data: bytes | msgspec.Raw, type: Any) -> Any:
+    """
+    Raises:
+        DecodeError: of msgspec: it is none of that type.
+    """
+    if (decoder := _msgpack.get(type)) is None:
+        with _lock:
+            decoder = _msgpack[type] = msgspec.msgpack.Decoder(type)
+    return decoder.decode(data)
+
+
+@overload
+def from_json(data: bytes, type: type[T]) -> T: ...
+@overload
+def from_json(data: bytes, type: Any) -> Any: ...
+def from_json(data: bytes, type: Any) -> Any:
+    """
+    Raises:
+        DecodeError: of msgspec: it is none of that type.
+    """
+    if (decoder := _json.get(type)) is None:
+        with _lock:
+            decoder = _json[type] = msgspec.json.Decoder(type)
+    return decoder.decode(data)
+
+
+@overload
+def converted(value: Any, type: type[T]) -> T: ...
+@overload
+def converted(value: Any, type: Any) -> Any: ...
+def converted(value: Any, type: Any) -> Any:
+    """What plain values are, as a type.
+
+    Raises:
+        ValidationError: of msgspec: they are none.
+    """
+    with _lock:
+        return msgspec.convert(value, type)
+
+
+def _anew() -> None:
+    # Whoever held it isn't there.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_anew)

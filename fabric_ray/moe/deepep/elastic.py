@@ -1,0 +1,481 @@
+"""DeepEP's ``ElasticBuffer``: dispatch and combine of its second interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.kernels import Launcher
+from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.comm import ranks_per_node as nodes_of
+from fabric_ray.moe.deepep import normal
+from fabric_ray.moe.deepep.elastic_lacks import ElasticLacks
+from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.layout import EPHandle, slots_of
+from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
+from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes
+from fabric_ray.moe.rows import check_rows
+
+_ALIGNMENT = 2 << 20
+_ALIGNED_SCALES = 4
+
+
+class ElasticBuffer(ElasticLacks):
+    """One rank's calls in the names of DeepEP's second interface, over the transfer engine.
+
+    All ranks make the same calls in the same order. What a call does is what :class:`Buffer`'s
+    normal ones do: a token goes once to each rank that hosts one of its experts, over nodes if
+    ``allow_hybrid_mode`` and there are several; rows come in the order of ranks and their tokens,
+    always. Calls run on torch's current stream, and a dispatch without a handle waits for the
+    number of rows that come. No rank can be masked: once one is lost, calls raise
+    :class:`~fabric_ray.errors.PeerLost`; on a GPU the loss that a call meets is raised by
+    :meth:`check`, or by the next call.
+
+    Args:
+        group: a ``torch.distributed`` group.
+        num_bytes: taken; buffers are made for ``num_max_tokens_per_rank`` (see :meth:`explain`).
+        num_cpu_bytes: unsupported but 0.
+        num_max_tokens_per_rank: tokens of a rank at most, unless a dispatch says so: buffers are
+            as large as the largest of these.
+        hidden: taken, and so are ``num_topk``, ``use_fp8_dispatch``, ``deterministic``,
+            ``prefer_overlap_with_compute``, ``sl_idx``, ``num_allocated_qps``,
+            ``num_cpu_timeout_secs`` and ``explicitly_destroy``.
+        allow_hybrid_mode: a token goes once to each node, and one sum comes back, rounded.
+        allow_multiple_reduction: sums of a rank's experts, and of a node, are rounded on the way.
+        num_gpu_timeout_secs: after which a silent rank is given up.
+        comm: as for :class:`Buffer`, and so are the others.
+
+    Raises:
+        Unsupported: storage for Engram; one reduction over several nodes in hybrid mode.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+        *,
+        comm: Any = None,
+        engine: TransferEngine | None = None,
+        ranks_per_node: int | None = None,
+        launcher: Launcher | None = None,
+        workers: int = 16,
+    ) -> None:
+        if num_cpu_bytes:
+            self._no_engram()
+        found = comm_of(group, comm)
+        self.group = group
+        self.rank_idx, self.num_ranks = found.rank(), found.size()
+        self.num_bytes = num_bytes
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_allocated_qps = num_allocated_qps or 1
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.deterministic = deterministic
+        self.explicitly_destroy = explicitly_destroy
+        per_node = nodes_of(found) if ranks_per_node is None else ranks_per_node
+        if per_node < 1 or self.num_ranks % per_node:
+            raise InvalidArgument(
+                f"{self.num_ranks} ranks are no whole number of nodes of {per_node}"
+            )
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.num_ranks // per_node, per_node
+        if not allow_hybrid_mode:
+            per_node = self.num_ranks
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.num_ranks // per_node, per_node
+        if self.num_scaleout_ranks > 1 and not allow_multiple_reduction:
+            raise Unsupported(
+                "sums of nodes are rounded on their way; allow_hybrid_mode=False, or "
+                "allow_multiple_reduction=True"
+            )
+        self.scaleout_rank_idx = self.rank_idx // per_node
+        self.scaleup_rank_idx = self.rank_idx % per_node
+        self._exchanges = Exchanges(found, engine, float(num_gpu_timeout_secs))
+        self._workers = workers
+        self._normal = normal.Normal(
+            self._exchanges, num_max_tokens_per_rank, per_node, launcher, workers, whole=True
+        )
+        self._streams = Streams()
+
+    # Sizes
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of one exchange of such tokens on one node, a multiple of 2 MiB."""
+        ranks = int(group.size())
+        nbytes = exchange_nbytes(
+            ranks=ranks,
+            experts=ranks,
+            topk=min(num_topk or MAX_TOPK, ranks),
+            max_tokens=num_max_tokens_per_rank,
+            row_nbytes=2 * hidden + (num_topk or MAX_TOPK) * 12,
+            answer_nbytes=2 * hidden,
+        )
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
+        """Thread blocks that move rows on a GPU; no tuning depends on it."""
+        return self._workers
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """The engine chooses links."""
+        return self.num_allocated_qps
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Nodes, and ranks of each."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Likewise, as tokens go: one node of all without ``allow_hybrid_mode``."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    # Devices and ends
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """As :meth:`Buffer.capture`."""
+        return captured()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """As :meth:`Buffer.get_comm_stream`; no call of this class runs there."""
+        if not torch.cuda.is_available():
+            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
+        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Waits for all ranks, and for this one's GPU."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self._exchanges.comm.all_gather(b"")
+
+    def check(self) -> None:
+        """As :meth:`Buffer.check`.
+
+        Raises:
+            PeerLost: a rank was lost: its part is missing.
+        """
+        self._normal.check()
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that were given up, and why."""
+        return self._exchanges.masked
+
+    def explain(self) -> str:
+        """What buffers there are now, and what makes them as large as they are."""
+        return self._exchanges.explain()
+
+    def destroy(self) -> None:
+        """As :meth:`Buffer.destroy`."""
+        self._exchanges.close()
+
+    # Tokens
+
+    def dispatch(
+        self,
+        x: Tokens,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | None = None,
+        previous_event_before_epilogue: EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Tokens, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Sends each token once to each rank that hosts one of its experts.
+
+        Args:
+            x: ``[tokens, hidden]``, or fp8 with scales; all tensors lie where it does.
+            topk_idx: int64 ``[tokens, topk]``, -1 for none; ``None`` with a handle.
+            topk_weights: float32 ``[tokens, topk]``.
+            cumulative_local_expert_recv_stats: int32 ``[local experts]``; what comes is added.
+            num_experts: of all ranks.
+            num_max_tokens_per_rank: tokens of a rank at most, the same on all.
+            expert_alignment: what the counts of experts are rounded up to.
+            handle: of an earlier dispatch, to send other tokens the same way; another
+                ``num_experts``, ``expert_alignment`` or layout is an error.
+            do_cpu_sync: if false, results have room for all rows that can come.
+            do_expand: one slot for each expert of a token; what fills up is zero.
+            use_tma_aligned_col_major_sf: scales lie by columns.
+
+        Returns:
+            The tokens; their experts, counted from 0 and -1 for others', int64 ``[rows, topk]``, or
+            ``None`` with ``do_expand``; their weights, 0 for others' experts, ``[rows, topk]``, or
+            ``[slots]`` with ``do_expand``, or ``None``; a handle; an event.
+
+        Raises:
+            InvalidArgument: what doesn't fit, before tokens are sent.
+            PeerLost: a rank was lost, then or before.
+        """
+        _wait_for(previous_event, previous_event_before_epilogue)
+        stats = cumulative_local_expert_recv_stats
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        experts = num_experts if handle is None else handle.num_experts
+        if stats is not None and experts is not None:
+            _check_stats(stats, experts // self.num_ranks, tokens.device)
+        if handle is None:
+            made, received, weights = self._first(
+                (tokens, scales),
+                topk_idx,
+                topk_weights,
+                (num_experts, num_max_tokens_per_rank, expert_alignment),
+                (do_expand, do_cpu_sync is None or do_cpu_sync, do_handle_copy),
+            )
+            made.num_sms = num_sms or self._workers
+        else:
+            made = handle
+            _check_handle(
+                handle,
+                topk_idx,
+                do_cpu_sync,
+                {
+                    "num_experts": num_experts,
+                    "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                    "expert_alignment": expert_alignment,
+                    "do_expand": do_expand,
+                },
+            )
+            received, weights = self._again((tokens, scales), topk_weights, handle)
+        if stats is not None:
+            stats.add_(made.slots.counts)
+        if do_expand:
+            received = _each(received, lambda t: made.slots.expand(t, made.num_expanded_tokens))
+            if weights is not None:
+                weights = made.slots.expand_each(weights, made.num_expanded_tokens)
+        if isinstance(received, tuple) and use_tma_aligned_col_major_sf:
+            received = (received[0], _by_columns(received[1]))
+        # The handle's own is what later dispatches go by.
+        idx = None if do_expand else made.recv_topk_idx.clone()
+        return received, idx, weights, made, _behind(tokens)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | None = None,
+        previous_event_before_epilogue: EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Adds up the ranks' answers, unweighted, and biases.
+
+        Args:
+            x: bfloat16, float16 or float32: an answer for each row, ``[rows, hidden]``, or with
+                ``do_expand`` for each slot.
+            topk_weights: float32, as dispatch returned them; added up likewise.
+            bias: of this rank's tokens, one or two ``[tokens, hidden]``.
+
+        Returns:
+            ``[tokens, hidden]``; weights ``[tokens, topk]`` or ``None``; an event.
+
+        Raises:
+            Unsupported: slots, and ``allow_multiple_reduction`` is false: a rank's are summed up
+                before they are sent.
+            PeerLost: a rank was lost, then or before.
+        """
+        _wait_for(previous_event, previous_event_before_epilogue)
+        if handle.do_expand and not self.allow_multiple_reduction:
+            raise Unsupported(
+                "a rank's slots are summed up and rounded before they are sent; "
+                "allow_multiple_reduction=True"
+            )
+        rows = handle.num_expanded_tokens if handle.do_expand else handle.way.rows
+        check_rows(
+            "answers", x, width=x.shape[-1], dtype=x.dtype, rows=rows, device=handle.topk_idx.device
+        )
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        shape = (handle.way.tokens, x.shape[1])
+        for one in biases:
+            normal.check_together(x.device, one)
+            if one.shape != shape:
+                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
+        weights = topk_weights
+        if weights is not None:
+            wanted = (rows,) if handle.do_expand else (rows, handle.topk_idx.shape[1])
+            if weights.dtype != torch.float32 or weights[:rows].shape != wanted:
+                raise InvalidArgument(
+                    f"weights are {weights.dtype} {tuple(weights.shape)}; give float32 {wanted}"
+                )
+            normal.check_together(x.device, weights)
+        if handle.do_expand:
+            x = handle.slots.fold(x)
+            weights = None if weights is None else handle.slots.fold_each(weights)
+        dtype = x.dtype
+        sums = self._normal.receive(handle.way, x, torch.float32 if biases else None)
+        for one in biases:
+            sums += one.float()
+        if weights is not None:
+            weights = self._normal.receive(handle.way, weights.contiguous())
+        return sums.to(dtype), weights, _behind(x)
+
+    def _first(
+        self,
+        x: tuple[Tensor, Tensor | None],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        sizes: tuple[int | None, int | None, int | None],
+        how: tuple[bool, bool, bool],
+    ) -> tuple[EPHandle, Tokens, Tensor | None]:
+        """A dispatch that makes a handle: that, tokens and weights in rows."""
+        (tokens, scales), (do_expand, exact, copies) = x, how
+        experts, most, alignment = sizes[0], sizes[1] or self.num_max_tokens_per_rank, sizes[2] or 1
+        if topk_idx is None or experts is None or most < 1 or alignment < 1:
+            raise InvalidArgument(
+                "a dispatch takes topk_idx, num_experts and num_max_tokens_per_rank, or a handle"
+            )
+        normal.check_together(tokens.device, topk_idx, topk_weights, scales)
+        layout = normal.layout_of(topk_idx, experts, self.num_ranks)
+        if len(topk_idx) != len(tokens):
+            raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(tokens)} tokens")
+        width = min(topk_idx.shape[1], self.num_ranks)
+        form, parts = form_of(tokens, scales, width, topk_idx, topk_weights, origin=True)
+        if len(tokens) > most:
+            raise InvalidArgument(
+                f"{len(tokens)} tokens, and num_max_tokens_per_rank is {most}; raise it on all "
+                "ranks, or send fewer at a time"
+            )
+        self._normal.grow(most)
+        self._normal.reserve(len(tokens), form)
+        first = self.rank_idx * most + 1
+        numbers = torch.arange(first, first + len(tokens), device=tokens.device)
+        parts["origin"] = numbers.to(torch.int32)[:, None]
+        got, way = self._normal.send(form, tokens, parts, normal.ranks_of(layout.in_rank, width))
+        local = experts // self.num_ranks
+        rows = way.rows if exact else most * self.num_ranks
+        received, idx, weights = padded(got, rows, self.rank_idx * local, local)
+        assert idx is not None
+        slots = slots_of(idx, local, alignment)
+        origin = got.parts["origin"][:, 0] - 1
+        place = origin.clamp(min=0) // most % self.num_scaleup_ranks
+        of_place = torch.bincount(place, minlength=self.num_scaleup_ranks)
+        ends = slots.starts[:-1] + slots.counts if do_expand else slots.starts[1:]
+        each = min(topk_idx.shape[1], local)
+        can_come = rows * each + (alignment - 1) * local
+        row = torch.arange(len(origin), device=origin.device)
+        of = slots.of[: len(origin)] if do_expand else torch.full_like(idx[: len(origin)], -1)
+        made = EPHandle(
+            do_expand=do_expand,
+            num_experts=experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=most,
+            num_sms=0,
+            topk_idx=topk_idx.clone() if copies else topk_idx,
+            num_recv_tokens=rows,
+            num_expanded_tokens=slots.total if exact else -(-can_come // alignment) * alignment,
+            num_recv_tokens_per_expert_list=slots.starts.diff().tolist() if exact else [],
+            psum_num_recv_tokens_per_scaleup_rank=of_place.cumsum(0).to(torch.int32),
+            psum_num_recv_tokens_per_expert=ends.to(torch.int32),
+            num_unaligned_recv_tokens_per_expert=(
+                slots.counts.to(torch.int32) if do_expand else None
+            ),
+            recv_src_metadata=torch.cat([origin[:, None], row[:, None], of], 1).to(torch.int32),
+            way=way,
+            recv_topk_idx=idx,
+            slots=slots,
+        )
+        return made, received, weights
+
+    def _again(
+        self, x: tuple[Tensor, Tensor | None], topk_weights: Tensor | None, handle: EPHandle
+    ) -> tuple[Tokens, Tensor | None]:
+        """A dispatch by a handle: tokens and weights in rows."""
+        tokens, scales = x
+        normal.check_together(tokens.device, handle.topk_idx, topk_weights, scales)
+        if len(tokens) != handle.way.tokens:
+            raise InvalidArgument(
+                f"{len(tokens)} tokens, and the handle is for {handle.way.tokens}"
+            )
+        width = handle.way.ranks_of.shape[1]
+        idx = None if topk_weights is None else handle.topk_idx
+        form, parts = form_of(tokens, scales, width, idx, topk_weights)
+        got, _ = self._normal.send(form, tokens, parts, handle.way.ranks_of, handle.way)
+        local = handle.num_experts // self.num_ranks
+        received, _, weights = padded(got, handle.num_recv_tokens, self.rank_idx * local, local)
+        return received, weights
+
+
+def _check_handle(
+    handle: EPHandle, topk_idx: Tensor | None, sync: bool | None, given: dict[str, Any]
+) -> None:
+    """
+    Raises:
+        InvalidArgument: a dispatch by it is given what the handle has otherwise.
+    """
+    if topk_idx is not None or sync:
+        raise InvalidArgument("topk_idx is the handle's, and nothing is counted; leave them out")
+    for name, value in given.items():
+        if value is not None and value != getattr(handle, name):
+            raise InvalidArgument(
+                f"{name} is {value}, and the handle's is {getattr(handle, name)}; give the same"
+            )
+
+
+def _check_stats(stats: Tensor, local: int, device: torch.device) -> None:
+    if stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != device:
+        raise InvalidArgument(
+            f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
+            f"[{local}] on {device}"
+        )
+
+
+def _each(tokens: Tokens, work: Any) -> Tokens:
+    return (work(tokens[0]), work(tokens[1])) if isinstance(tokens, tuple) else work(tokens)
+
+
+def _by_columns(scales: Tensor) -> Tensor:
+    """The same, by columns that are aligned to 16 bytes."""
+    rows, width = scales.shape
+    stride = -(-rows // _ALIGNED_SCALES) * _ALIGNED_SCALES
+    out = torch.empty_strided((rows, width), (1, stride), dtype=scales.dtype, device=scales.device)
+    return out.copy_(scales)
+
+
+def _wait_for(*events: EventOverlap | None) -> None:
+    for event in events:
+        if event is not None:
+            event.current_stream_wait()
+
+
+def _behind(tensor: Tensor) -> EventOverlap:
+    return captured() if tensor.is_cuda else EventOverlap()

@@ -1,0 +1,111 @@
+"""Where tokens that came lie for their experts: ``ElasticBuffer``'s handle and expanded layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fabric_ray.moe.deepep import normal
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """One slot for each expert of a token, behind one another for each expert, in the order of
+    tokens; each expert's begin at a multiple of the alignment."""
+
+    counts: Tensor
+    """Tokens of each local expert, int64 ``[local experts]``."""
+    starts: Tensor
+    """The first slot of each, int64; the slot behind the last expert's is at the end."""
+    of: Tensor
+    """The slot of each expert of a token, int64 ``[rows, topk]``; -1 for others' experts."""
+
+    @property
+    def total(self) -> int:
+        """Slots, those that fill up included; waits for a device."""
+        return int(self.starts[-1])
+
+    def expand(self, rows: Tensor, total: int) -> Tensor:
+        """Each row in its slots, zeros in those that fill up: ``[total, width]``."""
+        token, place = (self.of >= 0).nonzero(as_tuple=True)
+        # By bytes: not every format can be indexed.
+        plain = rows.contiguous().view(torch.uint8)
+        out = plain.new_zeros(total, plain.shape[1])
+        out[self.of[token, place]] = plain[token]
+        return out.view(rows.dtype)
+
+    def expand_each(self, each: Tensor, total: int) -> Tensor:
+        """What belongs to each expert of a token, ``[rows, topk]``: ``[total]``."""
+        there = self.of >= 0
+        out = each.new_zeros(total)
+        out[self.of[there]] = each[there]
+        return out
+
+    def fold(self, slots: Tensor) -> Tensor:
+        """The sums of tokens' slots, in float32 and in the order of their experts, rounded:
+        ``[rows, width]``."""
+        total = torch.zeros(len(self.of), slots.shape[1], device=slots.device)
+        for slot in self.of.unbind(1):
+            total += torch.where(slot[:, None] >= 0, slots[slot.clamp(min=0)].float(), 0.0)
+        return total.to(slots.dtype)
+
+    def fold_each(self, slots: Tensor) -> Tensor:
+        """What lies in the slots ``[total]`` of each expert of a token, 0 for others':
+        ``[rows, topk]``."""
+        return torch.where(self.of >= 0, slots[self.of.clamp(min=0)], 0.0)
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """Where the tokens of a dispatch went, in DeepEP's names."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    """int64 ``[tokens, topk]``, those of the dispatch."""
+    num_recv_tokens: int
+    """Rows of the tokens that came, those included that there is room for without a CPU sync."""
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    """Of each local expert, a multiple of the alignment; none without a CPU sync."""
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    """int32: tokens that came from the ranks of each place in a node, added up."""
+    psum_num_recv_tokens_per_expert: Tensor
+    """int32 ``[local experts]``: where each expert's tokens end, filled up; with ``do_expand``
+    without what fills up the last ones."""
+    num_unaligned_recv_tokens_per_expert: Tensor | None
+    """int32 ``[local experts]``, with ``do_expand``."""
+    recv_src_metadata: Tensor
+    """int32 ``[tokens that came, 2 + topk]``: the token's number among all ranks' (its rank times
+    ``num_max_tokens_per_rank`` before its own), its row, and the slots of its experts; -1 for
+    none."""
+    way: normal.Handle
+    recv_topk_idx: Tensor
+    """int64 ``[num_recv_tokens, topk]``, this rank's experts counted from 0."""
+    slots: Slots
+
+
+def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:
+    """
+    Args:
+        topk_idx: the local experts of tokens that came, ``[rows, topk]``; -1 for others'.
+        local: experts here.
+        alignment: of each expert's slots.
+    """
+    experts = topk_idx.flatten()
+    counts = torch.bincount(experts[experts >= 0], minlength=local)
+    filled = (counts + alignment - 1) // alignment * alignment
+    nothing = counts.new_zeros(1)
+    starts = torch.cat([nothing, filled.cumsum(0)])
+    before = torch.cat([nothing, counts.cumsum(0)])
+    order = torch.where(experts < 0, local, experts).sort(stable=True).indices
+    there = order[: len(experts[experts >= 0])]
+    expert = experts[there]
+    slots = torch.full_like(experts, -1)
+    slots[there] = starts[expert] + torch.arange(len(there), device=experts.device) - before[expert]
+    return Slots(counts, starts, slots.view(topk_idx.shape))

@@ -1,0 +1,466 @@
+//! Many requests, or expectations, in one call: the engine's locks are taken once, and one listener hears what becomes of
+//! each.
+
+use std::{
+    sync::{
+        atomic::{
+            AtomicUsize,
+            Ordering::{AcqRel, SeqCst},
+        },
+        Arc, Weak,
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+
+use super::{
+    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiet, Region, Shared,
+    Submit, TransferEngine,
+};
+use crate::{
+    api::{Priority, Span},
+    group::{Claim, Hold, Submitted},
+    EngineError, Result,
+};
+
+/// What has become of one of many.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// It is over, or has failed: once for each.
+    Ended(Result<()>),
+    /// Of a request that has failed, after that: nothing of it is under way any more.
+    Quiet(Quiet),
+}
+
+/// What has become of one, by its place in what was asked for.
+pub(super) type News = (usize, Outcome);
+
+/// Hears what becomes of requests, or expectations, that were made together.
+///
+/// The engine drops what it holds of a listener on its callback thread or within the call that was given it, never under a
+/// lock of its own: a listener may own anything, the engine too.
+pub trait Listener: Send + Sync {
+    /// By their places in what was asked for. May be called within the call that asks, on its thread, with what is over by
+    /// then; otherwise on the engine's callback thread, which tells the listeners of all calls in the order of the ends.
+    fn hear(&self, news: Vec<(usize, Outcome)>);
+}
+
+/// One expectation: `n` further writes at a counter, of these peers. See [`Counter::expect`].
+#[derive(Clone, Copy, Debug)]
+pub struct Expect<'a> {
+    pub counter: &'a Counter,
+    pub n: u32,
+    pub writers: &'a [Peer],
+}
+
+/// Those of one call.
+pub(super) struct Each {
+    me: Weak<Each>,
+    shared: Weak<Shared>,
+    callbacks: Callbacks,
+    /// Until it is dropped.
+    listener: Option<Arc<dyn Listener>>,
+    /// Requests that aren't over.
+    left: AtomicUsize,
+    /// The memory of all of them.
+    keep: Mutex<Vec<Region>>,
+}
+
+impl Each {
+    fn new(
+        shared: &Arc<Shared>,
+        listener: Arc<dyn Listener>,
+        ops: &[(usize, &Op<'_>)],
+    ) -> Arc<Self> {
+        let keep = shared.keep(ops.iter().map(|(_, op)| *op));
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            shared: Arc::downgrade(shared),
+            callbacks: shared.callbacks.clone(),
+            listener: Some(listener),
+            left: AtomicUsize::new(ops.len()),
+            keep: Mutex::new(keep),
+        })
+    }
+
+    /// Has the callback thread tell this.
+    fn tell(&self, news: impl IntoIterator<Item = News>) {
+        if let Some(me) = self.me.upgrade() {
+            self.callbacks.tell(me, news.into_iter());
+        }
+    }
+
+    /// Tells it, on the callback thread.
+    pub fn hear(self: Arc<Self>, news: Vec<News>) {
+        if let Some(listener) = &self.listener {
+            listener.hear(news);
+        }
+        Self::let_go(self);
+    }
+
+    /// Drops the listener with the last of those that hold on to it; for where it may be dropped.
+    fn let_go(this: Arc<Self>) {
+        if let Some(mut each) = Arc::into_inner(this) {
+            each.listener = None;
+        }
+    }
+
+    /// So many of its requests are over.
+    fn are_over(&self, n: usize) {
+        if self.left.fetch_sub(n, AcqRel) > n {
+            return;
+        }
+        let keep = std::mem::take(&mut *self.keep.lock());
+        if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
+            shared.unkeep(keep);
+        }
+    }
+}
+
+impl Drop for Each {
+    /// What a listener owns may do anything when it is dropped, and here the engine's lock may be held.
+    fn drop(&mut self) {
+        if let Some(listener) = self.listener.take() {
+            self.callbacks.push(Box::new(move || drop(listener)));
+        }
+    }
+}
+
+impl Claim for Each {
+    fn finished(&self, at: u32, result: Result<()>) {
+        self.tell([(at as usize, Outcome::Ended(result))]);
+    }
+
+    fn over(&self, at: u32, proven: bool, result: Option<Result<()>>) {
+        let failed = !matches!(result, Some(Ok(())));
+        let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
+        self.are_over(1);
+        let ended = result.map(Outcome::Ended);
+        let news = ended.into_iter().chain(failed.then_some(quiet));
+        self.tell(news.map(|outcome| (at as usize, outcome)));
+    }
+}
+
+/// What is over before the call returns.
+#[derive(Default)]
+struct AtOnce {
+    news: Vec<News>,
+    over: usize,
+    /// How many there are.
+    of: usize,
+}
+
+impl AtOnce {
+    fn ended(&mut self, at: usize, result: Result<()>) {
+        let failed = result.is_err();
+        self.over += 1;
+        if self.news.capacity() == 0 {
+            self.news.reserve(self.of);
+        }
+        self.news.push((at, Outcome::Ended(result)));
+        if failed {
+            self.news.push((at, Outcome::Quiet(Quiet::Quiet)));
+        }
+    }
+}
+
+/// A request that waits for the lock, with so many of the operations that do.
+struct Waiting {
+    at: u32,
+    called: (&'static str, Span),
+    priority: Priority,
+    ops: usize,
+}
+
+impl Shared {
+    pub(super) fn submit_each(
+        self: &Arc<Self>,
+        ops: &[Op<'_>],
+        options: Submit,
+        listener: Arc<dyn Listener>,
+    ) -> Result<()> {
+        self.check_process()?;
+        // Before the lock is tried: who finds it taken must hear it as well.
+        if self.draining.load(SeqCst) {
+            return Err(EngineError::Draining);
+        }
+        let mut good = Vec::with_capacity(ops.len());
+        let mut at_once = AtOnce { of: ops.len(), ..AtOnce::default() };
+        for (at, op) in ops.iter().enumerate() {
+            match self.check(op) {
+                Ok(()) => good.push((at, op)),
+                Err(e) => at_once.ended(at, Err(e)),
+            }
+        }
+        let listens = Arc::clone(&listener);
+        match self.cell.try_lock(self) {
+            Some(mut core) => {
+                core.check_open()?;
+                self.post_each(&mut core, &good, options, listens, &mut at_once);
+            }
+            // Somebody holds the lock: leave the requests to them.
+            None => self.leave_each(&good, options, listens),
+        }
+        if !at_once.news.is_empty() {
+            listener.hear(at_once.news);
+        }
+        Ok(())
+    }
+
+    fn post_each(
+        self: &Arc<Self>,
+        core: &mut Core,
+        ops: &[(usize, &Op<'_>)],
+        options: Submit,
+        listener: Arc<dyn Listener>,
+        at_once: &mut AtOnce,
+    ) {
+        let timeout = options.timeout.unwrap_or(self.op_timeout);
+        let each = Each::new(self, listener, ops);
+        let (mut now, mut bytes) = (self.now(), 0);
+        core.domains.iter_mut().for_each(|d| d.begin_request());
+        let before = at_once.over;
+        for (at, op) in ops {
+            let priority = options.priority(std::slice::from_ref(*op));
+            let begun = now;
+            let key = core.group.open(begun, (op.name(), options.span), priority);
+            self.bind(op, (options.rail, false), &mut |bound| {
+                bytes += bound.bytes();
+                core.group.push(begun, key, bound, &mut core.domains, &**self);
+            });
+            if bytes >= LONG {
+                (now, bytes) = (self.now(), 0);
+            }
+            match core.group.seal((begun, now), key, timeout) {
+                Submitted::Done(result) => at_once.ended(*at, result),
+                Submitted::Pending(key) => core.group.attach(key, (each.clone(), *at as u32)),
+            }
+        }
+        core.domains.iter_mut().for_each(|d| d.flush());
+        match at_once.over - before {
+            0 => {}
+            n => each.are_over(n),
+        }
+        // The caller has the listener as well: this isn't the last of it.
+        Each::let_go(each);
+        self.cell.set_alarm(core.group.next_deadline());
+    }
+
+    fn leave_each(
+        self: &Arc<Self>,
+        ops: &[(usize, &Op<'_>)],
+        options: Submit,
+        listener: Arc<dyn Listener>,
+    ) {
+        let timeout = options.timeout.unwrap_or(self.op_timeout);
+        let each = Each::new(self, listener, ops);
+        let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
+        // Until it is posted only we name its peers.
+        let mut peers: Vec<Hold> = Vec::new();
+        for (at, op) in ops {
+            op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
+            let before = bound.len();
+            self.bind(op, (options.rail, false), &mut |b| bound.push(b));
+            waiting.push(Waiting {
+                at: *at as u32,
+                called: (op.name(), options.span),
+                priority: options.priority(std::slice::from_ref(*op)),
+                ops: bound.len() - before,
+            });
+        }
+        let queued = self.now();
+        let command = move |core: &mut Core, shared: &Arc<Self>| {
+            if let Err(e) = core.check_open() {
+                return waiting.iter().for_each(|w| each.over(w.at, true, Some(Err(e.clone()))));
+            }
+            let mut now = shared.now();
+            core.domains.iter_mut().for_each(|d| d.begin_request());
+            let mut bound = bound.into_iter();
+            for Waiting { at, called, priority, ops } in waiting {
+                let key = core.group.open(queued, called, priority);
+                for b in bound.by_ref().take(ops) {
+                    core.group.push(now, key, b, &mut core.domains, &**shared);
+                }
+                let begun = std::mem::replace(&mut now, shared.now());
+                match core.group.seal((begun, now), key, timeout) {
+                    Submitted::Done(result) => each.over(at, true, Some(result)),
+                    Submitted::Pending(key) => core.group.attach(key, (each.clone(), at)),
+                }
+            }
+            drop(peers);
+            core.domains.iter_mut().for_each(|d| d.flush());
+            shared.cell.set_alarm(core.group.next_deadline());
+        };
+        self.cell.post(self, Box::new(command));
+    }
+
+    pub(super) fn expect_each(
+        self: &Arc<Self>,
+        expected: &[Expect<'_>],
+        timeout: Duration,
+        listener: Arc<dyn Listener>,
+    ) -> Result<()> {
+        self.check_process()?;
+        if self.draining.load(SeqCst) {
+            return Err(EngineError::Draining);
+        }
+        let (each, now) = (Each::new(self, listener, &[]), self.now());
+        for (at, Expect { counter, n, writers }) in expected.iter().enumerate() {
+            let what = (counter.imm(), *n, Some(Span::NONE));
+            self.counters.expect(
+                what,
+                (now, timeout),
+                (*writers).into(),
+                (each.clone(), at as u32),
+            );
+        }
+        let counters = expected.iter().map(|e| e.counter.imm());
+        let writers = expected.iter().flat_map(|e| e.writers);
+        self.begin_to_expect((now, timeout), counters, writers);
+        Ok(())
+    }
+}
+
+impl TransferEngine {
+    /// Submits many requests of one operation each, with the same options: as many calls of [`TransferEngine::submit`]
+    /// would, but for one price. `listener` hears what becomes of each, by its place among `ops`: one that is found wrong
+    /// ends, and the others go on. The local memory of all is in use until the last of them is over (MR-1).
+    ///
+    /// # Errors
+    /// If the engine takes nothing any more; nobody hears of anything then.
+    pub fn submit_each(
+        &self,
+        ops: &[Op<'_>],
+        options: Submit,
+        listener: Arc<dyn Listener>,
+    ) -> Result<()> {
+        self.shared.submit_each(ops, options, listener)
+    }
+
+    /// Expects writes at many counters of this engine: as many calls of [`Counter::expect`] would, but for one price, and
+    /// counters are not kept by it. `listener` hears of each, by its place.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for a counter of another engine, or no writes at one; or if the engine takes nothing any
+    /// more. Nobody hears of anything then.
+    pub fn expect_each(
+        &self,
+        expected: &[Expect<'_>],
+        timeout: Duration,
+        listener: Arc<dyn Listener>,
+    ) -> Result<()> {
+        let wrong = |text: &str| Err(EngineError::Invalid(text.into()));
+        for Expect { counter, n, .. } in expected {
+            if !Arc::ptr_eq(&counter.inner.shared, &self.shared) {
+                return wrong("the counter belongs to another engine; make it with this one");
+            }
+            if *n == 0 {
+                return wrong("an expectation of no writes; leave it out");
+            }
+        }
+        self.shared.expect_each(expected, timeout, listener)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::{
+        api::EngineConfig,
+        engine::{Local, Remote},
+        simulation::SimNet,
+        transport::sim::SimConfig,
+    };
+
+    /// Keeps what it hears, and says when it is dropped.
+    #[derive(Default)]
+    struct Heard {
+        news: Arc<Mutex<Vec<News>>>,
+        dropped: Arc<AtomicBool>,
+    }
+
+    impl Listener for Heard {
+        fn hear(&self, news: Vec<News>) {
+            self.news.lock().extend(news);
+        }
+    }
+
+    impl Drop for Heard {
+        fn drop(&mut self) {
+            self.dropped.store(true, SeqCst);
+        }
+    }
+
+    #[test]
+    fn a_listener_is_not_dropped_under_the_lock() {
+        let mut net = SimNet::new(SimConfig::default());
+        let a = net.engine(EngineConfig::default()).unwrap();
+        let heard = Heard::default();
+        let dropped = Arc::clone(&heard.dropped);
+        let each = Each::new(&a.shared, Arc::new(heard), &[]);
+        let core = a.shared.cell.lock(&a.shared);
+        drop(each as Arc<dyn Claim>);
+        assert!(!dropped.load(SeqCst));
+        drop(core);
+        a.shared.callbacks.run_queued();
+        assert!(dropped.load(SeqCst));
+    }
+
+    #[test]
+    fn requests_that_are_left_to_the_holder_of_the_lock_end_each_by_itself() {
+        let mut net = SimNet::new(SimConfig::default());
+        let mut open = || net.engine(EngineConfig::default()).unwrap();
+        let (a, b, dead) = (open(), open(), open());
+        let (src, here, there) =
+            (a.alloc(64).unwrap(), b.alloc(64).unwrap(), dead.alloc(64).unwrap());
+        src.put(0, &[7; 64]).unwrap();
+        let (to_b, to_dead) =
+            (a.import(&here.descriptor()).unwrap(), a.import(&there.descriptor()).unwrap());
+        let write = |region, len| {
+            let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region, offset: 0 });
+            Op::Write { src, dst, len, imm: None }
+        };
+        let ops = [write(&to_dead, 64), write(&to_b, 65), write(&to_b, 64)];
+        let heard = Heard::default();
+        let (news, dropped) = (Arc::clone(&heard.news), Arc::clone(&heard.dropped));
+        net.kill(dead.id());
+
+        let core = a.shared.cell.lock(&a.shared);
+        a.submit_each(&ops, Submit::default(), Arc::new(heard)).unwrap();
+        assert!(news.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
+        drop(core);
+        let end = net.now().after(Duration::from_millis(1));
+        net.run_until(end);
+        let of = |at| news.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
+        let outcomes: [Vec<Outcome>; 3] = [of(0), of(1), of(2)];
+        for failed in &outcomes[..2] {
+            let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiet(_)]);
+            assert!(two, "{failed:?}");
+        }
+        assert_eq!(outcomes[2], [Outcome::Ended(Ok(()))]);
+        assert_eq!(here.get(0, 64).unwrap(), [7; 64]);
+        assert!(dropped.load(SeqCst), "all have ended");
+        let retired = src.revoke().unwrap();
+        let end = net.now().after(Duration::from_millis(1));
+        net.run_until(end);
+        assert!(retired.is_done(), "nobody holds on to their memory");
+
+        // Closed while they wait: none is begun, and each is told.
+        let src = a.alloc(64).unwrap();
+        let late = Arc::new(Heard::default());
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });
+        let op = Op::Write { src, dst, len: 64, imm: None };
+        let mut core = a.shared.cell.lock(&a.shared);
+        a.submit_each(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
+        core.closed = true;
+        drop(core);
+        a.close();
+        let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiet(Quiet::Quiet)];
+        let closed = closed.as_slice();
+        let told: Vec<Outcome> = late.news.lock().iter().map(|n| n.1.clone()).collect();
+        assert_eq!(told, [closed, closed].concat());
+    }
+}

@@ -1,0 +1,194 @@
+//! Listening sockets: at which addresses of this machine, and at which port.
+
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    os::fd::OwnedFd,
+};
+
+use rustix::{
+    io::Errno,
+    net::{self, sockopt, AddressFamily, SocketFlags, SocketType},
+};
+
+use crate::{api::Ports, domain::DomainError};
+
+/// How often the kernel is asked for a port that is free at all addresses.
+const ATTEMPTS: u16 = 16;
+const BACKLOG: i32 = 4096;
+
+/// Sockets that listen, all at one port: one rule of a firewall lets in whoever means this engine.
+#[derive(Debug)]
+pub(crate) struct Listening {
+    pub sockets: Vec<(IpAddr, OwnedFd)>,
+    pub port: u16,
+}
+
+/// What it means if an address is not this machine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Demand {
+    /// The user named all of them: an error.
+    All,
+    /// The user named them for something else too: the others do.
+    Any,
+    /// They were found here, whether or not the kernel is done with checking that nobody else of the
+    /// network has them (duplicate address detection): one that is still in that is listened on too.
+    Found,
+}
+
+/// Listens at all of these addresses, at the first port that is free at each of them.
+///
+/// # Errors
+/// [`DomainError::Ports`] if none of those that were named can be had.
+pub(crate) fn listen(
+    ips: &[IpAddr],
+    demand: Demand,
+    ports: Option<Ports>,
+) -> Result<Listening, DomainError> {
+    let attempts = ports.map_or(ATTEMPTS, Ports::count);
+    for i in 0..attempts {
+        let port = ports.map_or(0, |p| p.first() + i);
+        match at_port(ips, port, demand) {
+            Err(DomainError::Io { errno: Errno::ADDRINUSE, .. }) => {}
+            settled => return settled,
+        }
+    }
+    let at = ips.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" and ");
+    Err(match ports {
+        Some(ports) => DomainError::Ports(format!("{ports} at {at}: taken already")),
+        None => DomainError::Io { call: "bind", errno: Errno::ADDRINUSE },
+    })
+}
+
+/// With port 0 at one that the kernel chooses for the first address.
+fn at_port(ips: &[IpAddr], port: u16, demand: Demand) -> Result<Listening, DomainError> {
+    let mut listening = Listening { sockets: Vec::new(), port };
+    let mut missing = None;
+    for ip in ips {
+        if listening.sockets.iter().any(|(had, _)| had == ip) {
+            continue;
+        }
+        match listen_on(SocketAddr::new(*ip, listening.port), demand == Demand::Found) {
+            Ok((socket, bound)) => {
+                listening.port = bound;
+                listening.sockets.push((*ip, socket));
+            }
+            Err(e @ DomainError::Unavailable(_)) if demand != Demand::All => {
+                tracing::warn!(%ip, why = %e, "an address is not listened on");
+                missing = Some(e);
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    match missing {
+        Some(e) if listening.sockets.is_empty() => Err(e),
+        _ => Ok(listening),
+    }
+}
+
+fn listen_on(addr: SocketAddr, found: bool) -> Result<(OwnedFd, u16), DomainError> {
+    let fail = |call: &'static str| DomainError::io(call);
+    let ip = addr.ip();
+    let refused = |errno| match errno {
+        Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT => DomainError::Unavailable(format!(
+            "no interface of this machine has the address {ip}; see `ip addr`"
+        )),
+        Errno::ACCESS if addr.port() != 0 => DomainError::Ports(format!(
+            "port {} at {ip}: this process may not listen there",
+            addr.port()
+        )),
+        errno => DomainError::Io { call: "bind", errno },
+    };
+    let socket = new_socket(&addr).map_err(refused)?;
+    if ip == IpAddr::from(Ipv6Addr::UNSPECIFIED) {
+        sockopt::set_ipv6_v6only(&socket, false).map_err(fail("setsockopt(IPV6_V6ONLY)"))?;
+    }
+    if addr.port() != 0 {
+        // Connections of an engine that was here before linger for a minute. Who listens now still keeps us out.
+        sockopt::set_socket_reuseaddr(&socket, true).map_err(fail("setsockopt(SO_REUSEADDR)"))?;
+    }
+    if found {
+        // Where this isn't known, `bind` judges.
+        let _ = match ip {
+            IpAddr::V4(_) => sockopt::set_ip_freebind(&socket, true),
+            IpAddr::V6(_) => sockopt::set_ipv6_freebind(&socket, true),
+        };
+    }
+    net::bind(&socket, &addr).map_err(refused)?;
+    net::listen(&socket, BACKLOG).map_err(fail("listen"))?;
+    let bound = net::getsockname(&socket).map_err(fail("getsockname"))?;
+    let bound = SocketAddr::try_from(bound).map_err(fail("getsockname"))?;
+    Ok((socket, bound.port()))
+}
+
+/// For an address of this family.
+pub(crate) fn new_socket(addr: &SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = match addr {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    net::socket_with(family, SocketType::STREAM, flags, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const HERE: [IpAddr; 2] =
+        [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2))];
+
+    /// A port that was free a moment ago, with that after it.
+    fn two_ports() -> Ports {
+        let first = listen(&HERE, Demand::All, None).unwrap().port.min(65534);
+        Ports::new(first, first + 1).unwrap()
+    }
+
+    #[test]
+    fn all_addresses_have_one_port() {
+        for ports in [None, Some(two_ports())] {
+            let listening = listen(&HERE, Demand::All, ports).unwrap();
+            assert_ne!(listening.port, 0);
+            for (ip, socket) in &listening.sockets {
+                let bound = SocketAddr::try_from(net::getsockname(socket).unwrap()).unwrap();
+                assert_eq!(bound, SocketAddr::new(*ip, listening.port));
+            }
+            assert_eq!(listening.sockets.len(), HERE.len());
+        }
+    }
+
+    #[test]
+    fn the_next_port_is_taken_until_there_is_none() {
+        // Somebody else may come between: then other ports show the same.
+        let shown = (0..20).any(|_| {
+            let ports = two_ports();
+            let Ok(first) = listen(&HERE, Demand::All, Some(ports)) else { return false };
+            // Taken at one of the addresses only.
+            let Ok(second) = listen(&HERE[1..], Demand::All, Some(ports)) else { return false };
+            let third = listen(&HERE, Demand::All, Some(ports)).unwrap_err();
+            let words = third.to_string();
+            assert!(matches!(third, DomainError::Ports(_)), "{words}");
+            assert!(words.contains("127.0.0.1 and 127.0.0.2: taken already"), "{words}");
+            [first.port, second.port] == [ports.first(), ports.first() + 1]
+        });
+        assert!(shown, "no two neighbouring ports were free");
+    }
+
+    #[test]
+    fn an_address_that_is_not_usable_is_an_error_or_passed_over_or_waited_for() {
+        let ips = ["192.0.2.1".parse().unwrap(), HERE[0]];
+        let listening = listen(&ips, Demand::Any, None).unwrap();
+        assert_eq!(listening.sockets.len(), 1);
+        // As it is while its duplicates are looked for.
+        let found = listen(&ips, Demand::Found, None).unwrap();
+        assert_eq!(found.sockets.iter().map(|(ip, _)| *ip).collect::<Vec<_>>(), ips);
+        let named = listen(&ips, Demand::All, None).unwrap_err();
+        let nothing = listen(&ips[..1], Demand::Any, None).unwrap_err();
+        for e in [named, nothing] {
+            assert!(e
+                .to_string()
+                .contains("no interface of this machine has the address 192.0.2.1"));
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Many requests, or expectations, in one call: each ends by itself.
+
+use std::{
+    sync::{
+        mpsc::{channel, Receiver, Sender},
+        Arc, Mutex,
+    },
+    time::Duration,
+};
+
+use fabric_engine::{
+    api::{EngineConfig, TransportKind},
+    simulation::SimNet,
+    transport::sim::{Fault, SimConfig},
+    EngineError, Expect, Listener, Local, Op, Outcome, Quiet, Region, Remote, RemoteRegion, Submit,
+    TransferEngine,
+};
+
+/// Keeps what it hears.
+#[derive(Default)]
+struct Heard(Mutex<Vec<(usize, Outcome)>>);
+
+impl Listener for Heard {
+    fn hear(&self, news: Vec<(usize, Outcome)>) {
+        self.0.lock().unwrap().extend(news);
+    }
+}
+
+impl Heard {
+    /// What was heard of one, in turn.
+    fn of(&self, at: usize) -> Vec<Outcome> {
+        let all = self.0.lock().unwrap();
+        all.iter().filter(|(place, _)| *place == at).map(|(_, outcome)| outcome.clone()).collect()
+    }
+}
+
+fn write<'a>(src: &'a Region, dst: &'a RemoteRegion, len: u64) -> Op<'a> {
+    let (src, dst) = (Local { region: src, offset: 0 }, Remote { region: dst, offset: 0 });
+    Op::Write { src, dst, len, imm: None }
+}
+
+fn failed(outcomes: &[Outcome]) -> bool {
+    matches!(outcomes, [Outcome::Ended(Err(_)), Outcome::Quiet(_)])
+}
+
+const DONE: [Outcome; 1] = [Outcome::Ended(Ok(()))];
+
+#[test]
+fn rs_4_one_that_fails_ends_no_other() {
+    let mut net = SimNet::new(SimConfig::default());
+    let mut open = || net.engine(EngineConfig::default()).unwrap();
+    let (a, b, dead) = (open(), open(), open());
+    let src = a.alloc(64).unwrap();
+    let (here, there) = (b.alloc(64).unwrap(), dead.alloc(64).unwrap());
+    src.put(0, &[7; 64]).unwrap();
+    let (to_b, to_dead) =
+        (a.import(&here.descriptor()).unwrap(), a.import(&there.descriptor()).unwrap());
+    net.kill(dead.id());
+    let heard = Arc::new(Heard::default());
+    let ops = [write(&src, &to_dead, 64), write(&src, &to_b, 65), write(&src, &to_b, 64)];
+    a.submit_each(&ops, Submit::default(), heard.clone()).unwrap();
+    assert!(failed(&heard.of(1)), "what is wrong is told within the call");
+    let end = net.now().after(Duration::from_millis(1));
+    net.run_until(end);
+    assert_eq!(heard.of(2), DONE);
+    assert_eq!(here.get(0, 64).unwrap(), [7; 64]);
+    assert!(failed(&heard.of(0)) && failed(&heard.of(1)), "{:?}", heard.of(0));
+    // Nothing of them is under way, and nobody holds on to their memory.
+    let retired = src.revoke().unwrap();
+    let end = net.now().after(Duration::from_millis(1));
+    net.run_until(end);
+    assert!(retired.is_done());
+}
+
+#[test]
+fn ic_4_each_expectation_ends_by_itself() {
+    let mut net = SimNet::new(SimConfig::default());
+    let mut open = || net.engine(EngineConfig::default()).unwrap();
+    let (a, b) = (open(), open());
+    let (met, missed, early) = (a.counter().unwrap(), a.counter().unwrap(), a.counter().unwrap());
+    let (src, dst) = (b.alloc(64).unwrap(), a.alloc(64).unwrap());
+    let dst = b.import(&dst.descriptor()).unwrap();
+    let count = |counter: &fabric_engine::Counter| {
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        b.submit(&[op], Submit::default()).unwrap();
+    };
+    count(&early);
+    let end = net.now().after(Duration::from_millis(1));
+    net.run_until(end);
+    let writers = [a.peer(b.address()).unwrap()];
+    let heard = Arc::new(Heard::default());
+    let all: Vec<Expect<'_>> =
+        [&met, &missed, &early].map(|counter| Expect { counter, n: 1, writers: &writers }).into();
+    a.expect_each(&all, Duration::from_millis(50), heard.clone()).unwrap();
+    count(&met);
+    let end = net.now().after(Duration::from_millis(10));
+    net.run_until(end);
+    assert_eq!((heard.of(0), heard.of(1), heard.of(2)), (DONE.into(), vec![], DONE.into()));
+    let end = net.now().after(Duration::from_millis(50));
+    net.run_until(end);
+    let timed_out = |o: &Outcome| matches!(o, Outcome::Ended(Err(EngineError::Timeout { .. })));
+    assert!(heard.of(1).iter().all(timed_out) && heard.of(1).len() == 1, "{:?}", heard.of(1));
+
+    let none = [Expect { counter: &met, n: 0, writers: &writers }];
+    assert!(a.expect_each(&none, Duration::MAX, heard.clone()).is_err());
+    let others = b.counter().unwrap();
+    let others = [Expect { counter: &others, n: 1, writers: &[] }];
+    assert!(a.expect_each(&others, Duration::MAX, heard).is_err());
+}
+
+#[test]
+fn rs_4_an_expectation_ends_with_its_writer() {
+    let mut net = SimNet::new(SimConfig::default());
+    let mut open = || net.engine(EngineConfig::default()).unwrap();
+    let (a, b, c) = (open(), open(), open());
+    let (of_b, of_c) = (a.counter().unwrap(), a.counter().unwrap());
+    let writers = [a.peer(b.address()).unwrap(), a.peer(c.address()).unwrap()];
+    let heard = Arc::new(Heard::default());
+    let expect = |counter, writers| Expect { counter, n: 1, writers };
+    let all = [expect(&of_b, &writers[..1]), expect(&of_c, &writers[1..])];
+    a.expect_each(&all, Duration::from_secs(3600), heard.clone()).unwrap();
+    let end = net.now().after(Duration::from_millis(1));
+    net.run_until(end);
+    net.kill(b.id());
+    let end = net.now().after(Duration::from_secs(60));
+    net.run_until(end);
+    let lost = heard.of(0);
+    assert!(matches!(lost[..], [Outcome::Ended(Err(EngineError::PeerLost { .. }))]), "{lost:?}");
+    assert_eq!(heard.of(1), []);
+}
+
+/// A result may be there long before what was sent is not read any more.
+#[test]
+fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
+    let mut net = SimNet::new(SimConfig::default());
+    let mut open = || net.engine(EngineConfig::default()).unwrap();
+    let (a, b) = (open(), open());
+    let (src, there) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+    let dst = a.import(&there.descriptor()).unwrap();
+    let pass = |net: &mut SimNet, us| {
+        let end = net.now().after(Duration::from_micros(us));
+        net.run_until(end);
+    };
+    let first = a.submit(&[write(&src, &dst, 64)], Submit::default()).unwrap();
+    pass(&mut net, 1000);
+    assert!(first.is_done());
+    net.inject(&Fault::Stall { node: 0, rail: 0, nth: 0, lasts: 1_000_000 });
+    let heard = Arc::new(Heard::default());
+    let soon = Submit { timeout: Some(Duration::from_micros(100)), ..Submit::default() };
+    a.submit_each(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, heard.clone()).unwrap();
+    let retired = src.revoke().unwrap();
+    pass(&mut net, 200);
+    let late = heard.of(0);
+    let late = matches!(late[..], [Outcome::Ended(Err(EngineError::Timeout { .. }))]);
+    assert!(late && failed(&heard.of(1)), "{:?}", heard.of(0));
+    assert!(!retired.is_done());
+    pass(&mut net, 2000);
+    assert_eq!(heard.of(0)[1..], [Outcome::Quiet(Quiet::Quiet)]);
+    assert!(retired.is_done());
+}
+
+/// Tells that it hears, and waits for a word before it goes on.
+struct Busy(Mutex<(Sender<()>, Receiver<()>)>);
+
+impl Listener for Busy {
+    fn hear(&self, _: Vec<(usize, Outcome)>) {
+        let channels = self.0.lock().unwrap();
+        channels.0.send(()).unwrap();
+        channels.1.recv().unwrap();
+    }
+}
+
+/// One of several calls, each with a name.
+struct Named(&'static str, Arc<Mutex<Vec<(&'static str, usize)>>>);
+
+impl Listener for Named {
+    fn hear(&self, news: Vec<(usize, Outcome)>) {
+        self.1.lock().unwrap().extend(news.into_iter().map(|(at, _)| (self.0, at)));
+    }
+}
+
+#[test]
+fn what_ends_is_told_in_its_order_over_all_calls() {
+    let open = |name: &str| {
+        let transports = vec![TransportKind::Shm];
+        let config = EngineConfig { name: name.into(), transports, ..EngineConfig::default() };
+        TransferEngine::open(config).unwrap()
+    };
+    let (a, b) = (open("hears"), open("writes"));
+    let (src, dst) = (b.alloc(64).unwrap(), a.alloc(64).unwrap());
+    let dst = b.import(&dst.descriptor()).unwrap();
+    let counters: Vec<_> = (0..4).map(|_| a.counter().unwrap()).collect();
+    let expect = |counters: &[&fabric_engine::Counter], listener: Arc<dyn Listener>| {
+        let one = |counter| Expect { counter, n: 1, writers: &[] };
+        let all: Vec<Expect<'_>> = counters.iter().map(|counter| one(*counter)).collect();
+        a.expect_each(&all, Duration::MAX, listener).unwrap();
+    };
+    let count = |counter: &fabric_engine::Counter| {
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        let also = counter.expect(1, &[], Duration::MAX).unwrap();
+        for _ in 0..2 {
+            let done = b.submit(std::slice::from_ref(&op), Submit::default()).unwrap();
+            done.wait(Duration::from_secs(60)).expect("in time").unwrap();
+        }
+        also.wait(Duration::from_secs(60)).expect("in time").unwrap();
+    };
+    let (hears, is_busy) = channel();
+    let (go_on, word) = channel();
+    let told = Arc::new(Mutex::default());
+    expect(&[&counters[0]], Arc::new(Busy(Mutex::new((hears, word)))));
+    expect(&[&counters[1], &counters[3]], Arc::new(Named("x", Arc::clone(&told))));
+    expect(&[&counters[2]], Arc::new(Named("y", Arc::clone(&told))));
+    count(&counters[0]);
+    is_busy.recv_timeout(Duration::from_secs(60)).unwrap();
+    counters[1..].iter().for_each(count);
+    go_on.send(()).unwrap();
+    a.close();
+    assert_eq!(*told.lock().unwrap(), [("x", 0), ("y", 0), ("x", 1)]);
+}
+
+/// Who finds the engine's lock taken leaves its requests to the holder.
+#[test]
+fn requests_of_many_threads_are_each_told_once() {
+    const THREADS: usize = 4;
+    const CALLS: usize = 300;
+    const EACH: usize = 8;
+    let open = |name: &str| {
+        let transports = vec![TransportKind::Shm];
+        let config = EngineConfig { name: name.into(), transports, ..EngineConfig::default() };
+        TransferEngine::open(config).unwrap()
+    };
+    let (a, b) = (open("a"), open("b"));
+    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+    let dst = a.import(&dst.descriptor()).unwrap();
+    let counter = b.counter().unwrap();
+    let all = counter.expect((THREADS * CALLS * EACH) as u32, &[], Duration::MAX).unwrap();
+    let run = || {
+        let heard = Arc::new(Heard::default());
+        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        let ops = vec![op; EACH];
+        for _ in 0..CALLS {
+            a.submit_each(&ops, Submit::default(), heard.clone()).unwrap();
+        }
+        heard
+    };
+    let heard: Vec<Arc<Heard>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(run)).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    all.wait(Duration::from_secs(60)).expect("in time").unwrap();
+    a.drain().unwrap().wait(Duration::from_secs(60)).expect("in time").unwrap();
+    a.close();
+    for heard in &heard {
+        for at in 0..EACH {
+            assert_eq!(heard.of(at), vec![Outcome::Ended(Ok(())); CALLS]);
+        }
+    }
+    assert!(!heard.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiet(Quiet::Unknown)));
+    let nothing = Arc::new(Heard::default());
+    assert!(a.submit_each(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
+    assert_eq!(nothing.of(0), []);
+}

@@ -1,0 +1,300 @@
+"""DeepEP's second interface as its own tests call it, against sums in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabric_ray import errors
+from fabric_ray.moe import cast
+from fabric_ray.moe.deepep import ElasticBuffer
+from tests.host_kernels import Host, Stream, exchange_kernels
+from tests.moe_ranks import ThreadComm, batch, on_ranks
+
+EXPERTS, TOPK, HIDDEN, M, ALIGNMENT = 8, 3, 256, 16, 4
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@contextmanager
+def buffer_of(
+    host: Host, comm: ThreadComm, on_kernels: bool, per_node: int, **options: Any
+) -> Iterator[ElasticBuffer]:
+    with ExitStack() as stack:
+        if on_kernels and per_node == comm.size():
+            options["launcher"] = host.another()
+        elif on_kernels:
+            stream = Stream(host, 2)
+            stack.callback(stream.finish, 60.0)
+            options |= {"launcher": stream, "workers": 2}
+        options = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node, **options}
+        yield ElasticBuffer(comm=comm, **options)
+
+
+def tokens_of(rank: int, seed: int) -> int:
+    return max(1, M - 5 * rank) if seed % 2 == 0 else (0, M, 1, 7)[rank]
+
+
+def batches(ranks: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    found = [batch(seed + r, tokens_of(r, seed), EXPERTS, TOPK, HIDDEN) for r in range(ranks)]
+    return [(x, idx, w.masked_fill(idx < 0, 0.0)) for x, idx, w in found]
+
+
+def arrived(rank: int, ranks: int, seed: int) -> tuple[Tensor, ...]:
+    """What comes here: tokens, experts, weights, and numbers among all ranks' tokens."""
+    local, parts = EXPERTS // ranks, []
+    for source, (x, idx, w) in enumerate(batches(ranks, seed)):
+        mine = torch.where((idx >= 0) & (idx // local == rank), idx - rank * local, -1)
+        here = (mine >= 0).any(1)
+        number = source * M + torch.arange(len(x))
+        parts.append((x[here], mine[here], w.masked_fill(mine < 0, 0.0)[here], number[here]))
+    return tuple(torch.cat(of) for of in zip(*parts, strict=True))
+
+
+def aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def step(buffer: ElasticBuffer, seed: int, fp8: bool) -> None:
+    """Forward, and by its handle again; both layouts."""
+    rank, ranks = buffer.rank_idx, buffer.num_ranks
+    local = EXPERTS // ranks
+    x, idx, w = batches(ranks, seed)[rank]
+    sent = cast.to_fp8(x) if fp8 else x
+    want_x, want_idx, want_w, numbers = arrived(rank, ranks, seed)
+    counts = [int((want_idx == e).sum()) for e in range(local)]
+    stats = torch.full((local,), 7, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "x": sent, "topk_idx": idx, "topk_weights": w, "num_experts": EXPERTS,
+        "num_max_tokens_per_rank": M, "expert_alignment": ALIGNMENT,
+        "previous_event": buffer.capture(),
+    }  # fmt: skip
+
+    def plain(received: Any) -> Tensor:
+        return cast.back(*received) if fp8 else received
+
+    recv, recv_idx, recv_w, handle, event = buffer.dispatch(
+        **given, cumulative_local_expert_recv_stats=stats
+    )
+    event.current_stream_wait()
+    want_x = cast.back(*cast.to_fp8(want_x)) if fp8 else want_x
+    assert torch.equal(plain(recv), want_x)
+    assert recv_idx is not None
+    assert recv_w is not None
+    assert torch.equal(recv_idx, want_idx)
+    assert torch.equal(recv_w, want_w)
+    assert stats.tolist() == [7 + n for n in counts]
+    assert handle.num_recv_tokens_per_expert_list == [aligned(n) for n in counts]
+    ends = torch.tensor([aligned(n) for n in counts]).cumsum(0).tolist()
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+    assert torch.equal(handle.recv_src_metadata[:, 0].long(), numbers)
+    places = numbers // M % buffer.num_scaleup_ranks
+    sums = [int((places <= p).sum()) for p in range(buffer.num_scaleup_ranks)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == sums
+    assert (handle.num_experts, handle.expert_alignment) == (EXPERTS, ALIGNMENT)
+    again, again_idx, none, same, _ = buffer.dispatch(sent, handle=handle)
+    assert torch.equal(plain(again), want_x)
+    assert torch.equal(again_idx, want_idx)
+    assert none is None
+    assert same is handle
+
+    # The other layout, and its columns.
+    wide, none, wide_w, slots, _ = buffer.dispatch(
+        **given, do_expand=True, use_tma_aligned_col_major_sf=True
+    )
+    assert none is None
+    assert slots.psum_num_recv_tokens_per_scaleup_rank.tolist() == sums
+    if fp8:
+        assert wide[1].stride()[0] == 1
+    starts = [0, *ends]
+    for e, n in enumerate(counts):
+        assert int(slots.psum_num_recv_tokens_per_expert[e]) == starts[e] + n
+        of = slice(starts[e], starts[e] + n)
+        token, place = (want_idx == e).nonzero(as_tuple=True)
+        assert torch.equal(plain(wide)[of], want_x[token])
+        assert torch.equal(wide_w[of], want_w[token, place])
+        assert torch.equal(
+            slots.recv_src_metadata[token, 2 + place].long(), torch.arange(starts[e], starts[e] + n)
+        )
+        assert not plain(wide)[starts[e] + n : starts[e + 1]].any()
+        assert not wide_w[starts[e] + n : starts[e + 1]].any()
+    assert len(wide_w) == starts[-1] == slots.num_expanded_tokens
+    cached, _, cached_w, _, _ = buffer.dispatch(
+        sent, handle=slots, topk_weights=w, do_expand=True, do_zero_padding=True
+    )
+    assert torch.equal(plain(cached), plain(wide))
+    assert torch.equal(cached_w, wide_w)
+
+    # Answers: each row, or slot, is answered with itself.
+    there = [(idx >= 0) & (idx // local == r) for r in range(ranks)]
+    own = (cast.back(*sent) if fp8 else x).float()
+    bias = (torch.randn(x.shape).to(torch.bfloat16), torch.randn(x.shape).to(torch.bfloat16))
+    per_node = buffer.num_scaleup_ranks
+
+    def summed(of_rank: Any) -> Tensor:
+        total = torch.zeros(x.shape)
+        for first in range(0, ranks, per_node):
+            of_node = torch.zeros(x.shape)
+            for r in range(first, first + per_node):
+                of_node += of_rank(there[r])
+            total += of_node.to(torch.bfloat16).float() if per_node < ranks else of_node
+        return total
+
+    rows = summed(lambda here: own * here.any(1)[:, None])
+    out, out_w, _ = buffer.combine(want_x, handle, topk_weights=recv_w, bias=bias[0])
+    assert torch.equal(out, (rows + bias[0].float()).to(torch.bfloat16))
+    assert torch.equal(out_w, w)
+    folded = summed(lambda here: (own * here.sum(1)[:, None]).to(torch.bfloat16).float())
+    out, out_w, _ = buffer.combine(plain(wide), slots, topk_weights=wide_w, bias=bias)
+    assert torch.equal(out, (folded + bias[0].float() + bias[1].float()).to(torch.bfloat16))
+    assert torch.equal(out_w, w)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
+def test_both_layouts_and_both_ways_are_those_of_one_place(
+    host: Host, ranks: int, per_node: int, on_kernels: bool
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        with buffer_of(host, comm, on_kernels, per_node) as buffer:
+            assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
+            for seed, fp8 in enumerate([False, True, False]):
+                step(buffer, seed, fp8)
+            buffer.check()
+            buffer.barrier()
+            buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def test_without_a_cpu_sync_there_is_room_for_all() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+        x, idx, w = batches(2, 0)[comm.rank()]
+        want_x, want_idx, _, _ = arrived(comm.rank(), 2, 0)
+        recv, recv_idx, recv_w, handle, _ = buffer.dispatch(
+            x, idx, w, num_experts=EXPERTS, do_cpu_sync=False
+        )
+        assert len(recv) == len(recv_w) == 2 * M
+        assert torch.equal(recv[: len(want_x)], want_x)
+        assert torch.equal(recv_idx[: len(want_x)], want_idx)
+        assert (recv_idx[len(want_x) :] == -1).all()
+        out, _, _ = buffer.combine(recv, handle)
+        ranks = torch.stack([((idx >= 0) & (idx // 4 == r)).any(1) for r in range(2)]).sum(0)
+        assert torch.equal(out, (x.float() * ranks[:, None]).to(torch.bfloat16))
+        wide, *_, handle, _ = buffer.dispatch(
+            x, idx, w, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True, expert_alignment=8
+        )
+        assert len(wide) == 2 * M * TOPK + 7 * 4 + (-(2 * M * TOPK + 7 * 4) % 8)
+        out, _, _ = buffer.combine(wide, handle)
+        assert out.shape == x.shape
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_buffers_are_those_of_the_most_tokens_that_were_named() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+        x, idx, w = batches(2, 0)[comm.rank()]
+
+        def there_and_back(most: int) -> None:
+            recv, _, _, handle, _ = buffer.dispatch(
+                x, idx, w, num_experts=EXPERTS, num_max_tokens_per_rank=most
+            )
+            assert torch.equal(recv, arrived(comm.rank(), 2, 0)[0])
+            assert handle.num_max_tokens_per_rank == most
+            buffer.combine(recv, handle)
+
+        there_and_back(4 * M)
+        nbytes = buffer._exchanges.nbytes
+        for most in (M, 2 * M, 3 * M, 4 * M):
+            there_and_back(most)
+        assert buffer._exchanges.nbytes == nbytes
+        # A handle outlives the buffers that it was made with.
+        recv, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
+        there_and_back(8 * M)
+        assert buffer._exchanges.nbytes < 2.2 * nbytes
+        again, *_ = buffer.dispatch(x, handle=handle)
+        assert torch.equal(again, recv)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def test_what_a_caller_does_to_results_changes_no_handle() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+        x, idx, w = batches(1, 0)[0]
+        _, found, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
+        want = found.clone()
+        found.fill_(7)
+        assert torch.equal(buffer.dispatch(x, handle=handle)[1], want)
+        buffer.destroy()
+
+    on_ranks(1, work)
+
+
+def test_what_does_not_fit_and_what_there_is_not_is_said() -> None:
+    def work(comm: ThreadComm) -> None:
+        invalid, unsupported = errors.InvalidArgument, errors.Unsupported
+        for words, options in [
+            ("Engram", {"num_cpu_bytes": 4096}),
+            ("nodes are rounded", {"allow_multiple_reduction": False, "ranks_per_node": 1}),
+        ]:
+            with pytest.raises(unsupported, match=words):
+                ElasticBuffer(comm=comm, **options)
+        once = ElasticBuffer(
+            comm=comm, num_max_tokens_per_rank=M, allow_multiple_reduction=False,
+            allow_hybrid_mode=False, ranks_per_node=1,
+        )  # fmt: skip
+        assert once.get_physical_domain_size() == (2, 1)
+        assert once.get_logical_domain_size() == (1, 2)
+        x, idx, w = batches(2, 0)[comm.rank()]
+        wide, *_, slots, _ = once.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=True)
+        with pytest.raises(unsupported, match="allow_multiple_reduction"):
+            once.combine(wide, slots)
+        recv, _, recv_w, handle, _ = once.dispatch(x, idx, w, num_experts=EXPERTS)
+        given = {"topk_idx": idx, "num_experts": EXPERTS}
+        twice = idx.clone()
+        twice[0, :2] = 3
+        for words, call in [
+            ("expert twice", lambda: once.dispatch(x, twice, num_experts=EXPERTS)),
+            ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
+            *(
+                (
+                    r"give int32 \[4\]",
+                    lambda stats=stats: once.dispatch(
+                        x, **given, cumulative_local_expert_recv_stats=stats
+                    ),
+                )
+                for stats in (torch.zeros(4), torch.zeros(3).int(), torch.zeros(4, 1).int())
+            ),
+            ("or a handle", lambda: once.dispatch(x)),
+            ("or a handle", lambda: once.dispatch(x, idx)),
+            ("evenly", lambda: once.dispatch(x, idx, num_experts=7)),
+            ("leave them out", lambda: once.dispatch(x, idx, handle=handle)),
+            ("leave them out", lambda: once.dispatch(x, handle=handle, do_cpu_sync=True)),
+            ("handle's is", lambda: once.dispatch(x, handle=handle, expert_alignment=3)),
+            ("handle's is", lambda: once.dispatch(x, handle=handle, do_expand=True)),
+            ("the handle is for", lambda: once.dispatch(x[:0], handle=handle)),
+            ("are needed", lambda: once.combine(recv[:0], handle)),
+            ("bias", lambda: once.combine(recv, handle, bias=recv[:0])),
+            ("weights", lambda: once.combine(recv, handle, topk_weights=recv_w.double())),
+        ]:
+            with pytest.raises(invalid, match=words):
+                call()
+        for name in ("engram_write", "pp_send", "all_gather", "create_agrs_session"):
+            with pytest.raises(unsupported, match="here"):
+                getattr(once, name)()
+        once.destroy()
+
+    on_ranks(2, work)

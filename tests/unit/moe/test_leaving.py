@@ -1,0 +1,84 @@
+"""Whoever has its own sums leaves, and takes nobody else's along."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.moe import AllToAll, ThroughputAllToAll
+from fabric_ray.moe.comm import Exchanges
+from tests.moe_ranks import ThreadComm, batch, on_ranks
+
+EXPERTS, TOPK, HIDDEN, M = 6, 3, 8, 40
+LATE = 0.3
+"""Seconds for which rank 0 lets the others' rows lie."""
+
+
+def summed(one: AllToAll | ThroughputAllToAll) -> None:
+    """One exchange of which rank 1 wants nothing, for it has no tokens."""
+    x, idx, _ = batch(3, M if one.rank == 0 else 0, EXPERTS, TOPK, HIDDEN, torch.float32)
+    here = [one.present[int(e) // (EXPERTS // one.ranks)] for e in range(EXPERTS)]
+    idx[~torch.tensor(here)[idx]] = -1
+    one.dispatch_send(x, idx)
+    if one.rank == 0:
+        time.sleep(LATE)
+    one.combine_send(one.dispatch_recv().x)
+    sums = one.combine_recv()
+    assert one.left_out == ()
+    torch.testing.assert_close(sums, x * (idx >= 0).sum(1, keepdim=True))
+
+
+def destroyed(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
+    exchanges = Exchanges(comm, engine, 30.0)
+    one = exchanges.make(**shape)
+    if comm.rank() < 2:
+        # Without a rank nobody waits until all are here.
+        exchanges.mask(2)
+        summed(one)
+        exchanges.close()
+    engine.close()
+
+
+def finished(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
+    one = AllToAll(engine, rank=comm.rank(), ranks=comm.size(), **shape)
+    one.connect(comm.all_gather(one.card()))
+    summed(one)
+    one.finish()
+    engine.close()
+
+
+def dropped(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
+    one = AllToAll(engine, rank=comm.rank(), ranks=comm.size(), **shape)
+    one.connect(comm.all_gather(one.card()))
+    summed(one)
+    del one
+    comm.all_gather(b"")
+    engine.close()
+
+
+def passed(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
+    sizes = {"rank": comm.rank(), "ranks": comm.size(), "ranks_per_node": 1}
+    one = ThroughputAllToAll(engine, **sizes, **shape)
+    one.connect(comm.all_gather(one.card()))
+    summed(one)
+    del one
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("leave", [finished, dropped, destroyed, passed])
+def test_rs_1_answers_reach_who_asked_though_who_gave_them_is_gone(
+    leave: Callable[[ThreadComm, TransferEngine, dict[str, Any]], None], transport: str
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        engine = TransferEngine(name=f"rank-{comm.rank()}", transport=transport)
+        shape = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": M}
+        kinds = {"dtype": torch.float32, "answer_dtype": torch.float32}
+        leave(comm, engine, {**shape, **kinds})
+
+    on_ranks(3 if leave is destroyed else 2, work)

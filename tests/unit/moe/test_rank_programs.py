@@ -1,0 +1,70 @@
+"""What GPU checks run in each rank, with kernels on the processor: threads in place of processes.
+
+A graph there refuses what a GPU's would refuse (:mod:`tests.host_graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import faces_checks
+from tests.exchange_cases import CASES, Case
+from tests.exchange_checks import check_case, ranks
+from tests.host_kernels import Host, exchange_kernels
+from tests.processes import Other, Thread
+from tests.stands import NoKernels, OnProcessor
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def others(host: Host) -> Iterator[list[Other]]:
+    with ranks("shm", [lambda: OnProcessor(host)] * 2, Thread) as both:
+        yield both
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_case_has_the_bits_of_one_place_and_is_captured(
+    others: list[Other], case: Case
+) -> None:
+    check_case(others, case)
+
+
+@pytest.mark.parametrize("case", CASES[::6], ids=lambda case: case.name)
+def test_ranks_with_kernels_and_without_are_one_exchange(host: Host, case: Case) -> None:
+    with ranks("tcp", [lambda: OnProcessor(host), NoKernels], Thread) as both:
+        check_case(both, case, captured=False)
+
+
+@pytest.fixture
+def faces(host: Host) -> Iterator[list[Other]]:
+    with faces_checks.ranks("shm", [lambda: OnProcessor(host)] * 2, Thread) as both:
+        yield both
+
+
+def test_a_layer_has_the_bits_of_one_place_and_is_captured(faces: list[Other]) -> None:
+    faces_checks.check_layer(faces)
+
+
+def test_gradients_have_the_bits_of_ranks_without_kernels(faces: list[Other]) -> None:
+    faces_checks.check_gradients(faces)
+
+
+@pytest.mark.parametrize("how", ["plain", "hook", "captured"])
+def test_deepep_calls_have_the_sums_of_one_place(faces: list[Other], how: str) -> None:
+    faces_checks.check_deepep(faces, how)
+
+
+@pytest.mark.parametrize("tokens", [faces_checks.M, 0])
+def test_pplx_calls_read_their_bound_where_it_lies(faces: list[Other], tokens: int) -> None:
+    faces_checks.check_pplx(faces, tokens)
+
+
+def test_deepep_normal_calls_have_the_bits_of_ranks_without_kernels(faces: list[Other]) -> None:
+    # Over nodes kernels go on beside the host: not where a launch returns when it is over.
+    faces_checks.check_normal_calls(faces, 2)
