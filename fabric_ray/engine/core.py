@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_opened: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+_opened: weakref.WeakValueDictionary[int, TransferEngine] = weakref.WeakValueDictionary()
 _on_open: list[Callable[[TransferEngine], None]] = []
 # A child has its parent's engines in memory, and whoever held their locks isn't there.
 os.register_at_fork(after_in_child=_opened.clear)
@@ -39,7 +39,9 @@ os.register_at_fork(after_in_child=_opened.clear)
 
 def opened() -> list[TransferEngine]:
     """The engines of this process that are open, in no order."""
-    return [engine for engine in list(_opened) if not engine.closed]
+    # Other threads may open engines meanwhile: references are listed in one step, engines are not.
+    engines = [reference() for reference in _opened.valuerefs()]
+    return [engine for engine in engines if engine is not None and not engine.closed]
 
 
 def on_open(callback: Callable[[TransferEngine], None]) -> None:
@@ -174,7 +176,7 @@ class TransferEngine(_native.Engine):
         self.closed = False
         self._readers = []
         self._process = os.getpid()
-        _opened.add(self)
+        _opened[id(self)] = self
         for tell in tuple(_on_open):
             tell(self)
         return self

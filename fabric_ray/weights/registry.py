@@ -31,14 +31,16 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         with self._lock:
             item = self._items.get(name)
+            known = sorted(self._items)
         if item is None:
-            known = ", ".join(sorted(self._items)) or "none"
             raise InvalidArgument(
-                f"this process has no {self._kind} called {name!r} (it has {known}); make one in "
-                f"the actor and keep it"
+                f"this process has no {self._kind} called {name!r} (it has "
+                f"{', '.join(known) or 'none'}); make one in the actor and keep it"
             )
         return item
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, item: T) -> None:
+        """Forgets it, unless the name is another's by now."""
         with self._lock:
-            self._items.pop(name, None)
+            if self._items.get(name) is item:
+                del self._items[name]

@@ -211,7 +211,7 @@ class WeightSource:
 
     def close(self) -> None:
         """Forgets all registrations."""
-        SOURCES.remove(self.name)
+        SOURCES.remove(self.name, self)
         with self._claims.claim():
             self._routes.clear()
             self._drop_conversion()

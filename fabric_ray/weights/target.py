@@ -269,7 +269,7 @@ class WeightTarget:
 
     def close(self) -> None:
         """Gives everything back."""
-        TARGETS.remove(self.name)
+        TARGETS.remove(self.name, self)
         self._stop_relay()
         self._counters = []
         self._views, self._slabs = [], []

@@ -136,3 +136,20 @@ def test_32_threads_look_while_they_transfer(
     [told] = [engine for engine in observe.metrics().engines if engine.id == b.id]
     assert (told.counted, told.ghosts) == (written, 0)
     assert not list(tmp_path.glob("*.sock"))
+
+
+def test_engines_come_and_go_while_threads_look(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    stays = open_engine("stays")
+
+    def work(number: int) -> None:
+        for _ in range(40):
+            if number % 8:
+                found = {engine.id for engine in observe.metrics().engines}
+                assert stays.id in found
+            else:
+                with TransferEngine(transport="shm") as engine:
+                    assert engine.id in {told.id for told in observe.metrics().engines}
+
+    at_once(work)

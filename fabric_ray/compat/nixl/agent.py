@@ -345,7 +345,7 @@ class nixl_agent:
     def send_notif(
         self, remote_agent_name: str, notif_msg: bytes, backend: str | None = None
     ) -> None:
-        """Returns when the other agent has it."""
+        """Returns when the other process has it; its agent finds it a moment later."""
         self.agent.genNotif(
             remote_agent_name, notif_msg, self._handles([backend] if backend else [])
         )

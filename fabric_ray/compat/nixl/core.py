@@ -329,7 +329,7 @@ class nixlAgent:
         return notif_map
 
     def genNotif(self, remote_agent: Name, msg: Name, backends: Any = ()) -> nixl_status_t:
-        """Returns when the other agent has it."""
+        """Returns when the other process has it; its agent finds it a moment later."""
         transfer = self._notifier(_text(remote_agent))(_message(msg))
         if transfer is not None:
             _asked(transfer.wait)

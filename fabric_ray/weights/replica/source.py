@@ -159,7 +159,7 @@ class ReplicaSource:
 
     def close(self) -> None:
         """Forgets all registrations."""
-        SOURCES.remove(self.name)
+        SOURCES.remove(self.name, self)
         with self._claims.claim():
             self._filling = None
             self._memory.close()
