@@ -78,6 +78,7 @@ class TransferEngine:
         self._numbers = itertools.count(1)
         self._notifies = Inbox[TransferNotify](_log)
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._timeout = max(5.0, float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")))
 
     def initialize(
@@ -113,7 +114,8 @@ class TransferEngine:
             self._sessions = sessions
             return 0
 
-        return self._tried("initialize", open_engine, _FAILED)
+        with self._opening:  # two threads that call it get one engine, and one of them -1
+            return self._tried("initialize", open_engine, _FAILED)
 
     def initialize_ext(
         self,

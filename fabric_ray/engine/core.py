@@ -253,6 +253,8 @@ class TransferEngine(_native.Engine):
 
         self.receive(deliver, count=count, max_nbytes=max_nbytes)
         self._readers.append(end)
+        if self.closed:  # by another thread, which may have looked for readers before
+            end()
         try:
             while (message := await queue.get()) is not None:
                 yield message

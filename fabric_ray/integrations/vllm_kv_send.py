@@ -152,11 +152,11 @@ class Sender:
         ``held``, vLLM has taken them back: no job has read them."""
         with self._lock:
             key = self._key(request, transfer)
+            if held:  # before its jobs fail: the last of them takes along what nobody holds
+                self._transfers.setdefault(key, _Transfer()).request = request
         self._fail(key, why)
-        with self._lock:
-            if held:
-                self._transfers[key].request = request
-            else:
+        if not held:
+            with self._lock:
                 self._forget(key, request, why)
 
     def sent(self) -> set[str]:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from types import TracebackType
 
@@ -169,7 +170,7 @@ class Prefiller:
     async def jobs(self) -> AsyncIterator[Job]:
         """Requests as they come; ends when the prefiller is closed. For one reader."""
         event = asyncio.Event()
-        self._wake = (asyncio.get_running_loop(), event)
+        self._wake = mine = (asyncio.get_running_loop(), event)
         try:
             while True:
                 for job in self.take():
@@ -179,7 +180,9 @@ class Prefiller:
                 await event.wait()
                 event.clear()
         finally:
-            self._wake = None
+            # A loop ends generators that were left when it likes: another may read by now.
+            if self._wake is mine:
+                self._wake = None
 
     def take(self) -> list[Job]:
         """The requests that have come since the last call; never waits."""
@@ -240,8 +243,9 @@ class Prefiller:
 
     def _poke(self) -> None:
         wake = self._wake
-        if wake is not None and not wake[0].is_closed():
-            wake[0].call_soon_threadsafe(wake[1].set)
+        if wake is not None:
+            with suppress(RuntimeError):  # the loop may be gone, and its reader
+                wake[0].call_soon_threadsafe(wake[1].set)
 
     def _on_asked(
         self,

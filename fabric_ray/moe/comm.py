@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -136,6 +137,8 @@ class Exchanges:
         self._timeout = timeout
         self._made: list[AnyExchange] = []
         self._masked: dict[int, str] = {}
+        # Of the two above: a watchdog masks ranks while others call. Not held in exchanges' calls.
+        self._lock = threading.Lock()
         self._closed = False
 
     def make(self, **shape: Any) -> AllToAll:
@@ -146,7 +149,9 @@ class Exchanges:
             HandshakeError: ranks disagree; the text lists in what.
         """
         made = self._connected(AllToAll, **shape)
-        for rank, cause in self._masked.items():
+        with self._lock:
+            masked = dict(self._masked)
+        for rank, cause in masked.items():
             made.mask(rank, cause)
         return made
 
@@ -176,13 +181,16 @@ class Exchanges:
             connected = error
         # Who isn't known yet must not be written to.
         agree(self.comm, connected)
-        self._made.append(made)
+        with self._lock:
+            self._made.append(made)
         return made
 
     def forget(self, exchanges: Sequence[AnyExchange]) -> None:
         """Lets go of exchanges that no rank uses any more; whom they lost stays lost."""
-        self._masked = self.masked
-        self._made = [one for one in self._made if one not in exchanges]
+        lost = self.masked
+        with self._lock:
+            self._masked = lost | self._masked
+            self._made = [one for one in self._made if one not in exchanges]
 
     @property
     def nbytes(self) -> int:
@@ -197,14 +205,18 @@ class Exchanges:
         """Gives a rank up in all exchanges, those to come included."""
         if not 0 <= rank < self.comm.size() or rank == self.comm.rank():
             raise InvalidArgument(f"rank {rank} is no other rank of {self.comm.size()}")
-        self._masked.setdefault(rank, "it was masked")
-        for one in self._made:
+        with self._lock:
+            self._masked.setdefault(rank, "it was masked")
+            made = list(self._made)
+        for one in made:
             one.mask(rank)
 
     @property
     def masked(self) -> dict[int, str]:
         """The causes of ranks that were given up in one exchange or another."""
-        return self._masked | {lost.rank: lost.cause for one in self._made for lost in one.lost}
+        with self._lock:
+            masked, made = dict(self._masked), list(self._made)
+        return masked | {lost.rank: lost.cause for one in made for lost in one.lost}
 
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if

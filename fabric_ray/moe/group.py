@@ -186,12 +186,15 @@ class ExpertGroup:
     @property
     def members(self) -> tuple[Member, ...]:
         """Those who are here, by rank."""
-        return tuple(self._members[rank] for rank in sorted(self._actors))
+        # Copies: another thread may be waiting in a call that gives ranks up, or takes them in.
+        members, actors = dict(self._members), dict(self._actors)
+        return tuple(members[rank] for rank in sorted(members.keys() & actors.keys()))
 
     @property
     def lost(self) -> tuple[LostRank, ...]:
         """Ranks that were given up and not replaced."""
-        return tuple(self._lost[rank] for rank in sorted(self._lost))
+        lost = dict(self._lost)
+        return tuple(lost[rank] for rank in sorted(lost))
 
     @property
     def left_out(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 
 import msgspec
 
@@ -92,7 +93,8 @@ def dump(path: str | Path) -> ProcessRecords:
     replaced as a whole."""
     found = records()
     path = Path(path)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    # Threads may write to one path at a time: the last one is there then, whole.
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     fresh.write_bytes(msgspec.json.encode(found))
     fresh.replace(path)
     return found

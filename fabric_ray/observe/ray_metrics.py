@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from ray.util.metrics import Counter, Gauge
 
@@ -35,6 +35,7 @@ class RayExport:
         for family in FAMILIES:
             self._declare(family)
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._lock = Lock()
         self._ended = Event()
         self._interval = interval
         self._thread = Thread(target=self._run, name="fabric-ray-metrics", daemon=True)
@@ -55,6 +56,10 @@ class RayExport:
 
     def tell(self) -> None:
         """Hands over what there is now."""
+        with self._lock:  # what a counter has grown by is handed over once
+            self._tell()
+
+    def _tell(self) -> None:
         for sample in self._read():
             name, value = sample.family.name, sample.value
             tags = dict(zip(sample.family.labels, sample.labels, strict=True))

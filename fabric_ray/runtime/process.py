@@ -19,6 +19,16 @@ from fabric_ray.runtime.token import cluster_token
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
+
+
+def _anew() -> None:
+    # Whoever held it isn't in the child.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_anew)
+
 _current: _Resident | None = None
 
 
@@ -50,6 +60,8 @@ class _Resident:
                 if lease == "unknown":
                     # The directory was restarted: say where we are.
                     self._publish()
+                    if self._stop.is_set():  # meanwhile: close() may have withdrawn it before
+                        directory().withdraw(str(self.name), self.engine.id)
                 elif lease == "superseded":
                     logger.warning(
                         "another engine is called %s now; nobody finds this one", self.name

@@ -17,7 +17,8 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._items: WeakValueDictionary[str, T] = WeakValueDictionary()
-        self._lock = threading.Lock()
+        # Whoever collects garbage under it may come back to close another one.
+        self._lock = threading.RLock()
 
     def add(self, name: str, item: T) -> None:
         with self._lock:

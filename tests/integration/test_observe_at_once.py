@@ -64,6 +64,8 @@ def trace(w: World, number: int) -> None:
     path = w.folder / f"{number}.json"
     dumped = observe.dump(path)
     assert observe.load(path) == [dumped]
+    observe.dump(w.folder / "of all.json")  # of whom it is, it is whole
+    assert len(observe.load(w.folder / "of all.json")) == 1
     flights = observe.join([dumped])
     mine = observe.story(flights, f"thread {number}")
     assert all(f.writer.engine == w.a.id and f.nbytes == NBYTES for f in mine)

@@ -280,7 +280,7 @@ class nixl_agent:
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
         """The name of its backend."""
         backend = self.agent.queryXferBackend(handle._handle)
-        return next(name for name, value in self.backends.items() if value == backend)
+        return next(name for name, value in list(self.backends.items()) if value == backend)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Cancels it if it is under way; returns when nothing of it can land any more.

@@ -459,7 +459,9 @@ class nixlAgent:
                 f"{len(nbytes)} local and {len(lengths)} remote descriptors don't fit: as many, of "
                 "the same lengths, and one at least are needed"
             )
-        backend = backends[0] if backends else next(iter(self._backends))
+        engine = self._engine
+        with self._lock:
+            backend = backends[0] if backends else next(iter(self._backends))
         self._backend(backend)
         batch = Batch()
         op = nixl_xfer_op_t(operation)
@@ -468,7 +470,7 @@ class nixlAgent:
         _asked(lambda: add_copies(batch, way, *sides, nbytes))
         size = (int(nbytes.sum()), len(nbytes))
         notify = self._notifier(remote[0].owner or "")
-        request = Request(self._engine, batch, size, notify, _message(notif_msg), backend)
+        request = Request(engine, batch, size, notify, _message(notif_msg), backend)
         with self._lock:
             handle = next(self._numbers)
             self._requests[handle] = request

@@ -71,9 +71,10 @@ class Streams:
 
     def beside(self, device: torch.device) -> torch.cuda.Stream:
         """The one of calls that the current stream doesn't wait for."""
-        if device not in self._beside:
-            self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._beside[device]
+        if (stream := self._beside.get(device)) is None:
+            fresh = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._beside.setdefault(device, fresh)  # the same for all threads
+        return stream
 
     def join(self, device: torch.device) -> None:
         """What follows on the current stream waits for calls that ran beside it: an exchange's

@@ -195,7 +195,7 @@ class LowLatency:
 
     def check(self) -> None:
         """As :meth:`AllToAll.check`, of all exchanges."""
-        for slots in self._slots.values():
+        for slots in list(self._slots.values()):  # others may make more meanwhile
             for slot in slots:
                 slot.exchange.check()
 
@@ -249,7 +249,7 @@ class LowLatency:
         return slots
 
     def _slot_of(self, handle: Handle) -> Slot:
-        for slots in self._slots.values():
+        for slots in list(self._slots.values()):
             for slot in slots:
                 if slot.handle is not None and slot.handle[0] is handle[0]:
                     return slot

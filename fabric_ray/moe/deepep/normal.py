@@ -284,7 +284,7 @@ class Normal:
         Raises:
             PeerLost: as :meth:`send`, when ways are made again.
         """
-        for form, lanes in self._lanes.items():
+        for form, lanes in list(self._lanes.items()):
             for lane in lanes:
                 if lane.handle is handle and (form.hidden, form.answers) == (y.shape[1], y.dtype):
                     return self._answered(lane, y[: handle.rows], dtype)
@@ -311,7 +311,7 @@ class Normal:
             PeerLost: a rank was lost without which sums are incomplete, or in whose place a handle
                 has rows.
         """
-        for lanes in self._lanes.values():
+        for lanes in list(self._lanes.values()):  # others may make more meanwhile
             for lane in lanes:
                 lane.exchange.check()
                 relied, lane.relied = lane.relied, None

@@ -116,7 +116,7 @@ class Fetches:
         Raises:
             InvalidArgument: a given tensor doesn't suit.
             DecodeError: the offer and `kinds` contradict each other.
-            Cancelled: it was aborted before.
+            Cancelled: it was aborted before, or meanwhile.
             FabricError: the read can't begin.
         """
         offer.check(kinds)
@@ -141,7 +141,12 @@ class Fetches:
         transfer = self._engine.submit(batch, timeout=self._timeout) if len(batch) else None
         fetch = Fetch(obj_id, offer, tensors, transfer)
         with self._lock:
-            self._under_way.add(fetch)
+            aborted = self._aborted.pop(obj_id, 0.0) > time.monotonic()
+            if not aborted:
+                self._under_way.add(fetch)
+        if aborted:
+            self.end(fetch)
+            raise Cancelled("the fetch was aborted while it began")
         return fetch
 
     def end(self, fetch: Fetch) -> None:

@@ -184,6 +184,8 @@ class EdgeExchange:
         peers = list(self._peers.values())
         counter = self._counters[parity]
         self._expected = counter.expect(len(peers), writers=peers, timeout=timeout)
+        if self._broken is not None:  # by another thread, which may have looked before
+            self._expected.cancel()
         sent.wait()  # first: what is refused tells at once that a partner has ended its exchange
         self._expected.wait()
 

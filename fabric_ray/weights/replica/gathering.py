@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, starmap
 from typing import Any
@@ -38,6 +39,8 @@ class Gathering:
         self._rank = rank
         self._converting = Converting((), {}, rank)
         self._whole: dict[str, Tensor] | None = None
+        # Gathering is a collective: two threads that ask first gather once.
+        self._lock = threading.RLock()
         self._shards: dict[str, Any] = {}
 
     def whole(self) -> dict[str, Tensor]:
@@ -46,20 +49,24 @@ class Gathering:
         Raises:
             InvalidArgument: a name comes twice, or there is nothing.
         """
-        if self._whole is None:
-            # By map, which keeps hold of no tensor while it asks for the next.
-            named = self._gathered() if self._is_function else self._named()
-            wholes = list(starmap(described, named))
-            self._converting = Converting(wholes, self._formats, self._rank)
-            whole: dict[str, Tensor] = {}
-            for each in chain.from_iterable(map(self._converting.become, wholes)):
-                if each.name in whole:
-                    raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
-                whole[each.name] = each
-            if not whole:
-                raise InvalidArgument("a replica source needs at least one tensor to gather")
-            self._whole = whole
-        return self._whole
+        with self._lock:
+            if self._whole is None:
+                self._whole = self._announced()
+            return self._whole
+
+    def _announced(self) -> dict[str, Tensor]:
+        # By map, which keeps hold of no tensor while it asks for the next.
+        named = self._gathered() if self._is_function else self._named()
+        wholes = list(starmap(described, named))
+        self._converting = Converting(wholes, self._formats, self._rank)
+        whole: dict[str, Tensor] = {}
+        for each in chain.from_iterable(map(self._converting.become, wholes)):
+            if each.name in whole:
+                raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
+            whole[each.name] = each
+        if not whole:
+            raise InvalidArgument("a replica source needs at least one tensor to gather")
+        return whole
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors themselves, as :meth:`whole` has announced them.

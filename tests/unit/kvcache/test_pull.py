@@ -292,3 +292,25 @@ def test_layers_counted_without_a_begin_are_no_other_passes(stack: ExitStack) ->
             assert (got == value(layer, 0, token)).all()
     with pytest.raises(InvalidArgument, match="counts only grow"):
         prefiller.begin([], counted=1)
+
+
+def test_a_reader_that_left_does_not_take_the_next_one_s_word_along(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
+    to = decoder.meet(prefiller.offer())
+
+    async def main() -> None:
+        decoder.pull(to, tokens=8, tables=[[0, 1]])
+        async for job in prefiller.jobs():
+            job.fail("the first")
+            break
+        # The loop ends that generator behind the next reader's first wait.
+        second = asyncio.ensure_future(anext(prefiller.jobs()))
+        await asyncio.sleep(0.05)
+        gc.collect()
+        await asyncio.sleep(0.05)
+        decoder.pull(to, tokens=8, tables=[[2, 3]])
+        (await second).fail("the second")
+
+    asyncio.run(asyncio.wait_for(main(), 30))

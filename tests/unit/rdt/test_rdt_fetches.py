@@ -6,17 +6,18 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 
-from fabric_ray import TransferEngine
+from fabric_ray import Batch, Transfer, TransferEngine
 from fabric_ray.errors import Cancelled, DecodeError, FabricError, InvalidArgument, PeerLost, Stale
 from fabric_ray.runtime.rdt.exchange import Exchange
 from fabric_ray.runtime.rdt.fetches import Fetch
 from fabric_ray.runtime.rdt.offer import Holder, Offer
 from fabric_ray.runtime.rdt.transport import FabricFetchRequest, FabricTransport
-from tests.processes import Other
+from tests.processes import Other, within
 
 BIG = 4 << 20
 
@@ -207,6 +208,24 @@ def test_a_fetch_that_was_aborted_before_it_began_does_not_begin(
     with pytest.raises(Cancelled):
         reader.fetches.start("a", offer, [((4,), torch.float32)])
     assert reader.fetches.start("a", offer, [((4,), torch.float32)]).wait(20)[0].sum() == 4
+
+
+def test_an_abort_while_a_fetch_begins_ends_that_one(
+    holder: Exchange, reader: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, kind = holder.sources.add("a", [torch.ones(4)]), [((4,), torch.float32)]
+    submit = reader.engine.submit
+
+    def aborted(batch: Batch, **how: Any) -> Transfer:  # as another thread would at this moment
+        reader.fetches.abort("a")
+        return submit(batch, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.engine, "submit", aborted)
+        with pytest.raises(Cancelled, match="while it began"):
+            reader.fetches.start("a", offer, kind)
+    within(30, "its end", lambda: len(reader.fetches) == 0)
+    assert reader.fetches.start("a", offer, kind).wait(20)[0].sum() == 4
 
 
 def test_a_wait_that_is_too_short_leaves_the_fetch_going(over_tcp: Exchange) -> None:
