@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from fabric_ray import TransferEngine
+
+# A machine that is busy elsewhere for a moment breaks no promise.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+# Two cores that are busy need longer than Ray allows by default, and starve actors at nice 15.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+os.environ.setdefault("RAY_worker_niceness", "0")
+# Run in the background by a shell, the tests and all that they start would ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -91,10 +91,14 @@ class Rendezvous:
         self._closed = False
         self._process = os.getpid()
         self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
-        for listener in self._listeners:
+        self._accepting = [
             threading.Thread(
                 target=self._accept, args=(listener,), name="fabric-rendezvous", daemon=True
-            ).start()
+            )
+            for listener in self._listeners
+        ]
+        for thread in self._accepting:
+            thread.start()
 
     def close(self) -> None:
         """Answers nobody any more. A forked child only closes its own files: its parent goes on."""
@@ -104,6 +108,11 @@ class Rendezvous:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             listener.close()
+        if os.getpid() == self._process:
+            for thread in self._accepting:
+                if thread is not threading.current_thread():
+                    # Until it is back from the kernel, that keeps the address.
+                    thread.join(1.0)
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:

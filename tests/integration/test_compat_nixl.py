@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +17,7 @@ from fabric_ray.compat.nixl.bindings import (
     nixlNotPostedError,
     nixlRemoteDisconnectError,
 )
+from tests.ports import free_ports
 from tests.processes import Other, within
 
 SIZE = 1 << 20
@@ -254,8 +254,7 @@ def test_parts_of_metadata_add_up(transport: str) -> None:
 
 
 def test_agents_that_listen_exchange_metadata(transport: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, _ = free_ports()
     there = nixl_agent("there", nixl_agent_config(enable_listen_thread=True, listen_port=port))
     here = nixl_agent("here", nixl_agent_config())
     here.fetch_remote_metadata("there", "127.0.0.1", port)

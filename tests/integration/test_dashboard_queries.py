@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -26,6 +25,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import Endpoint
 from tests.lacks import lacks
+from tests.ports import free_ports
 from tests.processes import within
 
 HOW = "apt-get install prometheus, or name it by FABRIC_RAY_PROMETHEUS=/path"
@@ -43,11 +43,6 @@ def program() -> str:
     wanted = os.environ.get("FABRIC_RAY_PROMETHEUS", "")
     found = shutil.which(wanted if wanted not in ("", "require") else "prometheus")
     return found or lacks("FABRIC_RAY_PROMETHEUS", f"Prometheus isn't installed: {HOW}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Prometheus:
@@ -81,7 +76,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         over = threading.Event()
         working = threading.Thread(target=work, args=(a, b, over))
         working.start()
-        port = free_port()
+        port, _ = free_ports()
         with started(binary, folder, port, endpoint.port) as found:
             try:
                 counted = 'count_over_time(up{job="fabric-ray"}[1m])'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -133,7 +135,12 @@ class Member:
         return {name: tensor.clone() for name, tensor in self.part.weights.items()}
 
     def belongings(self) -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        """Descriptors of the process, and threads of ours."""
+        threads = 0
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                threads += (task / "comm").read_text().startswith("fabric-")
+        return len(os.listdir("/proc/self/fd")), threads
 
 
 _idle: dict[str, list[Any]] = defaultdict(list)
@@ -159,7 +166,7 @@ def start(
     **engine: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Two trainers on the first node, rollouts on the others."""
-    engine = {"peer_timeout": 1.0, **engine}
+    engine = {"peer_timeout": 4.0, **engine}
     trainers = [_take(nodes[0]) for _ in range(2)]
     receivers = [_take(nodes[1 + rank % 2]) for rank in range(rollouts)]
     parts = [
@@ -178,7 +185,7 @@ def start_gatherers(
     nodes: list[str], config: ModelConfig, target: Side
 ) -> tuple[list[Any], list[Any]]:
     """Two trainers that shard a model and gather it, on the first node; rollouts on the others."""
-    engine = {"peer_timeout": 1.0}
+    engine = {"peer_timeout": 4.0}
     trainers = [_take(nodes[0]) for _ in range(2)]
     rollouts = [_take(nodes[1 + rank % 2]) for rank in target.ranks]
     port = ray.get(trainers[0].serve.remote())

@@ -9,8 +9,6 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Two cores that are busy need longer than Ray allows by default.
-os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 
 pytest.importorskip("ray")
 pytest.importorskip("torch")

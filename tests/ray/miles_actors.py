@@ -37,7 +37,7 @@ def layout(engines: int) -> Side:
 
 
 def engine() -> TransferEngine:
-    return TransferEngine(token=cluster_token(), peer_timeout=1.0)
+    return TransferEngine(token=cluster_token(), peer_timeout=4.0)
 
 
 class Trainer:

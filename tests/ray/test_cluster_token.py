@@ -36,7 +36,7 @@ def test_engines_of_a_cluster_that_ray_guards_by_a_token_share_it() -> None:
     """A cluster of its own: whether Ray asks for tokens is settled when it starts."""
     program = [sys.executable, "-m", "tests.ray.token_world"]
     guarded = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    others = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_AUTH_", "RAY_ADDRESS"))}
     done = subprocess.run(
         program, env=others | guarded, cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -14,7 +14,7 @@ def test_rays_own_nixl_transport_moves_tensors_over_our_face() -> None:
     """A cluster of its own: its workers must find the face."""
     face = [sys.executable, "-m", "fabric_ray.compat", "nixl"]
     shims = subprocess.run(face, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    others = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_AUTH_", "RAY_ADDRESS"))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.ray.nixl_world"],
         env=others | {"PYTHONPATH": f"{shims.strip()}:{ROOT}"},

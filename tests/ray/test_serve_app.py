@@ -22,6 +22,7 @@ from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
 from fabric_ray.serve.instance import load_model, tokenizer
+from tests.ports import free_ports
 from tests.processes import within
 
 ARGS = ServeArgs.model_validate(
@@ -44,16 +45,10 @@ ARGS = ServeArgs.model_validate(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def app(cluster: list[str]) -> Iterator[LocalApp]:
     try:
-        with run_local(ARGS, port=free_port()) as app:
+        with run_local(ARGS, port=free_ports()[0]) as app:
             yield app
     finally:
         serve.shutdown()

@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from fabric_ray.serve import ServeArgs, build_app
-from tests.ray.test_serve_app import free_port
+from tests.ports import free_ports
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
 
@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
 @pytest.fixture
 def program(cluster: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """app.py, and where it will listen."""
-    port = free_port()
+    port, _ = free_ports()
     address = ray.get_runtime_context().gcs_address
     program = subprocess.Popen(
         [sys.executable, "-u", str(EXAMPLE / "app.py"), "--port", str(port)],

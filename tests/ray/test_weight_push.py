@@ -155,7 +155,7 @@ def test_rs_3_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> Non
 def test_rs_3_a_rollout_that_hangs_is_named_and_catches_up_later(cluster: list[str]) -> None:
     trainers, rollouts = start(cluster, rollouts=2)
     try:
-        sync = WeightSync(trainers, rollouts, timeout=1)
+        sync = WeightSync(trainers, rollouts, timeout=6)
         train(trainers, 1)
         sync.push()
         train(trainers, 2)
@@ -234,10 +234,12 @@ def test_pushes_leak_nothing(cluster: list[str]) -> None:
         for _ in range(3):
             sync.push()
         before = ray.get([t.belongings.remote() for t in trainers])
-        for _ in range(12):
+        for _ in range(24):
             sync.push()
         after = ray.get([t.belongings.remote() for t in trainers])
-        assert after == before
+        for (descriptors, threads), (more, ours) in zip(before, after, strict=True):
+            assert ours == threads
+            assert more < descriptors + 12, "Ray has some of its own, which come and go"
     finally:
         stop(trainers, rollouts)
 

@@ -62,7 +62,7 @@ def test_one_completion_seen_in_five_ways(pair: Pair) -> None:
         waiting.wait(0.01)
     a.write(src, importing(a, dst), imm=counter.ref).wait(10)
     waiting.wait(10)
-    assert flag
+    within(10, "the flag", lambda: bool(flag))
     assert called.wait(10)
     assert seen == [waiting]
     waiting.result()
@@ -465,6 +465,7 @@ def test_an_unknown_priority_is_named(pair: Pair) -> None:
 
 # In a process of its own: who waits for others with the interpreter in hand can't be interrupted.
 DROPPED = """
+from contextlib import suppress
 from pathlib import Path
 from fabric_ray import TransferEngine
 
@@ -475,7 +476,10 @@ for _ in range(20):
         watcher.add()
         engine.counter().expect(0).add_done_callback(lambda transfer: None)
     del engine, watcher
-names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+names = []
+for task in Path("/proc/self/task").iterdir():
+    with suppress(OSError):  # it has ended
+        names.append((task / "comm").read_text().strip())
 print("left:", [name for name in names if name in ("fabric-watcher", "fabric-callback")])
 """
 

@@ -17,9 +17,9 @@ from fabric_ray import TransferEngine
 from fabric_ray.compat.rendezvous import Rendezvous
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import InvalidArgument, ResourceError
+from tests.ports import free_ports
 
 Open = Callable[..., TransferEngine]
-FreePorts = Callable[[int], tuple[int, int]]
 TOKEN = b"of these tests"
 ROOT = Path(__file__).parents[3]
 
@@ -55,30 +55,6 @@ def listening() -> Listening:
     """Where this process listens that it didn't before the test."""
     before = all_listeners()
     return lambda: all_listeners() - before
-
-
-@pytest.fixture
-def free_ports() -> FreePorts:
-    """Neighbouring ports below those that the kernel chooses, free at this moment."""
-    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-
-    def find(count: int) -> tuple[int, int]:
-        # Others of this machine who look, look elsewhere.
-        first = 2000 + os.getpid() * 16 % (least - 2100)
-        for base in range(first, least - count, count):
-            probes = [socket.socket() for _ in range(count)]
-            try:
-                for i, probe in enumerate(probes):
-                    probe.bind(("", base + i))
-            except OSError:
-                continue
-            finally:
-                for probe in probes:
-                    probe.close()
-            return base, base + count - 1
-        pytest.skip("no ports are free")
-
-    return find
 
 
 def moves_bytes(a: TransferEngine, b: TransferEngine) -> None:
@@ -185,7 +161,7 @@ def test_all_addresses_are_listened_on_when_they_are_named(
 
 
 def test_ports_that_are_named_are_taken_in_turn_and_given_back(
-    open_engine: Open, listening: Listening, free_ports: FreePorts
+    open_engine: Open, listening: Listening
 ) -> None:
     first, last = free_ports(2)
     options: dict[str, Any] = {"transport": "tcp", "token": TOKEN, "ports": (first, last)}
@@ -209,7 +185,6 @@ def test_the_environment_names_ports(
     open_engine: Open,
     listening: Listening,
     monkeypatch: pytest.MonkeyPatch,
-    free_ports: FreePorts,
 ) -> None:
     first, last = free_ports(2)
     monkeypatch.setenv("FABRIC_RAY_PORTS", f"{first} - {last}")
@@ -238,9 +213,7 @@ def test_what_is_no_range_of_ports_is_refused(ports: Any, words: str) -> None:
         TransferEngine(ports=ports)
 
 
-def test_a_rendezvous_takes_the_next_of_the_ports(
-    free_ports: FreePorts,
-) -> None:
+def test_a_rendezvous_takes_the_next_of_the_ports() -> None:
     first, last = ports = free_ports(2)
     options: dict[str, Any] = {"token": TOKEN, "bind": ["127.0.0.1"], "ports": ports}
     met = [Rendezvous(bytes, **options), Rendezvous(bytes, **options)]

@@ -356,7 +356,7 @@ def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: 
 @pytest.mark.parametrize("private", [2, 64])
 def test_rs_4_who_waits_for_one_rank_is_not_given_up_by_others(host: Host, private: int) -> None:
     """Rows for those who are there go to them, whoever else is late."""
-    with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=1.0) as ranks:
+    with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=3.0) as ranks:
         together(ranks, lambda a: layer(a, *given(a.rank)))
         gone = range(2 * EXPERTS // 3, EXPERTS)
 

@@ -136,7 +136,7 @@ def run(one: Rank, version: int, timeout: float = 20) -> None:
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline(open_engine: Open) -> None:
     ranks = connected(one_way(), open_engine, "shm")
-    errors = at_once(*(lambda one=one: run(one, 1, 0.5) for one in ranks[:2]))
+    errors = at_once(*(lambda one=one: run(one, 1, 2.0) for one in ranks[:2]))
     assert [error.ranks for error in errors] == [(2,), (2,)]
 
 

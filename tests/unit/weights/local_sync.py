@@ -113,7 +113,7 @@ class LocalSync(InProcess, WeightSync):
         self,
         *,
         staged: bool = True,
-        timeout: float = 1.0,
+        timeout: float = 5.0,
         engines: int = 1,
         hooks: Callable[[int], EngineHooks] | None = None,
         **options: Any,

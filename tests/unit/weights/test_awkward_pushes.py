@@ -16,6 +16,7 @@ from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.conversion import Conversion
 from fabric_ray.weights.quant import Cast, Formats, Fp8, quantise, quantised_target
+from tests.processes import within
 from tests.unit.weights.local_sync import InProcess
 
 BF16 = DType.of("bfloat16")
@@ -246,8 +247,10 @@ def test_a_push_that_is_overtaken_makes_nothing_ready_for_the_next(
         tensor.copy_(noise(64, 64))
     second = setup.controller()
     overtaking = threading.Thread(target=second.push)
+    claims = setup.sources[0]._claims
+    claim = claims.latest
     overtaking.start()
-    time.sleep(0.3)
+    within(30, "the second controller's claim", lambda: claims.latest is not claim)
     go_on.set()
     late.join(30)
     overtaking.join(30)

@@ -31,7 +31,7 @@ def other_trainers() -> Iterator[None]:
 def by_others(sync: LocalSync) -> WeightSync:
     """A controller of other trainers and the same rollouts."""
     rollouts = [target.name for target in sync.targets]
-    return WeightSync(TRAINERS, rollouts, timeout=1.0, calls=sync)
+    return WeightSync(TRAINERS, rollouts, timeout=20.0, calls=sync)
 
 
 @pytest.mark.usefixtures("other_trainers")
@@ -48,7 +48,7 @@ def test_mr_2_trainers_with_an_old_route_reach_no_byte_after_a_new_connect(
         for tensor in old.arriving(rank).values():
             tensor.fill_(-1)
     # They haven't heard of it: to them, their session is the latest.
-    sent = old.sources[0].push(session, 2, arms, timeout=1.0)
+    sent = old.sources[0].push(session, 2, arms, timeout=20.0)
     assert sent.links == (), "MR-2: a key from before the connect opens nothing"
     assert set(sent.failed) == {0, 1}
     assert all("not registered under this key any more" in why for why in sent.failed.values())
