@@ -70,7 +70,9 @@ def test_an_engine_spills_to_its_own_file(open_engine: Open, tmp_path: Path) -> 
     transfer.wait(20)
     on_disk = np.fromfile(tmp_path / "own", dtype=np.uint8)
     assert np.array_equal(on_disk[77 : 77 + (3 << 20)], memory.numpy())
-    assert engine.write(memory, there, 1).transport == "file"
+    one = engine.write(memory, there, 1)
+    assert one.transport == "file"
+    one.wait(20)  # a read may overtake a write that is under way
     copy = engine.register_file(tmp_path / "copy", nbytes=4 << 20, create=True)
     engine.read(there, copy).wait(20)
     assert (tmp_path / "copy").read_bytes() == (tmp_path / "own").read_bytes()
