@@ -24,14 +24,21 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test test-rust test-python test-actors test-serve test-guests test-units test-pages test-notebooks test-long test-rdma test-adapters chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma test-adapters chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/native
 	$(BIN)/fabric-ray demo weights $(ARGS)
 
-test: test-rust test-python
+# What is tested is built side by side: either build alone leaves a core idle for a third of its time.
+test: $(DONE)/tools
+	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/native $(DONE)/perf
+	$(MAKE) --no-print-directory test-rust
+	$(MAKE) --no-print-directory test-python
+
+build-rust-tests: $(DONE)/tools
+	cd native && cargo test --workspace --exclude fabric-python --quiet --no-run
 
 test-rust: $(DONE)/tools
 	cd native && cargo test --workspace --exclude fabric-python --quiet
@@ -41,12 +48,13 @@ test-rust: $(DONE)/tools
 SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
 ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
+EXPERTS := $(addprefix tests/unit/,kernels models moe quant)
 UNITS := $(wildcard tests/integration/test_compat_*.py) \
-	$(addprefix tests/unit/,cli compat families inference kernels kvcache models moe plan quant replica rl trainers weights)
+	$(addprefix tests/unit/,cli compat families inference kvcache plan replica rl trainers weights)
 NOTEBOOKS := tests/docs/test_notebooks.py
 PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 # The longest first.
-LANES := test-units test-pages test-guests test-actors test-serve test-notebooks
+LANES := test-guests test-units test-actors test-pages test-experts test-serve test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
 test-python: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
@@ -55,8 +63,8 @@ test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
-	$(BIN)/python -m pytest -q --ignore tests/ray --ignore tests/docs $(addprefix --ignore ,$(GUESTS) $(UNITS))
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(LANES)
+	$(BIN)/python -m pytest -q --ignore tests/ray --ignore tests/docs $(addprefix --ignore ,$(GUESTS) $(UNITS) $(EXPERTS))
 	@sort $(FABRIC_RAY_LEFT_OUT)
 endif
 
