@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from typing import NamedTuple
@@ -43,6 +44,14 @@ class Session(NamedTuple):
     first: int | None
     """Where the region begins that it registered first."""
     space: AddressSpace[RemoteRegion]
+    number: int
+    """Which question it answers, of those that were asked here, in their order."""
+
+    def is_newer_than(self, other: Session) -> bool:
+        """Of one life versions tell; of two lives, who was asked for later."""
+        if self.peer.id == other.peer.id:
+            return self.version > other.version
+        return self.number > other.number
 
 
 class Sessions:
@@ -63,6 +72,7 @@ class Sessions:
         self._registered = registered
         self._token = config.token
         self._known: dict[str, Session] = {}
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._rendezvous = Rendezvous(
             lambda request: _answer(me(), request),
@@ -106,6 +116,7 @@ class Sessions:
         """The peer, asked anew, whatever life it is."""
         with self._lock:
             known = self._known.get(name)
+            number = next(self._numbers)
         table = self.ask(name, known)
         if table.regions is None and known is not None:
             return known
@@ -115,8 +126,12 @@ class Sessions:
         ]
         peer = self.engine.peer(EngineAddress.from_bytes(table.address))
         first = regions[0][0] if regions else None
-        session = Session(peer, table.version, first, AddressSpace(regions))
+        session = Session(peer, table.version, first, AddressSpace(regions), number)
         with self._lock:
+            other = self._known.get(name)
+            # Another thread may have been told more since.
+            if other is not None and other.is_newer_than(session):
+                return other
             self._known[name] = session
         return session
 

@@ -108,6 +108,16 @@ def _user(peer: socket.socket) -> int:
 
 
 _lock = Lock()
+
+
+def _anew() -> None:
+    # Whoever held it isn't in the child.
+    global _lock
+    _lock = Lock()
+
+
+os.register_at_fork(after_in_child=_anew)
+
 _window: Window | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,15 @@ _MOST_NAMES = 4096
 
 _names: OrderedDict[int, str] = OrderedDict()
 _lock = Lock()
+
+
+def _anew() -> None:
+    # Whoever held it isn't in the child.
+    global _lock
+    _lock = Lock()
+
+
+os.register_at_fork(after_in_child=_anew)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs the Python of one Markdown page from top to bottom: ``python run_page.py PAGE``.
+"""Runs an example, or the Python of one Markdown page from top to bottom: ``run_page.py FILE``.
 
 Blocks share their names, as cells of a notebook do, and may ``await``. A block that isn't a whole
 program by itself is fenced as ``py`` and left out.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import inspect
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,5 +37,18 @@ async def run(page: Path) -> None:
             await result
 
 
+def start_ray_without_dashboard() -> None:
+    """Nothing here looks at it, and it is a third of what a start of Ray computes."""
+    import ray
+
+    ray.init = functools.partial(ray.init, include_dashboard=False)
+
+
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1])))
+    given = Path(sys.argv[1])
+    if "ray.init(" in given.read_text():
+        start_ray_without_dashboard()
+    if given.suffix == ".md":
+        asyncio.run(run(given))
+    else:
+        runpy.run_path(str(given), run_name="__main__")

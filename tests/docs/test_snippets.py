@@ -38,4 +38,4 @@ def test_what_a_page_shows_runs(page: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_an_example_runs_and_says_that_the_bytes_arrived(example: Path) -> None:
-    assert "arrived" in run(str(example))
+    assert "arrived" in run("tests/docs/run_page.py", str(example))

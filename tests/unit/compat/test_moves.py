@@ -85,6 +85,31 @@ def test_a_peer_that_is_gone_is_forgotten() -> None:
     assert session not in sessions._known
 
 
+def test_an_answer_that_comes_late_is_not_taken_for_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = arrays()
+    more = np.zeros(SIZE, dtype=np.uint8)
+    here, there = opened(ours), opened(theirs)
+    name, sessions = f"{HOST}:{there.get_rpc_port()}", here._opened()
+    asked, ask = [], sessions.ask
+
+    def slow(*question: Any) -> Any:
+        answer = ask(*question)
+        asked.append(answer)
+        if len(asked) == 1:
+            # What the peer registers meanwhile, somebody else hears of first.
+            assert there.register_memory(more.ctypes.data, SIZE) == 0
+            sessions.learn(name)
+        return answer
+
+    monkeypatch.setattr(sessions, "ask", slow)
+    told = sessions.learn(name)
+    assert asked[0].version < asked[1].version == told.version == sessions.at(name).version
+    assert here.transfer_sync_write(name, ours.ctypes.data, more.ctypes.data, SIZE) == 0
+    assert np.array_equal(ours, more)
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=["none", "one", "two"])
 def test_nothing_to_copy_is_done(lengths: list[int]) -> None:
     ours, theirs = arrays()

@@ -196,6 +196,31 @@ def test_a_child_by_fork_leaves_its_parents_socket_alone(runs_in: Path) -> None:
     assert path.exists()
 
 
+def test_a_child_by_fork_waits_for_no_lock_that_nobody_there_holds(runs_in: Path) -> None:
+    program = (
+        "import os, signal, threading\n"
+        "from fabric_ray import observe\n"
+        "from fabric_ray.observe import serving, spans\n"
+        "held = threading.Event()\n"
+        "def hold():\n"
+        "    with serving._lock, spans._lock:\n"
+        "        held.set()\n"
+        "        threading.Event().wait()\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+        "held.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(20)\n"
+        "    with observe.span('a request'):\n"
+        "        observe.serve()\n"
+        "    observe.stop()\n"
+        "    os._exit(0)\n"
+        "os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_top_shows_engines_and_their_peers(runs_in: Path, pair: Pair) -> None:
     moved(pair)
     observe.serve()
