@@ -63,7 +63,7 @@ test-python: $(DONE)/native $(DONE)/perf
 ifdef ARGS
 	$(BIN)/python -m pytest -q $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
 	$(BIN)/python -m pytest -q --ignore tests/ray --ignore tests/docs $(addprefix --ignore ,$(GUESTS) $(UNITS) $(EXPERTS))
 	@sort $(FABRIC_RAY_LEFT_OUT)
 endif
