@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := .make
 EXTRA ?=
+# STRIP=--strip builds what is tested as wheels are built, without lines for profilers: then a wheel takes no second build.
+STRIP ?=
 
 # uv doesn't read pip's settings; whoever has set an index for pip wants it here too.
 ifdef PIP_INDEX_URL
@@ -200,7 +202,7 @@ $(DONE)/venv: $(DONE)/tools pyproject.toml
 	@touch $@
 
 $(DONE)/native: $(DONE)/venv $(NATIVE)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv --quiet
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release $(STRIP) --uv --quiet
 	@touch $@
 
 $(DONE)/perf: $(DONE)/tools $(NATIVE)
