@@ -12,7 +12,7 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class _Args(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class CacheArgs(_Args):
@@ -131,6 +131,10 @@ class RouterArgs(_Args):
     max_body: int = Field(default=16 << 20, ge=1024, le=1 << 30)
     """Bytes that a request may have; longer ones get status 413. A prompt of tokens takes up to
     seven for each."""
+
+    body_timeout: float = Field(default=30.0, gt=0)
+    """Seconds from a request's headers to the end of its body; later ones get status 408. A body
+    that is being read holds no request slot."""
 
     retry_after: int = Field(default=1, ge=0, le=3600)
     """Seconds that clients are told to wait when all are busy."""

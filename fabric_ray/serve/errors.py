@@ -40,6 +40,13 @@ class TooLarge(BadRequest):
     code = "too_large"
 
 
+class BodyTimeout(BadRequest):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class Busy(ServeError):
     """All that could do it have their hands full; nothing was done."""
 
@@ -80,6 +87,7 @@ KINDS: dict[str, type[ServeError]] = {
         BadRequest,
         NotFound,
         TooLarge,
+        BodyTimeout,
         Busy,
         NoPrefill,
         DecoderLost,

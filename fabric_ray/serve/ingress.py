@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fabric_ray.serve import openai
+from fabric_ray.serve.bodies import BodyReader
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import (
     BadRequest,
@@ -25,7 +26,6 @@ from fabric_ray.serve.errors import (
     NoPrefill,
     NotFound,
     ServeError,
-    TooLarge,
 )
 from fabric_ray.serve.everyone import all_say
 from fabric_ray.serve.instance import tokenizer
@@ -58,6 +58,11 @@ class Router:
         self._tokenizer = tokenizer(args)
         self._decode, self._prefill = decode, prefill
         self._open = 0
+        self._bodies = BodyReader(
+            max_bytes=args.router.max_body,
+            max_open=args.router.max_requests,
+            timeout=args.router.body_timeout,
+        )
         self._counts = {"requests": 0, "turned_away": 0, "retries": 0, "failed": 0}
         self._name = f"router-{serve.get_replica_context().replica_id.unique_id}"
         self._paths: dict[tuple[str, str], Handler] = {
@@ -79,12 +84,9 @@ class Router:
 
     async def _completions(self, request: Request) -> Response:
         self._counts["requests"] += 1
-        if self._open >= self._args.router.max_requests:
-            self._counts["turned_away"] += 1
-            raise Busy(f"{self._open} requests are open here; try again later")
-        with self._counted():
-            raw = await read_body(request, self._args.router.max_body)
-        body = openai.parse(raw)
+        self._require_slot()
+        body = openai.parse(await self._bodies.read(request))
+        self._require_slot()
         asked = openai.asked(body, self._args, self._tokenizer, id=f"cmpl-{uuid.uuid4().hex}")
         answer = openai.Answer(body, asked, model=self._args.model_id)
         events = self._events(asked)
@@ -100,6 +102,15 @@ class Router:
             raise
         spoken = self._spoken(answer, first, events)
         return StreamingResponse(spoken, media_type="text/event-stream")
+
+    @property
+    def _full(self) -> bool:
+        return self._open >= self._args.router.max_requests
+
+    def _require_slot(self) -> None:
+        if self._full:
+            self._counts["turned_away"] += 1
+            raise Busy(f"{self._open} requests are open here; try again later")
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -178,7 +189,10 @@ class Router:
         return JSONResponse({"object": "list", "data": [{**model, "created": 0}]})
 
     async def _health(self, request: Request) -> Response:
-        """Whether there is a decoder and a prefiller that answers."""
+        """Whether a request can be taken: a slot is free, a decoder and a prefiller answer."""
+        if self._full:
+            text = f"all {self._open} slots of this router are taken; see router.max_requests"
+            return JSONResponse({"status": "busy", "cause": text}, status_code=503)
         roles = {replica["role"] for replica in (await self.stats())["replicas"]}
         missing = sorted({"decode", "prefill"} - roles)
         if missing:
@@ -191,7 +205,14 @@ class Router:
 
     async def stats(self) -> dict[str, Any]:
         """Of all replicas that answer, this one's included."""
-        mine = {"role": "router", "replica": self._name, "pid": os.getpid(), "open": self._open}
+        mine = {
+            "role": "router",
+            "replica": self._name,
+            "pid": os.getpid(),
+            "open": self._open,
+            "reading": self._bodies.open,
+            "body_timeouts": self._bodies.timed_out,
+        }
         theirs = await asyncio.gather(
             *(
                 all_say(handle, "stats", timeout=_ASK_ALL)
@@ -204,27 +225,6 @@ class Router:
         wait = {"Retry-After": str(self._args.router.retry_after)}
         headers = wait if error.status in (429, 503) else {}
         return JSONResponse(openai.error_body(error), status_code=error.status, headers=headers)
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """A request's body, as far as it has to be read.
-
-    Raises:
-        TooLarge: it has more than ``most`` bytes.
-    """
-    said = request.headers.get("content-length", "")
-    body, length = bytearray(), int(said) if said.isdecimal() else 0
-    if length <= most:
-        async for part in request.stream():
-            body += part
-            length = max(length, len(body))
-            if length > most:
-                break
-    if length > most:
-        raise TooLarge(
-            f"the body has more than {most} bytes; shorten the prompt, or raise router.max_body"
-        )
-    return bytes(body)
 
 
 def _elsewhere(event: Failed, request: Generate) -> bool:

@@ -42,7 +42,7 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """What is asked for."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     prompt: str | list[int] | list[str] | list[list[int]]
     model: str | None = None

@@ -163,21 +163,43 @@ def test_a_body_beyond_the_limit_is_not_read(app: LocalApp) -> None:
     assert "router.max_body" in json.load(caught.value)["error"]["message"]
 
 
-def test_a_request_counts_from_the_moment_that_it_comes(app: LocalApp) -> None:
-    """Who sends headers and never a body takes a place, as everybody else does."""
+def test_connections_that_send_no_body_keep_no_request_out(app: LocalApp) -> None:
     address = app.url.removeprefix("http://")
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Length: 9\r\n\r\n"
-    before = sum(replica["open"] for replica in of_role(app, "router"))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Length: 9\r\n\r\n{{"
+    most, refused = ARGS.router.max_requests, router_count(app, "body_timeouts")
     with contextlib.ExitStack() as stack:
-        for _ in range(3):
+        for _ in range(2 * most):
             idle = stack.enter_context(socket.create_connection(address.split(":"), 30))
             idle.sendall(head.encode())
-        within(30, "counting", lambda: router_open(app) == before + 3)
-    within(30, "forgetting", lambda: router_open(app) == before)
+        within(30, "reading", lambda: router_count(app, "body_timeouts") == refused + most)
+        assert router_count(app, "reading") == most
+        assert router_count(app, "open") == 0
+        (prompt,) = prompts(1, seed=8)
+        assert complete(app, prompt, 4) == expected([prompt], 4)[0]
+        assert health(app) == 200
+    within(30, "forgetting", lambda: router_count(app, "reading") == 0)
 
 
-def router_open(app: LocalApp) -> int:
-    return sum(replica["open"] for replica in of_role(app, "router"))
+def test_health_fails_while_no_request_can_be_taken(app: LocalApp) -> None:
+    with ThreadPoolExecutor(ARGS.router.max_requests) as pool:
+        asked = prompts(ARGS.router.max_requests, seed=9)
+        answers = [pool.submit(complete, app, prompt, 400) for prompt in asked]
+        within(30, "all slots", lambda: router_count(app, "open") == ARGS.router.max_requests)
+        assert health(app) == 503
+        assert all(isinstance(answer.result(), list) for answer in answers)
+    assert health(app) == 200
+    wait_idle(app)
+
+
+def router_count(app: LocalApp, name: str) -> int:
+    return sum(replica[name] for replica in of_role(app, "router"))
+
+
+def health(app: LocalApp) -> int:
+    connection = http.client.HTTPConnection(app.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        return connection.getresponse().status
 
 
 def test_prefillers_are_added_while_everybody_else_goes_on(app: LocalApp) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 from fabric_ray.errors import InvalidArgument, PeerLost, Stale
 from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
 from fabric_ray.kvcache import errors as kv
+from fabric_ray.serve.bodies import BodyReader, read_body
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.decode import offered
-from fabric_ray.serve.errors import BadRequest, NoPrefill, TooLarge, Unavailable
+from fabric_ray.serve.errors import BadRequest, BodyTimeout, NoPrefill, TooLarge, Unavailable
 from fabric_ray.serve.health import EngineHealth, is_sticky
-from fabric_ray.serve.ingress import read_body
 from fabric_ray.serve.instance import Instance
 from fabric_ray.serve.passes import PrefillLoop
 from fabric_ray.serve.prefillers import Offered, least_loaded
@@ -374,3 +374,37 @@ async def test_a_body_is_read_up_to_its_limit(said: bool) -> None:
         await read_body(asked, 100)
     assert caught.value.status == 413
     assert len(left) == (4 if said else 2)
+
+
+async def test_bodies_end_after_their_timeout_and_the_oldest_makes_room_for_a_newer_one() -> None:
+    def idle() -> Request:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(60)
+            raise AssertionError("read for too long")
+
+        return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+    def whole() -> Request:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+    reader = BodyReader(max_bytes=100, max_open=2, timeout=0.5)
+    waiting = [asyncio.create_task(reader.read(idle())) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert reader.open == 2
+    assert await reader.read(whole()) == b"{}"
+    with pytest.raises(BodyTimeout) as caught:
+        await waiting[0]
+    assert caught.value.status == 408
+    assert not waiting[1].done()
+    with pytest.raises(BodyTimeout):
+        await waiting[1]
+    assert (reader.open, reader.timed_out) == (0, 2)
+    left = asyncio.create_task(reader.read(idle()))
+    await asyncio.sleep(0)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert reader.open == 0

@@ -114,6 +114,7 @@ def test_a_request_says_what_a_decoder_needs() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 2}, "n"),
         ({"logprobs": 5}, "logprobs"),
@@ -128,6 +129,11 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     with pytest.raises(BadRequest) as caught:
         openai.asked(openai.parse(body(**fields)), ARGS, ByteTokenizer(), id="i")
     assert openai.error_body(caught.value)["error"]["param"] == param
+
+
+def test_a_number_that_is_not_finite_is_called_that() -> None:
+    with pytest.raises(BadRequest, match=r"temperature: .*finite"):
+        openai.parse(body(temperature=float("nan")))
 
 
 def test_another_model_is_not_found() -> None:

@@ -1,0 +1,81 @@
+"""Reading request bodies, with bounds on bytes, seconds and the number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+
+from fabric_ray.serve.errors import BodyTimeout, TooLarge
+
+
+class BodyReader:
+    """Reads bodies of requests that hold no slot yet.
+
+    Bodies being read are bounded in number: when one more comes, the one that has been read for
+    the longest time ends. Idle connections therefore never keep a new request out.
+
+    Args:
+        max_bytes: of one body.
+        max_open: bodies that are read at the same time.
+        timeout: seconds from a request's headers to the end of its body.
+    """
+
+    def __init__(self, *, max_bytes: int, max_open: int, timeout: float) -> None:
+        self._max_bytes, self._max_open, self._timeout = max_bytes, max_open, timeout
+        self._open: dict[asyncio.Task[bytes], None] = {}
+        self.timed_out = 0
+        """Bodies that didn't arrive in time, or were displaced by a newer request."""
+
+    @property
+    def open(self) -> int:
+        """Bodies that are being read."""
+        return len(self._open)
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises:
+            TooLarge: it has more than ``max_bytes``.
+            BodyTimeout: it took longer than ``timeout``, or ``max_open`` newer requests came.
+        """
+        if len(self._open) >= self._max_open:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        reading = asyncio.ensure_future(read_body(request, self._max_bytes))
+        self._open[reading] = None
+        try:
+            await asyncio.wait([reading], timeout=self._timeout)
+        finally:
+            self._open.pop(reading, None)
+            unfinished = not reading.done()
+            reading.cancel()
+        if unfinished or reading.cancelled():
+            self.timed_out += 1
+            raise BodyTimeout(
+                f"the body did not arrive within {self._timeout:g} s, or {self._max_open} newer "
+                "requests came first; send the whole body with the headers"
+            )
+        return reading.result()
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """A request's body, as far as it has to be read.
+
+    Raises:
+        TooLarge: it has more than ``most`` bytes.
+    """
+    said = request.headers.get("content-length", "")
+    body, length = bytearray(), int(said) if said.isdecimal() else 0
+    if length <= most:
+        async for part in request.stream():
+            body += part
+            length = max(length, len(body))
+            if length > most:
+                break
+    if length > most:
+        raise TooLarge(
+            f"the body has more than {most} bytes; shorten the prompt, or raise router.max_body"
+        )
+    return bytes(body)
