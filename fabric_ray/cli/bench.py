@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fabric_ray import bench as benches
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import Json
 from fabric_ray.cli.picture import check_picture, save
@@ -71,7 +71,7 @@ def bench(
     if as_json:
         typer.echo(msgspec.json.encode(report).decode())
         return
-    console = Console()
+    console = stdout()
     console.print(_table(report))
     console.print(
         f"{report.cpu}, {report.cores} cores; medians of {report.turns} turns; every byte was "

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
 from fabric_ray.extras import how_to_install
 
@@ -138,7 +139,7 @@ def weights(
             options,
             lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
         )
-    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, Console()))
+    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, stdout()))
 
 
 @app.command(short_help="A loop that learns while it pushes.")

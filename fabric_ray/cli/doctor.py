@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from fabric_ray import doctor as doctors
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.findings import show
 from fabric_ray.cli.progress import working
@@ -84,7 +84,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(report), "healthy": report.healthy}))
     else:
-        show(Console(), report, everything)
+        show(stdout(), report, everything)
     raise typer.Exit(Code.DONE if report.healthy else Code.NO)
 
 

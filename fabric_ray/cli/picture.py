@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from html import escape
 from importlib.util import find_spec
 from io import BytesIO
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fabric_ray import __version__
 from fabric_ray.errors import InvalidArgument, given_path
 from fabric_ray.extras import how_to_install
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fabric_ray.plan import Plan
+
+_MOST_LABELS = 256
+"""Cells of a heat map up to which each is labelled with its number."""
 
 KINDS = (".svg", ".png", ".html")
 
@@ -42,7 +47,7 @@ def check_picture(path: Path, *, option: str = "--picture") -> None:
 
 def draw(plan: Plan, title: str, path: Path) -> None:
     """Writes the heat map of a plan: trainers from top to bottom, rollouts from left to right."""
-    save(_heat_map(matrix(plan), title), title, path)
+    save(_heat_map(matrix(plan), f"Bytes from trainers to rollouts: {title}"), title, path)
 
 
 def save(figure: Figure, title: str, path: Path) -> None:
@@ -60,6 +65,7 @@ def save(figure: Figure, title: str, path: Path) -> None:
         head = (
             f"<!doctype html>\n<meta charset=utf-8>\n<title>{escape(title)}</title>\n"
             "<style>svg{max-width:100%;height:auto}</style>\n"
+            f"<h1>{escape(title)}</h1>\n<p>Made by fabric-ray {__version__} on {_today()}.</p>\n"
         )
         image = (head + body[body.index("<svg") :]).encode()
     with given_path(path):
@@ -91,5 +97,23 @@ def _heat_map(matrix: npt.NDArray[np.float64], title: str) -> Figure:
     axes.set(xlabel="rollout rank", ylabel="trainer rank")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(title, fontsize=10, parse_math=False)
+    if matrix.size <= _MOST_LABELS:
+        dark = scale / unit / 2
+        for (row, column), value in np.ndenumerate(matrix / unit):
+            if value:
+                color = "white" if value < dark else "black"
+                label = f"{value:.3g}"
+                axes.text(column, row, label, ha="center", va="center", color=color, fontsize=8)
+    sent = matrix.sum(axis=1).max() / unit
+    received = matrix.sum(axis=0).max() / unit
+    axes.set_title(
+        f"{title}\n{matrix.sum() / unit:.4g} {name} in all; busiest trainer {sent:.4g} {name}, "
+        f"busiest rollout {received:.4g} {name}\nfabric-ray {__version__}, {_today()}",
+        fontsize=9,
+        parse_math=False,
+    )
     return figure
+
+
+def _today() -> str:
+    return datetime.now().astimezone().date().isoformat()

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fabric_ray.cli import options
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture, draw
@@ -69,7 +69,7 @@ def plan(
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
         typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))
         return
-    console = Console()
+    console = stdout()
     console.print(_table(model, dtype, told, nic))
     if explained is not None:
         console.print(explained, markup=False, highlight=False)

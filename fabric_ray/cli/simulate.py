@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fabric_ray.cli import options, words
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture
@@ -89,7 +89,7 @@ def simulate(
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
         typer.echo(json.dumps(said | summary(told, setting, known)))
         return
-    console = Console()
+    console = stdout()
     console.print(_table(f"{model}, pushed as {dtype}", planned, told, setting, known))
 
 

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.keys import keys
 from fabric_ray.cli.options import size
@@ -68,7 +69,7 @@ def _look_once(look: _Looks, as_json: bool, interval: float) -> None:
     if as_json:
         typer.echo(msgspec.json.encode({"engines": found}).decode())
     else:
-        Console().print(_view(found))
+        stdout().print(_view(found))
 
 
 def _watch(look: _Looks, as_json: bool, interval: float) -> None:
@@ -121,19 +122,23 @@ class _Looks:
 
 
 def _view(engines: list[EngineRow]) -> Group:
+    parts: list[Text | Table | str] = []
+    for engine in engines:
+        parts += [*_engine(engine), ""]
     if any(engine.transfers for engine in engines):
-        return Group(_table(engines), "", _going(engines))
-    return Group(_table(engines))
+        parts.append(_going(engines))
+    return Group(*parts)
 
 
 def _going(engines: list[EngineRow]) -> Table:
     """The oldest transfers that go on."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("going on", "engine", "to"):
-        table.add_column(heading)
+    table.add_column("open", no_wrap=True)
+    for heading in ("engine", "to"):
+        table.add_column(heading, overflow="fold")
     for heading in ("bytes", "for"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for engine in engines:
         for one in engine.transfers:
             table.add_row(
@@ -159,43 +164,37 @@ def _of(one: Going) -> str:
     return ", ".join(said if one.posted else [*said, "waits for its first post"])
 
 
-def _table(engines: list[EngineRow]) -> Table:
+def _engine(engine: EngineRow) -> list[Text | Table]:
+    """A heading, the engine's own rates, and a table of its peers; fits into 80 columns."""
+    heading = Text(f"{engine.engine} (pid {engine.pid})", style="bold")
+    heading.append(f"  {engine.command}", style="dim")
+    heading.no_wrap, heading.overflow = True, "ellipsis"
+    rates = Text(
+        f"  out {size(engine.bytes_per_s)}/s, counted {engine.counted_per_s:.0f}/s, "
+        f"wire p50 {_seconds(engine.wire_p50)}, p99 {_seconds(engine.wire_p99)}, "
+        f"{engine.going_on} open"
+    )
+    if not engine.peers:
+        return [heading, rates]
     table = Table(box=None, pad_edge=False)
-    for heading in ("engine", "peer", "health", "link"):
-        table.add_column(heading)
-    for heading in ("out/s", "slices/s", "in/s", "p50", "p99", "going on", "under way", "waiting"):
-        table.add_column(heading, justify="right")
-    table.add_column("since the last look")
-    for engine in engines:
+    table.add_column("  peer", overflow="fold")
+    for column in ("health", "link"):
+        table.add_column(column, no_wrap=True)
+    for column in ("out/s", "slices/s", "in flight", "waiting"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for peer in engine.peers:
         table.add_row(
-            Text(f"{engine.engine} (pid {engine.pid})", style="bold"),
-            "",
-            "",
-            "",
-            size(engine.bytes_per_s),
-            "",
-            f"{engine.counted_per_s:.0f}",
-            _seconds(engine.wire_p50),
-            _seconds(engine.wire_p99),
-            str(engine.going_on),
+            f"  {peer.peer}",
+            Text(peer.health, style=_STYLES[peer.health]),
+            f"{peer.links} x {peer.transport}" if peer.transport else peer.state,
+            size(peer.bytes_per_s),
+            f"{peer.slices_per_s:.0f}",
+            size(peer.under_way),
+            str(peer.waiting),
         )
-        for peer in engine.peers:
-            table.add_row(
-                f"  {engine.command}",
-                peer.peer,
-                Text(peer.health, style=_STYLES[peer.health]),
-                f"{peer.links} x {peer.transport}" if peer.transport else peer.state,
-                size(peer.bytes_per_s),
-                f"{peer.slices_per_s:.0f}",
-                "",
-                "",
-                "",
-                "",
-                size(peer.under_way),
-                str(peer.waiting),
-                _changes(peer),
-            )
-    return table
+        if changes := _changes(peer):
+            table.add_row(Text(f"    {changes}", style="yellow"))
+    return [heading, rates, table]
 
 
 def _changes(peer: PeerRow) -> str:

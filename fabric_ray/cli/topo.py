@@ -9,12 +9,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
 from fabric_ray import topology
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.topology import Gpu, Machine, Nic
 
@@ -48,7 +48,7 @@ def topo(
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(machine)))
         return
-    console = Console()
+    console = stdout()
     console.print(_tree(machine))
     console.print(_pairs(machine))
     if machine.left_out:

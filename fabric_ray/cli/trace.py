@@ -10,7 +10,9 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
@@ -55,7 +57,7 @@ def trace(
 
     Exits with 1 if there is nothing to show, with 2 for files that can't be read or written.
     """
-    console = Console()
+    console = stdout()
     with errors_in_words(), working("asking") as tell:
         processes = _processes(files or [], tell)
         if dump:
@@ -118,31 +120,33 @@ def nobody() -> str:
 
 def _show(console: Console, flights: list[Flight]) -> None:
     table = Table(box=None, pad_edge=False)
-    table.add_column("transfer")
-    table.add_column("from")
-    table.add_column("to")
+    table.add_column("transfer", overflow="fold", min_width=16)
     for heading in ("bytes", "queue", "post", "wire", "counted", "delivered"):
-        table.add_column(heading, justify="right")
-    table.add_column("rails")
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=True)
     for flight in flights[-_MOST_ROWS:]:
         received = flight.received
         table.add_row(
-            f"{flight.op} {flight.id}",
-            flight.writer.name,
-            flight.peer_name or flight.peer[:8],
+            _transfer(flight),
             size(flight.nbytes),
             _took(flight.queued, flight.posted),
             _took(flight.posted, flight.all_posted),
             _took(flight.all_posted, flight.wire),
             _took(flight.queued, received.last if received else None),
             _took(flight.queued, received.delivered if received else None),
-            ", ".join(flight.rails),
-            _remark(flight),
         )
     if len(flights) > _MOST_ROWS:
         console.print(f"the latest {_MOST_ROWS} of {len(flights)}; --json or --out has all")
     console.print(table)
+
+
+def _transfer(flight: Flight) -> Text:
+    """The request, its two ends, its rails, and what went wrong."""
+    ends = f"{flight.writer.name} -> {flight.peer_name or flight.peer[:8]}"
+    text = Text(f"{flight.op} {flight.id} {ends}")
+    details = "; ".join(filter(None, [", ".join(flight.rails), _remark(flight)]))
+    if details:
+        text.append(f"\n  {details}", style="dim")
+    return text
 
 
 def _took(begin: int | None, end: int | None) -> str:

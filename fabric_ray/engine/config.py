@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -128,6 +128,23 @@ class EngineConfig(BaseModel):
     @classmethod
     def _token_from_text(cls, value: object) -> object:
         return value.encode() if isinstance(value, str) else value
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _known_transports(cls, value: object) -> object:
+        known = get_args(TransportName)
+        for name in value if isinstance(value, tuple | list) else ():
+            if isinstance(name, str) and name not in known:
+                near = get_close_matches(name, known, n=1)
+                advice = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else f"name some of {', '.join(map(repr, known))}"
+                )
+                if name == "rdma":
+                    advice = "leave transport at 'auto' and set require='rdma'"
+                raise ValueError(f"unknown transport {name!r}; {advice}")
+        return value
 
     @field_validator("transport", "nics", "bind", mode="before")
     @classmethod

@@ -166,6 +166,23 @@ class PushReport(msgspec.Struct, frozen=True):
     def gbytes_per_s(self) -> float:
         return self.nbytes / self.seconds / 1e9
 
+    def __str__(self) -> str:
+        """A few lines: version, bytes, seconds by stage, the slowest link, rollouts left out."""
+        stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.stages.items())
+        lines = [
+            f"version {self.version}: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s "
+            f"({self.gbytes_per_s:.2f} GB/s) over {len(self.links)} links",
+            f"  stages: {stages}",
+        ]
+        if self.links:
+            slow = max(self.links, key=lambda link: link.seconds)
+            lines.append(
+                f"  slowest link: trainer {slow.trainer} -> rollout {slow.rollout}, "
+                f"{slow.nbytes / 1e6:,.1f} MB in {slow.seconds:.3f} s over {slow.transport}"
+            )
+        lines += [f"  left out: rollout {rank}: {why}" for rank, why in self.dropped.items()]
+        return "\n".join(lines)
+
 
 class JoinReport(msgspec.Struct, frozen=True):
     """A rollout that has joined."""

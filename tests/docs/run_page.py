@@ -1,15 +1,12 @@
 """Runs an example, or the Python of one Markdown page from top to bottom: ``run_page.py FILE``.
 
-Blocks share their names, as cells of a notebook do, and may ``await``. A block that isn't a whole
-program by itself is fenced as ``py`` and left out.
+The blocks of a page run as one script, as a reader would copy them into a file. A block that isn't
+a whole program by itself is fenced as ``py`` and left out.
 """
 
 from __future__ import annotations
 
-import ast
-import asyncio
 import functools
-import inspect
 import re
 import runpy
 import sys
@@ -26,15 +23,13 @@ def blocks(page: Path) -> Iterator[CodeType]:
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start(1))
         source = "\n" * line + found[1]
-        yield compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        yield compile(source, str(page), "exec")
 
 
-async def run(page: Path) -> None:
+def run(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
-        result = eval(block, names)
-        if inspect.isawaitable(result):
-            await result
+        exec(block, names)
 
 
 def start_ray_without_dashboard() -> None:
@@ -49,6 +44,6 @@ if __name__ == "__main__":
     if "ray.init(" in given.read_text():
         start_ray_without_dashboard()
     if given.suffix == ".md":
-        asyncio.run(run(given))
+        run(given)
     else:
         runpy.run_path(str(given), run_name="__main__")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -221,6 +221,8 @@ def test_every_address_that_was_tried_is_named(open_engine: Callable[..., Transf
     ("options", "words"),
     [
         ({"transport": "pigeon"}, r"transport='pigeon': .*'shm'"),
+        ({"transport": "rdma"}, "transport='rdma': unknown transport.*require='rdma'"),
+        ({"transport": "tpc"}, "did you mean 'tcp'"),
         ({"transports": ["tcp"]}, "no such option; did you mean transport"),
         ({"colour": "blue"}, "colour='blue': there is no such option$"),
         ({"tcp_streams": 0, "spin": "x"}, r"tcp_streams=0: .*; spin='x': .*'always'"),
@@ -258,3 +260,26 @@ def test_a_token_is_shown_to_nobody() -> None:
     with pytest.raises(InvalidArgument, match="token: ") as e:
         TransferEngine(token=["hush"])
     assert "hush" not in str(e.value)
+
+
+def test_an_argument_of_another_class_names_the_call_that_makes_the_right_one(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    a, b = open_engine("a"), open_engine("b")
+    region, source = b.alloc(64), a.alloc(64)
+    offer: Any = region.descriptor()
+    there, listed = a.import_region(offer), pages([0], stride=8)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: a.write(source, offer), "a RemoteRegion, got RegionDescriptor.*import_region"),
+        (lambda: a.read(offer, source), "a RemoteRegion, got RegionDescriptor.*import_region"),
+        (lambda: a.scatter(source, [(offer, 0, 0, 8)], imm=3), "import_region"),
+        (lambda: Batch().write(source, offer), "import_region"),
+        (lambda: a.write(cast(Any, b"x"), there), "a Region, got bytes.*register"),
+        (lambda: a.write_pages(8, source, cast(Any, [0]), there, listed), "pages.indices"),
+        (lambda: a.send(cast(Any, b.address), b"x"), "a Peer, got EngineAddress.*engine.peer"),
+        (lambda: a.peer_group([cast(Any, b.address)]), "engine.peer"),
+        (lambda: a.import_region(cast(Any, region)), "RegionDescriptor, got Region.*descriptor"),
+    ]
+    for call, words in calls:
+        with pytest.raises(TypeError, match=words):
+            call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import stat
@@ -252,6 +253,26 @@ def test_trace_shows_both_ends_and_writes_what_perfetto_opens(
     story = json.loads(run("trace", str(dump), "--id", "request 1", "--json").stdout)["flights"]
     assert [f["id"] for f in story if f["op"] == "write"] == [writes[0]["id"]]
     assert "seen from both ends" in run("trace", str(dump)).output
+
+
+def test_tables_keep_headings_and_numbers_whole_at_80_columns(
+    runs_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe.serve()
+    names = (f"{role}-with-a-name-of-40-characters-{'x' * 7}" for role in ("a", "b"))
+    with TransferEngine(name=next(names)) as a, TransferEngine(name=next(names)) as b:
+        moved((a, b))
+        monkeypatch.setenv("COLUMNS", "80")
+        top = run("top", "--once", "--interval", "0.1").output
+        trace = run("trace").output
+    assert max(map(len, (top + trace).splitlines())) <= 80
+    for heading in ("health", "link", "out/s", "slices/s", "in flight", "waiting"):
+        assert heading in top
+    for heading in ("bytes", "queue", "post", "wire", "counted", "delivered"):
+        assert heading in trace
+    # A number and its unit stay on one line.
+    assert re.search(r"\d (us|ms) +\S", trace)
+    assert not re.search(r"^\s*(us|ms|bytes|.B)\b", trace, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 use super::{
     counter::ImmArg,
+    given::Given,
     memory::{Pages, Region, RemoteRegion},
     peers::{Peer, PeerGroup},
     segment::{RemoteSegment, Segment},
@@ -188,7 +189,7 @@ pub mod build {
     pub fn scatter(
         py: Python<'_>,
         src: &Region,
-        parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Owned> {
@@ -259,14 +260,14 @@ impl Batch {
     fn write(
         &mut self,
         py: Python<'_>,
-        src: &Region,
-        dst: &RemoteRegion,
+        src: Given<'_, Region>,
+        dst: Given<'_, RemoteRegion>,
         #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
         #[pyo3(from_py_with = whole)] src_offset: u64,
         #[pyo3(from_py_with = whole)] dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
+        let (len, imm) = build::write(py, &src, &dst, nbytes, src_offset, dst_offset, imm)?;
         let (src, dst) = (src.0.clone(), dst.0.clone());
         self.ops.push(Owned::Write { src, src_offset, dst, dst_offset, len, imm });
         Ok(())
@@ -276,8 +277,8 @@ impl Batch {
     fn read(
         &mut self,
         py: Python<'_>,
-        src: &RemoteRegion,
-        dst: &Region,
+        src: Given<'_, RemoteRegion>,
+        dst: Given<'_, Region>,
         #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
         #[pyo3(from_py_with = whole)] src_offset: u64,
         #[pyo3(from_py_with = whole)] dst_offset: u64,
@@ -294,10 +295,10 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: &Region,
-        src_pages: &Pages,
-        dst: &RemoteRegion,
-        dst_pages: &Pages,
+        src: Given<'_, Region>,
+        src_pages: Given<'_, Pages>,
+        dst: Given<'_, RemoteRegion>,
+        dst_pages: Given<'_, Pages>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         self.ops.push(Owned::WritePages {
@@ -314,10 +315,10 @@ impl Batch {
     fn read_pages(
         &mut self,
         #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: &RemoteRegion,
-        src_pages: &Pages,
-        dst: &Region,
-        dst_pages: &Pages,
+        src: Given<'_, RemoteRegion>,
+        src_pages: Given<'_, Pages>,
+        dst: Given<'_, Region>,
+        dst_pages: Given<'_, Pages>,
     ) {
         self.ops.push(Owned::ReadPages {
             page_len: page_nbytes,
@@ -366,12 +367,12 @@ impl Batch {
     fn scatter(
         &mut self,
         py: Python<'_>,
-        src: &Region,
-        #[pyo3(from_py_with = whole)] parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        src: Given<'_, Region>,
+        #[pyo3(from_py_with = whole)] parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        self.ops.push(build::scatter(py, src, parts, group, imm)?);
+        self.ops.push(build::scatter(py, &src, parts, group, imm)?);
         Ok(())
     }
 
@@ -385,7 +386,7 @@ impl Batch {
         Ok(())
     }
 
-    fn send(&mut self, peer: &Peer, message: &[u8]) {
+    fn send(&mut self, peer: Given<'_, Peer>, message: &[u8]) {
         self.ops.push(Owned::Send { peer: peer.0.clone(), message: message.to_vec() });
     }
 

@@ -11,6 +11,7 @@ use super::{
     batch::{build, length, Batch, Owned},
     config::{self, Nics},
     counter::Counter,
+    given::Given,
     keep::Keep,
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
@@ -178,19 +179,19 @@ impl Engine {
     fn import_region(
         &self,
         py: Python<'_>,
-        descriptor: &RegionDescriptor,
+        descriptor: Given<'_, RegionDescriptor>,
     ) -> PyResult<RemoteRegion> {
         self.engine.import(&descriptor.0).map(RemoteRegion).or_raise(py)
     }
 
     /// Peers to address together; connects to all of them now.
-    fn peer_group(&self, py: Python<'_>, peers: Vec<PyRef<'_, Peer>>) -> PyResult<PeerGroup> {
+    fn peer_group(&self, py: Python<'_>, peers: Vec<Given<'_, Peer>>) -> PyResult<PeerGroup> {
         let peers: Vec<fe::Peer> = peers.iter().map(|p| p.0.clone()).collect();
         self.engine.peer_group(&peers).map(PeerGroup).or_raise(py)
     }
 
     /// Begins to connect, so that the first transfer doesn't have to.
-    fn connect(&self, py: Python<'_>, peer: &Peer) -> PyResult<()> {
+    fn connect(&self, py: Python<'_>, peer: Given<'_, Peer>) -> PyResult<()> {
         self.engine.connect(&peer.0).or_raise(py)
     }
 
@@ -217,8 +218,8 @@ impl Engine {
     fn write(
         &self,
         py: Python<'_>,
-        src: &Region,
-        dst: &RemoteRegion,
+        src: Given<'_, Region>,
+        dst: Given<'_, RemoteRegion>,
         #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
         #[pyo3(from_py_with = whole)] src_offset: u64,
         #[pyo3(from_py_with = whole)] dst_offset: u64,
@@ -227,7 +228,7 @@ impl Engine {
         #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
-        let (len, imm) = build::write(py, src, dst, nbytes, src_offset, dst_offset, imm)?;
+        let (len, imm) = build::write(py, &src, &dst, nbytes, src_offset, dst_offset, imm)?;
         let op = Op::Write {
             src: Local { region: &src.0, offset: src_offset },
             dst: Remote { region: &dst.0, offset: dst_offset },
@@ -243,8 +244,8 @@ impl Engine {
     fn read(
         &self,
         py: Python<'_>,
-        src: &RemoteRegion,
-        dst: &Region,
+        src: Given<'_, RemoteRegion>,
+        dst: Given<'_, Region>,
         #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
         #[pyo3(from_py_with = whole)] src_offset: u64,
         #[pyo3(from_py_with = whole)] dst_offset: u64,
@@ -269,10 +270,10 @@ impl Engine {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: &Region,
-        src_pages: &Pages,
-        dst: &RemoteRegion,
-        dst_pages: &Pages,
+        src: Given<'_, Region>,
+        src_pages: Given<'_, Pages>,
+        dst: Given<'_, RemoteRegion>,
+        dst_pages: Given<'_, Pages>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         #[pyo3(from_py_with = whole)] rail: Option<u8>,
@@ -300,10 +301,10 @@ impl Engine {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: &RemoteRegion,
-        src_pages: &Pages,
-        dst: &Region,
-        dst_pages: &Pages,
+        src: Given<'_, RemoteRegion>,
+        src_pages: Given<'_, Pages>,
+        dst: Given<'_, Region>,
+        dst_pages: Given<'_, Pages>,
         timeout: Option<f64>,
         #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
@@ -326,15 +327,15 @@ impl Engine {
     fn scatter(
         &self,
         py: Python<'_>,
-        src: &Region,
-        #[pyo3(from_py_with = whole)] parts: Vec<(PyRef<'_, RemoteRegion>, u64, u64, u64)>,
+        src: Given<'_, Region>,
+        #[pyo3(from_py_with = whole)] parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         #[pyo3(from_py_with = whole)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
-        let owned = build::scatter(py, src, parts, group, imm)?;
+        let owned = build::scatter(py, &src, parts, group, imm)?;
         self.submit_one(py, owned.op(), (u64::MAX, None), (timeout, rail, priority))
     }
 
@@ -356,7 +357,7 @@ impl Engine {
     fn send(
         &self,
         py: Python<'_>,
-        peer: &Peer,
+        peer: Given<'_, Peer>,
         message: &[u8],
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
@@ -436,7 +437,7 @@ impl Engine {
     fn _explain(
         &self,
         py: Python<'_>,
-        peer: &Peer,
+        peer: Given<'_, Peer>,
     ) -> PyResult<(String, Option<String>, Vec<(&'static str, String, bool, String)>)> {
         let e = self.engine.explain(&peer.0).or_raise(py)?;
         let verdicts = e.verdicts.into_iter();

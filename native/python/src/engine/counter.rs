@@ -6,7 +6,9 @@ use pyo3::{
     prelude::*,
 };
 
-use super::{peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, whole};
+use super::{
+    given::Given, peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, whole,
+};
 use crate::errors::{raise, OrRaise};
 
 /// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.
@@ -58,7 +60,7 @@ impl Counter {
         &self,
         py: Python<'_>,
         n: u32,
-        writers: Option<Vec<PyRef<'_, Peer>>>,
+        writers: Option<Vec<Given<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<fe::Handle> {
         let timeout = seconds(py, timeout, self.timeout)?;
@@ -101,7 +103,7 @@ impl Counter {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<PyRef<'_, Peer>>>,
+        writers: Option<Vec<Given<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
         self.expectation(py, n, writers, timeout).map(|h| Transfer::new(h, None))
@@ -113,7 +115,7 @@ impl Counter {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<PyRef<'_, Peer>>>,
+        writers: Option<Vec<Given<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let handle = self.expectation(py, n, writers, timeout)?;

@@ -3,7 +3,10 @@ use fe::api::{PageIndices, Pages as EnginePages};
 use pyo3::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::memory::{Pages, Region};
+use super::{
+    given::Given,
+    memory::{Pages, Region},
+};
 use crate::errors::{raise, OrRaise};
 
 struct Run {
@@ -44,9 +47,9 @@ impl Digest {
         &mut self,
         py: Python<'_>,
         page_nbytes: u64,
-        region: &Region,
-        pages: &Pages,
-        places: &Pages,
+        region: Given<'_, Region>,
+        pages: Given<'_, Pages>,
+        places: Given<'_, Pages>,
     ) -> PyResult<()> {
         if pages.0.indices.len() != places.0.indices.len() {
             let text = "a digest needs as many places as pages".to_owned();

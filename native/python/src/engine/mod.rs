@@ -10,6 +10,7 @@ mod config;
 mod core;
 mod counter;
 mod digest;
+mod given;
 mod keep;
 mod memory;
 mod peers;
