@@ -19,6 +19,7 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.inbox import Inbox
 from fabric_ray.integrations.letters import Invitation, Named, settle_async
 from fabric_ray.integrations.outbox import Outbox
+from fabric_ray.models.stored import plain_dtype
 from fabric_ray.runtime import engine as process_engine
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         self._outbox.begin(self._receivers, global_steps)
         try:
             async for name, tensor in _each(weights):
-                await settle_async(self._outbox.put(name, self._cast(tensor)))
+                await settle_async(self._outbox.put(name, self._cast(name, tensor)))
         except BaseException as error:
             await settle_async(self._outbox.fail(f"{type(error).__name__}: {error}"))
             raise
@@ -146,9 +147,14 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         self._outbox.begin([])
         self._receivers, self._sender = [], None
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._dtype is None or not tensor.is_floating_point():
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._dtype in (None, tensor.dtype) or not tensor.is_floating_point():
             return tensor
+        if not plain_dtype(tensor.dtype):
+            raise InvalidArgument(
+                f"`{name}` is {tensor.dtype}, and a cast to {self._dtype} would lose its scales; "
+                "set rollout_dtype to None (null), or give the unquantised tensor"
+            )
         return tensor.detach().to(self._dtype)
 
 
@@ -156,8 +162,11 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     import torch
 
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if name is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidArgument(f"rollout_dtype {name!r} is no dtype of torch; try bfloat16")
+    if name is not None and not (isinstance(dtype, torch.dtype) and plain_dtype(dtype)):
+        raise InvalidArgument(
+            f"rollout_dtype is {name!r}, expected a float dtype of torch of 2 bytes or more; "
+            "try bfloat16"
+        )
     return dtype
 
 

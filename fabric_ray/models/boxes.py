@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
+from fabric_ray.models.stored import check_plain
 
 Box = tuple[slice, ...]
 """One slice with bounds and without step per dimension."""
@@ -80,12 +81,17 @@ def load_parameters(model: nn.Module, source: BoxSource) -> None:
     """Fills every parameter; of a sharded one only this rank's part is read.
 
     Parameters on the meta device get memory first.
+
+    Raises:
+        CheckpointError: the source's tensors aren't of plain floats, such as fp8.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         for local, box in _local_boxes(parameter):
-            local.copy_(source.box(name, box))
+            part = source.box(name, box)
+            check_plain(name, part.dtype, "load_parameters")
+            local.copy_(part)
 
 
 def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, Box]]:

@@ -17,6 +17,7 @@ from fabric_ray.models.boxes import Box
 from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
 from fabric_ray.models.errors import CheckpointError
 from fabric_ray.models.hf import CONFIG_FILE, config_to_hf, read_config
+from fabric_ray.models.stored import PLAIN, check_companions, check_plain
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,12 +27,13 @@ class Checkpoint(Mapping[str, Tensor]):
     """A checkpoint directory as a mapping from parameter names to full tensors.
 
     Nothing is read before it is asked for and nothing is kept. Tensors come in the
-    model's dtype, in memory of their own. Tensors in the files that the model lacks are ignored.
+    model's dtype, in memory of their own. Tensors in the files that the model lacks are ignored,
+    unless they belong to a quantised weight: only plain floats are read.
 
     Raises:
         UnsupportedModel: the configuration asks for what isn't implemented.
         InvalidConfig: ``config.json`` is missing or wrong.
-        CheckpointError: files or parameters are missing, damaged or of another shape.
+        CheckpointError: files or parameters are missing, damaged, quantised or of another shape.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -40,7 +42,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._shapes = parameter_shapes(self.config)
         self._files = _locate(self.directory, self._shapes)
         self._open: dict[str, Any] = {}
-        self._check_shapes()
+        self._check_stored()
 
     def __getitem__(self, name: str) -> Tensor:
         """A whole parameter.
@@ -83,14 +85,18 @@ class Checkpoint(Mapping[str, Tensor]):
                 parameter=name,
             ) from error
 
-    def _check_shapes(self) -> None:
+    def _check_stored(self) -> None:
         for name, shape in self._shapes.items():
-            found = tuple(self._slice(name).get_shape())
+            path = str(self.directory / self._files[name])
+            stored = self._slice(name)
+            dtype = stored.get_dtype()
+            check_plain(name, PLAIN.get(dtype, dtype), path)
+            found = tuple(stored.get_shape())
             if found != shape:
                 raise CheckpointError(
-                    f"{name} in {self.directory / self._files[name]} has shape {list(found)}, but "
+                    f"{name} in {path} has shape {list(found)}, but "
                     f"{CONFIG_FILE} implies {list(shape)}; use the config of this checkpoint",
-                    path=str(self.directory / self._files[name]),
+                    path=path,
                     parameter=name,
                 )
 
@@ -204,6 +210,7 @@ def _locate(directory: Path, shapes: dict[str, Shape]) -> dict[str, str]:
             "give the directory of a safetensors checkpoint",
             path=str(directory),
         )
+    check_companions(shapes, found, str(directory))
     missing = shapes.keys() - found.keys()
     if missing:
         raise _missing(directory, missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -24,6 +25,7 @@ from fabric_ray.models.config import (
     Yarn,
 )
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
+from fabric_ray.models.stored import QUANTISATION_FILES, quantised_by
 
 CONFIG_FILE = "config.json"
 
@@ -42,6 +44,11 @@ _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_INDEXED)
 _ROUTED = (*_LATENT, "glm4_moe")
 """Kinds whose shared experts have no gate."""
+
+_QUANTISED = (
+    "quantised weights; use the unquantised checkpoint, or read the config alone with "
+    "quantised=True"
+)
 
 Size = Annotated[int, msgspec.Meta(ge=1, lt=LIMIT)]
 
@@ -83,7 +90,6 @@ class _HfConfig(msgspec.Struct):
     sliding_window: Size | None = None
     max_window_layers: int = 28
     layer_types: list[str] | None = None
-    quantization_config: dict[str, Any] | None = None
     torch_dtype: str | None = None
     dtype: str | None = None
     num_experts: Size | None = None
@@ -136,7 +142,25 @@ def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
         fields = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise InvalidConfig(f"{path} is no JSON ({error}); restore it", path=str(path)) from error
+    if not quantised:
+        _refuse_quantisation_files(path)
     return config_from_hf(fields, origin=str(path), quantised=quantised)
+
+
+def _refuse_quantisation_files(path: Path) -> None:
+    """Those that say beside ``config.json`` what it doesn't."""
+    for name in QUANTISATION_FILES:
+        beside = path.with_name(name)
+        if not beside.exists():
+            continue
+        try:
+            said = json.loads(beside.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidConfig(
+                f"{beside} can't be read ({error}); restore it", path=str(beside)
+            ) from error
+        if not isinstance(said, dict) or "quantization" not in said or quantised_by(said):
+            raise UnsupportedModel(f"{beside}: {_QUANTISED}", model_type=None)
 
 
 def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = False) -> ModelConfig:
@@ -153,7 +177,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         raise InvalidConfig(
             f"{origin}: {str(error)[:1].lower()}{str(error)[1:]}; correct the field"
         ) from error
-    _refuse_variants(raw, origin, quantised)
+    _refuse_variants(fields, raw, origin, quantised)
     latent = _latent(kind, raw, origin)
     windowed = _windowed_layers(raw, origin) if kind in _WINDOWED else ()
     return ModelConfig(
@@ -262,13 +286,10 @@ def _kind(fields: Any, origin: str) -> Kind:
     )
 
 
-def _refuse_variants(raw: _HfConfig, origin: str, quantised: bool) -> None:
+def _refuse_variants(fields: dict[str, Any], raw: _HfConfig, origin: str, quantised: bool) -> None:
     problem = None
-    if raw.quantization_config is not None and not quantised:
-        problem = (
-            "quantised weights; use the unquantised checkpoint, or read the config alone with "
-            "quantised=True"
-        )
+    if quantised_by(fields) and not quantised:
+        problem = _QUANTISED
     elif raw.hidden_act != "silu":
         problem = f"activation {raw.hidden_act!r}; only 'silu' is implemented"
     elif raw.model_type in _WINDOWED:
