@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.models.config import Kind
+from fabric_ray.models.kinds import Kind
 from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span
 
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from fabric_ray.inference.computed import check_computed, check_directory
+from fabric_ray.inference.computed import check_computed
 from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.spec import ITEMSIZE, CacheDType
 from fabric_ray.models.boxes import InitialWeights
@@ -113,7 +113,7 @@ class Model:
             FamilyError: ``tp`` ranks can't share the model.
         """
         checkpoint = Checkpoint(directory)
-        check_directory(checkpoint.directory, checkpoint.config)
+        check_computed(checkpoint.config)
         revision = _digest(checkpoint.directory) if revision is None else revision
         return cls.of(checkpoint.config, checkpoint, tp=tp, dtype=dtype, revision=revision)
 

@@ -5,10 +5,8 @@ This package imports no torch; its modules ``transformer``, ``checkpoint``, ``bo
 """
 
 from fabric_ray.models.config import (
-    COMPUTED,
-    KINDS,
-    Kind,
     Latent,
+    Linear,
     Llama3Scaling,
     ModelConfig,
     Moe,
@@ -20,6 +18,7 @@ from fabric_ray.models.config import (
 from fabric_ray.models.demo import demo_config
 from fabric_ray.models.errors import CheckpointError, InvalidConfig, ModelError, UnsupportedModel
 from fabric_ray.models.hf import config_from_hf, config_to_hf, read_config
+from fabric_ray.models.kinds import COMPUTED, KINDS, Kind
 
 __all__ = [
     "COMPUTED",
@@ -28,6 +27,7 @@ __all__ = [
     "InvalidConfig",
     "Kind",
     "Latent",
+    "Linear",
     "Llama3Scaling",
     "ModelConfig",
     "ModelError",

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
-from fabric_ray.models.errors import InvalidConfig
-
-Kind = Literal[
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen2_moe",
-    "qwen3_moe",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-]
-"""Architectures, by their Hugging Face ``model_type``."""
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-COMPUTED: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
+from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
+from fabric_ray.models.kinds import COMPUTED, Kind, Nest
 
 DTypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -106,6 +85,11 @@ class Moe(msgspec.Struct, frozen=True):
     """Every how many layers there are experts."""
     dense_layers: tuple[int, ...] = ()
     """Layers without experts, whatever ``sparse_step`` says."""
+    stacked: bool = False
+    """Whether a layer's experts are one parameter with biases, input by output (gpt-oss)."""
+
+    def in_layer(self, layer: int) -> bool:
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
 class Latent(msgspec.Struct, frozen=True):
@@ -126,6 +110,19 @@ class Latent(msgspec.Struct, frozen=True):
     are."""
     index_dim: int = 0
     """Width of each of them."""
+
+
+class Linear(msgspec.Struct, frozen=True):
+    """Linear attention by the gated delta rule, which some layers have (Qwen3-Next, Qwen3.5)."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    """Heads of queries, and of keys."""
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution over queries, keys and values sees."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -164,16 +161,22 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """How many tokens ``windowed_layers`` see, the token itself included."""
     windowed_layers: tuple[int, ...] = ()
     """Layers with a sliding window; others see everything before."""
+    linear: Linear | None = None
+    gate: bool = False
+    """Whether ``q_proj`` gives a gate of the output beside each head's query."""
+    sinks: bool = False
+    """Whether each head has an attention sink."""
     dtype: DTypeName = "bfloat16"
+    nest: Nest = ""
+    """The model of text and images that it is the text model of, by ``model_type``."""
+    uncomputed: str = ""
+    """What its ``config.json`` asks for that isn't computed here; sizes hold all the same."""
 
     def __post_init__(self) -> None:
         _check(self)
 
     def has_experts(self, layer: int) -> bool:
-        moe = self.moe
-        return (
-            moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
-        )
+        return self.moe is not None and self.moe.in_layer(layer)
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a layer sees; ``None`` for all."""
@@ -199,9 +202,35 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return total
 
 
+def check_computed(config: ModelConfig, kinds: Sequence[Kind] = COMPUTED) -> None:
+    """Refuses models of which only the parameters are known.
+
+    Raises:
+        UnsupportedModel: the kind is none of ``kinds``, or this variant of it isn't computed.
+    """
+    problem = config.uncomputed and f"{config.kind} with {config.uncomputed}"
+    if config.kind not in kinds:
+        problem = (
+            f"models of type {config.kind!r} can't be computed here, only laid out; use one of "
+            f"{', '.join(kinds)}"
+        )
+    elif config.nest:
+        problem = f"the text model of {config.nest} can't be computed here, only laid out"
+    if problem:
+        raise UnsupportedModel(problem, model_type=config.kind)
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every parameter's Hugging Face name and shape, in the order the forward pass uses them."""
-    return dict(_parameters(config))
+    shapes = dict(_parameters(config))
+    if not config.nest:
+        return shapes
+    return {
+        f"model.language_model.{name.removeprefix('model.')}"
+        if name.startswith("model.")
+        else name: shape
+        for name, shape in shapes.items()
+    }
 
 
 def parameter_dtype(config: ModelConfig, name: str) -> DTypeName:
@@ -214,7 +243,9 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for layer in range(c.layers):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (c.hidden,)
-        if c.latent is None:
+        if c.linear is not None and layer in c.linear.layers:
+            yield from _linear_attention(c, c.linear, prefix + "linear_attn.")
+        elif c.latent is None:
             yield from _attention(c, prefix + "self_attn.")
         else:
             yield from _latent_attention(c, c.latent, prefix + "self_attn.")
@@ -223,7 +254,7 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield prefix + "post_attention_layernorm.weight", (c.hidden,)
         mlp = prefix + "mlp."
         if c.moe is not None and c.has_experts(layer):
-            yield from _experts(c, c.moe, mlp)
+            yield from (_stacked_experts if c.moe.stacked else _experts)(c, c.moe, mlp)
         else:
             yield from _dense_mlp(c, mlp)
         if c.post_norms:
@@ -234,7 +265,10 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def _attention(c: ModelConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
-    for name, width in (("q", c.q_width), ("k", c.kv_width), ("v", c.kv_width)):
+    if c.sinks:
+        yield prefix + "sinks", (c.heads,)
+    q_width = 2 * c.q_width if c.gate else c.q_width
+    for name, width in (("q", q_width), ("k", c.kv_width), ("v", c.kv_width)):
         yield f"{prefix}{name}_proj.weight", (width, c.hidden)
         if c.qkv_bias:
             yield f"{prefix}{name}_proj.bias", (width,)
@@ -244,6 +278,19 @@ def _attention(c: ModelConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield prefix + "o_proj.weight", (c.hidden, c.q_width)
     if c.out_bias:
         yield prefix + "o_proj.bias", (c.hidden,)
+
+
+def _linear_attention(c: ModelConfig, linear: Linear, prefix: str) -> Iterator[tuple[str, Shape]]:
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    yield prefix + "in_proj_qkv.weight", (2 * keys + values, c.hidden)
+    yield prefix + "in_proj_z.weight", (values, c.hidden)
+    yield prefix + "in_proj_b.weight", (linear.value_heads, c.hidden)
+    yield prefix + "in_proj_a.weight", (linear.value_heads, c.hidden)
+    yield prefix + "conv1d.weight", (2 * keys + values, 1, linear.kernel)
+    yield prefix + "dt_bias", (linear.value_heads,)
+    yield prefix + "A_log", (linear.value_heads,)
+    yield prefix + "norm.weight", (linear.value_dim,)
+    yield prefix + "out_proj.weight", (c.hidden, values)
 
 
 def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -297,6 +344,15 @@ def _experts(c: ModelConfig, moe: Moe, prefix: str) -> Iterator[tuple[str, Shape
         yield from _mlp(shared, c.hidden, moe.shared_intermediate, bias=False)
         if moe.shared_gate:
             yield prefix + "shared_expert_gate.weight", (1, c.hidden)
+
+
+def _stacked_experts(c: ModelConfig, moe: Moe, prefix: str) -> Iterator[tuple[str, Shape]]:
+    yield prefix + "router.weight", (moe.experts, c.hidden)
+    yield prefix + "router.bias", (moe.experts,)
+    yield prefix + "experts.gate_up_proj", (moe.experts, c.hidden, 2 * moe.intermediate)
+    yield prefix + "experts.gate_up_proj_bias", (moe.experts, 2 * moe.intermediate)
+    yield prefix + "experts.down_proj", (moe.experts, moe.intermediate, c.hidden)
+    yield prefix + "experts.down_proj_bias", (moe.experts, c.hidden)
 
 
 def _check(c: ModelConfig) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fabric_ray.models.config import COMPUTED, Kind, ModelConfig, Moe
+from fabric_ray.models.config import ModelConfig, Moe
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
+from fabric_ray.models.kinds import COMPUTED, Kind
 
 
 def demo_config(

@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from fabric_ray.decoding import converted
 from fabric_ray.models.config import (
-    COMPUTED,
-    KINDS,
     LIMIT,
     MAX_LAYERS,
     DTypeName,
-    Kind,
     Latent,
-    Llama3Scaling,
+    Linear,
     ModelConfig,
     Moe,
-    Rope,
-    Yarn,
 )
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
-from fabric_ray.models.stored import QUANTISATION_FILES, quantised_by
+from fabric_ray.models.kinds import ARCHITECTURES, COMPUTED, KINDS, NESTS, Architecture, Kind, Nest
+from fabric_ray.models.stored import QUANTISATION_FILES, QUANTISATION_KEYS, quantised_by
+from fabric_ray.models.variants import variant_of
 
 CONFIG_FILE = "config.json"
-
-_ARCHITECTURES: dict[Kind, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-_WINDOWED: tuple[Kind, ...] = ("qwen2", "qwen3")
-"""Kinds some layers of which may have a sliding window."""
-_INDEXED = ("deepseek_v32", "glm_moe_dsa")
-"""Kinds that choose what is attended to."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_INDEXED)
-_ROUTED = (*_LATENT, "glm4_moe")
-"""Kinds whose shared experts have no gate."""
 
 _QUANTISED = (
     "quantised weights; use the unquantised checkpoint, or read the config alone with "
@@ -53,43 +33,23 @@ _QUANTISED = (
 Size = Annotated[int, msgspec.Meta(ge=1, lt=LIMIT)]
 
 
-class _RopeFields(msgspec.Struct):
-    rope_theta: float | None = None
-    rope_type: str | None = None
-    type: str | None = None
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: Size = 8192
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-
 class _HfConfig(msgspec.Struct):
-    """The keys that change what is computed; others are ignored."""
+    """The keys that sizes follow from; others are ignored."""
 
-    model_type: str
     vocab_size: Size
     hidden_size: Size
     num_hidden_layers: Size
     num_attention_heads: Size
-    intermediate_size: Size
+    intermediate_size: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     mlp_bias: bool = False
-    rope_theta: float | None = None
-    rope_scaling: _RopeFields | None = None
-    rope_parameters: _RopeFields | None = None
-    use_sliding_window: bool | None = None
-    sliding_window: Size | None = None
-    max_window_layers: int = 28
     layer_types: list[str] | None = None
+    full_attention_interval: Size = 4
+    sliding_window: int | None = None
     torch_dtype: str | None = None
     dtype: str | None = None
     num_experts: Size | None = None
@@ -113,6 +73,11 @@ class _HfConfig(msgspec.Struct):
     v_head_dim: Size | None = None
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size = 4
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
 
 
 def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
@@ -139,8 +104,9 @@ def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
             path=str(path),
         ) from error
     try:
-        fields = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+        # As transformers does, this takes Infinity and NaN.
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise InvalidConfig(f"{path} is no JSON ({error}); restore it", path=str(path)) from error
     if not quantised:
         _refuse_quantisation_files(path)
@@ -170,16 +136,23 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         UnsupportedModel: see :func:`read_config`.
         InvalidConfig: see :func:`read_config`.
     """
-    kind = _kind(fields, origin)
+    fields, nest = _text_model(fields, origin)
+    architecture = ARCHITECTURES[fields["model_type"]]
+    kind = architecture.name
     try:
         raw = converted(fields, _HfConfig)
     except msgspec.ValidationError as error:
         raise InvalidConfig(
             f"{origin}: {str(error)[:1].lower()}{str(error)[1:]}; correct the field"
         ) from error
-    _refuse_variants(fields, raw, origin, quantised)
-    latent = _latent(kind, raw, origin)
-    windowed = _windowed_layers(raw, origin) if kind in _WINDOWED else ()
+    if quantised_by(fields) and not quantised:
+        raise UnsupportedModel(f"{origin}: {kind} with {_QUANTISED}", model_type=kind)
+    variant = variant_of(
+        architecture, fields, raw.num_hidden_layers, origin, _HfConfig.__struct_fields__
+    )
+    latent = _latent(architecture, raw, origin)
+    bias = kind == "gpt_oss" if raw.attention_bias is None else raw.attention_bias
+    moe = _moe(architecture, raw, origin)
     return ModelConfig(
         kind=kind,
         vocab=raw.vocab_size,
@@ -187,22 +160,29 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         layers=raw.num_hidden_layers,
         heads=raw.num_attention_heads,
         kv_heads=(None if latent else raw.num_key_value_heads) or raw.num_attention_heads,
-        head_dim=latent.nope_dim + latent.rope_dim if latent else _head_dim(kind, raw, origin),
-        intermediate=raw.intermediate_size,
+        head_dim=(
+            latent.nope_dim + latent.rope_dim if latent else _head_dim(architecture, raw, origin)
+        ),
+        intermediate=_intermediate(architecture, raw, moe, origin),
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(kind, raw, origin),
+        rope=variant.rope,
         tied=raw.tie_word_embeddings,
-        qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and raw.use_qk_norm),
-        qkv_bias=kind in ("qwen2", "qwen2_moe") or raw.attention_bias,
-        out_bias=kind not in ("qwen2", "qwen2_moe", "glm4", "glm4_moe") and raw.attention_bias,
-        mlp_bias=kind == "llama" and raw.mlp_bias,
-        fused_mlp=kind == "glm4",
-        post_norms=kind == "glm4",
-        moe=_routed(kind, raw, origin) if kind in _ROUTED else _moe(kind, raw, origin),
+        qk_norm=_switch(architecture.qk_norm, raw.use_qk_norm),
+        qkv_bias=_switch(architecture.qkv_bias, bias),
+        out_bias=architecture.out_bias and bias,
+        mlp_bias=architecture.mlp_bias and raw.mlp_bias,
+        fused_mlp=architecture.fused_mlp,
+        post_norms=architecture.post_norms,
+        moe=moe,
         latent=latent,
-        window=raw.sliding_window if windowed else None,
-        windowed_layers=windowed,
-        dtype=_dtype(raw, origin),
+        window=raw.sliding_window if variant.windowed_layers else None,
+        windowed_layers=variant.windowed_layers,
+        linear=_linear(architecture, raw, origin),
+        gate=architecture.gate,
+        sinks=architecture.sinks,
+        dtype=_dtype(kind, raw, origin),
+        nest=nest,
+        uncomputed=variant.uncomputed,
     )
 
 
@@ -213,16 +193,17 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         UnsupportedModel: of models of this kind only the parameters are known, not how to compute
             them, so that the fields would be incomplete.
     """
-    if config.kind not in COMPUTED:
+    if config.kind not in COMPUTED or config.uncomputed or config.nest:
         raise UnsupportedModel(
             f"a config.json of model type {config.kind!r} can't be written; use the one that the "
             "model came with",
             model_type=config.kind,
         )
-    if config.window is not None and config.kind not in _WINDOWED:
+    windowed = [a.name for a in ARCHITECTURES.values() if a.windows]
+    if config.window is not None and config.kind not in windowed:
         raise UnsupportedModel(
             f"a config.json can't say that a model of type {config.kind!r} has sliding windows; "
-            f"use one of {', '.join(_WINDOWED)}",
+            f"use one of {', '.join(windowed)}",
             model_type=config.kind,
         )
     rope: dict[str, Any] = {"rope_theta": config.rope.theta}
@@ -235,7 +216,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_positions,
         }
     fields: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.kind]],
+        "architectures": [ARCHITECTURES[config.kind].computed],
         "model_type": config.kind,
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -275,59 +256,50 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _kind(fields: Any, origin: str) -> Kind:
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
-    for kind in KINDS:
-        if kind == model_type:
-            return kind
-    raise UnsupportedModel(
-        f"{origin}: model type {model_type!r} isn't supported; use one of {', '.join(KINDS)}",
-        model_type=model_type,
-    )
-
-
-def _refuse_variants(fields: dict[str, Any], raw: _HfConfig, origin: str, quantised: bool) -> None:
-    problem = None
-    if quantised_by(fields) and not quantised:
-        problem = _QUANTISED
-    elif raw.hidden_act != "silu":
-        problem = f"activation {raw.hidden_act!r}; only 'silu' is implemented"
-    elif raw.model_type in _WINDOWED:
-        unknown = set(raw.layer_types or ()) - {"full_attention", "sliding_attention"}
-        if unknown:
-            problem = f"layers of type {min(unknown)!r}; only full and sliding ones are implemented"
-    elif raw.use_sliding_window or (raw.layer_types and set(raw.layer_types) != {"full_attention"}):
-        problem = (
-            "sliding-window attention; only full attention is implemented for it, windows for "
-            f"{' and '.join(_WINDOWED)}"
+def _text_model(fields: Any, origin: str) -> tuple[dict[str, Any], Nest]:
+    """The fields of the model that reads text, without nulls, and what it is a part of."""
+    if not isinstance(fields, dict):
+        fields = {}
+    model_type = fields.get("model_type")
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if model_type in KINDS:
+        return fields, ""
+    nest = next((n for n in get_args(Nest) if n and n == model_type), None)
+    text = fields.get("text_config")
+    if nest is None or not isinstance(text, dict):
+        nested = (
+            f" with a text_config of type {text.get('model_type')!r}"
+            if isinstance(text, dict)
+            else ""
         )
-    if problem is not None:
         raise UnsupportedModel(
-            f"{origin}: {raw.model_type} with {problem}", model_type=raw.model_type
+            f"{origin}: model type {model_type!r}{nested} isn't supported; use one of "
+            f"{', '.join(KINDS)}, or a text_config in one of {', '.join(NESTS)}",
+            model_type=model_type,
         )
-
-
-def _windowed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
-    """As Qwen's configurations say it."""
-    if not raw.use_sliding_window or raw.sliding_window is None:
-        return ()
-    if raw.layer_types is None:
-        layers = range(min(raw.num_hidden_layers, MAX_LAYERS))
-        return tuple(layer for layer in layers if layer >= raw.max_window_layers)
-    if len(raw.layer_types) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(raw.layer_types)} layer_types are given for {raw.num_hidden_layers} "
-            "layers; give one for each",
-            field="layer_types",
+    text = {key: value for key, value in text.items() if value is not None}
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTISATION_KEYS)
+    text = (
+        {key: fields[key] for key in shared if key in fields} | {"model_type": NESTS[nest]} | text
+    )
+    if text["model_type"] not in KINDS:
+        raise UnsupportedModel(
+            f"{origin}: text_config of type {text['model_type']!r} isn't supported; use one of "
+            f"{', '.join(KINDS)}",
+            model_type=text["model_type"],
         )
-    return tuple(n for n, kind in enumerate(raw.layer_types) if kind == "sliding_attention")
+    return text, nest
 
 
-def _head_dim(kind: Kind, raw: _HfConfig, origin: str) -> int:
+def _switch(rule: Literal["always", "field", "never"], field: bool) -> bool:
+    return rule == "always" or (rule == "field" and field)
+
+
+def _head_dim(architecture: Architecture, raw: _HfConfig, origin: str) -> int:
     if raw.head_dim is not None:
         return raw.head_dim
-    if kind in ("qwen3", "qwen3_moe", "glm4"):
-        return 128
+    if architecture.head_dim is not None:
+        return architecture.head_dim
     if raw.hidden_size % raw.num_attention_heads:
         raise InvalidConfig(
             f"{origin}: hidden size {raw.hidden_size} isn't a multiple of "
@@ -337,55 +309,48 @@ def _head_dim(kind: Kind, raw: _HfConfig, origin: str) -> int:
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _rope(kind: Kind, raw: _HfConfig, origin: str) -> Rope:
-    fields = raw.rope_parameters or raw.rope_scaling or _RopeFields()
-    theta = fields.rope_theta or raw.rope_theta or 10_000.0
-    rope_type = fields.rope_type or fields.type or "default"
-    if kind == "deepseek_v2" and rope_type == "yarn":
-        return Rope(theta, yarn=_yarn(fields, origin))
-    # Scaling changes what is computed, not what is held.
-    if rope_type == "default" or kind not in COMPUTED:
-        return Rope(theta)
-    if rope_type != "llama3":
-        raise UnsupportedModel(
-            f"{origin}: rotary embeddings of type {rope_type!r} aren't supported; "
-            "use 'default' or 'llama3'",
-            model_type=raw.model_type,
-        )
-    scaling = Llama3Scaling(
-        fields.factor,
-        fields.low_freq_factor,
-        fields.high_freq_factor,
-        fields.original_max_position_embeddings,
-    )
-    return Rope(theta, scaling)
+def _intermediate(architecture: Architecture, raw: _HfConfig, moe: Moe | None, origin: str) -> int:
+    if raw.intermediate_size is not None:
+        return raw.intermediate_size
+    if moe is not None and all(map(moe.in_layer, range(raw.num_hidden_layers))):
+        return moe.intermediate  # no layer has a dense MLP
+    return _needed(architecture.name, origin, {"intermediate_size": None})[0]
 
 
-def _yarn(fields: _RopeFields, origin: str) -> Yarn:
-    if not 1 <= fields.factor < math.inf:
-        raise InvalidConfig(
-            f"{origin}: rotary embeddings are stretched by a factor of {fields.factor}; give 1 or "
-            "more",
-            field="rope_scaling",
-        )
-    return Yarn(
-        fields.factor,
-        fields.original_max_position_embeddings,
-        beta_fast=fields.beta_fast or 32.0,
-        beta_slow=fields.beta_slow or 1.0,
-        mscale=fields.mscale or 0.0,
-        mscale_all_dim=fields.mscale_all_dim or 0.0,
-    )
-
-
-def _latent(kind: Kind, raw: _HfConfig, origin: str) -> Latent | None:
-    if kind not in _LATENT:
+def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear | None:
+    if not architecture.linear:
         return None
+    layers = range(min(raw.num_hidden_layers, MAX_LAYERS))
+    types = raw.layer_types or [
+        "linear_attention" if (layer + 1) % raw.full_attention_interval else "full_attention"
+        for layer in layers
+    ]
+    unknown = set(types) - {"linear_attention", "full_attention"}
+    if unknown or len(types) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(types)} layer_types ({', '.join(sorted(set(types)))}) are given for "
+            f"{raw.num_hidden_layers} layers; give linear_attention or full_attention for each",
+            field="layer_types",
+        )
+    return Linear(
+        layers=tuple(layer for layer in layers if types[layer] == "linear_attention"),
+        key_heads=raw.linear_num_key_heads,
+        key_dim=raw.linear_key_head_dim,
+        value_heads=raw.linear_num_value_heads,
+        value_dim=raw.linear_value_head_dim,
+        kernel=raw.linear_conv_kernel_dim,
+    )
+
+
+def _latent(architecture: Architecture, raw: _HfConfig, origin: str) -> Latent | None:
+    if not architecture.latent:
+        return None
+    kind = architecture.name
     fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {field: getattr(raw, field) for field in fields}
     kv_rank, nope_dim, rope_dim, value_dim = _needed(kind, origin, sizes)
     latent = Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank=raw.q_lora_rank or 0)
-    if kind not in _INDEXED:
+    if not architecture.indexer:
         return latent
     indexer = {"index_n_heads": raw.index_n_heads, "index_head_dim": raw.index_head_dim}
     heads, dim = _needed(kind, origin, indexer)
@@ -414,15 +379,20 @@ def _routed(kind: Kind, raw: _HfConfig, origin: str) -> Moe:
     )
 
 
-def _moe(kind: Kind, raw: _HfConfig, origin: str) -> Moe | None:
-    if kind not in ("qwen2_moe", "qwen3_moe"):
+def _moe(architecture: Architecture, raw: _HfConfig, origin: str) -> Moe | None:
+    if not architecture.experts:
         return None
+    kind = architecture.name
+    if architecture.experts == "routed":
+        return _routed(kind, raw, origin)
+    stacked = architecture.experts == "stacked"
+    width = raw.intermediate_size if stacked else raw.moe_intermediate_size
     needed = {
         "num_experts": raw.num_experts or raw.num_local_experts,
         "num_experts_per_tok": raw.num_experts_per_tok,
-        "moe_intermediate_size": raw.moe_intermediate_size,
+        "intermediate_size" if stacked else "moe_intermediate_size": width,
     }
-    if kind == "qwen2_moe":
+    if architecture.shared_gate:
         needed["shared_expert_intermediate_size"] = raw.shared_expert_intermediate_size
     experts, top_k, intermediate, *shared = _needed(kind, origin, needed)
     return Moe(
@@ -433,6 +403,7 @@ def _moe(kind: Kind, raw: _HfConfig, origin: str) -> Moe | None:
         normalise=raw.norm_topk_prob,
         sparse_step=raw.decoder_sparse_step,
         dense_layers=tuple(raw.mlp_only_layers or ()),
+        stacked=stacked,
     )
 
 
@@ -444,7 +415,7 @@ def _needed(kind: Kind, origin: str, fields: dict[str, int | None]) -> list[int]
     return [value or 0 for value in fields.values()]
 
 
-def _dtype(raw: _HfConfig, origin: str) -> DTypeName:
+def _dtype(kind: Kind, raw: _HfConfig, origin: str) -> DTypeName:
     asked = raw.torch_dtype or raw.dtype or "float32"
     for name in get_args(DTypeName):
         if asked == name:
@@ -452,5 +423,5 @@ def _dtype(raw: _HfConfig, origin: str) -> DTypeName:
             return known
     raise UnsupportedModel(
         f"{origin}: dtype {asked!r} isn't supported; use {', '.join(get_args(DTypeName))}",
-        model_type=raw.model_type,
+        model_type=kind,
     )

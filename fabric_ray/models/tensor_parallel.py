@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fabric_ray.models.config import ModelConfig, Moe
+from fabric_ray.models.config import ModelConfig, Moe, check_computed
 from fabric_ray.models.transformer import Rotation, attend, rms_norm, rotation, route, wide
 
 RankWeights = Mapping[str, Tensor]
@@ -30,7 +30,11 @@ def forward(
         ranks: containers as ``fabric_ray.weights.families`` lays them out, rank 0 first.
         tokens: ids ``[batch, positions]``, int64.
         ep: groups of ranks that own whole experts.
+
+    Raises:
+        UnsupportedModel: models of this kind or variant can't be computed.
     """
+    check_computed(config)
     c = config
     x = embed(ranks, tokens)
     by = rotation(c.rope, c.head_dim, tokens.shape[-1], dtype=x.dtype, device=x.device)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fabric_ray.models.config import COMPUTED, ModelConfig, Moe, Rope, Yarn
-from fabric_ray.models.errors import UnsupportedModel
+from fabric_ray.models.config import ModelConfig, Moe, Rope, Yarn, check_computed
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each ``[positions, head_dim]``."""
@@ -237,17 +236,12 @@ class Transformer(nn.Module):
     ``torch.device("meta")`` to give them no memory before.
 
     Raises:
-        UnsupportedModel: of models of this kind only the parameters are known.
+        UnsupportedModel: of models of this kind, or of this variant, only parameters are known.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.kind not in COMPUTED:
-            raise UnsupportedModel(
-                f"models of type {config.kind!r} can't be computed here, only laid out; use one of "
-                f"{', '.join(COMPUTED)}",
-                model_type=config.kind,
-            )
+        check_computed(config)
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
         self.model = Decoder(config, dtype)

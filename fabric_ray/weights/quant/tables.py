@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
+from fabric_ray.models.kinds import ARCHITECTURES
 from fabric_ray.weights.quant.errors import UnsupportedFormat
 from fabric_ray.weights.quant.formats import Format
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-_FUSED_MLP = ("gate_up_proj", "down_proj")
-
-_PROJECTIONS = (*_ATTENTION, *_MLP)
-_LATENT_PROJECTIONS = ("q_proj", "o_proj", *_LATENT_ATTENTION, *_MLP)
-
 QUANTISED: dict[str, tuple[str, ...]] = {
-    "llama": _PROJECTIONS,
-    "qwen2": _PROJECTIONS,
-    "qwen3": _PROJECTIONS,
-    "qwen2_moe": _PROJECTIONS,
-    "qwen3_moe": _PROJECTIONS,
-    "glm4": (*_ATTENTION, *_FUSED_MLP),
-    "glm4_moe": _PROJECTIONS,
-    "deepseek_v2": _LATENT_PROJECTIONS,
-    "deepseek_v3": _LATENT_PROJECTIONS,
-    "kimi_k2": _LATENT_PROJECTIONS,
+    a.name: a.quantised for a in ARCHITECTURES.values() if a.quantised
 }
 """By Hugging Face ``model_type``: modules whose weights vLLM and SGLang keep quantised. Norms,
 embeddings, routers, ``lm_head`` and biases stay as they are."""

@@ -95,7 +95,7 @@ def test_the_embeddings_of_published_checkpoints_are_read(tmp_path: Path) -> Non
     ("changes", "words"),
     [
         ({"rope_scaling": {"type": "linear", "factor": 40}}, "'linear'"),
-        ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "attention_factor of"),
+        ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "'yarn'.*attention_factor"),
         ({"topk_method": "group_limited_greedy"}, "topk_method 'group_limited_greedy'"),
         ({"routed_scaling_factor": 16.0}, "routed_scaling_factor 16.0"),
         ({"n_group": 8}, "n_group 8"),

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
+from fabric_ray.inference.model import Model
 from fabric_ray.models import (
     InvalidConfig,
     Latent,
@@ -25,6 +27,7 @@ from fabric_ray.models import (
     read_config,
 )
 from fabric_ray.models.presets import PRESETS
+from fabric_ray.models.tensor_parallel import forward
 from fabric_ray.models.transformer import Transformer
 from tests.unit.models.small_models import LAID_OUT, SMALL, small
 
@@ -86,23 +89,135 @@ def test_rope_is_read_from_either_place() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "llama", "qwen3_moe"]),
+        ({"model_type": "mamba"}, ["'mamba'", "llama", "qwen3_moe"]),
         ({"model_type": None}, ["None", "llama"]),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, ["'llava'", "'llama'"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantised", "unquantised"]),
-        ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
-        ({"use_sliding_window": True}, ["sliding"]),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "llama3"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(
+def test_what_has_no_known_sizes_is_refused_by_name(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         config_from_hf(llama(**changes), origin="here/config.json")
     for word in ["here/config.json", *words]:
         assert word in str(caught.value)
+
+
+FULL = {"rope_type": "default", "rope_theta": 500000.0}
+SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
+        ({"use_sliding_window": True}, ["sliding"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "llama3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["'linear'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, ["'longrope'"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["'llama3'", "lack"]),
+        ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, ["mrope_section"]),
+        (
+            {
+                "rope_scaling": None,
+                "rope_parameters": {"full_attention": FULL, "sliding_attention": SLIDING},
+            },
+            ["'full_attention'", "'sliding_attention'"],
+        ),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"rope_parameters": FULL}, ["rope_parameters", "rope_scaling"]),
+        ({"attention_multiplier": 0.0078125}, ["attention_multiplier"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0"]),
+        ({"clip_qkv": 8.0}, ["clip_qkv 8.0"]),
+        ({"use_qkv_norm": True}, ["use_qkv_norm True"]),
+    ],
+)
+def test_what_changes_arithmetic_alone_is_refused_where_it_is_computed(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    config = config_from_hf(llama(**changes))
+    assert parameter_shapes(config) == parameter_shapes(config_from_hf(llama()))
+    tiny = structs.replace(SMALL["llama"], uncomputed=config.uncomputed)
+    for compute in (
+        lambda: Transformer(tiny),
+        lambda: forward(tiny, [], torch.zeros(1, 1, dtype=torch.int64)),
+        lambda: Model.random(tiny),
+    ):
+        with pytest.raises(UnsupportedModel) as caught:
+            compute()
+        for word in words:
+            assert word in str(caught.value)
+    with pytest.raises(UnsupportedModel):
+        config_to_hf(config)
+
+
+def test_fields_that_change_nothing_are_ignored() -> None:
+    inert = {
+        "attention_dropout": 0.1,
+        "router_aux_loss_coef": 0.001,
+        "initializer_range": 0.02,
+        "_attn_implementation": "sdpa",
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "output_router_logits": False,
+        "embedding_multiplier": 1.0,
+        "logit_softcapping": None,
+        "quantization_config": None,
+        "sliding_window": 4096,
+        "some_list": [0.0, float("inf")],
+    }
+    assert config_from_hf(llama(**inert)) == config_from_hf(llama())
+
+
+def test_rope_by_type_of_layer_is_read_where_all_layers_share_it() -> None:
+    """It was once read as theta 10000."""
+    fields = llama(rope_parameters={"full_attention": FULL})
+    del fields["rope_scaling"], fields["rope_theta"]
+    config = config_from_hf(fields)
+    assert (config.rope, config.uncomputed) == (Rope(500000.0), "")
+    both = {"full_attention": FULL, "sliding_attention": SLIDING}
+    only = config_from_hf(
+        fields | {"rope_parameters": both, "layer_types": ["full_attention"] * 32}
+    )
+    assert (only.rope, only.uncomputed) == (Rope(500000.0), "")
+    config = config_from_hf(fields | {"rope_parameters": both})
+    assert config.uncomputed
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "max_window_layers",
+        "rope_scaling",
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "head_dim",
+        "hidden_act",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "q_lora_rank",
+        "norm_topk_prob",
+    ],
+)
+def test_null_is_what_a_missing_field_is(field: str) -> None:
+    fields = llama()
+    fields.pop(field, None)
+    assert config_from_hf(fields | {field: None}) == config_from_hf(fields)
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    text = json.dumps(llama(time_step_limit=[0.0, float("inf")], rope_scaling=None))
+    assert "Infinity" in text
+    (tmp_path / "config.json").write_text(text)
+    assert read_config(tmp_path).hidden == 4096
 
 
 @pytest.mark.parametrize(
@@ -136,8 +251,8 @@ def test_windows_are_read_as_qwen_says_them() -> None:
     assert [found.window_of(layer) for layer in range(3)] == [64, None, 64]
     with pytest.raises(InvalidConfig, match="2 layer_types are given for 3 layers"):
         config_from_hf(llama(**said, layer_types=types[1:]))
-    with pytest.raises(UnsupportedModel, match="'chunked_attention'"):
-        config_from_hf(llama(**said, layer_types=["chunked_attention"] * 3))
+    found = config_from_hf(llama(**said, layer_types=["chunked_attention"] * 3))
+    assert "'chunked_attention'" in found.uncomputed
 
 
 def test_yarn_is_for_latent_attention() -> None:

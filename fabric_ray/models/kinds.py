@@ -1,0 +1,180 @@
+"""The architectures: one entry each says how parameters follow from a ``config.json``.
+
+A new one is an entry of :data:`ARCHITECTURES`, and its name in :data:`Kind`. Layouts, trainers and
+formats follow from the names of its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+Kind = Literal[
+    "llama",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gpt_oss",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+]
+"""Architectures, by their Hugging Face ``model_type``."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Architecture(msgspec.Struct, frozen=True):
+    """What the parameters of one architecture are, beyond the sizes in its ``config.json``."""
+
+    name: Kind
+    computed: str = ""
+    """Hugging Face's class, where ``fabric_ray.models.transformer`` computes it."""
+    windows: bool = False
+    """Whether sliding windows are computed."""
+    experts: Literal["", "named", "routed", "stacked"] = ""
+    """Whether there are experts, and by whose fields they are described: Qwen's, DeepSeek's or
+    gpt-oss's."""
+    shared_gate: bool = False
+    """Whether the shared expert of ``named`` experts must be there; it has a gate."""
+    latent: bool = False
+    indexer: bool = False
+    linear: bool = False
+    """Whether some layers attend linearly (gated delta rule)."""
+    gate: bool = False
+    """Whether ``q_proj`` gives a gate beside each query."""
+    head_dim: int | None = None
+    """Where ``config.json`` has none; ``None`` for hidden size by heads."""
+    qk_norm: Literal["always", "field", "never"] = "never"
+    qkv_bias: Literal["always", "field", "never"] = "field"
+    out_bias: bool = True
+    """Whether ``attention_bias`` is of ``o_proj`` too."""
+    mlp_bias: bool = False
+    """Whether ``mlp_bias`` is read."""
+    sinks: bool = False
+    """Whether each head has an attention sink."""
+    fused_mlp: bool = False
+    post_norms: bool = False
+    quantised: tuple[str, ...] = ()
+    """Modules whose weights engines keep quantised, where that is known."""
+    unknown_layout: str = ""
+    """Why engines' layouts of it are not known, if so."""
+
+
+ARCHITECTURES: dict[Kind, Architecture] = {
+    a.name: a
+    for a in (
+        Architecture("llama", "LlamaForCausalLM", mlp_bias=True, quantised=(*_ATTENTION, *_MLP)),
+        Architecture("mistral", qkv_bias="never", out_bias=False, quantised=(*_ATTENTION, *_MLP)),
+        Architecture("ministral", qkv_bias="never", out_bias=False, quantised=(*_ATTENTION, *_MLP)),
+        Architecture(
+            "ministral3",
+            head_dim=128,
+            qkv_bias="never",
+            out_bias=False,
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            windows=True,
+            qkv_bias="always",
+            out_bias=False,
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            windows=True,
+            head_dim=128,
+            qk_norm="always",
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            experts="named",
+            shared_gate=True,
+            qkv_bias="always",
+            out_bias=False,
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            experts="named",
+            head_dim=128,
+            qk_norm="always",
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture("qwen3_5_text", linear=True, gate=True, head_dim=256, qk_norm="always"),
+        Architecture(
+            "qwen3_5_moe_text",
+            experts="named",
+            shared_gate=True,
+            linear=True,
+            gate=True,
+            head_dim=256,
+            qk_norm="always",
+        ),
+        Architecture(
+            "gpt_oss",
+            experts="stacked",
+            head_dim=64,
+            sinks=True,
+            unknown_layout="engines transpose its stacked experts ([experts, hidden, 2 * "
+            "intermediate], gate and up interleaved), and a push copies bytes in their order",
+        ),
+        Architecture(
+            "glm4",
+            head_dim=128,
+            out_bias=False,
+            fused_mlp=True,
+            post_norms=True,
+            quantised=(*_ATTENTION, "gate_up_proj", "down_proj"),
+        ),
+        Architecture(
+            "glm4_moe",
+            experts="routed",
+            qk_norm="field",
+            out_bias=False,
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture("glm4_moe_lite", experts="routed", latent=True),
+        Architecture("glm_moe_dsa", experts="routed", latent=True, indexer=True),
+        Architecture("deepseek_v2", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
+        Architecture("deepseek_v3", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
+        Architecture("deepseek_v32", experts="routed", latent=True, indexer=True),
+        Architecture("kimi_k2", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
+    )
+}
+
+COMPUTED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed)
+"""Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
+
+Nest = Literal["", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"]
+
+NESTS: dict[str, Kind] = {
+    "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Models of text and images, by ``model_type``, and what their ``text_config`` is by default. The
+text model's parameters lie below ``model.language_model``, as in transformers 5."""
