@@ -90,6 +90,7 @@ def load_parameters(model: nn.Module, source: BoxSource) -> None:
     for name, parameter in model.named_parameters():
         for local, box in _local_boxes(parameter):
             part = source.box(name, box)
+            # A cast without its scales would be a usable wrong weight (RS-1).
             check_plain(name, part.dtype, "load_parameters")
             local.copy_(part)
 

@@ -86,6 +86,7 @@ class Checkpoint(Mapping[str, Tensor]):
             ) from error
 
     def _check_stored(self) -> None:
+        """Refuses stored values that are not the weights themselves (RS-1)."""
         for name, shape in self._shapes.items():
             path = str(self.directory / self._files[name])
             stored = self._slice(name)

@@ -216,6 +216,7 @@ def check_computed(config: ModelConfig, kinds: Sequence[Kind] = COMPUTED) -> Non
         )
     elif config.nest:
         problem = f"the text model of {config.nest} can't be computed here, only laid out"
+    # RS-1: nothing is computed with the arithmetic of another model.
     if problem:
         raise UnsupportedModel(problem, model_type=config.kind)
 

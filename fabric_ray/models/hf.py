@@ -108,6 +108,7 @@ def read_config(path: Path | str, *, quantised: bool = False) -> ModelConfig:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidConfig(f"{path} is no JSON ({error}); restore it", path=str(path)) from error
+    # RS-1: quantised weights are refused wherever the checkpoint says that they are.
     if not quantised:
         _refuse_quantisation_files(path)
     return config_from_hf(fields, origin=str(path), quantised=quantised)

@@ -53,7 +53,7 @@ _READ = frozenset(
 """Fields that are read here."""
 
 
-class _RopeFields(msgspec.Struct, forbid_unknown_fields=True):
+class _RopeFields(msgspec.Struct):
     rope_theta: float | None = None
     rope_type: str | None = None
     type: str | None = None
@@ -151,10 +151,14 @@ def _rope(architecture: Architecture, fields: dict[str, Any], origin: str) -> Ro
         raise _Unread(f"rotary embeddings {raw!r}; give an object")
     if any(isinstance(value, dict) for value in raw.values()):
         raw = _of_all_layers(raw, fields)
+    given = {k: v for k, v in raw.items() if v is not None}
+    style = given.get("rope_type", given.get("type", "default"))
+    # A field that isn't read may change the angles (RS-1).
+    if unread := given.keys() - set(_RopeFields.__struct_fields__):
+        raise _Unread(f"rotary embeddings of type {style!r} with {min(unread)!r}")
     try:
-        rope = converted({k: v for k, v in raw.items() if v is not None}, _RopeFields)
+        rope = converted(given, _RopeFields)
     except msgspec.ValidationError as error:
-        style = raw.get("rope_type", raw.get("type", "default"))
         raise _Unread(f"rotary embeddings of type {style!r}: {error}") from None
     partial = rope.partial_rotary_factor or fields.get("partial_rotary_factor", 1)
     if partial != 1:
