@@ -15,8 +15,8 @@ from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.spec import ITEMSIZE, CacheDType
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import Checkpoint
-from fabric_ray.models.config import ModelConfig
-from fabric_ray.models.stored import check_plain
+from fabric_ray.models.config import ModelConfig, parameter_shapes
+from fabric_ray.models.stored import PlainTensors
 from fabric_ray.models.tensor_parallel import RankWeights
 from fabric_ray.weights.families import target_containers
 from fabric_ray.weights.reference import expected_containers
@@ -131,7 +131,8 @@ class Model:
 
         Raises:
             UnsupportedModel: models of this kind can't be computed.
-            CheckpointError: a tensor isn't of plain floats.
+            CheckpointError: a tensor isn't of plain floats, or something stored with one, such as
+                its scale, would be ignored.
             FamilyError: ``tp`` ranks can't share the model.
         """
         check_computed(config)
@@ -142,11 +143,10 @@ class Model:
             )
         target_containers(config, tp=tp, rank=0)  # refuses what can't be shared evenly
         wanted: torch.dtype = getattr(torch, dtype)
+        plain = PlainTensors(full, parameter_shapes(config), "the model's weights")
         ranks = []
         for rank in range(tp):
-            parts = expected_containers(config, full, tp=tp, rank=rank)
-            for name, part in parts.items():
-                check_plain(name, part.dtype, "the model's weights")
+            parts = expected_containers(config, plain, tp=tp, rank=rank)
             ranks.append({name: part.to(wanted) for name, part in parts.items()})
         return cls(config, ranks, dtype=dtype, revision=revision)
 

@@ -10,7 +10,7 @@ import queue
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from typing_extensions import Self
@@ -22,6 +22,9 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.inbox import Inbox
 from fabric_ray.integrations.letters import Invitation, settle
 from fabric_ray.integrations.outbox import Outbox
+
+if TYPE_CHECKING:
+    import torch
 
 _vllm: Any = framework("vllm.distributed.weight_transfer.base", "vllm")
 
@@ -115,11 +118,25 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
+                    self._check_plain(name, tensor)
                     self.model.load_weights([(name, tensor.to(self.device, copy=True))])
                 else:
                     settle([step])
         finally:
             steps.close()
+
+    def _check_plain(self, name: str, tensor: torch.Tensor) -> None:
+        """RS-1: loaders of a model that isn't quantised cast what they are given."""
+        quantised = getattr(self.model_config, "quantization", None) is not None
+        if tensor.dtype.itemsize > 1 or quantised:
+            return
+        own = dict(self.model.named_parameters()).get(name)
+        if own is None or own.dtype != tensor.dtype:
+            raise InvalidArgument(
+                f"`{name}` comes as {tensor.dtype}, and the model isn't quantised: a cast would "
+                "lose its scales; send the unquantised tensor, or start vLLM with the quantisation "
+                "that the trainer uses"
+            )
 
     def shutdown(self) -> None:
         if self._engine is not None:

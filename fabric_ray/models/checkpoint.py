@@ -27,8 +27,8 @@ class Checkpoint(Mapping[str, Tensor]):
     """A checkpoint directory as a mapping from parameter names to full tensors.
 
     Nothing is read before it is asked for and nothing is kept. Tensors come in the
-    model's dtype, in memory of their own. Tensors in the files that the model lacks are ignored,
-    unless they belong to a quantised weight: only plain floats are read.
+    model's dtype, in memory of their own; only plain floats are read. Tensors in the files that
+    the model lacks are ignored, unless they belong to a weight that it has.
 
     Raises:
         UnsupportedModel: the configuration asks for what isn't implemented.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fabric_ray.models.errors import CheckpointError
@@ -14,8 +14,13 @@ PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 QUANTISATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """Fields of ``config.json`` that say how weights are quantised."""
 
-QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files of ModelOpt, AutoGPTQ and AutoAWQ beside ``config.json`` that say it."""
+QUANTISATION_FILES = (
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+)
+"""Files of ModelOpt, AutoGPTQ, AutoAWQ and AutoRound beside ``config.json`` that say it."""
 
 _COMPANION = re.compile(
     r"(scales?(_inv|_?\d+)?|scaling_factors?|zero_points?|qweight|qzeros|g_idx|packed|blocks"
@@ -23,7 +28,7 @@ _COMPANION = re.compile(
 )
 """How names end of tensors without which a quantised weight has no values."""
 
-_CACHE_SCALE = re.compile(r"(^|[._])(q|k|v|kv|prob)(_cache)?_scales?$")
+_CACHE_SCALE = re.compile(r"(^|[._])(q|k|v|kv|prob)(_cache)?_scales?$|_proj\.output_scale$")
 """Scales of quantised key/value caches, which change no weight."""
 
 _ADVICE = "use the unquantised checkpoint, or dequantise it with its scales first"
@@ -55,8 +60,41 @@ def check_plain(name: str, dtype: object, where: str) -> None:
         )
 
 
+class PlainTensors(Mapping[str, Any]):
+    """Full tensors by name. One whose elements aren't the values of a weight is refused when it is
+    read, before it is fused with others: torch promotes integers to their dtype (RS-1).
+
+    Args:
+        tensors: by name.
+        names: of the weights that are read.
+        where: what holds them, for errors.
+
+    Raises:
+        CheckpointError: as :func:`check_plain` and :func:`check_companions`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], names: Collection[str], where: str) -> None:
+        check_companions(names, tensors, where)
+        self._tensors, self._where = tensors, where
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self._tensors[name]
+        check_plain(name, tensor.dtype, self._where)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def check_companions(names: Collection[str], stored: Iterable[str], where: str) -> None:
-    """Refuses scales and packed values beside the weights that are read, or in their place.
+    """Refuses what is stored for a weight that is read and would be ignored: its scales, packed
+    values in its place, a bias or adapter that the configuration doesn't have.
 
     Args:
         names: of the weights that are read.
@@ -68,25 +106,35 @@ def check_companions(names: Collection[str], stored: Iterable[str], where: str) 
     """
     modules = {name.rpartition(".")[0]: name for name in sorted(names)}
     for name in stored:
-        if name in names or not _COMPANION.search(name) or _CACHE_SCALE.search(name):
+        if name in names or _CACHE_SCALE.search(name):
             continue
-        # `w.weight_scale_inv`, `w.qweight`, `w.weight.absmax`; `experts.down_proj_scales`.
-        module = name.rpartition(".")[0]
-        weight = next((w for w in _candidates(name, module, modules) if w in names), None)
+        scales = bool(_COMPANION.search(name))
+        weight = next((w for w in _owners(name, modules, scales) if w in names), None)
         if weight is not None:
+            advice = (
+                _ADVICE if scales else "use the config of this checkpoint, or merge or remove it"
+            )
             raise CheckpointError(
-                f"{where}: {name} is stored beside {weight} and would be ignored, so that its "
-                f"values would be wrong; {_ADVICE}",
+                f"{where}: {name} is stored with {weight} and would be ignored, which gives other "
+                f"results; {advice}",
                 path=where,
                 parameter=weight,
             )
 
 
-def _candidates(name: str, module: str, modules: dict[str, str]) -> Iterable[str]:
-    yield module
-    yield _COMPANION.sub("", name).rstrip("._")
+def _owners(name: str, modules: Mapping[str, str], scales: bool) -> Iterator[str]:
+    """Weights that a tensor may belong to, by its name."""
+    if scales:
+        # `experts.down_proj_scales` of `experts.down_proj` or of `experts.down_proj.weight`.
+        stem = _COMPANION.sub("", name).rstrip("._")
+        yield from (stem, f"{stem}.weight")
+    module = name.rpartition(".")[0]
     if module in modules:
         yield modules[module]
+    while module:
+        # `q_proj.weight.absmax`, `q_proj.input_quantizer.scale`, `q_proj.lora_A.weight`.
+        yield from (module, f"{module}.weight")
+        module = module.rpartition(".")[0]
 
 
 def quantised_by(fields: dict[str, Any]) -> str | None:

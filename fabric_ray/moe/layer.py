@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.models.stored import plain_dtype
 from fabric_ray.moe.arithmetic import FIXED, Arithmetic, Fixed, check_no_gradient
 from fabric_ray.moe.passes import Exchange, carrier, pass_over
 
@@ -250,6 +251,13 @@ class MoeLayer:
         for name, shape in wanted.items():
             if (found := tuple(getattr(w, name).shape)) != shape:
                 raise InvalidArgument(f"{name} is {found}; give {shape}")
+        for name in (field.name for field in fields(w)):
+            held = getattr(w, name)
+            # RS-1: arithmetic widens its operands, and would take values without their scales.
+            if held is not None and not plain_dtype(held.dtype):
+                raise InvalidArgument(
+                    f"{name} is {held.dtype}, expected plain floats; dequantise it with its scales"
+                )
         if (w.shared_w13 is not None) != bool(c.shared_intermediate) or c.bias != (
             w.bias is not None
         ):

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import (
     ModuleSource,
     ParamMeta,
@@ -25,7 +27,7 @@ from vllm.distributed.weight_transfer import (
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import vllm
 from fabric_ray.integrations.vllm_plugin import register
-from tests.adapters.vllm_workers import Client, model, worker
+from tests.adapters.vllm_workers import Client, Model, model, worker
 from tests.processes import Other
 
 WORKERS = 2
@@ -92,6 +94,33 @@ def test_every_worker_loads_every_tensor_update_after_update(workers) -> None:
     finally:
         sender.shutdown()
     assert client.calls == ["init", *["start", "update", "finish"] * 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_rs_1_quantised_tensors_are_not_loaded_into_a_model_that_is_not(dtype) -> None:
+    def receive(quantization: str | None, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        loads = Model()
+        engine = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend="fabric"),
+            SimpleNamespace(
+                parallel_config=None, model_config=SimpleNamespace(quantization=quantization)
+            ),
+            torch.device("cpu"),
+            loads,
+        )
+        engine._trainer = engine._peer = None
+        engine._engine = SimpleNamespace(send=lambda *_: SimpleNamespace(wait=lambda: None))
+        engine._inbox = SimpleNamespace(
+            invite=lambda: SimpleNamespace(to_bytes=bytes),
+            receive=lambda *_: (step for step in [("a.weight", tensor)]),
+        )
+        engine.receive_weights(engine.parse_update_info({"update": 1}))
+        return loads.loaded
+
+    tensor = torch.ones(2, 2)
+    assert receive(None, tensor).keys() == receive("fp8", tensor.to(dtype)).keys() == {"a.weight"}
+    with pytest.raises(InvalidArgument, match=f"`a.weight` comes as {dtype}.*scales"):
+        receive(None, tensor.to(dtype))
 
 
 def test_workers_that_are_not_there_are_missed_soon(workers) -> None:

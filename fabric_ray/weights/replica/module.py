@@ -151,6 +151,12 @@ class ModuleReplica:
 
     def _writes(self, rank: int, whole: Tensor) -> Mapping[str, list[Part]]:
         writes = self._load_stand_in(rank, whole)
+        for found, wanted in writes.casts:
+            # RS-1: without its scales it would be a usable wrong weight.
+            raise InvalidArgument(
+                f"load_weights casts `{whole.name}` from {found} to {wanted}, which loses or lacks "
+                "its scales; gather it in the module's dtype, or convert it by formats"
+            )
         if writes.kept():
             raise InvalidArgument(
                 f"the module keeps `{whole.name}` after load_weights was called with it, and may "

@@ -12,9 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fabric_ray.models.stored import plain_dtype
+
 _aten = torch.ops.aten
 # What loaders write with. These fill all of a view, and needn't happen to be seen.
 _FILLS = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+_CASTS = {_aten.copy_.default, _aten._to_copy.default}
 
 
 class Part(NamedTuple):
@@ -64,6 +67,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: dict[str, list[Part]] = defaultdict(list)
         """By name of a tensor that was written to: what was filled for certain."""
+        self.casts: set[tuple[torch.dtype, torch.dtype]] = set()
+        """Of what was given: casts between plain floats and other values, which lose scales."""
         self._places: dict[int, list[tuple[str, Part]]] = defaultdict(list)
         for name, tensor in tensors.items():
             if tensor.numel():
@@ -80,6 +85,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func in _CASTS:
+            self._cast(func, args, kwargs or {})
         seen = [self._write(t, func in _FILLS) for t in _written(func, args, kwargs or {})]
         if any(seen) and func in _FILLS:
             return args[0]
@@ -90,6 +97,15 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if _storage(tensor) not in before:
                     self._note(tensor)
         return out
+
+    def _cast(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        value, dtype = args[0], kwargs.get("dtype")
+        if func is _aten.copy_.default:
+            value, dtype = args[1], args[0].dtype
+        if _storage(value) not in self._made or dtype in (None, value.dtype):
+            return
+        if not (plain_dtype(value.dtype) and plain_dtype(dtype)):
+            self.casts.add((value.dtype, dtype))
 
     def _write(self, tensor: torch.Tensor, fills: bool) -> bool:
         """Records it if it is to a tensor that is watched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.model import Model
 from fabric_ray.models import CheckpointError, UnsupportedModel, read_config
 from fabric_ray.models.boxes import load_parameters
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.models.transformer import Transformer
+from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights
 from tests.unit.models.small_models import SMALL, waves
 
 CONFIG = SMALL["llama"]
@@ -84,11 +87,18 @@ def test_plain_floats_of_any_width_are_read(dtype: torch.dtype, tmp_path: Path) 
         ("qweight", "weight"),
         ("weight_packed", "weight"),
         ("weight_blocks", "weight"),
+        ("input_quantizer._pre_quant_scale", ""),
+        ("weight_quantizer._amax", ""),
+        ("weight._scale", ""),
+        ("scale_weight", ""),
+        ("zeros", ""),
+        ("meta", ""),
+        # What another configuration would have.
+        ("bias", ""),
+        ("lora_A.default.weight", ""),
     ],
 )
-def test_what_belongs_to_a_quantised_weight_is_not_ignored(
-    name: str, without: str, tmp_path: Path
-) -> None:
+def test_what_belongs_to_a_weight_is_not_ignored(name: str, without: str, tmp_path: Path) -> None:
     stored(tmp_path, without=without, **{name: torch.ones(1)})
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(tmp_path)
@@ -102,6 +112,9 @@ def test_integers_and_cache_scales_that_change_no_weight_are_ignored(tmp_path: P
         "model.layers.0.self_attn.mask": torch.ones(2, dtype=torch.bool),
         "model.layers.0.self_attn.k_proj.k_scale": torch.ones(1),
         "model.layers.0.self_attn.v_scale": torch.ones(1),
+        "model.layers.0.self_attn.k_proj.output_scale": torch.ones(1),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.rotary_emb.num_batches_tracked": torch.tensor(0),
         # Of a layer that the model doesn't have, such as one that drafts tokens.
         "model.layers.9.mlp.down_proj.weight_scale_inv": torch.ones(1),
     }
@@ -119,7 +132,13 @@ def test_a_config_that_speaks_of_quantised_weights_is_refused(key: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+    "name",
+    [
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "quantization_config.json",
+    ],
 )
 def test_a_file_beside_the_config_that_says_so_is_read(name: str, tmp_path: Path) -> None:
     (stored(tmp_path) / name).write_text('{"quantization": {"quant_algo": "FP8"}}')
@@ -131,15 +150,41 @@ def test_a_file_beside_the_config_that_says_so_is_read(name: str, tmp_path: Path
     assert read_config(tmp_path) == CONFIG
 
 
-def test_tensors_in_memory_are_not_cast_without_their_scales() -> None:
-    quantised = waves(CONFIG) | {WEIGHT: scaled(torch.float8_e4m3fn)}
-    with pytest.raises(CheckpointError, match="float8_e4m3fn"):
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize("name", ["mlp.down_proj", "mlp.up_proj", "self_attn.q_proj"])
+def test_rs_1_tensors_in_memory_are_not_cast_without_their_scales(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Torch promotes integers to the dtype of what they are fused with."""
+    weight = f"model.layers.1.{name}.weight"
+    quantised = waves(CONFIG) | {weight: (waves(CONFIG)[weight] * 100).to(dtype)}
+    stored_as = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=stored_as) as caught:
         Model.of(CONFIG, quantised, revision="1")
+    assert caught.value.parameter == weight
 
     class Source:
         def box(self, name: str, box: tuple[slice, ...]) -> Tensor:
             return quantised[name][box]
 
-    with pytest.raises(CheckpointError, match="float8_e4m3fn") as caught:
+    with pytest.raises(CheckpointError, match=stored_as) as caught:
         load_parameters(Transformer(CONFIG), Source())
+    assert caught.value.parameter == weight
+
+
+def test_rs_1_scales_in_memory_are_not_ignored() -> None:
+    full = waves(CONFIG) | {MODULE + "weight_scale_inv": torch.ones(1)}
+    with pytest.raises(CheckpointError, match="weight_scale_inv") as caught:
+        Model.of(CONFIG, full, revision="1")
     assert caught.value.parameter == WEIGHT
+
+
+@pytest.mark.parametrize("name", ["router", "w13", "w2", "shared_w2"])
+def test_rs_1_a_layer_of_experts_takes_plain_weights_only(name: str) -> None:
+    config = MoeConfig(shared_intermediate=32)
+    weights = MoeWeights.random(config, seed=0)
+    MoeLayer(config, weights)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        quantised = replace(weights, **{name: getattr(weights, name).to(dtype)})
+        with pytest.raises(InvalidArgument, match=f"{name} is {dtype}"):
+            MoeLayer(config, quantised)

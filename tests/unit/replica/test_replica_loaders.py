@@ -74,6 +74,44 @@ def test_a_loader_that_gives_a_parameter_other_memory_later_is_refused_and_its_v
     assert setup.targets[0].version == 1
 
 
+@pytest.mark.parametrize(
+    ("stored", "held"),
+    [
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e5m2, torch.bfloat16),
+        (torch.int8, torch.float32),
+        (torch.uint8, torch.bfloat16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float32, torch.int8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_rs_1_a_loader_that_casts_quantised_tensors_without_their_scales_is_refused(
+    open_setup: Callable[..., Setup], stored: torch.dtype, held: torch.dtype, first: bool
+) -> None:
+    def casts(pair: Pair, name: str, whole: torch.Tensor) -> None:
+        copy(pair, name, whole.to(getattr(pair, name).dtype) if first else whole)
+
+    def pair() -> Pair:
+        made = Pair(casts)
+        made.b = torch.nn.Parameter(torch.zeros(4, 6).to(held), requires_grad=False)
+        return made
+
+    side = module_side(pair().state_dict().items(), size=1)
+    weights = version(1) | {"b": torch.ones(4, 6).to(stored)}
+    setup = open_setup([(1, weights)], side, replica=lambda: ModuleReplica(pair(), side))
+    with pytest.raises(WeightSyncError, match=f"casts `b` from {stored} to {held}.*scales"):
+        setup.sync.push()
+
+
+def test_a_loader_may_cast_plain_floats(open_setup: Callable[..., Setup]) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in version(3).items()}
+    setup = open_setup([(1, weights)], SIDE, replica=lambda: ModuleReplica(Pair(copy), SIDE))
+    setup.sync.push()
+    assert_same(setup.targets[0].weights, version(3))
+
+
 def first_half_twice(pair: Pair, name: str, whole: torch.Tensor) -> None:
     for _ in range(2):
         getattr(pair, name).data[:2].copy_(whole[:2])
