@@ -11,6 +11,7 @@ import numpy as np
 
 from fabric_ray._native import Pages
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.tensors import check_memory
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -75,15 +76,11 @@ def _as_array(obj: Any) -> np.ndarray[Any, Any]:
 def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     import torch
 
+    check_memory("the tensor", tensor)
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
             f"a tensor on {tensor.device} can't be registered, only those in host memory or on a "
             "CUDA GPU; copy it to the host first"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        raise InvalidArgument(
-            "the tensor's values differ from its bytes (a lazy conjugate or negative); call "
-            "resolve_conj().resolve_neg() first"
         )
     if not tensor.is_contiguous():
         raise InvalidArgument(

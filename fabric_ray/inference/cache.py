@@ -10,6 +10,7 @@ from torch import Tensor
 from fabric_ray.inference.errors import InvalidSpec
 from fabric_ray.inference.spec import ITEMSIZE
 from fabric_ray.kvcache.layout import CacheLayout, CacheTensor
+from fabric_ray.tensors import check_memory
 
 Allocate = Callable[[int, int], Tensor]
 """``allocate(rank, nbytes)`` gives uint8 memory, ``[nbytes]``, for one of a rank's buffers."""
@@ -75,6 +76,7 @@ def _view(
 
 
 def _checked(memory: Tensor, rank: int, nbytes: int) -> Tensor:
+    check_memory(f"the memory that allocate(rank={rank}, nbytes={nbytes}) gave", memory)
     good = memory.dtype == torch.uint8 and tuple(memory.shape) == (nbytes,)
     if not good or not memory.is_contiguous() or memory.data_ptr() % 8:
         raise InvalidSpec(

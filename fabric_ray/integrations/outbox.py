@@ -29,6 +29,7 @@ from fabric_ray.integrations.letters import (
     slot_bytes,
     write_letter,
 )
+from fabric_ray.tensors import resolved
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class Outbox:
             return
         import torch
 
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = resolved(f"`{name}`", tensor).contiguous().reshape(-1).view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         # In one piece if it can be: then it is used where it lies.
         if data.numel() > self._room(name, shape) and self._pieces:

@@ -10,6 +10,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.link import STAGES, Server
 from fabric_ray.plan import Side
+from fabric_ray.tensors import check_memory
 from fabric_ray.weights import EngineHooks, WeightTarget
 from fabric_ray.weights.replica.sides import whole_plan
 
@@ -48,6 +49,8 @@ class FabricWorker:
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} is none of an engine of {ranks}")
+        for name, weight in weights.items():
+            check_memory(f"`{name}`", weight)  # SGLang's peers are told addresses
         self._weights, self._layout, self._rank, self._ranks = weights, layout, rank, ranks
         self._engine, self._hooks = engine or TransferEngine(), hooks
         self._target: WeightTarget | None = None

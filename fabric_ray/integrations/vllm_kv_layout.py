@@ -11,6 +11,7 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kvcache import CacheGroup, CacheLayout, CacheTensor, Place
+from fabric_ray.tensors import check_memory
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,7 @@ def worker_cache(
 
 def _check(name: str, tensor: torch.Tensor, block_tokens: int) -> None:
     shape = tuple(tensor.shape)
+    check_memory(f"the cache of `{name}`", tensor)
     if tensor.ndim != 4:
         raise InvalidArgument(
             f"the cache of `{name}` has shape {shape}, not [blocks, heads, tokens, content]; only "

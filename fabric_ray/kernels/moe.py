@@ -17,6 +17,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.structs import FLOATS, MAX_PARTS
+from fabric_ray.tensors import check_memory
 
 if TYPE_CHECKING:
     import torch
@@ -499,6 +500,7 @@ def _dtype(tensor: Tensor) -> str:
 def _expect(
     name: str, tensor: Tensor, dtype: str, shape: tuple[int, ...], *, rows_apart: bool = False
 ) -> None:
+    check_memory(name, tensor)
     packed = _elements_adjoin(tensor) if rows_apart else tensor.is_contiguous()
     if _dtype(tensor) != dtype or tuple(tensor.shape) != shape or not packed:
         raise InvalidArgument(
@@ -512,6 +514,7 @@ def _one(name: str, tensor: Tensor) -> int:
 
 
 def _part(name: str, tensor: Tensor) -> structs.Part:
+    check_memory(name, tensor)
     if tensor.ndim != 2:
         raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give [rows, elements]")
     (rows, width), size = tensor.shape, tensor.element_size()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.tensors import check_memory, resolved
 
 Part: TypeAlias = tuple[int, int, int, int]
 """Address, bytes from the first row to the end of the last, bytes between rows, bytes of a row."""
@@ -30,6 +31,7 @@ def check_rows(
     """
     if tensor.device != device:
         raise InvalidArgument(f"{what} lie on {tensor.device}; move them to {device}")
+    check_memory(what, tensor)
     if tensor.ndim != 2 or tensor.shape[1] != width or tensor.dtype != dtype:
         raise InvalidArgument(
             f"{what} are {tensor.dtype} {tuple(tensor.shape)}; give {dtype} [rows, {width}]"
@@ -81,4 +83,4 @@ def indices(topk_idx: Tensor, topk: int) -> Tensor:
         raise InvalidArgument(
             f"indices are {topk_idx.dtype} {tuple(topk_idx.shape)}; give integers [tokens, {topk}]"
         )
-    return topk_idx.to(torch.int64).contiguous()
+    return resolved("indices", topk_idx.to(torch.int64)).contiguous()

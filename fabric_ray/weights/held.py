@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from fabric_ray._native import Region
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.tensors import check_memory, is_lazy
 
 if TYPE_CHECKING:
     import torch
@@ -36,17 +39,13 @@ class Held:
         self._regions: dict[str, tuple[int, Region]] = {}
         if not self.tensors:
             raise InvalidArgument("a weight source needs at least one parameter")
-        for param, tensor in self.tensors.items():
-            if tensor.device.type != "cpu":
-                raise InvalidArgument(
-                    f"parameter `{param}` is on {tensor.device}, and weights are pushed "
-                    "from host memory so far; give a copy on the host"
-                )
+        _check(self.tensors)
 
     def refresh(self) -> None:
         """Looks the parameters up again: a module's may have been replaced, or removed."""
         named = self._named()
         self.tensors = {param: self._newer(param, tensor) for param, tensor in named.items()}
+        _check(self.tensors)
 
     def note(self) -> None:
         """Remembers the layouts that a route has just been taken for."""
@@ -55,13 +54,30 @@ class Held:
     def reports(self, rank: int) -> list[ParamMeta]:
         """What tensors say of themselves."""
         self.refresh()
-        named = self.tensors.items()
-        return [param_meta(param, tensor, rank=rank) for param, tensor in named if tensor.numel()]
+        return [
+            msgspec.structs.replace(
+                param_meta(param, tensor, rank=rank),
+                local_strides=tuple(n * tensor.element_size() for n in _strides(tensor)),
+            )
+            for param, tensor in self.tensors.items()
+            if tensor.numel()
+        ]
+
+    def is_computed(self, param: str) -> bool:
+        """Whether its values lie nowhere in memory, so that each push computes them."""
+        return _is_computed(self.tensors[param])
 
     def local(self, param: str) -> torch.Tensor:
-        """This rank's shard."""
+        """The values of this rank's shard: its memory, or a contiguous tensor where
+        :meth:`is_computed`."""
         local: torch.Tensor = _local(self.tensors[param])
-        return local
+        if not self.is_computed(param):
+            return local
+        return local.resolve_conj().resolve_neg().contiguous()
+
+    def like(self, param: str) -> torch.Tensor:
+        """A tensor with dtype, shape and strides of :meth:`local`, perhaps without values."""
+        return self.local(param) if not self.is_computed(param) else _empty(self.tensors[param])
 
     def region(self, param: str) -> Region:
         """Its memory, from the first element to the last, registered once for each address."""
@@ -118,6 +134,39 @@ def of_module(module: torch.nn.Module) -> dict[str, Any]:
     return named
 
 
+def _check(tensors: Mapping[str, Any]) -> None:
+    """Raises for what can't be pushed, by name."""
+    for param, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "meta"):
+            raise InvalidArgument(
+                f"parameter `{param}` is on {tensor.device}, and weights are pushed "
+                "from host memory so far; give a copy on the host"
+            )
+        check_memory(f"parameter `{param}`", _inner(tensor), lazy=True)
+
+
+def _is_computed(tensor: Any) -> bool:
+    """Lazy negatives and conjugates; tensors that repeat the same bytes (by ``expand``).
+
+    RS-1: the bytes at their addresses are not their values, so they are never sent as they lie.
+    """
+    local = _inner(tensor)
+    dims = zip(local.shape, local.stride(), strict=True)
+    return is_lazy(local) or any(size > 1 and not stride for size, stride in dims)
+
+
+def _empty(tensor: Any) -> torch.Tensor:
+    import torch
+
+    local = _inner(tensor)
+    return torch.empty(local.shape, dtype=local.dtype, device="meta")
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """Of what is sent, in elements."""
+    return (_empty(tensor) if _is_computed(tensor) else _inner(tensor)).stride()
+
+
 class _Layout(NamedTuple):
     """What a plan depends on."""
 
@@ -125,21 +174,30 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: str
     placements: str
+    computed: bool
 
     def __str__(self) -> str:
         strides = f"strides {list(self.strides)}"
-        return f"{self.dtype} {list(self.shape)} {strides} {self.placements}".rstrip()
+        computed = " (computed for each push)" if self.computed else ""
+        return f"{self.dtype} {list(self.shape)} {strides} {self.placements}".rstrip() + computed
 
 
 def _layout(tensor: Any) -> _Layout:
     local = _local(tensor)
     placements = str(getattr(tensor, "placements", ""))
-    return _Layout(tuple(local.shape), tuple(local.stride()), str(local.dtype), placements)
+    return _Layout(
+        tuple(local.shape), _strides(tensor), str(local.dtype), placements, _is_computed(tensor)
+    )
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's shard; not by ``to_local()``, which autograd records."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
+    """This rank's shard."""
+    return _inner(tensor).detach()
+
+
+def _inner(tensor: Any) -> Any:
+    """The shard, not by ``to_local()``, which autograd records."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _span(param: str, tensor: Any) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
 from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.sending import Route, Sending
 from fabric_ray.weights.sources import SOURCES, check_rank
-from fabric_ray.weights.steps import Step, steps, temporary_nbytes
+from fabric_ray.weights.steps import Step, Unit, steps, temporary_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -136,6 +136,7 @@ class WeightSource:
             self._held.refresh()
             self._check(containers)
             units = self._conversion.units(containers) if self._conversion else []
+            units += self._computed(containers)
             self._share = None
             self._routes.clear()
             self._ring = None
@@ -222,7 +223,7 @@ class WeightSource:
         """That tensors are what was planned for: those sent as they are by the plan, others by what
         they are made from."""
         made: Collection[str] = ()
-        held = {name: self._held.local(name) for name in self._held.tensors}
+        held = {name: self._held.like(name) for name in self._held.tensors}
         if self._conversion is not None:
             self._conversion.check(held)
             made = self._conversion.made
@@ -234,15 +235,27 @@ class WeightSource:
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
         check_local(plain, [c for c in containers if c.name not in made], self.rank, by=by)
 
+    def _computed(self, containers: Iterable[LocalContainer]) -> list[Unit]:
+        """What no conversion makes ready and has no memory that could be sent: see RS-1."""
+        made: Collection[str] = self._conversion.made if self._conversion else ()
+        return [
+            Unit(container.name, container.index, container.nbytes)
+            for container in containers
+            if container.name not in made and self._held.is_computed(container.name)
+        ]
+
     def _make_ready(self, step: Step) -> Span:
-        assert self._conversion is not None, "only then a step has units"
         assert self._ring is not None, "accept has made room"
         start, offsets = time.time(), step.offsets()
         memory = self._ring.tensor()
         for unit in step.units:
             at = offsets[unit.values]
             local = self._held.local(unit.name)
-            self._conversion.prepare(unit, local, memory[at : at + unit.nbytes])
+            room = memory[at : at + unit.nbytes]
+            if self._conversion is not None and unit.name in self._conversion.names:
+                self._conversion.prepare(unit, local, room)
+            else:
+                room[: unit.values_nbytes].view(local.dtype).view(local.shape).copy_(local)
         return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
     def _in_turn(self, arms: list[Arm]) -> list[tuple[Arm, dict[int, list[Route]]]]:

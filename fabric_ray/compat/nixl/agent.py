@@ -27,6 +27,8 @@ from fabric_ray.compat.nixl.status import (
     nixl_status_t,
     nixl_xfer_op_t,
 )
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.tensors import check_memory
 
 _log = logging.getLogger("nixl.fabric_ray")
 
@@ -453,6 +455,12 @@ def _of_tensors(kind: type[L], tensors: Sequence[Any]) -> L | None:
     device = tensors[0].device
     if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
         _log.error("tensors must be contiguous and on one device")
+        return None
+    try:
+        for tensor in tensors:
+            check_memory("a tensor", tensor)
+    except InvalidArgument as error:
+        _log.error("%s", error)
         return None
     memory = nixl_mem_t.DRAM_SEG if device.type == "cpu" else nixl_mem_t.VRAM_SEG
     number = max(0, tensors[0].get_device())

@@ -12,6 +12,7 @@ import torch
 from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument, ResourceError
 from fabric_ray.runtime.rdt.offer import Extent, Holder, Offer
+from fabric_ray.tensors import check_memory, resolved
 
 _Place: TypeAlias = tuple[torch.device, int]
 """A storage: the device, and the address of its first byte."""
@@ -141,25 +142,21 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values as a flat tensor of bytes: a view of its memory where that holds them in
     order, else of a copy."""
     _check(tensor)
-    solid = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    solid = resolved("the tensor", tensor).contiguous()
     # Not view(-1): a single element may have any stride.
     return solid.as_strided((solid.numel(),), (1,)).view(torch.uint8)
 
 
 def _check(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
-            f"a tensor of layout {tensor.layout} on {tensor.device} can't be offered, only dense "
-            "ones in host memory or on a CUDA GPU; convert it first"
+            f"a tensor on {tensor.device} can't be offered, only those in host memory or on a "
+            "CUDA GPU; copy it to the host first"
         )
-    try:
-        somewhere = not tensor.numel() or tensor.data_ptr()
-    except RuntimeError:  # what torch says of tensors that only wrap others
-        somewhere = False
-    if not somewhere:
+    check_memory("the tensor", tensor, lazy=True)
+    if tensor.numel() and not tensor.data_ptr():
         raise InvalidArgument(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own, "
-            "or it was freed; give plain tensors, such as the to_local() of a DTensor"
+            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed; load it again"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
+from fabric_ray.tensors import resolved
 from fabric_ray.weights.held import of_module
 from fabric_ray.weights.local import told
 from fabric_ray.weights.quant import Formats
@@ -110,8 +111,9 @@ class Gathering:
 
 
 def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
-    name, tensor = named[0], named[1].detach()
-    return name, (tensor.full_tensor() if _is_sharded(tensor) else tensor).cpu()
+    name, tensor = named
+    whole = tensor.detach().full_tensor() if _is_sharded(tensor) else tensor
+    return name, resolved(f"parameter `{name}`", whole).cpu()
 
 
 def _is_sharded(tensor: Any) -> bool:

@@ -11,6 +11,7 @@ from fabric_ray._native import Region
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import LocalContainer
+from fabric_ray.tensors import check_memory
 from fabric_ray.weights.local import told
 from fabric_ray.weights.replica.sides import unnamed
 
@@ -63,6 +64,7 @@ class ReplicaMemory:
         wanted = _laid_out(container.dtype, container.shape, container.strides)
         found = "missing"
         if tensor is not None:
+            check_memory(f"`{unnamed(container.name)[0]}` of the replica", tensor)
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
             found = _laid_out(tensor.dtype, tensor.shape, strides)
         if tensor is None or found != wanted:

@@ -1,0 +1,81 @@
+"""Whether the bytes at a tensor's address are its values.
+
+They aren't for lazy negatives and conjugates (a bit of the tensor says so), for other layouts than
+strided, for quantised tensors, and for subclasses that only wrap other tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether its values are the negatives or the conjugates of its bytes (RS-1)."""
+    return bool(tensor.is_neg() or tensor.is_conj())
+
+
+def check_memory(what: str, tensor: Any, *, lazy: bool = False) -> None:
+    """That a tensor has memory of its own which holds its values.
+
+    Args:
+        what: its name, for the error.
+        tensor: without elements, or with memory that was freed, it passes.
+        lazy: whether negatives and conjugates that aren't computed yet pass.
+
+    Raises:
+        InvalidArgument: it has none, or other bytes than values.
+    """
+    if problem := _problem(tensor) or (None if lazy else _laziness(tensor)):
+        raise InvalidArgument(f"{what} {problem}")
+
+
+def resolved(what: str, tensor: Tensor) -> Tensor:
+    """The tensor, detached, or a copy of it where its bytes aren't its values.
+
+    Raises:
+        InvalidArgument: as :func:`check_memory`.
+    """
+    check_memory(what, tensor, lazy=True)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _laziness(tensor: Any) -> str | None:
+    if not is_lazy(tensor):
+        return None
+    kind = "conjugate" if tensor.is_conj() else "negative"
+    return (
+        f"is a lazy {kind}: its values differ from its bytes; call resolve_conj().resolve_neg() "
+        "first"
+    )
+
+
+def _problem(tensor: Any) -> str | None:
+    import torch
+
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}, expected torch.strided; call to_dense() first"
+    if tensor.is_quantized:
+        return (
+            f"is quantised ({tensor.dtype}): its values are bytes with a scale and a zero point; "
+            "call dequantize() first"
+        )
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values; materialise it first"
+    if not tensor.numel():
+        return None
+    try:
+        # Freed memory also has no address, but then its storage has no bytes.
+        wraps = not tensor.data_ptr() and bool(tensor.untyped_storage().nbytes())
+    except RuntimeError:  # raised for tensors without storage
+        wraps = True
+    if not wraps:
+        return None
+    return (
+        f"of shape {list(tensor.shape)} is a {type(tensor).__name__}, which wraps other tensors "
+        "and has no memory of its own; give plain tensors, such as its dequantize() or to_local()"
+    )
