@@ -30,9 +30,7 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, wrapped.shape, dtype=wrapped.dtype
-        )
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
         return made
 
     @classmethod
