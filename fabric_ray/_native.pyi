@@ -476,7 +476,11 @@ class Counter:
     def unclaimed(self) -> int:
         """Writes counted that no expectation has taken."""
     def poll(self) -> int:
-        """Moves the engine on for a moment, then returns the value: for loops that spin."""
+        """Moves the engine on for a moment, then returns the value: for loops that spin.
+
+        Raises:
+            ForkedEngine: in a child by fork, as all that would make progress does there.
+        """
     def expect(
         self,
         n: int = 1,

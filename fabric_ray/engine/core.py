@@ -25,7 +25,7 @@ from fabric_ray.engine.seeing import (
     metrics_of,
     records_of,
 )
-from fabric_ray.errors import ForkedEngine, InvalidArgument
+from fabric_ray.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,17 @@ if TYPE_CHECKING:
 
 _opened: weakref.WeakValueDictionary[int, TransferEngine] = weakref.WeakValueDictionary()
 _on_open: list[Callable[[TransferEngine], None]] = []
-# A child has its parent's engines in memory, and whoever held their locks isn't there.
-os.register_at_fork(after_in_child=_opened.clear)
+
+
+def _after_fork() -> None:
+    # The child forgets its parent's engines: whoever held their locks isn't there, and the event
+    # loops of their readers are woken through the parent's sockets.
+    for engine in opened():
+        engine._readers.clear()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def opened() -> list[TransferEngine]:
@@ -136,7 +145,6 @@ class TransferEngine(_native.Engine):
     config: EngineConfig
     closed: bool
     _readers: list[Callable[[], None]]
-    _process: int
 
     def __new__(cls, config: EngineConfig | None = None, **overrides: Any) -> Self:
         """Opens an engine.
@@ -175,7 +183,6 @@ class TransferEngine(_native.Engine):
         self.config = c
         self.closed = False
         self._readers = []
-        self._process = os.getpid()
         _opened[id(self)] = self
         for tell in tuple(_on_open):
             tell(self)
@@ -293,7 +300,6 @@ class TransferEngine(_native.Engine):
         Raises:
             ForkedEngine: it belongs to the parent process.
         """
-        self._check_process()
         return metrics_of(self.config.name, self.id, self._metrics())
 
     def records(self, since: Cursor = (0, 0, 0, 0), *, oldest: int | None = None) -> EngineRecords:
@@ -306,16 +312,7 @@ class TransferEngine(_native.Engine):
         Raises:
             ForkedEngine: it belongs to the parent process.
         """
-        self._check_process()
         return records_of(self.config.name, self.id, self._records(since), oldest)
-
-    def _check_process(self) -> None:
-        here = os.getpid()
-        if here != self._process:
-            raise ForkedEngine(
-                f"this engine belongs to process {self._process}, this is process {here}; open one "
-                "engine per process, after fork"
-            )
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 ENGINE = NATIVE / "engine" / "src"
 
 # What each module of the engine may use. `fuzzing` is for tests, and sees all.
-BASE = {"api", "error", "sync", "time", "topology", "wake"}
+BASE = {"api", "error", "process", "sync", "time", "topology", "wake"}
 MAY_USE = {
     "simulation": BASE | {"engine", "transport", "domain"},
     "engine": BASE | {"group", "domain", "flight", "memory", "transport"},
@@ -31,6 +31,7 @@ MAY_USE = {
     "topology": set[str](),
     "wake": {"sync"},
     "error": set[str](),
+    "process": {"error"},
     "sync": set[str](),
     "time": set[str](),
 }

@@ -14,6 +14,7 @@ pub mod flight;
 pub mod fuzzing;
 mod group;
 pub mod memory;
+mod process;
 pub mod simulation;
 mod sync;
 mod time;
@@ -30,4 +31,5 @@ pub use engine::{
 pub use error::{EngineError, Result};
 pub use group::Verdict;
 pub use memory::file::FileOptions;
+pub use process::ProcessLocal;
 pub use time::Time;

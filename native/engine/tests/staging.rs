@@ -142,7 +142,7 @@ fn mr_3_the_owner_of_staged_memory_keeps_its_bounds() {
             assert!(matches!(e, Err(EngineError::Refused { .. })), "{e:?}");
         }
         dst.deregister(PATIENCE).unwrap();
-        assert_eq!(counter.poll(), 0);
+        assert_eq!(counter.poll().unwrap(), 0);
         assert!(around[..4096] == [0; 4096] && around[8192..] == [0; 4096]);
     });
 }

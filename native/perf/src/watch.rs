@@ -194,7 +194,7 @@ impl World {
             let value = self.word.load() + 1;
             let stored = Time::now().0;
             match request.way {
-                Way::Woken => self.word.store(value),
+                Way::Woken => self.word.store(value).map_err(text)?,
                 Way::Spinning | Way::Napping => {
                     // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are only changed atomically.
                     let word = unsafe { AtomicU64::from_ptr(self.word.addr() as *mut u64) };

@@ -172,7 +172,7 @@ impl Executor {
     /// One round: takes in what has arrived, carries out what can be, gives up what takes too long. True if
     /// anything was done.
     pub fn step(&mut self, now: Time) -> bool {
-        self.engine.poll();
+        let _ = self.engine.poll();
         let mut moved = self.take_arrivals(now);
         moved |= self.collect();
         moved |= self.follow_masks(now);

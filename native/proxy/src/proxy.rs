@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{api::EngineConfig, EngineError, Region, Time, TransferEngine};
+use fabric_engine::{api::EngineConfig, EngineError, ProcessLocal, Region, Time, TransferEngine};
 use parking_lot::Mutex;
 
 use crate::{
@@ -40,7 +40,7 @@ struct Thread {
     membership: Membership,
     bed: Arc<Bed>,
     engine: Arc<TransferEngine>,
-    handle: Mutex<Option<JoinHandle<()>>>,
+    handle: Mutex<Option<ProcessLocal<JoinHandle<()>>>>,
 }
 
 impl std::fmt::Debug for Proxy {
@@ -166,7 +166,7 @@ impl Proxy {
                     cause: e.to_string(),
                     hint: "raise the limit of threads or processes (ulimit -u)".into(),
                 })?;
-            *thread.handle.lock() = Some(handle);
+            *thread.handle.lock() = Some(ProcessLocal::new(handle));
         }
         let own = this.descriptor.clone();
         this.join(&own)?;
@@ -261,7 +261,7 @@ impl Proxy {
             thread.bed.wake();
         }
         for thread in &self.threads {
-            let handle = thread.handle.lock().take();
+            let handle = thread.handle.lock().take().and_then(ProcessLocal::into_inner);
             if let Some(handle) = handle.filter(|h| h.thread().id() != std::thread::current().id())
             {
                 let _ = handle.join();

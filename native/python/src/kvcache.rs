@@ -238,10 +238,10 @@ impl KvPrefiller {
     }
 
     /// One more layer is in the cache.
-    fn layer_done(&self) {
+    fn layer_done(&self, py: Python<'_>) -> PyResult<()> {
         let word = &self.word.get().0;
         self.prefiller.mark(word.load().wrapping_add(1));
-        word.add(1);
+        word.add(1).or_raise(py)
     }
 
     /// Layers of a pass.

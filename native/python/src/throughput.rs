@@ -14,6 +14,7 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
+    apart::Apart,
     engine::{Engine, Region},
     errors::OrRaise,
     moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
@@ -25,7 +26,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// One rank of an exchange; `fabric_ray.moe.ThroughputAllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeThroughput(Throughput);
+struct MoeThroughput(Apart<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and words.
 fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<Far> {
@@ -37,13 +38,6 @@ fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)
     // turns with the host, in 8 bytes.
     let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
     Ok(Far { region: region.get().0.clone(), words, workers })
-}
-
-impl Drop for MoeThroughput {
-    /// Leaving waits for others, who may need the interpreter.
-    fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.0.close()));
-    }
 }
 
 #[pymethods]
@@ -90,9 +84,10 @@ impl MoeThroughput {
         if let Some(far) = far {
             let far = self::far(py, &spec, far)?;
             let open = || Throughput::open_far(&config, spec, seat, patience, far);
-            return py.detach(open).map(Self).or_raise(py);
+            return py.detach(open).map(|t| Self(Apart::new(t))).or_raise(py);
         }
-        py.detach(|| Throughput::open(&config, spec, seat, patience)).map(Self).or_raise(py)
+        let opened = py.detach(|| Throughput::open(&config, spec, seat, patience));
+        opened.map(|t| Self(Apart::new(t))).or_raise(py)
     }
 
     /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.

@@ -11,6 +11,8 @@ use std::{
 
 use parking_lot::Mutex;
 
+use crate::process::ProcessLocal;
+
 /// What keeps a peer's memory where an aperture shows it.
 pub(crate) type Held = Arc<dyn Any + Send + Sync>;
 
@@ -22,7 +24,7 @@ pub struct Aperture {
     base: usize,
     len: u64,
     /// What is mapped, and in use; once it was shut, why.
-    held: Mutex<Result<Held, String>>,
+    held: ProcessLocal<Mutex<Result<Held, String>>>,
     stays: AtomicUsize,
     /// Has somebody look whether the last stay is over. May be called under any lock.
     left: Box<dyn Fn() + Send + Sync>,
@@ -46,7 +48,7 @@ impl Aperture {
         Arc::new(Self {
             base,
             len,
-            held: Mutex::new(Ok(held)),
+            held: ProcessLocal::new(Mutex::new(Ok(held))),
             stays: AtomicUsize::new(0),
             left: Box::new(left),
         })
@@ -61,26 +63,30 @@ impl Aperture {
         self.len == 0
     }
 
-    /// Begins to store; `None` if that is over for good.
+    /// Begins to store; `None` if that is over for good, and in a child by fork.
     pub fn enter(self: &Arc<Self>) -> Option<Stay> {
-        let held = self.held.lock();
+        let held = self.held.get().ok()?.lock();
         let held = Some(Arc::clone(held.as_ref().ok()?));
         self.stays.fetch_add(1, SeqCst);
         Some(Stay { aperture: Arc::clone(self), held })
     }
 
     pub fn is_open(&self) -> bool {
-        self.held.lock().is_ok()
+        self.held.get().is_ok_and(|held| held.lock().is_ok())
     }
 
     /// Why nobody may store there any more; `None` while somebody may.
     pub fn shut_by(&self) -> Option<String> {
-        self.held.lock().as_ref().err().cloned()
+        match self.held.get() {
+            Ok(held) => held.lock().as_ref().err().cloned(),
+            Err(e) => Some(e.to_string()),
+        }
     }
 
     /// Lets nobody in any more; those who are in stay. The first cause is kept.
     pub(crate) fn shut(&self, cause: &str) {
-        let mut held = self.held.lock();
+        let Ok(held) = self.held.get() else { return };
+        let mut held = held.lock();
         let was =
             if held.is_ok() { std::mem::replace(&mut *held, Err(cause.into())) } else { return };
         drop(held);

@@ -180,7 +180,7 @@ impl Shared {
         options: Submit,
         listener: Arc<dyn Listener>,
     ) -> Result<()> {
-        self.check_process()?;
+        let cell = self.cell()?;
         // Before the lock is tried: who finds it taken must hear it as well.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
@@ -194,7 +194,7 @@ impl Shared {
             }
         }
         let listens = Arc::clone(&listener);
-        match self.cell.try_lock(self) {
+        match cell.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
                 self.post_each(&mut core, &good, options, listens, &mut at_once);
@@ -244,7 +244,7 @@ impl Shared {
         }
         // The caller has the listener as well: this isn't the last of it.
         Each::let_go(each);
-        self.cell.set_alarm(core.group.next_deadline());
+        self.set_alarm(core.group.next_deadline());
     }
 
     fn leave_each(
@@ -290,9 +290,9 @@ impl Shared {
             }
             drop(peers);
             core.domains.iter_mut().for_each(|d| d.flush());
-            shared.cell.set_alarm(core.group.next_deadline());
+            shared.set_alarm(core.group.next_deadline());
         };
-        self.cell.post(self, Box::new(command));
+        self.post(Box::new(command));
     }
 
     pub(super) fn expect_each(
@@ -301,7 +301,7 @@ impl Shared {
         timeout: Duration,
         listener: Arc<dyn Listener>,
     ) -> Result<()> {
-        self.check_process()?;
+        self.cell()?;
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
@@ -401,7 +401,7 @@ mod tests {
         let heard = Heard::default();
         let dropped = Arc::clone(&heard.dropped);
         let each = Each::new(&a.shared, Arc::new(heard), &[]);
-        let core = a.shared.cell.lock(&a.shared);
+        let core = a.shared.lock().unwrap();
         drop(each as Arc<dyn Claim>);
         assert!(!dropped.load(SeqCst));
         drop(core);
@@ -428,7 +428,7 @@ mod tests {
         let (news, dropped) = (Arc::clone(&heard.news), Arc::clone(&heard.dropped));
         net.kill(dead.id());
 
-        let core = a.shared.cell.lock(&a.shared);
+        let core = a.shared.lock().unwrap();
         a.submit_each(&ops, Submit::default(), Arc::new(heard)).unwrap();
         assert!(news.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
         drop(core);
@@ -453,7 +453,7 @@ mod tests {
         let late = Arc::new(Heard::default());
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });
         let op = Op::Write { src, dst, len: 64, imm: None };
-        let mut core = a.shared.cell.lock(&a.shared);
+        let mut core = a.shared.lock().unwrap();
         a.submit_each(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
         core.closed = true;
         drop(core);

@@ -150,7 +150,7 @@ impl Region {
         self.inner.family.add(self, &granted)?;
         if until != Time::NEVER {
             shared.leases.add(until, &granted.inner);
-            shared.cell.set_alarm(until);
+            shared.set_alarm(until);
         }
         Ok(granted)
     }

@@ -137,6 +137,14 @@ impl Pending {
         }
     }
 
+    /// Whether it can still end here: in a child by fork nothing does.
+    fn check_process(&self) -> Result<()> {
+        if self.is_done() {
+            return Ok(());
+        }
+        self.shared.upgrade().map_or(Ok(()), |shared| shared.cell().map(drop))
+    }
+
     fn result(&self) -> Result<()> {
         self.error.get().map_or(Ok(()), |e| Err(e.clone()))
     }
@@ -175,6 +183,13 @@ impl Pending {
     }
 
     fn add(&self, hook: Hook) {
+        if let Err(e) = self.check_process() {
+            // Nothing ends here, and the thread for callbacks is the parent's.
+            return match hook {
+                Hook::Callback(_, f) => f(Err(e)),
+                hook => self.run(hook),
+            };
+        }
         {
             let mut hooks = self.hooks.lock();
             if !self.is_done() {
@@ -269,11 +284,13 @@ impl Handle {
         }
     }
 
-    /// The result, if there is one. Makes no progress by itself; see [`Handle::drive`].
+    /// The result, if there is one; in a child by fork, [`EngineError::Forked`] for what was not over at the fork. Makes
+    /// no progress by itself; see [`Handle::drive`].
     pub fn poll(&self) -> Option<Result<()>> {
         match &self.repr {
             Repr::Done(r) => Some(r.clone()),
-            Repr::Pending(p) => p.is_done().then(|| p.result()),
+            Repr::Pending(p) if p.is_done() => Some(p.result()),
+            Repr::Pending(p) => p.check_process().err().map(Err),
         }
     }
 
@@ -283,7 +300,10 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             if let Some(shared) = p.shared.upgrade() {
-                shared.cell.poll_once(&shared);
+                match shared.cell() {
+                    Ok(cell) => drop(cell.poll_once(&shared)),
+                    Err(e) => return Some(Err(e)),
+                }
             }
         }
         self.poll()
@@ -299,7 +319,10 @@ impl Handle {
         }
         let deadline = Time::now().after(timeout);
         if let Some(shared) = p.shared.upgrade() {
-            shared.cell.wait(&shared, &|| p.is_done(), deadline);
+            match shared.cell() {
+                Ok(cell) => cell.wait(&shared, &|| p.is_done(), deadline),
+                Err(e) => return Some(Err(e)),
+            }
         }
         p.sleep(deadline).then(|| p.result())
     }
@@ -309,7 +332,10 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             let shared = p.shared.upgrade()?;
-            shared.cell.spin(&shared, &|| p.is_done(), Time::now().after(spin));
+            match shared.cell() {
+                Ok(cell) => cell.spin(&shared, &|| p.is_done(), Time::now().after(spin)),
+                Err(e) => return Some(Err(e)),
+            }
         }
         self.poll()
     }
@@ -321,20 +347,17 @@ impl Handle {
         let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
         let pending = Arc::clone(p);
         // After the request itself, should that still wait for the lock.
-        shared.cell.post(
-            &shared,
-            Box::new(move |core, shared| match pending.source.get() {
-                Some(Source::Transfer(key)) => {
-                    core.group.cancel(shared.now(), *key);
-                    core.end_drains(shared);
-                }
-                Some(Source::Expectation(imm)) => {
-                    shared.counters.cancel(shared.now(), *imm, &pending);
-                    core.end_drains(shared);
-                }
-                None => {}
-            }),
-        );
+        shared.post(Box::new(move |core, shared| match pending.source.get() {
+            Some(Source::Transfer(key)) => {
+                core.group.cancel(shared.now(), *key);
+                core.end_drains(shared);
+            }
+            Some(Source::Expectation(imm)) => {
+                shared.counters.cancel(shared.now(), *imm, &pending);
+                core.end_drains(shared);
+            }
+            None => {}
+        }));
     }
 
     /// Whether bytes of it may still land. An expectation has none.
@@ -358,7 +381,11 @@ impl Handle {
                 return quiet;
             }
             match p.shared.upgrade() {
-                Some(shared) => drop(shared.cell.poll_once(&shared)),
+                Some(shared) => match shared.cell() {
+                    Ok(cell) => drop(cell.poll_once(&shared)),
+                    // What becomes of it is seen by the parent.
+                    Err(_) => return Quiet::Unknown,
+                },
                 None => return quiet,
             }
             std::thread::sleep(LOOK);
@@ -369,7 +396,8 @@ impl Handle {
     /// after it was cancelled or failed; see [`Handle::quiet`].
     pub fn on_quiet(&self, f: impl FnOnce(Quiet) + Send + 'static) {
         if let Repr::Pending(p) = &self.repr {
-            let Some(shared) = p.shared.upgrade() else { return f(Quiet::Unknown) };
+            let here = p.shared.upgrade().filter(|shared| shared.cell().is_ok());
+            let Some(shared) = here else { return f(Quiet::Unknown) };
             let mut waiting = p.quieted.lock();
             if self.quiet() == Quiet::NotYet {
                 return waiting.push((shared.callbacks.clone(), Box::new(f)));

@@ -93,7 +93,7 @@ impl Way {
     /// The transport in use; `None` before the first connection and after the engine is gone.
     pub fn transport(&self) -> Option<TransportKind> {
         let shared = self.shared.upgrade()?;
-        let core = shared.cell.lock(&shared);
+        let core = shared.lock().ok()?;
         core.group.kind(self.peer.key, &core.domains)
     }
 }
@@ -121,13 +121,10 @@ impl Drop for CounterInner {
         if self.allocated {
             let imm = self.imm;
             // Under the lock, because arrivals are counted there.
-            self.shared.cell.post(
-                &self.shared,
-                Box::new(move |core, shared| {
-                    shared.counters.release(shared.now(), imm);
-                    core.end_drains(shared);
-                }),
-            );
+            self.shared.post(Box::new(move |core, shared| {
+                shared.counters.release(shared.now(), imm);
+                core.end_drains(shared);
+            }));
         }
     }
 }
@@ -149,10 +146,21 @@ impl Counter {
     }
 
     /// Moves the engine on for a moment on this thread, then reads: for callers that spin.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`]
     #[inline]
-    pub fn poll(&self) -> u64 {
-        self.inner.shared.cell.poll_once(&self.inner.shared);
-        self.arrived()
+    pub fn poll(&self) -> Result<u64> {
+        self.inner.shared.cell()?.poll_once(&self.inner.shared);
+        Ok(self.arrived())
+    }
+
+    /// Whether it counts in this process: in a child by fork its value no longer changes.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`]
+    pub fn check_process(&self) -> Result<()> {
+        self.inner.shared.cell().map(drop)
     }
 
     /// Arrivals that no expectation has taken yet.
@@ -239,8 +247,7 @@ impl TransferEngine {
 
     /// Makes a peer known. Connects with the first use.
     pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
-        self.shared.check_process()?;
-        let mut core = self.shared.cell.lock(&self.shared);
+        let mut core = self.shared.lock()?;
         if core.closed {
             return Err(EngineError::Closed);
         }
@@ -309,9 +316,12 @@ impl TransferEngine {
     }
 
     /// Moves the engine on for a moment on this thread, unless another one is at it: for threads that spin.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`]
     #[inline]
-    pub fn poll(&self) -> bool {
-        self.shared.cell.poll_once(&self.shared)
+    pub fn poll(&self) -> Result<bool> {
+        Ok(self.shared.cell()?.poll_once(&self.shared))
     }
 
     /// Opens the rotating pool for messages, in place of the one before: up to `count` at a time are in users' hands, each of at
@@ -327,7 +337,7 @@ impl TransferEngine {
             return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
         }
         self.shared.receives.open(max_len, count, Arc::new(on_message));
-        self.shared.cell.kick_worker();
+        self.shared.cell()?.kick_worker();
         Ok(())
     }
 
@@ -378,7 +388,7 @@ impl TransferEngine {
         if region.offset != 0 {
             return Err(part);
         }
-        let mut core = self.shared.cell.lock(&self.shared);
+        let mut core = self.shared.lock().map_err(|e| e.to_string())?;
         let Core { group, domains, .. } = &mut *core;
         let whole = group.aperture(region.peer.key, (region.key, by), domains)?;
         match whole.len() <= region.len {
@@ -389,7 +399,7 @@ impl TransferEngine {
 
     /// A word that others write and this engine watches; see [`Watcher`].
     pub fn watch(&self, on_change: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<Watcher> {
-        self.shared.check_process()?;
+        self.shared.check_open()?;
         self.shared.watchers.add(Box::new(on_change), None)
     }
 
@@ -400,22 +410,21 @@ impl TransferEngine {
         device: i32,
         on_change: impl Fn(u64, u64) + Send + Sync + 'static,
     ) -> Result<Watcher> {
-        self.shared.check_process()?;
+        self.shared.check_open()?;
         self.shared.watchers.add(Box::new(on_change), Some(DeviceWord::new(device)?))
     }
 
     /// Which transport leads to a peer, and why not the others.
     pub fn explain(&self, peer: &Peer) -> Result<Explanation> {
-        self.shared.check_process()?;
+        let core = self.shared.lock()?;
         self.shared.check_peer(peer)?;
-        let core = self.shared.cell.lock(&self.shared);
         let (transport, verdicts) = core.group.explain(peer.key, &core.domains);
         Ok(Explanation { peer: peer.address.label(), transport, verdicts })
     }
 
     /// The transport in use towards a peer; `None` before the first connection.
     pub fn transport(&self, peer: &Peer) -> Option<TransportKind> {
-        let core = self.shared.cell.lock(&self.shared);
+        let core = self.shared.lock().ok()?;
         core.group.kind(peer.key, &core.domains)
     }
 
@@ -433,24 +442,20 @@ impl TransferEngine {
         let pending = handle::Pending::new(&self.shared);
         let theirs = Arc::clone(&pending);
         self.shared.draining.store(true, SeqCst);
-        self.shared.cell.post(
-            &self.shared,
-            Box::new(move |core, shared| {
-                if core.closed {
-                    return theirs.complete(Err(EngineError::Closed));
-                }
-                core.drains.push(theirs);
-                core.end_drains(shared);
-            }),
-        );
+        self.shared.post(Box::new(move |core, shared| {
+            if core.closed {
+                return theirs.complete(Err(EngineError::Closed));
+            }
+            core.drains.push(theirs);
+            core.end_drains(shared);
+        }));
         Ok(Handle::pending("drain", pending))
     }
 
     /// Ends everything; may be called more than once, from any thread but not from under a lock
-    /// that callbacks need.
+    /// that callbacks need. In a child by fork it does nothing: all that it would end is the parent's.
     pub fn close(&self) {
-        // After a fork, all that it would end is the parent's.
-        if self.shared.is_foreign_process() {
+        if self.shared.cell().is_err() {
             return;
         }
         let worker = self.worker.lock().take();
@@ -464,20 +469,20 @@ impl TransferEngine {
     /// Advances an engine that was opened without threads and runs its callbacks; see
     /// [`Transports`].
     pub fn drive(&self, now: Time) -> bool {
-        let moved = self.shared.cell.lock(&self.shared).drive_at(now, &self.shared);
+        let Ok(mut core) = self.shared.lock() else { return false };
+        let moved = core.drive_at(now, &self.shared);
+        drop(core);
         self.shared.callbacks.run_queued() | moved
     }
 
     /// When `drive` wants to be called next even if nothing arrives.
     pub fn next_timer(&self) -> Time {
-        self.shared.cell.lock(&self.shared).next_timer(&self.shared)
+        self.shared.lock().map_or(Time::NEVER, |core| core.next_timer(&self.shared))
     }
 }
 
 impl Drop for TransferEngine {
     fn drop(&mut self) {
-        if !self.shared.is_foreign_process() {
-            self.close();
-        }
+        self.close();
     }
 }

@@ -34,7 +34,7 @@ impl TransferEngine {
         for op in ops {
             self.shared.check(op)?;
         }
-        let core = self.shared.cell.lock(&self.shared);
+        let core = self.shared.lock()?;
         let mut paths = Vec::new();
         for (i, op) in ops.iter().enumerate() {
             let mut add = |write, (local, remote): (&Region, &RemoteRegion), bytes| {

@@ -1,7 +1,7 @@
 //! The ways out of an engine, as it may use them now: for people, before they wonder why it is slow.
 
 use super::TransferEngine;
-use crate::api::TransportKind;
+use crate::{api::TransportKind, Result};
 
 /// One NIC, or one transport within this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,13 +18,16 @@ pub struct Rail {
 
 impl TransferEngine {
     /// All of them, in the order of their transports and NICs.
-    pub fn rails(&self) -> Vec<Rail> {
-        let core = self.shared.cell.lock(&self.shared);
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`](crate::EngineError::Forked)
+    pub fn rails(&self) -> Result<Vec<Rail>> {
+        let core = self.shared.lock()?;
         let numbered = core.domains.iter().enumerate();
         let rails = numbered.map(|(number, domain)| {
             let (window, under_way) = core.group.use_of(number);
             Rail { transport: domain.kind(), device: domain.device().to_owned(), window, under_way }
         });
-        rails.collect()
+        Ok(rails.collect())
     }
 }

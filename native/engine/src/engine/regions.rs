@@ -151,7 +151,7 @@ impl Region {
     /// reach the memory any more and nothing of ours uses it (MR-1). New uses fail with [`EngineError::Stale`]
     /// from now on, here and at peers. Asked for again, the answer is the same.
     pub fn revoke(&self) -> Result<Handle> {
-        self.inner.shared.check_process()?;
+        self.inner.shared.cell()?;
         Ok(Handle::pending("revocation", self.inner.revoke()))
     }
 
@@ -213,6 +213,7 @@ impl Region {
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
+        self.inner.shared.cell()?;
         if self.inner.closed.load(SeqCst) {
             return Err(EngineError::Stale {
                 what: "the local region".into(),

@@ -49,7 +49,6 @@ impl Segment {
 impl TransferEngine {
     /// Memory that peers on this host can map: the fastest target and source for them.
     pub fn alloc(&self, len: u64) -> Result<Region> {
-        self.shared.check_process()?;
         let allocation = Arc::new(Allocation::new(len)?);
         let backing = Backing::Owned { allocation: Arc::clone(&allocation), offset: 0 };
         self.register_memory(allocation.base(), len.max(1), backing, None)
@@ -64,7 +63,6 @@ impl TransferEngine {
     /// The bytes must be readable and writable until the registration has ended; peers write to
     /// them at any time.
     pub unsafe fn register(&self, addr: usize, len: u64, keep: Keep) -> Result<Region> {
-        self.shared.check_process()?;
         if addr == 0 {
             return Err(EngineError::Invalid("address 0 can't be registered".into()));
         }
@@ -92,7 +90,6 @@ impl TransferEngine {
             let what = "a file's region can't be registered again; register the file again";
             return Err(EngineError::Invalid(what.into()));
         }
-        self.shared.check_process()?;
         let memory = &region.inner.memory;
         let keep: Keep = Some(Box::new(Arc::clone(memory)));
         let backing = match &memory.backing {
@@ -209,6 +206,7 @@ pub(super) struct Stretch {
 impl Shared {
     /// Makes a stretch of memory reachable by every domain, under a key drawn for it.
     pub(super) fn register(self: &Arc<Self>, stretch: Stretch) -> Result<Region> {
+        let cell = self.cell()?;
         let Stretch { location, base, len, backing, keep, nature, grant } = stretch;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
@@ -233,12 +231,12 @@ impl Shared {
             cause: format!("{len} bytes at {base:#x}: {e}"),
             hint: "see the cause; no transport has kept the registration".into(),
         };
-        let pinners = self.cell.pinners().iter();
+        let pinners = cell.pinners().iter();
         let pinned: Vec<_> = pinners
             .map(|p| p.as_ref().filter(|_| !in_file).map(|p| p.pin(&memory)).transpose())
             .collect::<Result<_, _>>()
             .map_err(refused)?;
-        let mut core = self.cell.lock(self);
+        let mut core = cell.lock(self);
         if core.closed {
             return Err(EngineError::Closed);
         }

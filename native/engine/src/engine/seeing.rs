@@ -1,11 +1,18 @@
 //! What an engine tells of its work: numbers, and the flight recorder's latest records.
 
 use super::TransferEngine;
-use crate::flight::{Cursor, Metrics, Records};
+use crate::{
+    flight::{Cursor, Metrics, Records},
+    Result,
+};
 
 impl TransferEngine {
     /// Everything that is counted, since the engine was opened.
-    pub fn metrics(&self) -> Metrics {
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`](crate::EngineError::Forked)
+    pub fn metrics(&self) -> Result<Metrics> {
+        self.shared.cell()?;
         let stats = self.shared.stats();
         let mut metrics = Metrics {
             counted: stats.counted,
@@ -15,18 +22,22 @@ impl TransferEngine {
             expected: self.shared.counters.log.met(),
             ..Metrics::default()
         };
-        let core = self.shared.cell.lock(&self.shared);
+        let core = self.shared.lock()?;
         core.group.metrics(&core.domains, &mut metrics);
-        metrics
+        Ok(metrics)
     }
 
     /// What was recorded since `since`, and the requests that are not over. The engine's lock is held meanwhile, for
     /// some ten microseconds per hundred records: ask every second, not every millisecond.
-    pub fn records(&self, since: Cursor) -> Records {
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`](crate::EngineError::Forked)
+    pub fn records(&self, since: Cursor) -> Result<Records> {
+        self.shared.cell()?;
         let mut records = Records::default();
         self.shared.counters.log.read(since, &mut records);
-        let core = self.shared.cell.lock(&self.shared);
+        let core = self.shared.lock()?;
         core.group.records(since, &core.domains, &mut records);
-        records
+        Ok(records)
     }
 }

@@ -46,7 +46,7 @@ impl TransferEngine {
         for (_, region) in parts {
             self.shared.check_own(region)?;
         }
-        let core = self.shared.cell.lock(&self.shared);
+        let core = self.shared.lock()?;
         let described = parts.iter().map(|(at, region)| describe(*at, region, &core.domains));
         let owner = self.address().clone();
         let descriptor = SegmentDescriptor { owner, parts: described.collect() };

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::{
     callbacks::Callbacks,
     counters::Counters,
-    driver::{Cell, Core},
+    driver::{Cell, Command, Core, Guard},
     grants::Leases,
     receives::Receives,
     watcher::Watchers,
@@ -27,6 +27,7 @@ use crate::{
     domain::{Count, Quiet},
     group::Sink,
     memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
+    process::ProcessLocal,
     time::Time,
     wake::{News, Waker},
     EngineError, Result,
@@ -60,7 +61,7 @@ impl Retiring {
 
 pub(crate) struct Shared {
     pub address: EngineAddress,
-    pub cell: Cell,
+    cell: ProcessLocal<Cell>,
     pub counters: Counters,
     pub callbacks: Callbacks,
     pub receives: Receives,
@@ -70,7 +71,6 @@ pub(crate) struct Shared {
     pub max_message: usize,
     /// Virtual time where the engine is driven by hand.
     pub clock: Clock,
-    owner_process: u32,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
     indices: Arc<Indices>,
@@ -103,7 +103,7 @@ impl Shared {
         };
         let shared = Arc::new(Self {
             address,
-            cell,
+            cell: ProcessLocal::new(cell),
             counters: Counters::recording(records),
             callbacks,
             receives: Receives::new(waker.clone()),
@@ -112,7 +112,6 @@ impl Shared {
             op_timeout,
             max_message,
             clock,
-            owner_process: std::process::id(),
             counted: AtomicU64::new(0),
             regions: Mutex::default(),
             indices: Arc::default(),
@@ -124,9 +123,10 @@ impl Shared {
         let engine = Arc::downgrade(&shared);
         waker.set(move |news| {
             let Some(engine) = engine.upgrade() else { return };
+            let Ok(cell) = engine.cell() else { return };
             match news {
-                News::Wake => engine.cell.kick(),
-                News::Act => engine.cell.act(&engine),
+                News::Wake => cell.kick(),
+                News::Act => cell.act(&engine),
             }
         });
         shared
@@ -154,23 +154,42 @@ impl Shared {
         self.next_number.fetch_add(1, SeqCst)
     }
 
-    pub fn is_foreign_process(&self) -> bool {
-        fork::process() != self.owner_process
+    /// The only way to what moves bytes: the transports, their lock, and the threads that drive them.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`] in a child by fork: all of that is the parent's.
+    #[inline]
+    pub fn cell(&self) -> Result<&Cell> {
+        self.cell.get()
     }
 
-    /// After fork the child has the engine's memory but none of its threads.
-    #[inline]
-    pub fn check_process(&self) -> Result<()> {
-        let here = fork::process();
-        if here == self.owner_process {
-            return Ok(());
+    /// The group's lock.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`]
+    pub fn lock(self: &Arc<Self>) -> Result<Guard<'_>> {
+        Ok(self.cell()?.lock(self))
+    }
+
+    /// Has `command` done under the group's lock, by this thread or by the lock's holder. A child by fork forgets it.
+    pub fn post(self: &Arc<Self>, command: Command) {
+        match self.cell() {
+            Ok(cell) => cell.post(self, command),
+            // What it holds is the parent's.
+            Err(_) => std::mem::forget(command),
         }
-        Err(EngineError::Forked { owner: self.owner_process, here })
+    }
+
+    /// A sleeping worker must wake for the earliest timer, which may have become earlier.
+    pub fn set_alarm(&self, at: Time) {
+        if let Ok(cell) = self.cell() {
+            cell.set_alarm(at);
+        }
     }
 
     /// Whether the engine may be used: by this process, and still.
     pub fn check_open(&self) -> Result<()> {
-        self.check_process()?;
+        self.cell()?;
         match self.closed.load(SeqCst) {
             true => Err(EngineError::Closed),
             false => Ok(()),
@@ -213,7 +232,7 @@ impl Shared {
     }
 
     pub fn watch(self: &Arc<Self>, peer: &Peer) -> Result<()> {
-        let mut core = self.cell.lock(self);
+        let mut core = self.lock()?;
         self.watch_under(&mut core, self.now(), peer)
     }
 
@@ -232,7 +251,7 @@ impl Shared {
         writers: &[Peer],
         (timeout, span): (Duration, Option<Span>),
     ) -> Result<Handle> {
-        self.check_process()?;
+        self.cell()?;
         if n == 0 {
             return Ok(Handle::done("expectation", Ok(())));
         }
@@ -259,15 +278,14 @@ impl Shared {
         let deadline = Some(now.after(timeout));
         let ends = deadline.filter(|at| *at != Time::NEVER || writers.peek().is_some());
         self.counters.look((now, ends), counters);
-        if writers.peek().is_some() {
-            let mut core = self.cell.lock(self);
+        if let Some(mut core) = writers.peek().and_then(|_| self.lock().ok()) {
             for peer in writers {
                 if let Err(error) = self.watch_under(&mut core, now, peer) {
                     self.counters.peer_lost(now, peer.id(), &error);
                 }
             }
         }
-        self.cell.set_alarm(self.counters.next_deadline());
+        self.set_alarm(self.counters.next_deadline());
         if self.closed.load(SeqCst) {
             self.counters.close(now);
         }
@@ -276,27 +294,23 @@ impl Shared {
     /// Withdraws a region from all domains; the memory is kept until the last peer let go.
     pub fn retire(self: &Arc<Self>, memory: &Arc<RegionMemory>, handle: Option<HandleRef>) {
         let memory = Arc::clone(memory);
-        self.cell.post(
-            self,
-            Box::new(move |core, shared| {
-                let index = memory.key.index;
-                shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
-                let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
-                    Quiet::Now => None,
-                    Quiet::Later => Some(()),
-                });
-                let rails = later.count() as u32;
-                if let Some(r) =
-                    shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
-                {
-                    // Once closed, peers are cut off: nothing can land any more.
-                    r.rails = if core.closed { 0 } else { rails };
-                }
-                shared.reap();
-                // A domain that has to tell its peers may want to try again.
-                shared.cell.set_alarm(core.next_timer(shared));
-            }),
-        );
+        self.post(Box::new(move |core, shared| {
+            let index = memory.key.index;
+            shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
+            let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
+                Quiet::Now => None,
+                Quiet::Later => Some(()),
+            });
+            let rails = later.count() as u32;
+            if let Some(r) = shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
+            {
+                // Once closed, peers are cut off: nothing can land any more.
+                r.rails = if core.closed { 0 } else { rails };
+            }
+            shared.reap();
+            // A domain that has to tell its peers may want to try again.
+            shared.set_alarm(core.next_timer(shared));
+        }));
     }
 
     /// What a deregistration that isn't over waits for, in words.
@@ -311,7 +325,9 @@ impl Shared {
             0 => {}
             n => why.push(format!("{n} grants from it are not over")),
         }
-        let core = self.cell.lock(self);
+        let Ok(core) = self.lock() else {
+            return "the engine belongs to the parent process".into();
+        };
         for domain in &core.domains {
             let Some(reason) = domain.waits_for(memory.key.index) else { continue };
             why.push(match domain.device() {
@@ -378,12 +394,13 @@ impl Shared {
     }
 
     pub fn close(self: &Arc<Self>) {
+        let Ok(cell) = self.cell() else { return };
         if self.closed.swap(true, SeqCst) {
             return;
         }
         self.watchers.close();
         {
-            let mut core = self.cell.lock(self);
+            let mut core = cell.lock(self);
             let core = &mut *core;
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
@@ -418,38 +435,6 @@ impl Sink for Shared {
             r.rails = r.rails.saturating_sub(1);
         }
         self.reap();
-    }
-}
-
-mod fork {
-    use std::sync::{
-        atomic::{AtomicU32, Ordering::Relaxed},
-        Once,
-    };
-
-    static PROCESS: AtomicU32 = AtomicU32::new(0);
-
-    /// This process's id without a system call: kept up to date by a fork handler.
-    #[inline]
-    pub fn process() -> u32 {
-        match PROCESS.load(Relaxed) {
-            0 => first(),
-            id => id,
-        }
-    }
-
-    #[cold]
-    fn first() -> u32 {
-        static ONCE: Once = Once::new();
-        ONCE.call_once(|| {
-            extern "C" fn in_child() {
-                PROCESS.store(std::process::id(), Relaxed);
-            }
-            // SAFETY: the handler only stores to an atomic, which is safe in a forked child.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        });
-        PROCESS.store(std::process::id(), Relaxed);
-        std::process::id()
     }
 }
 

@@ -62,7 +62,7 @@ impl Shared {
         options: Submit,
         (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
-        self.check_process()?;
+        let cell = self.cell()?;
         // Before the lock is tried: who finds it taken must hear it as well.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
@@ -80,7 +80,7 @@ impl Shared {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let priority = options.priority(ops);
         let called = (name, options.span);
-        if let Some(mut core) = self.cell.try_lock(self) {
+        if let Some(mut core) = cell.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
             let now = self.now();
@@ -104,7 +104,7 @@ impl Shared {
                     pending.needs(self.keep(ops));
                     pending.is_of(Source::Transfer(key));
                     core.group.attach(key, (pending.clone(), 0));
-                    self.cell.set_alarm(core.group.next_deadline());
+                    self.set_alarm(core.group.next_deadline());
                     Handle::pending(name, pending)
                 }
             });
@@ -126,35 +126,32 @@ impl Shared {
         pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));
         let queued = self.now();
-        self.cell.post(
-            self,
-            Box::new(move |core, shared| {
-                let ended = |result| {
-                    pending.let_go(true);
-                    pending.complete(result);
-                };
-                if let Err(e) = core.check_open() {
-                    return ended(Err(e));
+        self.post(Box::new(move |core, shared| {
+            let ended = |result| {
+                pending.let_go(true);
+                pending.complete(result);
+            };
+            if let Err(e) = core.check_open() {
+                return ended(Err(e));
+            }
+            let now = shared.now();
+            core.domains.iter_mut().for_each(|d| d.begin_request());
+            let key = core.group.open(queued, called, priority);
+            for b in bound {
+                core.group.push(now, key, b, &mut core.domains, &**shared);
+            }
+            drop(peers);
+            let sealed = core.group.seal((now, shared.now()), key, timeout);
+            core.domains.iter_mut().for_each(|d| d.flush());
+            match sealed {
+                Submitted::Done(result) => ended(result),
+                Submitted::Pending(key) => {
+                    pending.is_of(Source::Transfer(key));
+                    core.group.attach(key, (pending, 0));
+                    shared.set_alarm(core.group.next_deadline());
                 }
-                let now = shared.now();
-                core.domains.iter_mut().for_each(|d| d.begin_request());
-                let key = core.group.open(queued, called, priority);
-                for b in bound {
-                    core.group.push(now, key, b, &mut core.domains, &**shared);
-                }
-                drop(peers);
-                let sealed = core.group.seal((now, shared.now()), key, timeout);
-                core.domains.iter_mut().for_each(|d| d.flush());
-                match sealed {
-                    Submitted::Done(result) => ended(result),
-                    Submitted::Pending(key) => {
-                        pending.is_of(Source::Transfer(key));
-                        core.group.attach(key, (pending, 0));
-                        shared.cell.set_alarm(core.group.next_deadline());
-                    }
-                }
-            }),
-        );
+            }
+        }));
         Ok(handle)
     }
 }

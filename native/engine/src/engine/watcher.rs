@@ -16,7 +16,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::{memory::device::DeviceWord, EngineError, Result};
+use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Result};
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
@@ -90,9 +90,9 @@ impl super::Notify for DeviceWord {
 }
 
 /// The watchers of one engine and their thread, which starts with the first.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(crate) struct Watchers {
-    inner: Arc<(Mutex<State>, Condvar)>,
+    inner: Arc<ProcessLocal<(Mutex<State>, Condvar)>>,
 }
 
 /// A watched 64-bit word. The engine calls back with the old and the new value when it has changed;
@@ -143,23 +143,46 @@ impl Watcher {
     /// as well, after at most the nap (2 ms when nothing has changed for a while).
     ///
     /// [`addr`]: Self::addr
-    pub fn store(&self, value: u64) {
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`]: the watching thread is the parent's.
+    pub fn store(&self, value: u64) -> Result<()> {
+        let inner = self.watchers.inner.get()?;
         self.watch.word.store(value);
-        self.watchers.poke();
+        poke(inner);
+        Ok(())
     }
 
     /// Adds to the word; see [`Self::store`]. A word that kernels use must have one writer at a time.
-    pub fn add(&self, n: u64) {
+    ///
+    /// # Errors
+    /// As [`Self::store`].
+    pub fn add(&self, n: u64) -> Result<()> {
+        let inner = self.watchers.inner.get()?;
         self.watch.word.add(n);
-        self.watchers.poke();
+        poke(inner);
+        Ok(())
     }
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
         self.watch.dropped.store(true, SeqCst);
-        self.watchers.inner.0.lock().watches.retain(|w| !Arc::ptr_eq(w, &self.watch));
+        if let Ok((state, _)) = self.watchers.inner.get() {
+            state.lock().watches.retain(|w| !Arc::ptr_eq(w, &self.watch));
+        }
     }
+}
+
+impl Default for Watchers {
+    fn default() -> Self {
+        Self { inner: Arc::new(ProcessLocal::new(Default::default())) }
+    }
+}
+
+fn poke((state, wake): &(Mutex<State>, Condvar)) {
+    state.lock().poked = true;
+    wake.notify_one();
 }
 
 impl Watchers {
@@ -172,7 +195,8 @@ impl Watchers {
             begun: Instant::now(),
             dropped: AtomicBool::new(false),
         });
-        let mut state = self.inner.0.lock();
+        let inner = self.inner.get()?;
+        let mut state = inner.0.lock();
         if state.closed {
             return Err(EngineError::Closed);
         }
@@ -190,24 +214,19 @@ impl Watchers {
         }
         state.watches.push(Arc::clone(&watch));
         drop(state);
-        self.poke();
+        poke(inner);
         Ok(Watcher { watch, watchers: self.clone() })
     }
 
-    fn poke(&self) {
-        let (state, wake) = &*self.inner;
-        state.lock().poked = true;
-        wake.notify_one();
-    }
-
     pub fn close(&self) {
+        let Ok(inner) = self.inner.get() else { return };
         let thread = {
-            let mut state = self.inner.0.lock();
+            let mut state = inner.0.lock();
             state.closed = true;
             state.watches.clear();
             state.thread.take()
         };
-        self.poke();
+        poke(inner);
         if let Some(t) = thread {
             if t.thread().id() != std::thread::current().id() {
                 let _ = t.join();
@@ -216,7 +235,7 @@ impl Watchers {
     }
 
     fn work(&self) {
-        let (state, wake) = &*self.inner;
+        let Ok((state, wake)) = self.inner.get() else { return };
         let mut watches: Vec<Arc<Watch>> = Vec::new();
         let mut changed_at = Instant::now();
         loop {

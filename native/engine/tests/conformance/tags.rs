@@ -31,7 +31,7 @@ pub fn tags_are_told_once_each_with_their_bytes(w: &mut dyn World) {
     }
     let mut seen = vec![0; WRITES as usize];
     w.until("the tags", &mut || {
-        b.poll();
+        b.poll().unwrap();
         handles.iter().for_each(|h| drop(h.drive()));
         for (value, n) in told.lock().unwrap().drain(..) {
             let i = (0..WRITES).find(|i| tag(*i) == value).expect("a tag that was sent");

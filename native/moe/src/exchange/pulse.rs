@@ -293,7 +293,7 @@ mod tests {
         let begun = net.now();
         while all[0].lost().is_empty() && net.step() {}
         assert!(net.now() > Time(0).after(T) && net.now() > begun);
-        let records = all[0].inner.engine.records(Default::default());
+        let records = all[0].inner.engine.records(Default::default()).unwrap();
         assert!(records.expectations.iter().all(|e| e.counts == 1), "{:?}", records.expectations);
     }
 }

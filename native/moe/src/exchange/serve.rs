@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{EngineError, Result};
+use fabric_engine::{EngineError, ProcessLocal, Result};
 use fabric_proxy::{
     fifo::{fifo_in, Popper},
     raw::Area,
@@ -44,7 +44,7 @@ const LOOK: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct Server {
     stop: Arc<AtomicBool>,
-    thread: JoinHandle<()>,
+    thread: ProcessLocal<JoinHandle<()>>,
 }
 
 impl AllToAll {
@@ -71,7 +71,7 @@ impl AllToAll {
                 cause: e.to_string(),
                 hint: "raise the limit of threads or processes (ulimit -u)".into(),
             })?;
-        *server = Some(Server { stop, thread });
+        *server = Some(Server { stop, thread: ProcessLocal::new(thread) });
         Ok(())
     }
 
@@ -132,6 +132,7 @@ impl AllToAll {
         }
         drop(state);
         let Some(Server { stop, thread }) = self.server.lock().take() else { return };
+        let Some(thread) = thread.into_inner() else { return };
         stop.store(true, SeqCst);
         if !storing && thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();

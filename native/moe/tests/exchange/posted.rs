@@ -33,7 +33,7 @@ impl Rank {
     /// What was posted since the last time, of rows or answers, by the peers' names. They are told from blocks and mere
     /// counts by their length: all that goes to one counter of a peer is one row long at least.
     fn payload(&mut self, shape: &Shape) -> BTreeMap<String, Posted> {
-        let records = self.engine.records(self.read);
+        let records = self.engine.records(self.read).unwrap();
         self.read = records.cursor;
         assert_eq!(records.missed, 0);
         let mut counters: BTreeMap<(u32, u32), Posted> = BTreeMap::new();

@@ -140,7 +140,7 @@ fn spin(
     let mut times = Vec::with_capacity(rounds as usize);
     for _ in 0..rounds {
         seen += u64::from(counts);
-        spin_until(|| counter.poll() >= seen, "what was written did not arrive")?;
+        spin_until(|| counter.poll().is_ok_and(|n| n >= seen), "what was written did not arrive")?;
         times.push(Time::now().0);
         if let Some(back) = back {
             back.answer();

@@ -164,7 +164,10 @@ impl Writer {
                 let seen = self.answers.arrived() + u64::from(answer);
                 starts.push(Time::now().0);
                 self.sample(request, walk, &pages)?;
-                spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
+                spin_until(
+                    || self.answers.poll().is_ok_and(|n| n >= seen),
+                    "the target does not answer",
+                )?;
             }
             let times: Vec<u64> = hear(&mut self.target.from)?;
             ends.extend(times);
@@ -190,7 +193,10 @@ impl Writer {
                 seen += 1;
                 self.submit(&[self.write(walk, self.step)])?;
                 self.step += 1;
-                spin_until(|| self.answers.poll() >= seen, "the target does not answer")?;
+                spin_until(
+                    || self.answers.poll().is_ok_and(|n| n >= seen),
+                    "the target does not answer",
+                )?;
             }
             let half = 0.5 / f64::from(request.operations);
             seconds.push(Time::now().since(start).as_secs_f64() * half);

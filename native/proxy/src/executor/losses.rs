@@ -42,7 +42,7 @@ impl Executor {
         }
         self.changes = changes;
         // Another thread may be the first to see that a rank left; what it sent here before still counts.
-        self.engine.poll();
+        let _ = self.engine.poll();
         let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {
             let peer = &self.peers[rank];

@@ -464,10 +464,10 @@ impl Engine {
     }
 
     /// Of each rail: `(transport, device, window, under_way)`
-    fn _rails(&self, py: Python<'_>) -> Vec<(&'static str, String, u64, u64)> {
-        let rails = py.detach(|| self.engine.rails());
+    fn _rails(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, String, u64, u64)>> {
+        let rails = py.detach(|| self.engine.rails()).or_raise(py)?;
         let tuple = |r: fe::Rail| (r.transport.name(), r.device, r.window, r.under_way);
-        rails.into_iter().map(tuple).collect()
+        Ok(rails.into_iter().map(tuple).collect())
     }
 
     /// Counts since the engine was opened.
@@ -483,7 +483,7 @@ impl Engine {
 
     /// All that is counted, as `fabric_ray.engine.seeing` reads it.
     fn _metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let metrics = py.detach(|| self.engine.metrics());
+        let metrics = py.detach(|| self.engine.metrics()).or_raise(py)?;
         seeing::metrics(py, metrics)
     }
 
@@ -495,7 +495,7 @@ impl Engine {
     ) -> PyResult<Bound<'py, PyDict>> {
         let (transfers, arrivals, expectations, events) = since;
         let since = fe::flight::Cursor { transfers, arrivals, expectations, events };
-        let records = py.detach(|| self.engine.records(since));
+        let records = py.detach(|| self.engine.records(since)).or_raise(py)?;
         seeing::records(py, records)
     }
 

@@ -80,19 +80,21 @@ impl Counter {
 
     /// Writes counted so far.
     #[getter]
-    fn value(&self) -> u64 {
-        self.counter.arrived()
+    fn value(&self, py: Python<'_>) -> PyResult<u64> {
+        self.counter.check_process().or_raise(py)?;
+        Ok(self.counter.arrived())
     }
 
     /// Moves the engine on for a moment, then returns the value: for loops that spin.
-    fn poll(&self) -> u64 {
-        self.counter.poll()
+    fn poll(&self, py: Python<'_>) -> PyResult<u64> {
+        self.counter.poll().or_raise(py)
     }
 
     /// Writes counted that no expectation has taken.
     #[getter]
-    fn unclaimed(&self) -> u64 {
-        self.counter.unclaimed()
+    fn unclaimed(&self, py: Python<'_>) -> PyResult<u64> {
+        self.counter.check_process().or_raise(py)?;
+        Ok(self.counter.unclaimed())
     }
 
     /// Done when the next `n` writes that no earlier expectation takes have been counted; those

@@ -7,12 +7,14 @@ use std::{
 };
 
 use crossbeam_queue::SegQueue;
-use fabric_engine::Notify;
+use fabric_engine::{Notify, ProcessLocal};
 use pyo3::{exceptions::PyOSError, prelude::*};
 use rustix::event::{eventfd, EventfdFlags};
 
+use crate::errors::OrRaise;
+
 struct Inner {
-    event: OwnedFd,
+    event: ProcessLocal<OwnedFd>,
     keys: SegQueue<u64>,
     raised: AtomicBool,
 }
@@ -22,7 +24,9 @@ impl Notify for Inner {
         self.keys.push(key);
         // One wake-up for however many completions until the next drain.
         if !self.raised.swap(true, SeqCst) {
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+            if let Ok(event) = self.event.get() {
+                let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+            }
         }
     }
 }
@@ -46,18 +50,20 @@ impl CompletionQueue {
     fn new() -> PyResult<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| PyOSError::new_err((e.raw_os_error(), format!("eventfd: {e}"))))?;
+        let event = ProcessLocal::new(event);
         let inner = Inner { event, keys: SegQueue::new(), raised: AtomicBool::new(false) };
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    fn fileno(&self) -> i32 {
-        self.inner.event.as_raw_fd()
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.inner.event.get().map(AsRawFd::as_raw_fd).or_raise(py)
     }
 
     /// The keys of what is over since the last call.
-    fn drain(&self) -> Vec<u64> {
-        let _ = rustix::io::read(&self.inner.event, &mut [0u8; 8]);
+    fn drain(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let event = self.inner.event.get().or_raise(py)?;
+        let _ = rustix::io::read(event, &mut [0u8; 8]);
         self.inner.raised.store(false, SeqCst);
-        std::iter::from_fn(|| self.inner.keys.pop()).collect()
+        Ok(std::iter::from_fn(|| self.inner.keys.pop()).collect())
     }
 }

@@ -82,8 +82,11 @@ impl Transfer {
     }
 
     /// Whether it is over, whatever the result. Moves the engine on for a moment.
-    fn done(&self) -> bool {
-        self.handle.drive().is_some()
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.handle.drive() {
+            Some(Err(e @ fe::EngineError::Forked { .. })) => Err(raise(py, &e)),
+            result => Ok(result.is_some()),
+        }
     }
 
     /// Nothing if it succeeded; raises what it failed with, or `RuntimeError` if it isn't over.

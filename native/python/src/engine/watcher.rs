@@ -2,7 +2,7 @@ use fabric_engine as fe;
 use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
 use super::whole;
-use crate::callback::Standing;
+use crate::{callback::Standing, errors::OrRaise};
 
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -29,14 +29,14 @@ impl Watcher {
     }
 
     /// Changes the word and wakes the watching thread.
-    fn store(&self, #[pyo3(from_py_with = whole)] value: u64) {
-        self.0.store(value);
+    fn store(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] value: u64) -> PyResult<()> {
+        self.0.store(value).or_raise(py)
     }
 
     /// Adds to the word and wakes the watching thread.
     #[pyo3(signature = (n=1))]
-    fn add(&self, #[pyo3(from_py_with = whole)] n: u64) {
-        self.0.add(n);
+    fn add(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] n: u64) -> PyResult<()> {
+        self.0.add(n).or_raise(py)
     }
 
     /// For numpy: the word as an array of one uint64 that shares its memory.

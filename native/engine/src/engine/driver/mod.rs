@@ -6,5 +6,5 @@ mod share;
 mod sleep;
 mod worker;
 
-pub(crate) use cell::{Cell, Core};
+pub(crate) use cell::{Cell, Command, Core, Guard};
 pub(crate) use worker::Worker;

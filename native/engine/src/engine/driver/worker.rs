@@ -5,12 +5,12 @@ use std::{
 
 use rustix::thread::{sched_setaffinity, CpuSet};
 
-use crate::{engine::Shared, EngineError, Result};
+use crate::{engine::Shared, process::ProcessLocal, EngineError, Result};
 
 /// The thread that drives a group when no caller does. Ends with `stop`.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    thread: JoinHandle<()>,
+    thread: ProcessLocal<JoinHandle<()>>,
 }
 
 impl Worker {
@@ -23,22 +23,25 @@ impl Worker {
                 if let Some(Err(error)) = cpus.map(|cpus| sched_setaffinity(None, &cpus)) {
                     tracing::warn!(%error, "the worker can't be pinned near its NICs");
                 }
-                shared.cell.work(&shared, always);
+                if let Ok(cell) = shared.cell() {
+                    cell.work(&shared, always);
+                }
             })
             .map_err(|e| EngineError::Resource {
                 call: "pthread_create",
                 cause: e.to_string(),
                 hint: "raise the limit of threads or processes (ulimit -u)".into(),
             })?;
-        Ok(Self { thread })
+        Ok(Self { thread: ProcessLocal::new(thread) })
     }
 
     /// Waits for the thread's end, unless called on it.
     pub fn stop(self, shared: &Arc<Shared>) {
-        shared.cell.stopping.store(true, SeqCst);
-        shared.cell.kick_worker();
-        if self.thread.thread().id() != std::thread::current().id() {
-            let _ = self.thread.join();
+        let (Ok(cell), Some(thread)) = (shared.cell(), self.thread.into_inner()) else { return };
+        cell.stopping.store(true, SeqCst);
+        cell.kick_worker();
+        if thread.thread().id() != std::thread::current().id() {
+            let _ = thread.join();
         }
     }
 }

@@ -2,19 +2,20 @@
 //! not keep.
 
 use std::{
-    mem::ManuallyDrop,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     sync::{
         atomic::{
-            AtomicI32, AtomicU32,
-            Ordering::{AcqRel, Acquire, Relaxed, Release},
+            AtomicI32,
+            Ordering::{AcqRel, Relaxed, Release},
         },
         Once,
     },
 };
 
 use rustix::io::Errno;
+
+use crate::process::ProcessLocal;
 
 /// Locks belong to what was opened, not to the process: two engines of one process have one each.
 /// The kernel ends them when the last descriptor is closed, and so with the process, whatever ends
@@ -56,16 +57,12 @@ const NONE: i32 = -1;
 /// The descriptors that a child closes. In an array of atomics, because a forked child may not wait
 /// for a lock that a thread of its parent had.
 static PRIVATE: [AtomicI32; 512] = [const { AtomicI32::new(NONE) }; 512];
-/// How often this process's ancestors forked to make it, as far as they had such descriptors. A
-/// process id would not do: a child in a PID namespace of its own may have its parent's.
-static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// A descriptor that a child by fork doesn't keep: it would keep the locks too.
 #[derive(Debug)]
 pub(super) struct Private {
-    fd: ManuallyDrop<OwnedFd>,
+    fd: ProcessLocal<OwnedFd>,
     entry: usize,
-    forks: u32,
 }
 
 impl Private {
@@ -75,32 +72,27 @@ impl Private {
             // SAFETY: the handler only uses atomics and closes, which is safe in a forked child.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         });
-        let forks = FORKS.load(Acquire);
         let free =
             |e: &AtomicI32| e.compare_exchange(NONE, fd.as_raw_fd(), AcqRel, Relaxed).is_ok();
         let entry = PRIVATE.iter().position(free).ok_or(Errno::MFILE)?;
-        Ok(Self { fd: ManuallyDrop::new(fd), entry, forks })
+        Ok(Self { fd: ProcessLocal::new(fd), entry })
     }
 
     /// `None` in a child by fork: there it is closed, and its number may be another file's.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        (self.forks == FORKS.load(Acquire)).then(|| self.fd.as_fd())
+        self.fd.get().ok().map(AsFd::as_fd)
     }
 }
 
 impl Drop for Private {
     fn drop(&mut self) {
-        if self.fd().is_none() {
-            return;
+        if self.fd.get().is_ok() {
+            PRIVATE[self.entry].store(NONE, Release);
         }
-        PRIVATE[self.entry].store(NONE, Release);
-        // SAFETY: it isn't used again.
-        unsafe { ManuallyDrop::drop(&mut self.fd) };
     }
 }
 
 extern "C" fn in_child() {
-    FORKS.fetch_add(1, AcqRel);
     for entry in &PRIVATE {
         let fd = entry.swap(NONE, AcqRel);
         if fd != NONE {
