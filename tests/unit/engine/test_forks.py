@@ -1,4 +1,4 @@
-"""A child by fork moves nothing of its parent's engines: it gets `ForkedEngine` (IC-2, IC-3, MR-1)."""
+"""A child by fork moves nothing of its parent's engines: it gets `ForkedEngine` (IC-3, MR-1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,7 @@ def in_child(act: Callable[[], object]) -> str:
 class Pair:
     """An engine that writes to another one of this process, and counts what arrives."""
 
-    def __init__(
-        self, options: dict[str, str], open_engine: Callable[..., TransferEngine]
-    ) -> None:
+    def __init__(self, options: dict[str, str], open_engine: Callable[..., TransferEngine]) -> None:
         self.a, self.b = open_engine("a", **options), open_engine("b", **options)
         self.region = self.b.register(np.zeros(4096, "u1"))
         self.source = self.a.alloc(4096)
@@ -70,10 +68,8 @@ class Pair:
 
 
 @pytest.fixture(params=TRANSPORTS, ids=lambda o: o.get("transport", "any"))
-def pair(
-    request: pytest.FixtureRequest, open_engine: Callable[..., TransferEngine]
-) -> Iterator[Pair]:
-    yield Pair(request.param, open_engine)
+def pair(request: pytest.FixtureRequest, open_engine: Callable[..., TransferEngine]) -> Pair:
+    return Pair(request.param, open_engine)
 
 
 def refused(*calls: Callable[[], object]) -> None:
@@ -81,12 +77,8 @@ def refused(*calls: Callable[[], object]) -> None:
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         for number, call in enumerate(calls):
-            try:
-                answer = call()
-            except ForkedEngine as error:
-                assert "open one engine per process" in str(error)
-                continue
-            raise AssertionError(f"call {number} returned {answer!r}")
+            with pytest.raises(ForkedEngine, match="open one engine per process"):
+                print(f"call {number} returned {call()!r}")
 
 
 def test_ic_3_a_child_that_polls_breaks_nothing(pair: Pair) -> None:
@@ -135,7 +127,7 @@ def test_ic_3_writes_count_once_while_a_child_polls(pair: Pair) -> None:
 def test_what_is_over_at_the_fork_is_over_in_the_child(pair: Pair) -> None:
     done = pair.a.write(pair.source, pair.there)
     done.wait(10)
-    assert in_child(lambda: (done.done(), done.result(), done.exception())) == "(True, None, None)"
+    assert in_child(lambda: (done.done(), done.exception())) == "(True, None)"
 
 
 def test_a_callback_of_the_child_hears_that_it_is_forked(pair: Pair) -> None:
@@ -197,14 +189,6 @@ def test_a_child_opens_its_own_engine(pair: Pair) -> None:
     pair.write(5)
 
 
-def test_mr_3_a_child_does_not_write_through_a_region(pair: Pair) -> None:
-    def put() -> None:
-        pair.source[:8].deregister()
-
-    assert in_child(put).startswith("ForkedEngine")
-    pair.write(2)
-
-
 def _work(pair: Pair, answers: Any) -> None:
     try:
         answers.put(pair.counter.poll())
@@ -235,30 +219,32 @@ def test_a_command_with_something_to_do_before(pair: Pair) -> None:
     pair.write(5)
 
 
-def test_a_child_whose_interpreter_ends(pair: Pair) -> None:
+_ENDS = """
+import numpy, os, sys
+from fabric_ray import TransferEngine
+
+a, b = TransferEngine(), TransferEngine()
+region, source = b.register(numpy.zeros(4096, "u1")), a.alloc(4096)
+there, counter = a.import_region(region.descriptor()), b.counter()
+a.write(source, there, imm=counter.ref).wait(10)
+counter.wait(1, timeout=10)
+if os.fork() == 0:
+    sys.exit(0)
+_, status = os.wait()
+assert status == 0, status
+for n in range(2, 7):
+    a.write(source, there, imm=counter.ref).wait(10)
+    counter.wait(1, timeout=10)
+    assert counter.value == n
+print("all counted")
+"""
+
+
+def test_a_child_whose_interpreter_ends() -> None:
     """Not by `os._exit`: with what is registered at exit, and with all objects."""
-    if (child := os.fork()) == 0:
-        # The frames above belong to pytest: a thread ends the interpreter without unwinding them.
-        script = (
-            "import numpy, os, sys, time\n"
-            "from fabric_ray import TransferEngine\n"
-            "a, b = TransferEngine(), TransferEngine()\n"
-            "region, source = b.register(numpy.zeros(4096, 'u1')), a.alloc(4096)\n"
-            "there, counter = a.import_region(region.descriptor()), b.counter()\n"
-            "a.write(source, there, imm=counter.ref).wait(); counter.wait(1)\n"
-            "if os.fork() == 0:\n"
-            "    sys.exit(0)\n"
-            "_, status = os.wait()\n"
-            "assert status == 0, status\n"
-            "for n in range(2, 7):\n"
-            "    a.write(source, there, imm=counter.ref).wait(); counter.wait(1)\n"
-            "    assert counter.value == n\n"
-            "print('all counted')\n"
-        )
-        os.execv(sys.executable, [sys.executable, "-c", script])
-    _, status = os.waitpid(child, 0)
-    assert status == 0
-    pair.write(2)
+    command = [sys.executable, "-c", _ENDS]
+    done = subprocess.run(command, capture_output=True, timeout=60, text=True)
+    assert (done.stdout, done.returncode) == ("all counted\n", 0), done.stderr
 
 
 def test_workers_of_a_data_loader(pair: Pair) -> None:
@@ -311,16 +297,16 @@ def test_a_rank_of_an_exchange_is_its_parents(throughput: bool) -> None:
     torch = pytest.importorskip("torch")
     from fabric_ray.moe import AllToAll, ThroughputAllToAll
 
-    sizes: dict[str, Any] = dict(rank=0, ranks=1, experts=4, topk=2, max_tokens=8, hidden=16)
+    sizes: dict[str, Any] = {"ranks": 1, "experts": 4, "topk": 2, "max_tokens": 8, "hidden": 16}
     engine = TransferEngine(name="rank-0", transport="shm")
     x, experts = torch.ones(2, 16, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3]])
     weights: dict[str, Any] = {}
     rank: Any
     if throughput:
-        rank = ThroughputAllToAll(engine, ranks_per_node=1, **sizes)
+        rank = ThroughputAllToAll(engine, rank=0, ranks_per_node=1, **sizes)
         weights = {"weights": torch.ones(2, 2)}
     else:
-        rank = AllToAll(engine, **sizes)
+        rank = AllToAll(engine, rank=0, **sizes)
     rank.connect([rank.card()])
 
     def drop() -> None:
