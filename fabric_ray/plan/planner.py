@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from fabric_ray._native import PlanCore
 from fabric_ray.plan.copies import Copies
+from fabric_ray.plan.errors import ExtraTensors
+from fabric_ray.plan.leaving import check_patterns, left_behind, tensor_names
 from fabric_ray.plan.types import Side
 
 SideName = Literal["source", "target"]
@@ -205,7 +208,7 @@ def plan(
     source: Side,
     target: Side,
     *,
-    extra: Literal["refuse", "ignore"] = "refuse",
+    leave: Sequence[str] = (),
     min_split_bytes: int = 256 << 10,
 ) -> Plan:
     """Plans the copies that fill every target container from the source containers.
@@ -217,15 +220,31 @@ def plan(
     Args:
         source: who holds what.
         target: who needs what, the most urgent container first.
-        extra: what to do with source tensors that no target asks for.
+        leave: patterns of names of source tensors that may stay behind, since no target needs
+            them, such as ``("draft.*",)``. Any other that no target needs is refused.
         min_split_bytes: bytes.
 
     Raises:
         PlanError: one of its subclasses, which names tensor, container and rank.
+        InvalidArgument: a pattern of ``leave`` names no tensor, or one that a target needs.
     """
-    if extra not in ("refuse", "ignore"):
-        raise ValueError(f"extra is {extra!r}; say 'refuse' or 'ignore'")
+    leave = check_patterns(leave)
     if min_split_bytes < 0:
         raise ValueError(f"min_split_bytes is {min_split_bytes}; give 0 or more bytes")
-    core = PlanCore.build(_encode(source), _encode(target), extra == "ignore", min_split_bytes)
+    try:
+        core = PlanCore.build(_encode(source), _encode(target), bool(leave), min_split_bytes)
+    except ExtraTensors:
+        left_of(source, target, leave)
+        raise
+    if leave:
+        left_of(source, target, leave)
     return Plan(core)
+
+
+def left_of(source: Side, target: Side, leave: Sequence[str]) -> tuple[str, ...]:
+    """Names of the source's tensors that no target container needs.
+
+    Raises:
+        ExtraTensors, InvalidArgument: as :func:`plan`, which refuses them.
+    """
+    return left_behind(tensor_names(source), set(tensor_names(target)), leave)

@@ -159,3 +159,12 @@ class Side(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """A side of ``ranks`` ranks (a number, or their ids)."""
         ids = range(ranks) if isinstance(ranks, int) else ranks
         return cls(tuple(ids), tuple(containers))
+
+
+def leaves(layout: Layout) -> list[Leaf]:
+    """All leaves of a layout, in order."""
+    if isinstance(layout, Leaf):
+        return [layout]
+    if isinstance(layout, Pad):
+        return leaves(layout.part)
+    return [leaf for part in layout.parts for leaf in leaves(part)]

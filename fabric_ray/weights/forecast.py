@@ -13,11 +13,10 @@ import msgspec
 
 from fabric_ray.models.config import ModelConfig
 from fabric_ray.plan import Balance, Plan, Replicate, Side, plan, twins
-from fabric_ray.plan.types import Leaf
+from fabric_ray.plan.types import Leaf, leaves
 from fabric_ray.weights.families import FAMILIES, target_side
 from fabric_ray.weights.families.errors import InvalidRanks
 from fabric_ray.weights.quant import Edges, Formats, quantised_source, quantised_target
-from fabric_ray.weights.quant.formats import leaves
 from fabric_ray.weights.trainers import (
     FsdpParallel,
     Parallel,

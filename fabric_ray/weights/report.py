@@ -141,6 +141,8 @@ class ConnectReport(msgspec.Struct, frozen=True):
     """By stage: gather, plan, distribute."""
     converted: int = 0
     """Containers that change their dtype on the way, and their scales."""
+    left: tuple[str, ...] = ()
+    """Trainers' tensors that stay behind at every push, as ``leave`` allows."""
 
 
 class PushReport(msgspec.Struct, frozen=True):
@@ -161,6 +163,9 @@ class PushReport(msgspec.Struct, frozen=True):
     """Rollouts that died and were left out from then on, and the cause."""
     temporary: tuple[Temporary, ...] = ()
     """By trainer, where replicas are filled: what that took of memory."""
+    left: tuple[str, ...] = ()
+    """Trainers' tensors that no rollout needs, and that ``leave`` names: stale where anything else
+    has a copy of them."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -180,6 +185,9 @@ class PushReport(msgspec.Struct, frozen=True):
                 f"  slowest link: trainer {slow.trainer} -> rollout {slow.rollout}, "
                 f"{slow.nbytes / 1e6:,.1f} MB in {slow.seconds:.3f} s over {slow.transport}"
             )
+        if self.left:
+            more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
+            lines.append(f"  not pushed: {self.left[0]}{more}")
         lines += [f"  left out: rollout {rank}: {why}" for rank, why in self.dropped.items()]
         return "\n".join(lines)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
+from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights.quant import Formats, quantised_source
-from fabric_ray.weights.quant.layout import scaled_tensors, tensor_names
+from fabric_ray.weights.quant.layout import scaled_tensors
 
 
 def source_side(said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side]) -> Side:

@@ -12,6 +12,8 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Plan, Side, first_twins, plan
+from fabric_ray.plan.leaving import check_patterns
+from fabric_ray.plan.planner import left_of
 from fabric_ray.weights import stages
 from fabric_ray.weights.calls import Calls, RayCalls
 from fabric_ray.weights.clock import Clock
@@ -35,7 +37,8 @@ class WeightSync:
         trainers: actor handles; a trainer's rank is its index.
         rollouts: actor handles; a rollout's rank is its index. Others may :meth:`join`.
         name: of the sources and targets.
-        extra: what to do with trainer parameters that no rollout asks for.
+        leave: patterns of names of trainers' tensors that may stay behind, since no rollout needs
+            them: they become stale there. Any other that no rollout needs is refused.
         formats: what becomes of which tensors on the way, by patterns of their names, as for
             :func:`fabric_ray.weights.quant.quantised_target`, which made the rollouts' side. Each
             trainer converts its own shards; the result is that of converting whole tensors.
@@ -54,7 +57,7 @@ class WeightSync:
         rollouts: Sequence[Any],
         *,
         name: str = "default",
-        extra: Literal["refuse", "ignore"] = "refuse",
+        leave: Sequence[str] = (),
         formats: Formats | None = None,
         digest: bool = False,
         relay: bool = False,
@@ -64,8 +67,6 @@ class WeightSync:
     ) -> None:
         if not trainers or not rollouts:
             raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
-        if extra not in ("refuse", "ignore"):
-            raise InvalidArgument(f"extra is {extra!r}; say 'refuse' or 'ignore'")
         if lost not in ("raise", "drop"):
             raise InvalidArgument(f"lost is {lost!r}; say 'raise' or 'drop'")
         self._calls = calls or RayCalls()
@@ -73,7 +74,7 @@ class WeightSync:
         self._trainers = Crew("trainer", dict(enumerate(trainers)), *about)
         self._rollouts = Crew("rollout", dict(enumerate(rollouts)), *about)
         self._first, self._joined = len(rollouts), 0
-        self._extra: Literal["refuse", "ignore"] = extra
+        self._leave, self._left = check_patterns(leave), tuple[str, ...]()
         self._formats = dict(formats or {})
         self._digest = digest
         self._relay = relay
@@ -123,9 +124,15 @@ class WeightSync:
         _in_order("rollout", {n: rank for n, rank in self._ranks.items() if n < self._first})
         said = [word for _, word, _ in metas.values()]
         target = target_side({n: (r, side) for n, (r, side, _) in targets.items()}, self._vacant)
-        source, needed = self._both_sides(said, target)
-        sent = converted(source, needed, self._formats)
-        routes = plan(sent, needed, extra=self._extra)
+        needed = first_twins(target) if self._relay else target
+        if any(isinstance(word, ReplicaMeta) for word in said):
+            source, needed, self._left = self._replica_sides(said, target, needed)
+            sent, routes = source, plan(source, needed)
+        else:
+            source = source_side(said, self._given_side)
+            sent = converted(source, needed, self._formats)
+            routes = plan(sent, needed, leave=self._leave)
+            self._left = left_of(sent, needed, self._leave) if self._leave else ()
         feeding = Feeding(
             routes,
             target,
@@ -158,6 +165,7 @@ class WeightSync:
             feeding.receiver_imbalance,
             clock.laps,
             len(set(sent.containers) - set(source.containers)),
+            self._left,
         )
 
     def push(self, version: int | None = None) -> PushReport:
@@ -185,7 +193,7 @@ class WeightSync:
                         raise self._also(error, dropped) from None
                     continue
                 dropped |= self._leave_out_the_dead()
-                return msgspec.structs.replace(report, dropped=dropped)
+                return msgspec.structs.replace(report, dropped=dropped, left=self._left)
 
     def _push(self, version: int | None) -> PushReport:
         if self._session is None:
@@ -293,14 +301,12 @@ class WeightSync:
         if self._session is not None:
             self._session.forget(number)
 
-    def _both_sides(self, said: list[Any], target: Side) -> tuple[Side, Side]:
-        """What trainers hold and are to fill."""
-        needed = first_twins(target) if self._relay else target
-        if not any(isinstance(word, ReplicaMeta) for word in said):
-            return source_side(said, self._given_side), needed
+    def _replica_sides(
+        self, said: list[Any], target: Side, needed: Side
+    ) -> tuple[Side, Side, tuple[str, ...]]:
         if self._formats:
             raise InvalidArgument("give the formats to every ReplicaSource, not to WeightSync")
-        return replica_sides(said, target, needed, extra=self._extra)
+        return replica_sides(said, target, needed, leave=self._leave)
 
     def _given_side(self) -> Side:
         first: dict[int, tuple[Any, ...]] = dict.fromkeys(list(self._trainers.actors)[:1], ())

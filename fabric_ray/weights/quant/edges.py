@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fabric_ray.plan.types import Leaf, Side
+from fabric_ray.plan.types import Leaf, Side, leaves
 from fabric_ray.weights.quant.blocks import Axis, axis_of
-from fabric_ray.weights.quant.formats import Cast, Formats, Scaled, block_of, format_of, leaves
+from fabric_ray.weights.quant.formats import Cast, Formats, Scaled, block_of, format_of
 from fabric_ray.weights.quant.spans import Spans, leaf_spans
 
 Ids = npt.NDArray[np.int64]

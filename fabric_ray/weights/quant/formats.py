@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from fabric_ray.plan.types import Container, DType, Layout, Leaf, Pad, Tensor
+from fabric_ray.plan.types import Container, DType, Layout, Leaf, Pad, Tensor, leaves
 from fabric_ray.weights.quant.errors import UnsupportedFormat
 
 ScaleKind = Literal["float32", "ue8m0", "ue8m0_byte"]
@@ -128,15 +128,6 @@ def format_of(container: Container, formats: Formats) -> Format | None:
         for tensor in tensors.values():
             _check(container, tensor, fmt, padded)
     return fmt
-
-
-def leaves(layout: Layout) -> list[Leaf]:
-    """All leaves of a layout, in order."""
-    if isinstance(layout, Leaf):
-        return [layout]
-    if isinstance(layout, Pad):
-        return leaves(layout.part)
-    return [leaf for part in layout.parts for leaf in leaves(part)]
 
 
 @lru_cache(maxsize=1 << 17)

@@ -21,6 +21,7 @@ from fabric_ray.plan.types import (
     Stack,
     StridedShard,
     Tensor,
+    leaves,
 )
 from fabric_ray.weights.quant.blocks import owned
 from fabric_ray.weights.quant.errors import UnalignedBlocks
@@ -31,7 +32,6 @@ from fabric_ray.weights.quant.formats import (
     Shape,
     block_of,
     format_of,
-    leaves,
     scale_dtype,
     scale_tensor,
     suffix,
@@ -68,11 +68,6 @@ def quantised_target(side: Side, formats: Formats) -> Side:
         UnsupportedFormat: as :func:`quantised_source`.
     """
     return _quantised(side, formats, _engine_scales)
-
-
-def tensor_names(side: Side) -> Iterator[str]:
-    """Of all that a side holds."""
-    return (leaf.tensor.name for c in side.containers for leaf in leaves(c.layout))
 
 
 def scaled_tensors(side: Side, formats: Formats) -> Iterator[tuple[str, str]]:

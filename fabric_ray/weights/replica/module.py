@@ -12,7 +12,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
-from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.plan.types import leaves
 from fabric_ray.weights.replica.converting import described
 from fabric_ray.weights.replica.sides import named, side_by_side
 from fabric_ray.weights.replica.writes import Part, Writes, filled

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,9 @@ from fabric_ray.plan import (
     plan,
     twins,
 )
-from fabric_ray.weights.quant.formats import leaves
+from fabric_ray.plan.errors import ExtraTensors
+from fabric_ray.plan.leaving import left_behind
+from fabric_ray.plan.types import leaves
 from fabric_ray.weights.replica.mapping import Group, assign
 
 
@@ -42,6 +44,8 @@ class ReplicaMeta(msgspec.Struct, frozen=True):
     """Engine tensors that all it takes is gathered for."""
     unused: tuple[str, ...]
     """What it gathers and no engine tensor is made of."""
+    used: tuple[str, ...]
+    """What it gathers and engine tensors are made of."""
     layout: bytes | None
     """The digest of the rollouts' side, as its replica has it."""
     watched: bool = False
@@ -101,9 +105,10 @@ def whole_plan(side: Side) -> Plan:
 
 
 def replica_sides(
-    said: Sequence[Any], target: Side, needed: Side, *, extra: Literal["refuse", "ignore"]
-) -> tuple[Side, Side]:
-    """Both sides of the plan by which trainers with replicas fill rollouts.
+    said: Sequence[Any], target: Side, needed: Side, *, leave: Sequence[str]
+) -> tuple[Side, Side, tuple[str, ...]]:
+    """Both sides of the plan by which trainers with replicas fill rollouts, and the names of the
+    gathered tensors that stay behind.
 
     The containers that are needed keep their names, shapes, dtypes and strides; what they are made
     of becomes one tensor for each group of twins. So each has one holder, and is sent whole.
@@ -112,13 +117,15 @@ def replica_sides(
         said: by trainer rank, what it reported.
         target: the rollouts' side.
         needed: what of it trainers are to fill.
-        extra: what to do with gathered tensors that no rollout asks for.
+        leave: patterns of names of gathered tensors that may stay behind.
 
     Raises:
+        ExtraTensors: others that no rollout needs are gathered.
         InvalidArgument: the reports don't fit together, or a container is filled by no stage or by
             several; names trainers and containers.
     """
-    metas = _checked(said, target, extra)
+    metas = _checked(said, target)
+    left = _left(metas, leave)
     whole = whole_plan(needed)
     senders = _senders(metas, needed, whole)
     rollouts: dict[int, _Rollout] = {}
@@ -144,7 +151,17 @@ def replica_sides(
             if padding is not None:
                 made = replace(made, layout=Pad(made.layout, padding), ranks=container.ranks)
             targets.append(made)
-    return Side.of(len(metas), sources), Side.of(needed.ranks, targets)
+    return Side.of(len(metas), sources), Side.of(needed.ranks, targets), left
+
+
+def _left(metas: Sequence[ReplicaMeta], leave: Sequence[str]) -> tuple[str, ...]:
+    used = {name for meta in metas for name in meta.used}
+    unused = [name for meta in metas for name in meta.unused]
+    try:
+        return left_behind([*used, *unused], used, leave)
+    except ExtraTensors as error:
+        hint = next((meta.hint for meta in metas if error.tensor in meta.unused), "")
+        raise ExtraTensors(str(error) + hint, tensor=error.tensor) from None
 
 
 class _Rollout:
@@ -208,9 +225,7 @@ def _stages(metas: Sequence[ReplicaMeta], target: Side) -> dict[str, int]:
     return out
 
 
-def _checked(
-    said: Sequence[Any], target: Side, extra: Literal["refuse", "ignore"]
-) -> list[ReplicaMeta]:
+def _checked(said: Sequence[Any], target: Side) -> list[ReplicaMeta]:
     """The reports, if they are of one kind and of one model."""
     metas: list[ReplicaMeta] = []
     digest = layout_digest(target)
@@ -225,13 +240,6 @@ def _checked(
             raise InvalidArgument(
                 f"the replica of trainer {rank} has another layout than the rollouts; give it the "
                 "side that their targets were given"
-            )
-        if meta.unused and extra == "refuse":
-            raise InvalidArgument(
-                f"trainer {rank} gathers `{meta.unused[0]}`"
-                + (f" and {len(meta.unused) - 1} more" if len(meta.unused) > 1 else "")
-                + ", which no rollout asks for; leave them out, or pass extra='ignore'"
-                + meta.hint
             )
         other, like = first.setdefault(meta.stage, (rank, meta))
         if set(meta.fills) != set(like.fills):

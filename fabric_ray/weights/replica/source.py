@@ -100,7 +100,7 @@ class ReplicaSource:
         side = self._replica.side
         layout = None if side is None else layout_digest(side)
         watched = isinstance(self._replica, ModuleReplica)
-        meta = ReplicaMeta(self.stage, tuple(fills), unused, layout, watched)
+        meta = ReplicaMeta(self.stage, tuple(fills), unused, tuple(sorted(used)), layout, watched)
         return self.rank, meta, self._engine.address.to_bytes()
 
     def convert(self, session: str, recipe: object, *, again: bool = False) -> NoReturn:

@@ -11,9 +11,9 @@ from functools import lru_cache
 import msgspec
 
 from fabric_ray.plan import Container, Replicate, Side
-from fabric_ray.plan.types import Leaf
+from fabric_ray.plan.types import Leaf, leaves
 from fabric_ray.weights.quant import Cast, Formats
-from fabric_ray.weights.quant.formats import format_of, leaves, suffix
+from fabric_ray.weights.quant.formats import format_of, suffix
 from fabric_ray.weights.simulation.setting import Costs, Setting
 from fabric_ray.weights.steps import Unit
 

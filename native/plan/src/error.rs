@@ -55,7 +55,7 @@ pub enum PlanError {
 
     #[error(
         "no target container needs tensor `{tensor}` of source container `{container}`{}; drop it \
-         from the source or pass extra=\"ignore\"",
+         from the source, or add a container for it",
         and_more(*.count)
     )]
     ExtraTensors { tensor: String, container: String, count: usize },

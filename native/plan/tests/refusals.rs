@@ -42,7 +42,7 @@ fn a_tensor_nobody_holds() {
 fn a_tensor_nobody_wants_unless_told_to_ignore_it() {
     let source = side(&[0], vec![whole("a", &[2]), whole("b", &[2])]);
     let target = side(&[0], vec![whole("a", &[2])]);
-    says(&refused(source.clone(), target.clone()), "extra_tensors", &["`b`", "ignore"]);
+    says(&refused(source.clone(), target.clone()), "extra_tensors", &["`b`", "add a container"]);
     let options = Options { extra: Extra::Ignore, ..Options::default() };
     let source = Side::from_spec(Role::Source, source).unwrap();
     let target = Side::from_spec(Role::Target, target).unwrap();

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.plan import (
     BufferMismatch,
     Concat,
@@ -191,10 +191,40 @@ def test_each_refusal_has_its_class(kind, source, target, tensor):
     assert str(caught.value)[0].islower()
 
 
-def test_extra_tensors_can_be_ignored():
-    assert plan(SOURCE, Side.of(1, [whole(W)]), extra="ignore").balance().nbytes == 64
-    with pytest.raises(ValueError, match="'refuse' or 'ignore'"):
-        plan(SOURCE, TARGET, extra="drop")
+def test_tensors_that_are_named_may_stay_behind():
+    only_w = Side.of(1, [whole(W)])
+    assert plan(SOURCE, only_w, leave=("b",)).balance().nbytes == 64
+    assert plan(SOURCE, only_w, leave=["[a-c]"]).balance().nbytes == 64
+    for leave, words in [
+        (("b", "c"), "leave='c' names none of the source's 2 tensors"),
+        (("*",), "leave='[*]' names `w`, which the target needs; narrow"),
+        ("b", "leave is 'b', expected a tuple of patterns"),
+    ]:
+        with pytest.raises(InvalidArgument, match=words):
+            plan(SOURCE, only_w, leave=leave)
+
+
+@pytest.mark.parametrize(
+    ("stale", "words"),
+    [
+        ("model.layers.0.q_proj.lora_A.default.weight", "merge adapters into the weights"),
+        ("mtp.0.weight", r"add containers for draft \(MTP\) layers"),
+        ("model.layers.9.q_proj.weight", r"add containers for draft \(MTP\) layers"),
+        ("model.layers.0.odd", "add containers for them"),
+    ],
+)
+def test_the_error_says_what_would_be_stale_and_what_to_do(stale, words):
+    needed = Tensor("model.layers.0.q_proj.weight", (8, 4), BF16)
+    others = [Tensor(f"{stale}{i}", (4,), BF16) for i in ("", 1, 2, 3)]
+    source = Side.of(1, [whole(tensor) for tensor in (needed, *others)])
+    with pytest.raises(ExtraTensors, match=words) as caught:
+        plan(source, Side.of(1, [whole(needed)]))
+    said = str(caught.value)
+    assert f"needs `{stale}`, `{stale}1`, `{stale}2` and 1 more of the source" in said
+    assert "would never reach the target" in said
+    assert said.endswith(f'leave=("{stale}",)')
+    with pytest.raises(ExtraTensors, match="1` of the source"):
+        plan(source, Side.of(1, [whole(needed)]), leave=(stale, f"{stale}[23]"))
 
 
 def test_unknown_ranks_are_named(planned):

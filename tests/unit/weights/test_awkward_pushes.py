@@ -12,7 +12,17 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
+from fabric_ray.plan import (
+    Container,
+    DType,
+    ExtraTensors,
+    Leaf,
+    Mesh,
+    Replicate,
+    Shard,
+    Side,
+    Tensor,
+)
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.conversion import Conversion
 from fabric_ray.weights.quant import Cast, Formats, Fp8, quantise, quantised_target
@@ -185,7 +195,21 @@ def test_values_without_their_scales_are_refused(few: Callable[..., Few]) -> Non
     setup = few([{"w": noise(64, 32)}], bare)
     setup.formats = formats
     with pytest.raises(InvalidArgument, match="`w` but not its scales `w_scale_inv`"):
-        setup.controller(extra="ignore").connect()
+        setup.controller(leave=("*",)).connect()
+
+
+def test_what_stays_behind_is_named_before_and_listed_after(few: Callable[..., Few]) -> None:
+    tensors = {"w": noise(4, 4), "draft.a": noise(2), "draft.b": noise(2)}
+    setup = few([tensors], side_of({"w": (4, 4)}, 1, Replicate()))
+    with pytest.raises(ExtraTensors, match=r"needs `draft.a`, `draft.b` of the source.*\(MTP\)"):
+        setup.controller().connect()
+    with pytest.raises(InvalidArgument, match="leave='w' names `w`, which the target needs"):
+        setup.controller(leave=("draft.*", "w")).connect()
+    sync = setup.controller(leave=("draft.*",))
+    assert sync.connect().left == ("draft.a", "draft.b")
+    report = sync.push()
+    assert report.left == ("draft.a", "draft.b")
+    assert "  not pushed: draft.a and 1 more" in str(report).splitlines()
 
 
 def test_a_parameter_that_is_gone_is_not_pushed(few: Callable[..., Few]) -> None:

@@ -53,8 +53,9 @@ def test_a_stage_before_the_first_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"extra": "maybe"}, "extra is 'maybe'; say 'refuse' or 'ignore'"),
-        ({"extra": None}, "extra is None; say 'refuse' or 'ignore'"),
+        ({"leave": "draft.*"}, r"leave is 'draft\.\*', expected a tuple of patterns"),
+        ({"leave": None}, "leave is None, expected a tuple of patterns"),
+        ({"leave": [""]}, "leave names '', expected a pattern such as 'draft"),
         ({"lost": "maybe"}, "lost is 'maybe'; say 'raise' or 'drop'"),
     ],
 )

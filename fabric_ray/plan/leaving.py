@@ -1,0 +1,102 @@
+"""Source tensors that no target container needs: refused, unless they are named to stay behind."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan.errors import ExtraTensors
+from fabric_ray.plan.types import Side, leaves
+
+_SHOWN = 3
+_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|adapters?)\.")
+_DRAFT = re.compile(r"(^|[._])(mtp|draft|eagle\d?|medusa|nextn)([._]|$)")
+_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+
+
+def check_patterns(leave: object) -> tuple[str, ...]:
+    """The patterns, if they are a sequence of strings.
+
+    Raises:
+        InvalidArgument: they aren't.
+    """
+    if isinstance(leave, str) or not isinstance(leave, Sequence):
+        raise InvalidArgument(
+            f"leave is {leave!r}, expected a tuple of patterns of tensor names; give "
+            'leave=("draft.*",), or leave=() to refuse every tensor that has no container'
+        )
+    if odd := [pattern for pattern in leave if not isinstance(pattern, str) or not pattern]:
+        raise InvalidArgument(f"leave names {odd[0]!r}, expected a pattern such as 'draft.*'")
+    return tuple(leave)
+
+
+def left_behind(
+    held: Iterable[str], needed: Collection[str], leave: Sequence[str]
+) -> tuple[str, ...]:
+    """The tensors that stay behind at every push, in order (RS-1: by name, never by accident).
+
+    Args:
+        held: names of the source's tensors.
+        needed: names of those that the target needs.
+        leave: patterns of names that may stay behind, with ``*``, ``?`` and ``[...]``.
+
+    Raises:
+        ExtraTensors: no pattern names a tensor that isn't needed.
+        InvalidArgument: a pattern names none, or one that is needed.
+    """
+    names = dict.fromkeys(held)
+    extra = [name for name in names if name not in needed]
+    left: set[str] = set()
+    for pattern in leave:
+        matches = re.compile(fnmatch.translate(pattern)).match
+        if wanted := [name for name in names if name in needed and matches(name)]:
+            raise InvalidArgument(
+                f"leave={pattern!r} names {_several(wanted)}, which the target needs; narrow the "
+                "pattern"
+            )
+        found = [name for name in extra if matches(name)]
+        if not found:
+            raise InvalidArgument(
+                f"leave={pattern!r} names none of the source's {len(names)} tensors; correct the "
+                "pattern or remove it"
+            )
+        left.update(found)
+    stale = [name for name in extra if name not in left]
+    if stale:
+        raise ExtraTensors(
+            f"no target container needs {_several(stale)} of the source: what is trained there "
+            f"would never reach the target; {_advice(stale, needed)}",
+            tensor=stale[0],
+        )
+    return tuple(name for name in extra if name in left)
+
+
+def tensor_names(side: Side) -> Iterator[str]:
+    """Of all tensors that a side's containers are made of."""
+    return (leaf.tensor.name for c in side.containers for leaf in leaves(c.layout))
+
+
+def _advice(stale: Sequence[str], needed: Iterable[str]) -> str:
+    layers = max((int(n) for name in needed for n in _LAYER.findall(name)), default=None)
+    advice = []
+    if any(map(_ADAPTER.search, stale)):
+        advice.append("merge adapters into the weights that they belong to")
+    if any(_is_draft(name, layers) for name in stale):
+        advice.append("add containers for draft (MTP) layers to the target side")
+    if not advice:
+        advice.append("add containers for them to the target side")
+    return f'{", ".join(advice)}, or name what may become stale: leave=("{stale[0]}",)'
+
+
+def _is_draft(name: str, layers: int | None) -> bool:
+    """By its name, or since it lies in a layer after the target's last."""
+    beyond = layers is not None and any(int(n) > layers for n in _LAYER.findall(name))
+    return beyond or _DRAFT.search(name) is not None
+
+
+def _several(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
