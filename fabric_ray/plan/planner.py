@@ -9,13 +9,25 @@ import msgspec
 
 from fabric_ray._native import PlanCore
 from fabric_ray.plan.copies import Copies
-from fabric_ray.plan.errors import ExtraTensors
+from fabric_ray.plan.errors import ExtraTensors, InvalidLayout
 from fabric_ray.plan.leaving import check_patterns, left_behind, tensor_names
 from fabric_ray.plan.types import Side
 
 SideName = Literal["source", "target"]
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def encoded(side: Side, role: SideName) -> bytes:
+    """A side as the core reads it.
+
+    Raises:
+        InvalidLayout: a number in it is beyond 64 bits.
+    """
+    try:
+        return msgspec.msgpack.encode(side)
+    except OverflowError as error:
+        raise InvalidLayout(
+            f"{role} side: a rank or size is beyond 64 bits ({error}); give smaller ones"
+        ) from None
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -232,7 +244,9 @@ def plan(
     if min_split_bytes < 0:
         raise ValueError(f"min_split_bytes is {min_split_bytes}; give 0 or more bytes")
     try:
-        core = PlanCore.build(_encode(source), _encode(target), bool(leave), min_split_bytes)
+        core = PlanCore.build(
+            encoded(source, "source"), encoded(target, "target"), bool(leave), min_split_bytes
+        )
     except ExtraTensors:
         left_of(source, target, leave)
         raise

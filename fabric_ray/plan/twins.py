@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fabric_ray._native import holders
+from fabric_ray.plan.planner import encoded
 from fabric_ray.plan.types import Side
 
 
@@ -16,7 +17,7 @@ def twins(side: Side) -> tuple[tuple[int, ...], ...]:
     Raises:
         PlanError: the layout means nothing.
     """
-    _, groups = holders(msgspec.msgpack.encode(side))
+    _, groups = holders(encoded(side, "target"))
     idle = set(side.ranks).difference(*groups)
     return tuple(sorted([tuple(group) for group in groups] + [(rank,) for rank in idle]))
 
@@ -27,7 +28,7 @@ def first_twins(side: Side) -> Side:
     Raises:
         PlanError: the layout means nothing.
     """
-    by_container, groups = holders(msgspec.msgpack.encode(side))
+    by_container, groups = holders(encoded(side, "target"))
     first = {group[0] for group in groups}
     containers = tuple(
         msgspec.structs.replace(container, ranks=tuple(r for r in ranks if r in first))

@@ -18,6 +18,9 @@ def told(tp: int, dp: int) -> str:
     return f"tp={tp}" if dp == 1 else f"tp={tp} times dp={dp}"
 
 
+_MOST_RANKS = 1 << 20
+
+
 def parallel_sizes(config: ModelConfig, family: Family, *, tp: int, ep: int, dp: int) -> None:
     """Checks the sizes alone.
 
@@ -28,6 +31,12 @@ def parallel_sizes(config: ModelConfig, family: Family, *, tp: int, ep: int, dp:
     if min(tp, ep, dp) < 1:
         raise InvalidRanks(f"tp={tp}, ep={ep} and dp={dp} must be 1 or more", family=family.name)
     size = tp * dp
+    if max(size, ep) > _MOST_RANKS:
+        raise InvalidRanks(
+            f"a replica of {told(tp, dp)} in ep={ep} groups has too many ranks; give at most "
+            f"{_MOST_RANKS}",
+            family=family.name,
+        )
     if size % ep:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise InvalidRanks(

@@ -11,7 +11,7 @@ use pyo3::{prelude::*, types::PyBytes};
 use crate::{
     apart::Apart,
     callback::Standing,
-    engine::{current_span, Engine, Region, Watcher},
+    engine::{current_span, whole, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
 
@@ -68,7 +68,7 @@ fn cause(cause: &kv::Cause) -> &'static str {
     }
 }
 
-fn whole(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
+fn duration(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(timeout).map_err(|_| {
         let text =
             format!("a timeout of {timeout} seconds is not a length of time: give 0 or more");
@@ -88,8 +88,8 @@ impl KvDecoder {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        ranks: Vec<RankArg<'_>>,
-        terms: TermsArg,
+        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = whole)] terms: TermsArg,
         on_event: Standing,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
@@ -117,30 +117,30 @@ impl KvDecoder {
     fn request(
         &self,
         py: Python<'_>,
-        prefiller: u64,
-        tokens: u64,
-        have: u64,
-        salt: u64,
-        tables: Vec<Vec<u32>>,
-        tail_slot: u32,
+        #[pyo3(from_py_with = whole)] prefiller: u64,
+        #[pyo3(from_py_with = whole)] tokens: u64,
+        #[pyo3(from_py_with = whole)] have: u64,
+        #[pyo3(from_py_with = whole)] salt: u64,
+        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = whole)] tail_slot: u32,
         payload: Vec<u8>,
         timeout: f64,
     ) -> PyResult<u64> {
-        let timeout = whole(py, timeout)?;
+        let timeout = duration(py, timeout)?;
         let span = current_span(py)?;
         let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout, span };
         py.detach(|| self.0.request(prefiller, ask)).or_raise(py)
     }
 
-    fn cancel(&self, py: Python<'_>, request: u64) {
+    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] request: u64) {
         py.detach(|| self.0.cancel(request));
     }
 
-    fn leave(&self, py: Python<'_>, prefiller: u64) {
+    fn leave(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
         py.detach(|| self.0.leave(prefiller));
     }
 
-    fn knows(&self, prefiller: u64) -> bool {
+    fn knows(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
         self.0.knows(prefiller)
     }
 
@@ -188,11 +188,11 @@ impl KvPrefiller {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        ranks: Vec<RankArg<'_>>,
-        terms: TermsArg,
+        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = whole)] terms: TermsArg,
         on_event: Standing,
         on_asked: Standing,
-        device: Option<i32>,
+        #[pyo3(from_py_with = whole)] device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
@@ -253,9 +253,9 @@ impl KvPrefiller {
     fn accept(
         &self,
         py: Python<'_>,
-        job: u64,
-        tables: Vec<Vec<u32>>,
-        computed: u64,
+        #[pyo3(from_py_with = whole)] job: u64,
+        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = whole)] computed: u64,
     ) -> PyResult<()> {
         py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
     }
@@ -264,18 +264,23 @@ impl KvPrefiller {
     fn begin(
         &self,
         py: Python<'_>,
-        requests: Vec<(u64, u64)>,
-        counted: Option<u64>,
+        #[pyo3(from_py_with = whole)] requests: Vec<(u64, u64)>,
+        #[pyo3(from_py_with = whole)] counted: Option<u64>,
     ) -> PyResult<()> {
         let counted = counted.unwrap_or_else(|| self.word.get().0.load());
         py.detach(|| self.prefiller.begin(&requests, counted)).or_raise(py)
     }
 
-    fn finish(&self, py: Python<'_>, job: u64, slot: u32) -> PyResult<()> {
+    fn finish(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] job: u64,
+        #[pyo3(from_py_with = whole)] slot: u32,
+    ) -> PyResult<()> {
         py.detach(|| self.prefiller.finish(job, slot)).or_raise(py)
     }
 
-    fn fail(&self, py: Python<'_>, job: u64, why: &str) {
+    fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] job: u64, why: &str) {
         py.detach(|| self.prefiller.fail(job, why));
     }
 

@@ -13,7 +13,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     apart::Apart,
-    engine::{Engine, Region},
+    engine::{whole, Engine, Region},
     errors::{raise, OrRaise},
 };
 
@@ -108,16 +108,16 @@ impl MoeExchange {
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        rank: u32,
-        ranks: u32,
-        experts: u32,
-        topk: u32,
-        max_tokens: u32,
-        row_nbytes: u32,
-        elements: u32,
+        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = whole)] ranks: u32,
+        #[pyo3(from_py_with = whole)] experts: u32,
+        #[pyo3(from_py_with = whole)] topk: u32,
+        #[pyo3(from_py_with = whole)] max_tokens: u32,
+        #[pyo3(from_py_with = whole)] row_nbytes: u32,
+        #[pyo3(from_py_with = whole)] elements: u32,
         dtype: &str,
-        private_rows: u32,
-        shared_rows: Option<u32>,
+        #[pyo3(from_py_with = whole)] private_rows: u32,
+        #[pyo3(from_py_with = whole)] shared_rows: Option<u32>,
         allocate: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -240,7 +240,11 @@ impl MoeExchange {
 
     /// What other ranks need to know of this one; only for one that comes anew, if given.
     #[pyo3(signature = (only=None))]
-    fn card<'py>(&self, py: Python<'py>, only: Option<u32>) -> PyResult<Bound<'py, PyBytes>> {
+    fn card<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = whole)] only: Option<u32>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let card = py.detach(|| self.0.card(only)).or_raise(py)?;
         Ok(PyBytes::new(py, &card))
     }
@@ -256,7 +260,12 @@ impl MoeExchange {
     }
 
     /// Gives a rank up.
-    fn mask(&self, py: Python<'_>, rank: u32, cause: &str) -> PyResult<()> {
+    fn mask(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] rank: u32,
+        cause: &str,
+    ) -> PyResult<()> {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
     }
 
@@ -295,8 +304,8 @@ impl MoeExchange {
     fn arriving(
         &self,
         py: Python<'_>,
-        multiple: u32,
-        stride: Option<u32>,
+        #[pyo3(from_py_with = whole)] multiple: u32,
+        #[pyo3(from_py_with = whole)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)

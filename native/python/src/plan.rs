@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict};
 
+use crate::engine::whole;
+
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -113,7 +115,7 @@ impl PlanCore {
         source: &[u8],
         target: &[u8],
         ignore_extra: bool,
-        min_split_bytes: u64,
+        #[pyo3(from_py_with = whole)] min_split_bytes: u64,
     ) -> PyResult<Self> {
         let extra = if ignore_extra { Extra::Ignore } else { Extra::Refuse };
         let options = Options { extra, min_split_bytes };
@@ -158,7 +160,7 @@ impl PlanCore {
         &self,
         py: Python<'_>,
         side: &str,
-        rank: u32,
+        #[pyo3(from_py_with = whole)] rank: u32,
     ) -> PyResult<Vec<(u32, Vec<u64>, Vec<u64>, u64)>> {
         let role = role(side)?;
         let found = py
@@ -172,11 +174,19 @@ impl PlanCore {
         self.plan.links().map(|l| (l.src, l.dst, l.bytes, l.pages, l.copies)).collect()
     }
 
-    fn bytes_on_link(&self, src: u32, dst: u32) -> u64 {
+    fn bytes_on_link(
+        &self,
+        #[pyo3(from_py_with = whole)] src: u32,
+        #[pyo3(from_py_with = whole)] dst: u32,
+    ) -> u64 {
         self.plan.bytes_on_link(src, dst)
     }
 
-    fn expected_pages(&self, py: Python<'_>, dst: u32) -> PyResult<u64> {
+    fn expected_pages(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] dst: u32,
+    ) -> PyResult<u64> {
         self.plan.expected_pages(dst).map_err(|e| raise(py, &e))
     }
 
@@ -191,22 +201,39 @@ impl PlanCore {
         (b.total, b.sent, b.received, ratios)
     }
 
-    fn for_source<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Columns<'py>> {
+    fn for_source<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = whole)] rank: u32,
+    ) -> PyResult<Columns<'py>> {
         let transfers = self.plan.for_source(rank).map_err(|e| raise(py, &e))?;
         Ok(columns(py, transfers))
     }
 
-    fn sending_order(&self, rank: u32, py: Python<'_>) -> PyResult<Vec<u32>> {
+    fn sending_order(
+        &self,
+        #[pyo3(from_py_with = whole)] rank: u32,
+        py: Python<'_>,
+    ) -> PyResult<Vec<u32>> {
         py.detach(|| self.plan.sending_order(rank)).map_err(|e| raise(py, &e))
     }
 
-    fn for_target<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Columns<'py>> {
+    fn for_target<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = whole)] rank: u32,
+    ) -> PyResult<Columns<'py>> {
         let transfers = self.plan.for_target(rank).map_err(|e| raise(py, &e))?;
         Ok(columns(py, transfers))
     }
 
     #[pyo3(signature = (name=None, rank=None))]
-    fn explain(&self, py: Python<'_>, name: Option<&str>, rank: Option<u32>) -> PyResult<String> {
+    fn explain(
+        &self,
+        py: Python<'_>,
+        name: Option<&str>,
+        #[pyo3(from_py_with = whole)] rank: Option<u32>,
+    ) -> PyResult<String> {
         py.detach(|| self.plan.explain(name, rank)).map_err(|e| raise(py, &e))
     }
 

@@ -15,7 +15,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     apart::Apart,
-    engine::{Engine, Region},
+    engine::{whole, Engine, Region},
     errors::OrRaise,
     moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
 };
@@ -49,21 +49,21 @@ impl MoeThroughput {
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        rank: u32,
-        ranks: u32,
-        ranks_per_node: u32,
-        experts: u32,
-        topk: u32,
-        max_tokens: u32,
-        row_nbytes: u32,
-        elements: u32,
+        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = whole)] ranks: u32,
+        #[pyo3(from_py_with = whole)] ranks_per_node: u32,
+        #[pyo3(from_py_with = whole)] experts: u32,
+        #[pyo3(from_py_with = whole)] topk: u32,
+        #[pyo3(from_py_with = whole)] max_tokens: u32,
+        #[pyo3(from_py_with = whole)] row_nbytes: u32,
+        #[pyo3(from_py_with = whole)] elements: u32,
         dtype: &str,
-        channels: u32,
-        chunk: u32,
-        ring_chunks: u32,
-        threads: u32,
+        #[pyo3(from_py_with = whole)] channels: u32,
+        #[pyo3(from_py_with = whole)] chunk: u32,
+        #[pyo3(from_py_with = whole)] ring_chunks: u32,
+        #[pyo3(from_py_with = whole)] threads: u32,
         timeout: f64,
-        life: u32,
+        #[pyo3(from_py_with = whole)] life: u32,
         far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -179,8 +179,8 @@ impl MoeThroughput {
     fn arriving(
         &self,
         py: Python<'_>,
-        multiple: u32,
-        stride: Option<u32>,
+        #[pyo3(from_py_with = whole)] multiple: u32,
+        #[pyo3(from_py_with = whole)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
@@ -209,7 +209,11 @@ impl MoeThroughput {
 
     /// Of what the host shares with so many workers: the first job's word, words from one job to the next, jobs of a worker;
     /// bytes from one token to the next, and ahead of each.
-    fn work_form(&self, py: Python<'_>, workers: u32) -> PyResult<(usize, usize, usize, u64, u64)> {
+    fn work_form(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] workers: u32,
+    ) -> PyResult<(usize, usize, usize, u64, u64)> {
         let spec = self.0.spec();
         let form = Form::new(&spec, workers).or_raise(py)?;
         Ok((form.jobs, form.job, DEPTH, spec.out_stride(), spec.meta()))

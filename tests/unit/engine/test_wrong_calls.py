@@ -67,6 +67,11 @@ CALLS: dict[str, Callable[[World, int], object]] = {
     "receive": lambda w, n: w.a.receive(print, count=n),
     "watcher": lambda w, n: w.a.watch(print).store(n),
     "file": lambda w, n: w.a.register_file("/dev/null", offset=n),
+    "address": lambda w, n: w.a.register_address(n, 64),
+    "address nbytes": lambda w, n: w.a.register_address(4096, n),
+    "page": lambda w, n: pages([0, n], stride=8),
+    "scatter offset": lambda w, n: w.a.scatter(w.src, [(w.there, n, 0, 1)]),
+    "scatter nbytes": lambda w, n: Batch().scatter(w.src, [(w.there, 0, 0, n)]),
 }
 
 

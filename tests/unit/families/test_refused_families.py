@@ -99,6 +99,12 @@ def test_ranks_that_make_no_whole_replicas(ranks):
         target_side(SMALL["llama"], tp=2, ranks=ranks)
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 1 << 32}, {"tp": 2, "dp": 1 << 63}, {"ep": 1 << 64}])
+def test_more_ranks_than_there_can_be_are_refused_before_they_are_laid_out(sizes):
+    with pytest.raises(InvalidRanks, match="too many ranks; give at most 1048576"):
+        target_side(SMALL["qwen3_moe"], **({"tp": 1} | sizes))
+
+
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_the_replica(rank):
     with pytest.raises(InvalidRanks, match=f"rank {rank} .*use 0 to 1"):

@@ -122,6 +122,42 @@ def test_pages_of_other_sizes_and_ranks_are_pulled_layer_by_layer(
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+@pytest.mark.parametrize("n", [-1, 1 << 32, 1 << 64, -1 << 70])
+def test_numbers_that_do_not_fit_are_refused_by_the_call_that_gives_them(
+    stack: ExitStack, n: int
+) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
+    to = decoder.meet(prefiller.offer())
+    with pytest.raises(InvalidArgument, match=rf"^{n} at \[0\]\[1\] is no .* index"):
+        decoder.pull(to, tokens=8, tables=[[0, n]])
+    asked = {"tokens": 8, "have": 0, "tail_slot": 0, "salt": 0}
+    for field in ("tokens", "have", "tail_slot", "salt"):
+        # Salts and tokens have 64 bits.
+        if n < 0 or n >= 1 << 64 or field == "tail_slot":
+            with pytest.raises(InvalidArgument, match=f"^{n} is no"):
+                decoder.pull(to, tables=[[0, 1]], **asked | {field: n})
+    pull = decoder.pull(to, tokens=8, tables=[[0, 1]])
+
+    async def accept() -> None:
+        async for job in prefiller.jobs():
+            with pytest.raises(InvalidArgument, match=rf"^{n} at \[0\]\[0\] is no .* index"):
+                job.accept([[n, 1]])
+            with pytest.raises(InvalidArgument, match=f"^{n} is no"):
+                job.finish(n)
+            job.fail("over")
+            return
+
+    asyncio.run(asyncio.wait_for(accept(), 30))
+    with pytest.raises(errors.KvError):
+        asyncio.run(pull.ready())
+    if n < 0 or n >= 1 << 64:
+        for call in (decoder.knows, decoder.leave):
+            with pytest.raises(InvalidArgument, match=f"^{n} is no"):
+                call(n)
+
+
 def test_a_cancelled_pull_says_so_and_is_released(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))

@@ -39,6 +39,7 @@ from fabric_ray.plan import (
     apply,
     plan,
 )
+from fabric_ray.plan.twins import first_twins
 
 BF16 = DType.of("bfloat16")
 W = Tensor("w", (8, 4), BF16)
@@ -242,6 +243,27 @@ def test_unknown_dtypes_need_a_size():
 def test_negative_numbers_in_a_layout_are_refused():
     with pytest.raises(InvalidLayout, match="source side"):
         plan(Side.of(1, [whole(Tensor("w", (-8, 4), BF16))]), TARGET)
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 32, 1 << 64, -1 << 70])
+def test_ranks_that_do_not_fit_are_refused_by_the_call(planned, rank):
+    for ask in (
+        planned.for_source,
+        planned.for_target,
+        planned.expected_pages,
+        planned.sending_order,
+        lambda r: planned.bytes_on_link(r, 10),
+        lambda r: planned.bytes_on_link(0, r),
+        lambda r: planned.local_containers("source", r),
+        lambda r: planned.explain(rank=r),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{rank} is no size, offset, count or index"):
+            ask(rank)
+    mesh = whole(W, ranks=(rank,))
+    with pytest.raises(InvalidLayout, match="source side"):
+        plan(Side.of((rank,), [mesh]), TARGET)
+    with pytest.raises(InvalidLayout, match="target side"):
+        first_twins(Side.of((rank,), [mesh]))
 
 
 def test_nothing_is_written_when_a_buffer_does_not_fit(planned):

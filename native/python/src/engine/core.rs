@@ -123,8 +123,8 @@ impl Engine {
     fn _register(
         &self,
         py: Python<'_>,
-        addr: usize,
-        nbytes: u64,
+        #[pyo3(from_py_with = whole)] addr: usize,
+        #[pyo3(from_py_with = whole)] nbytes: u64,
         keep: Py<PyAny>,
         segment: Option<(usize, u64)>,
     ) -> PyResult<Region> {
@@ -491,7 +491,7 @@ impl Engine {
     fn _records<'py>(
         &self,
         py: Python<'py>,
-        since: (u64, u64, u64, u64),
+        #[pyo3(from_py_with = whole)] since: (u64, u64, u64, u64),
     ) -> PyResult<Bound<'py, PyDict>> {
         let (transfers, arrivals, expectations, events) = since;
         let since = fe::flight::Cursor { transfers, arrivals, expectations, events };

@@ -6,6 +6,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::{
     given::Given,
     memory::{Pages, Region},
+    whole,
 };
 use crate::errors::{raise, OrRaise};
 
@@ -46,7 +47,7 @@ impl Digest {
     fn add(
         &mut self,
         py: Python<'_>,
-        page_nbytes: u64,
+        #[pyo3(from_py_with = whole)] page_nbytes: u64,
         region: Given<'_, Region>,
         pages: Given<'_, Pages>,
         places: Given<'_, Pages>,

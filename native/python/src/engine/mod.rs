@@ -1,7 +1,11 @@
 //! The engine's classes.
 
 use fabric_engine::EngineError;
-use pyo3::{exceptions::PyOverflowError, prelude::*, types::PyInt};
+use pyo3::{
+    exceptions::PyOverflowError,
+    prelude::*,
+    types::{PyInt, PyList, PyTuple},
+};
 
 use crate::errors::raise;
 
@@ -69,8 +73,9 @@ fn seconds(
     })
 }
 
-/// A size, an offset or a count; one that doesn't fit is `InvalidArgument`, not `OverflowError`.
-fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
+/// A size, an offset, a count or an index, or several; one that doesn't fit is `InvalidArgument`, which
+/// names it, not `OverflowError`.
+pub(crate) fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
 where
     for<'a> T: FromPyObject<'a, 'py, Error: Into<PyErr>>,
 {
@@ -79,11 +84,47 @@ where
         if !e.is_instance_of::<PyOverflowError>(py) {
             return e;
         }
-        let what = match value.is_instance_of::<PyInt>() {
-            true => value.to_string(),
-            false => "a number".to_owned(),
-        };
-        let text = format!("{what} is no size, offset or count: it is negative or too large");
+        let what = unfit(value).unwrap_or_else(|_| "a number".to_owned());
+        let text =
+            format!("{what} is no size, offset, count or index: it is negative or too large");
         raise(py, &EngineError::Invalid(text))
     })
+}
+
+/// Of a number, or of numbers in lists and tuples: the first negative one, else the largest, and where
+/// it is.
+fn unfit(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let mut found = Vec::new();
+    numbers(value, String::new(), &mut found)?;
+    let mut worst: Option<(Bound<'_, PyAny>, String)> = None;
+    for (number, place) in found {
+        if number.lt(0)? {
+            return Ok(format!("{number}{place}"));
+        }
+        let larger = match &worst {
+            Some((other, _)) => number.gt(other)?,
+            None => true,
+        };
+        if larger {
+            worst = Some((number, place));
+        }
+    }
+    let (number, place) = worst.ok_or_else(|| PyOverflowError::new_err(""))?;
+    Ok(format!("{number}{place}"))
+}
+
+fn numbers<'py>(
+    value: &Bound<'py, PyAny>,
+    place: String,
+    found: &mut Vec<(Bound<'py, PyAny>, String)>,
+) -> PyResult<()> {
+    if value.is_instance_of::<PyInt>() {
+        found.push((value.clone(), place));
+    } else if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        let place = if place.is_empty() { " at ".to_owned() } else { place };
+        for (i, item) in value.try_iter()?.enumerate() {
+            numbers(&item?, format!("{place}[{i}]"), found)?;
+        }
+    }
+    Ok(())
 }
