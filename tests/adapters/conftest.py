@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.adapters.sources import published
+from tests.adapters.vllm import servers
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -29,8 +30,13 @@ if published("nixl_cu12", "nixl-cu12") is None or "vllm" in _MISSING:
     _MISSING.append("nixl")
     collect_ignore.append("test_nixl_callers.py")
 
-if _MISSING and os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
-    raise pytest.UsageError(f"build/adapters lacks {' and '.join(_MISSING)}; remove .make/adapters")
+if os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
+    if _MISSING:
+        raise pytest.UsageError(
+            f"build/adapters lacks {' and '.join(_MISSING)}; remove .make/adapters"
+        )
+    if not servers.PYTHON.exists():
+        raise pytest.UsageError(f"no vLLM at {servers.PYTHON}; remove .make/vllm")
 
 
 def pytest_report_header() -> str:

@@ -1,0 +1,260 @@
+"""Real vLLM servers on this machine's CPUs, with a tiny random Llama.
+
+``FABRIC_RAY_VLLM_PYTHON`` names the Python of an environment with vLLM; by default it is
+``build/vllm/bin/python``, which ``make test-adapters`` fills with vLLM's CPU build. A module that
+needs servers says ``pytestmark = servers.needed``::
+
+    with servers.running(Spec("p", ("--block-size", "32")), Spec("d")) as (p, d):
+        p.complete([5, 6, 7], 8)
+
+Each server takes 2-3 GB and about a minute to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp, mkstemp
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PYTHON = Path(os.environ.get("FABRIC_RAY_VLLM_PYTHON") or ROOT / "build/vllm/bin/python")
+PORTS = range(8100, 8200)
+START = 1200.0
+"""Seconds that a server has until it answers."""
+MODEL = "tiny"
+"""The name of the model in requests."""
+
+_TINY_MODEL = Path(__file__).with_name("tiny_model.py")
+
+needed = [
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason=f"no vLLM at {PYTHON}: run make test-adapters, or set FABRIC_RAY_VLLM_PYTHON to the "
+        "Python of an environment that has it",
+    ),
+    # The start of the servers counts for the first test that uses them.
+    pytest.mark.timeout(2400),
+]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A server to start."""
+
+    name: str
+    """Of its log."""
+    arguments: tuple[str, ...] = ()
+    """Of ``vllm serve``, after those of every server here."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 1
+    """Of the model's weights."""
+
+
+class Server:
+    """A server that runs. Its methods raise :class:`ServerError` on any answer but 200."""
+
+    def __init__(self, spec: Spec, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.spec, self.process, self.log = spec, process, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def complete(
+        self,
+        prompt: list[int],
+        tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The whole response of a greedy completion of so many tokens."""
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = dict(kv_transfer_params)
+        answer: dict[str, Any] = self.post("/v1/completions", body)
+        return answer
+
+    def tokens(
+        self,
+        prompt: list[int],
+        count: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens of a greedy completion."""
+        found: list[int] = self.complete(prompt, count, kv_transfer_params)["choices"][0][
+            "token_ids"
+        ]
+        return found
+
+    def post(self, path: str, body: object | None = None, *, timeout: float = 180.0) -> Any:
+        """Posts JSON; what comes back, read as JSON where it is any."""
+        text = self._ask(path, b"" if body is None else json.dumps(body).encode(), timeout)
+        return json.loads(text) if text[:1] in ("{", "[") else text
+
+    def get(self, path: str, *, timeout: float = 30.0) -> str:
+        return self._ask(path, None, timeout)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.M)
+        return sum(float(value) for value in found)
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_ready(self, deadline: float) -> None:
+        """Returns when it takes requests.
+
+        Raises:
+            ServerError: it has ended, or isn't there at the deadline (of the monotonic clock).
+        """
+        while True:
+            if self.process.poll() is not None:
+                raise ServerError(f"server {self.spec.name} has ended while it started", self)
+            with suppress(ServerError):
+                self.get("/health", timeout=5.0)
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(f"server {self.spec.name} doesn't answer", self)
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Ends it and the processes it has started."""
+        for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+        # Processes of the engine may outlive the one that was waited for.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _ask(self, path: str, data: bytes | None, timeout: float) -> str:
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text: str = response.read().decode()
+                return text
+        except urllib.error.HTTPError as error:
+            why = f"{error.code}: {error.read().decode(errors='replace')[:500]}"
+        except OSError as error:
+            why = str(error)
+        raise ServerError(f"server {self.spec.name}, {path}: {why}", self)
+
+
+class ServerError(AssertionError):
+    """A server didn't do what was asked; carries the end of its log."""
+
+    def __init__(self, what: str, server: Server) -> None:
+        super().__init__(f"{what}\n--- {server.log}:\n{server.tail()}")
+
+
+@contextmanager
+def running(*specs: Spec) -> Iterator[tuple[Server, ...]]:
+    """Starts servers side by side; they end with the block."""
+    started: list[Server] = []
+    try:
+        for spec in specs:
+            started.append(_start(spec))
+        deadline = time.monotonic() + START
+        for server in started:
+            server.wait_ready(deadline)
+        yield tuple(started)
+    finally:
+        for server in started:
+            server.stop()
+
+
+@cache
+def tiny_model(seed: int = 1) -> Path:
+    """The folder of a tiny Llama's checkpoint, with weights of this seed."""
+    folder = Path(mkdtemp(prefix="fabric-ray-tiny-"))
+    made = subprocess.run(
+        [PYTHON, _TINY_MODEL, folder, str(seed)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        shutil.rmtree(folder)
+        raise AssertionError(f"the model could not be written: {made.stderr[-2000:]}")
+    return folder
+
+
+def kv_transfer(role: str, **extra: Any) -> tuple[str, str]:
+    """The argument that gives a server this project's KV connector."""
+    config = {
+        "kv_connector": "FabricRayConnector",
+        "kv_connector_module_path": "fabric_ray.integrations.vllm_kv",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    return "--kv-transfer-config", json.dumps(config)
+
+
+def _start(spec: Spec) -> Server:
+    port = _free_port()
+    handle, name = mkstemp(prefix=f"vllm-{spec.name}-", suffix=".log")
+    arguments = [
+        "serve",
+        str(tiny_model(spec.seed)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", MODEL, "--seed", "0"),
+        *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
+        *spec.arguments,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        **spec.environment,
+    }
+    with os.fdopen(handle, "wb") as log:
+        process = subprocess.Popen(
+            [PYTHON, "-m", "vllm.entrypoints.cli.main", *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    return Server(spec, port, process, Path(name))
+
+
+_given: set[int] = set()
+
+
+def _free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as probe:
+            if port in _given or probe.connect_ex(("127.0.0.1", port)) == 0:
+                continue
+        _given.add(port)
+        return port
+    raise AssertionError(f"no port is free from {PORTS.start} to {PORTS.stop - 1}")
