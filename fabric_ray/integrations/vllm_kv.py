@@ -172,7 +172,8 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Has the layer's pages leave, once they are written."""
-        if self._sender is not None:
+        # A layer of a microbatch isn't the layer of the step: pages leave after the pass (RS-1).
+        if self._sender is not None and not self._vllm_config.parallel_config.use_ubatching:
             self._sender.layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -225,7 +226,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of_scheduler().finished(request)
+        return self._of_scheduler().finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self._of_scheduler().busy

@@ -42,8 +42,8 @@ class WorkerCache:
     """Of all ranks: they differ in the heads that they hold."""
     ratios: tuple[int, ...]
     """Pages of each group that one block of the scheduler is."""
-    layers: frozenset[str]
-    """The layers that have pages of their own."""
+    layers: tuple[str, ...]
+    """The layers that have pages of their own, in the order in which they are computed."""
 
     def tables(self, blocks: Sequence[int], tokens: int) -> list[list[int]]:
         """The pages of so many tokens, for each group."""
@@ -109,7 +109,7 @@ def worker_cache(
         buffers=buffers,
         layouts=[_of_rank(layout, shards.part(rank)) for rank in range(shards.ranks)],
         ratios=tuple(block_tokens // group.page_tokens for group in groups),
-        layers=frozenset(names),
+        layers=tuple(sorted(names, key=numbers.__getitem__)),
     )
 
 

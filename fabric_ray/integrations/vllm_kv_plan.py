@@ -42,7 +42,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Ready:
-    """A request whose last prompt token is computed in this step."""
+    """A request whose last prompt token is computed in this step, or was in an earlier one."""
 
     request: str
     transfer: str
@@ -50,7 +50,8 @@ class Ready:
     tokens: int
     """Of the prompt."""
     computed: int
-    """How many of them were in the pages before the step."""
+    """How many of the first ones are in the pages before the step, whoever wrote them; the rest is
+    when the pass is through."""
     table: tuple[int, ...]
     """vLLM's blocks of all of them, in order."""
 

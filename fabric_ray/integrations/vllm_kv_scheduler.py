@@ -3,6 +3,10 @@
 A request says what it wants by its ``kv_transfer_params``, as with vLLM's own connectors:
 ``do_remote_decode`` has its blocks kept for a decoder, ``do_remote_prefill`` has them filled by a
 prefiller. Both name a ``transfer_id``; the second also the prefiller's ``remote_offer``.
+
+What vLLM schedules isn't computed yet. Its prefix cache has blocks from the moment at which they
+are allocated, so a request's hits may be blocks that another request computes in the same step.
+:attr:`Ready.computed` counts only what earlier steps wrote (RS-1).
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ class _Prefill:
     digest: bytes
     tokens: int
     ready: bool = False
+    admitted: bool = True
+    """Whether no step has run since its blocks were allocated: hits may be of that very step."""
 
 
 class KvScheduler:
@@ -42,6 +48,7 @@ class KvScheduler:
         self._local: dict[str, int] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
+        self._loads_elsewhere = False
         self._next = Step()
 
     def offered(self, offers: Mapping[int, bytes]) -> None:
@@ -64,10 +71,12 @@ class KvScheduler:
         if not params:
             return
         number = request.request_id
-        if params.get("do_remote_decode") and number not in self._prefills:
-            transfer = _transfer(request)
-            made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
-            self._prefills[number] = made
+        if params.get("do_remote_decode"):
+            if number not in self._prefills:
+                transfer = _transfer(request)
+                made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
+                self._prefills[number] = made
+            self._prefills[number].admitted = True
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
             if external <= 0:
@@ -95,28 +104,50 @@ class KvScheduler:
             if prefill is not None and prefill.ready:
                 prefill.ready = False
                 made.preempted.append(number)
+        # Loads of another connector may fail, and vLLM hears of it after the step. Where there
+        # are any, prefills are sent when they are over.
+        self._loads_elsewhere |= output.has_sync_kv_loads
+        written: set[int] | None = None
         for number, computed in _scheduled(output):
             prefill = self._prefills.get(number)
             if prefill is None or prefill.ready:
                 continue
+            admitted, prefill.admitted = prefill.admitted, False
             if computed + output.num_scheduled_tokens.get(number, 0) < prefill.tokens:
                 continue
+            if self._loads_elsewhere:
+                continue
             (table,) = output.kv_connector_block_state.get_block_ids(number)
-            prefill.ready = True
-            made.ready.append(
-                Ready(
-                    request=number,
-                    transfer=prefill.transfer,
-                    digest=prefill.digest,
-                    tokens=prefill.tokens,
-                    computed=min(computed, prefill.tokens),
-                    table=tuple(table[: self._blocks(prefill.tokens)]),
-                )
-            )
+            if admitted and computed:
+                written = self._written(output) if written is None else written
+                hits = (i for i, block in enumerate(table) if block in written)
+                computed = min(computed, self._block_tokens * next(hits, len(table)))
+            made.ready.append(self._ready(number, prefill, table, computed))
         return made
 
-    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over: whether its blocks are held, and what its response carries."""
+    def _ready(self, number: str, prefill: _Prefill, table: list[int], computed: int) -> Ready:
+        prefill.ready = True
+        return Ready(
+            request=number,
+            transfer=prefill.transfer,
+            digest=prefill.digest,
+            tokens=prefill.tokens,
+            computed=min(computed, prefill.tokens),
+            table=tuple(table[: self._blocks(prefill.tokens)]),
+        )
+
+    def _written(self, output: Any) -> set[int]:
+        """The blocks to which a step writes."""
+        written: set[int] = set()
+        for number, computed in _scheduled(output):
+            (table,) = output.kv_connector_block_state.get_block_ids(number)
+            end = computed + output.num_scheduled_tokens.get(number, 0)
+            written.update(table[computed // self._block_tokens : self._blocks(end)])
+        return written
+
+    def finished(self, request: Any, table: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request with these blocks is over: whether they are held, and what its response
+        carries."""
         params = request.kv_transfer_params
         if not params:
             return False, None
@@ -129,10 +160,15 @@ class KvScheduler:
             return False, None
         prefill = self._prefills.pop(number, None)
         transfer = prefill.transfer if prefill else _transfer(request)
+        whole = request.status.name in _WHOLE
+        if prefill and whole and self._loads_elsewhere and not prefill.ready:
+            kept = len(table) >= self._blocks(prefill.tokens)  # by none that was preempted
+            if kept:
+                self._next.ready.append(self._ready(number, prefill, table, prefill.tokens))
         ready = prefill is not None and prefill.ready
         if ready:
             self._held.add(number)
-        if not ready or request.status.name not in _WHOLE:
+        if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
             self._next.failed.append(Failed(number, transfer, why, held=ready))
             return ready, None
@@ -154,7 +190,7 @@ class KvScheduler:
     def busy(self) -> bool:
         """Whether workers must be asked on: steps alone bring their reports."""
         step = self._next
-        return bool(self._held or self._loading or step.failed or step.cancelled)
+        return bool(self._held or self._loading or step.ready or step.failed or step.cancelled)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +71,8 @@ class Sender:
         self._keys: dict[str, str] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._pass: list[Ready] = []
-        self._layers_left: set[str] = set()
+        self._layers_left: deque[str] = deque()
+        self._written: set[str] = set()
         self._clerk = threading.Thread(target=self._listen, name="fabric-kv-sender", daemon=True)
         self._clerk.start()
 
@@ -80,17 +81,25 @@ class Sender:
         return self._prefiller.offer()
 
     def begin(self, ready: Sequence[Ready]) -> None:
-        """A pass through all layers begins that completes these requests' pages."""
-        self._pass = list(ready)
-        if not ready:
+        """A pass through all layers begins that completes these requests' pages. Those that are
+        complete are sent at once: no pass need follow."""
+        whole = [each for each in ready if each.computed >= each.tokens]
+        if whole:
+            self._then(lambda: self._complete(whole))
+        passing = self._pass = [each for each in ready if each.computed < each.tokens]
+        if not passing:
             return
-        self._layers_left = set(self._cache.layers)
-        self._then(lambda: self._begin(ready))
+        self._layers_left, self._written = deque(self._cache.layers), set()
+        self._then(lambda: self._begin(passing))
 
     def layer(self, name: str) -> None:
         """A layer's pages of the pass are written, or will be when the device has come so far."""
-        if self._pass and name in self._layers_left:
-            self._layers_left.discard(name)
+        if not self._pass:
+            return
+        self._written.add(name)
+        # Decoders are told of layers by their number: of the next one, when all before are written.
+        while self._layers_left and self._layers_left[0] in self._written:
+            self._layers_left.popleft()
             self._then(self._prefiller.layer_done)
 
     def end(self, *, broken: bool = False) -> None:
@@ -108,7 +117,7 @@ class Sender:
                 self._fail(key, "the prefiller's model failed")
         for _ in range(len(self._layers_left)):
             self._then(self._prefiller.layer_done)
-        self._layers_left = set()
+        self._layers_left = deque()
         self._then(lambda: self._computed(done))
 
     def preempted(self, requests: Sequence[str]) -> None:
@@ -223,11 +232,7 @@ class Sender:
         passing = []
         try:
             for each in ready:
-                with self._lock:
-                    key = self._key(each.request, each.transfer)
-                    self._over.pop(key, None)
-                    transfer = self._transfers.setdefault(key, _Transfer())
-                    transfer.ready = each
+                transfer = self._prepared(each)
                 passing += [(job, each.tokens) for job in self._take(transfer)]
             self._prefiller.begin(passing)
         except Exception as error:
@@ -237,6 +242,19 @@ class Sender:
                     key = self._key(each.request, each.transfer)
                 self._fail(key, f"the prefiller could not begin to send: {error}")
             raise
+
+    def _complete(self, whole: Sequence[Ready]) -> None:
+        for each in whole:
+            self._prepared(each)
+        self._computed(whole)
+
+    def _prepared(self, ready: Ready) -> _Transfer:
+        with self._lock:
+            key = self._key(ready.request, ready.transfer)
+            self._over.pop(key, None)
+            transfer = self._transfers.setdefault(key, _Transfer())
+            transfer.ready = ready
+        return transfer
 
     def _computed(self, done: Sequence[Ready]) -> None:
         for each in done:

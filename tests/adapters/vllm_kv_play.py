@@ -61,17 +61,17 @@ def served(d: Instance, number: str, prompt: list[int], *running: Instance) -> N
     assert d.ended[number].finish_reason.name == "LENGTH"
 
 
-def known(p: Instance, d: Instance) -> dict[str, Any]:
+def known(p: Instance, d: Instance, free: int = FREE) -> dict[str, Any]:
     """What makes a decoder ask for the transfer `t`, before the prefiller has such a request."""
     params = prefill(p, "warm", PROMPT[:5], transfer_id="warm")
     d.add("warm", PROMPT[:5], dict(params))
     served(d, "warm", PROMPT[:5], p)
-    released(p, d)
+    released(p, d, free=free)
     return {**params, "transfer_id": "t"}
 
 
-def released(*each: Instance) -> None:
-    pump("the release", lambda: all(one.free() == FREE for one in each), *each)
+def released(*each: Instance, free: int = FREE) -> None:
+    pump("the release", lambda: all(one.free() == free for one in each), *each)
 
 
 class Remote(Other):

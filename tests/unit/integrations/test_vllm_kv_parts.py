@@ -76,7 +76,7 @@ def test_layers_that_share_a_cache_have_one_place_and_unlike_ones_groups_of_thei
     tensors[third] = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CONTENT, dtype=torch.int32)
     shards = Shards(ranks=1, rank=0, shards=1)
     cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m")
-    assert cache.layers == {first, second, third}
+    assert cache.layers == (first, second, third)
     assert [group.layers for group in cache.layouts[0].groups] == [(0, 1), (2,)]
     assert len(cache.layouts[0].buffers) == 2
     assert cache.tables([3], 2) == [[3], [3]]

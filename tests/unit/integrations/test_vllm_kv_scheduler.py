@@ -1,0 +1,174 @@
+"""RS-1: what a step only promises isn't taken for what is in the pages before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace as Fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric_ray.integrations.vllm_kv_plan import Ready, digest_of
+from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler
+
+BLOCK = 4
+
+
+def request(name: str, tokens: int) -> Any:
+    return Fields(
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        kv_transfer_params={"do_remote_decode": True, "transfer_id": name},
+        lora_request=None,
+        mm_features=[],
+        status=Fields(name="FINISHED_LENGTH_CAPPED"),
+    )
+
+
+@dataclass
+class Steps:
+    """Steps of vLLM's scheduler, as its ``SchedulerOutput`` tells a connector of them."""
+
+    scheduler: KvScheduler = field(
+        default_factory=lambda: KvScheduler(block_tokens=BLOCK, engine="")
+    )
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    requests: dict[str, Any] = field(default_factory=dict)
+
+    def admit(self, name: str, tokens: int, table: list[int]) -> None:
+        """A request is new, or resumed after a preemption."""
+        made = self.requests.setdefault(name, request(name, tokens))
+        self.tables[name] = table
+        self.scheduler.allocated(made, table, 0)
+
+    def step(
+        self, scheduled: dict[str, tuple[int, int]], *, loads: bool = False, preempted: str = ""
+    ) -> dict[str, Ready]:
+        """One step. ``scheduled``: tokens computed before it, and tokens of it, by request."""
+        state = Fields(get_block_ids=lambda name: (self.tables[name],))
+        output = Fields(
+            preempted_req_ids={preempted} - {""},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=Fields(
+                req_ids=list(scheduled), num_computed_tokens=[c for c, _ in scheduled.values()]
+            ),
+            num_scheduled_tokens={name: count for name, (_, count) in scheduled.items()},
+            kv_connector_block_state=state,
+            has_sync_kv_loads=loads,
+        )
+        return {ready.request: ready for ready in self.scheduler.step(output).ready}
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_rs_1_hits_on_blocks_of_the_same_step_are_not_computed(first: str) -> None:
+    steps = Steps()
+    steps.admit("a", 10, [1, 2, 3])
+    steps.admit("b", 9, [1, 2, 4])
+    scheduled = {"a": (0, 10), "b": (8, 1)}
+    order = [first, *(scheduled.keys() - {first})]
+    ready = steps.step({name: scheduled[name] for name in order})
+    assert {name: each.computed for name, each in ready.items()} == {"a": 0, "b": 0}
+
+
+def test_rs_1_hits_on_blocks_of_an_earlier_step_are_computed() -> None:
+    steps = Steps()
+    steps.admit("a", 10, [1, 2, 3])
+    steps.step({"a": (0, 8)})
+    steps.admit("b", 9, [1, 2, 4])
+    ready = steps.step({"a": (8, 2), "b": (8, 1)})
+    assert {name: each.computed for name, each in ready.items()} == {"a": 8, "b": 8}
+
+
+def test_rs_1_hits_of_a_resumed_request_are_not_computed() -> None:
+    steps = Steps()
+    steps.admit("b", 9, [5, 6, 7])
+    assert steps.step({"b": (0, 9)})["b"].computed == 0
+    steps.step({}, preempted="b")
+    steps.admit("a", 10, [1, 2, 3])
+    steps.admit("b", 9, [1, 2, 4])
+    assert steps.step({"a": (4, 6), "b": (8, 1)})["b"].computed == 4
+
+
+def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_over() -> None:
+    steps = Steps()
+    steps.admit("a", 10, [1, 2, 3])
+    assert steps.step({"a": (8, 2)}, loads=True) == {}
+    assert steps.step({"a": (10, 1)}) == {}
+    assert steps.scheduler.finished(steps.requests["a"], [1, 2, 3, 4])[0]
+    assert steps.scheduler.busy
+    digest = digest_of(steps.requests["a"])
+    assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, (1, 2, 3))
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+@given(
+    drawn=REQUESTS,
+    budgets=st.lists(st.integers(1, 16), min_size=1, max_size=40),
+    preempt=st.sets(st.integers(0, 39), max_size=4),
+)
+def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
+    drawn: list[tuple[int, int]], budgets: list[int], preempt: set[int]
+) -> None:
+    """A scheduler that caches blocks when it allocates them, as vLLM's does, against memory that
+    is written when a step runs: whatever it draws, no block is sent before its tokens are there."""
+    steps = Steps()
+    prompts = [shared * BLOCK + rest for shared, rest in drawn]
+    cached: list[int] = []  # Blocks of the prefix that all share, from their allocation on.
+    written: dict[int, int] = {}  # How many tokens of a block are in memory.
+    number = iter(range(1, 10_000))
+    computed: dict[int, int] = {}
+    waiting = list(range(len(drawn)))
+    done: set[int] = set()
+    for at, budget in enumerate(budgets):
+        gone = ""
+        if at in preempt and computed:
+            last = max(computed)
+            computed.pop(last)
+            waiting.insert(0, last)
+            done.discard(last)
+            gone = f"r{last}"
+        scheduled: dict[str, tuple[int, int]] = {}
+        for i in [*computed, *waiting]:
+            if i not in computed:
+                if gone or budget == 0:
+                    continue
+                shared = drawn[i][0]
+                hits = cached[: min(shared, (prompts[i] - 1) // BLOCK)]
+                table = [*hits, *(next(number) for _ in range(prompts[i] // BLOCK + 4))]
+                steps.admit(f"r{i}", prompts[i], table)
+                computed[i] = len(hits) * BLOCK
+            # Beyond their prompts requests generate, a token in a step.
+            count = min(budget, max(1, prompts[i] - computed[i]))
+            if count == 0:
+                continue
+            budget -= count
+            scheduled[f"r{i}"] = (computed[i], count)
+            whole = min((computed[i] + count) // BLOCK, drawn[i][0])
+            cached.extend(steps.tables[f"r{i}"][len(cached) : whole])
+        waiting = [i for i in waiting if i not in computed]
+        ready = steps.step(scheduled, preempted=gone)
+        for name, each in ready.items():
+            i = int(name[1:])
+            assert i not in done
+            done.add(i)
+            for place in range(each.computed):
+                block, inside = divmod(place, BLOCK)
+                assert written.get(each.table[block], 0) > inside, (name, place)
+        for name, (before, count) in scheduled.items():
+            for place in range(before, before + count):
+                block, inside = divmod(place, BLOCK)
+                if block < len(steps.tables[name]):
+                    held = steps.tables[name][block]
+                    written[held] = max(written.get(held, 0), inside + 1)
+            computed[int(name[1:])] += count
+        for name, each in ready.items():
+            for place in range(each.tokens):
+                block, inside = divmod(place, BLOCK)
+                assert written.get(each.table[block], 0) > inside, (name, place)
+        for i, have in computed.items():
+            assert (i in done) == (have >= prompts[i])
