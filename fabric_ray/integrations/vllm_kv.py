@@ -26,6 +26,7 @@ from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
 from fabric_ray.integrations.vllm_kv_fetch import Fetcher
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Step
+from fabric_ray.integrations.vllm_kv_probe import page_form
 from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler, check
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.integrations.vllm_kv_stream import Stream
@@ -88,8 +89,14 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         """
         self.unregister_kv_caches()
         shards = self._shards()
+        layers = self._vllm_config.compilation_config.static_forward_context
+        dtype = self._vllm_config.model_config.dtype
         cache = worker_cache(
-            kv_caches, block_tokens=self._block_tokens, shards=shards, model=self._model()
+            kv_caches,
+            block_tokens=self._block_tokens,
+            shards=shards,
+            model=self._model(),
+            form=lambda name: page_form(name, layers.get(name), kv_caches[name], dtype),
         )
         self._kv_caches = kv_caches
         if self._kv_transfer_config.is_kv_producer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_probe import PageForm
 from fabric_ray.kvcache import CacheGroup, CacheLayout, CacheTensor, Place
 from fabric_ray.tensors import check_memory
 
@@ -55,7 +56,12 @@ class WorkerCache:
 
 
 def worker_cache(
-    tensors: Mapping[str, torch.Tensor], *, block_tokens: int, shards: Shards, model: str
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    block_tokens: int,
+    shards: Shards,
+    model: str,
+    form: Callable[[str], PageForm],
 ) -> WorkerCache:
     """What vLLM registers, described.
 
@@ -65,6 +71,8 @@ def worker_cache(
         block_tokens: of a block as the scheduler counts them; the kernels' may be smaller.
         shards: whose they are.
         model: what the pages are of.
+        form: what is known of the pages of a layer. Ends whose pages can't be divided are paired
+            with pages of the same size only (RS-1).
 
     Raises:
         InvalidArgument: a tensor that isn't laid out so.
@@ -91,7 +99,7 @@ def worker_cache(
         pages, heads, tokens, width = t.shape
         page, head, token, _ = (stride * t.element_size() for stride in t.stride())
         described = CacheTensor(
-            name="kv",
+            name=form(members[0]).name(heads=heads, tokens=tokens, strides=t.stride()[1:]),
             heads=heads * shards.shards,
             first_head=0,
             held_heads=heads,

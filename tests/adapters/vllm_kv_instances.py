@@ -46,6 +46,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
+from tests.kv_pages import attention, by_rows, latent
+
 LAYERS, HEADS, HEAD, LATENT = 3, 4, 8, 24
 
 _LLAMA = {
@@ -175,6 +177,10 @@ class Instance:
             self.caches.append(dict(zip(names, views, strict=True)))
             own = copy.deepcopy(vllm)
             own.parallel_config.rank = rank
+            own.compilation_config.static_forward_context = {
+                name: latent(view, LATENT - 8) if self.mla else attention(view, held, by_rows)
+                for name, view in self.caches[rank].items()
+            }
             connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
             # What `ensure_kv_transfer_initialized` does in each worker's process.
             kv_transfer_state._KV_CONNECTOR_AGENT = connector

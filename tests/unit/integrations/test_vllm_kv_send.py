@@ -15,6 +15,7 @@ from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_c
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.kvcache import Decoder, Prefiller, Pull, RankCache, Terms, errors
+from tests.kv_pages import rows
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 3, 6, 4, 8
 TERMS = Terms(beat=0.05, silence=30.0)
@@ -25,7 +26,7 @@ def end(stack: ExitStack, name: str) -> tuple[dict[str, torch.Tensor], RankCache
     raw = torch.zeros(LAYERS, BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
     tensors = {f"model.layers.{i}.attn": raw[i] for i in range(LAYERS)}
     shards = Shards(ranks=1, rank=0, shards=1)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m")
+    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
     engine = stack.enter_context(TransferEngine(name=name))
     regions = [engine.register(buffer) for buffer in cache.buffers]
     return tensors, RankCache(engine, cache.layouts[0], regions), cache

@@ -16,6 +16,7 @@ from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.kvcache import Decoder, Prefiller, Pull, RankCache, Terms
 from fabric_ray.kvcache.errors import PrefillFailed
+from tests.kv_pages import rows
 from tests.processes import within
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 2, 6, 2, 8, 4
@@ -36,7 +37,7 @@ def cached(stack: ExitStack, name: str) -> tuple[WorkerCache, RankCache]:
         for i in range(LAYERS)
     }
     shards = Shards(ranks=1, rank=0, shards=1)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m")
+    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
     engine = stack.enter_context(TransferEngine(name=name))
     regions = [engine.register(buffer) for buffer in cache.buffers]
     return cache, RankCache(engine, cache.layouts[0], regions)
