@@ -77,7 +77,8 @@ class Trainer:
             batch = fsdp.copy_task(
                 self.config.vocab, batch=BATCH, half=HALF, generator=self._generator
             )
-            loss = torch.tensor(fsdp.train_step(self.model, self._optimizer, batch))
+            step = fsdp.train_step(self.model, self._optimizer, batch)
+            loss = torch.tensor(step, dtype=torch.float32, device="cpu")
             dist.all_reduce(loss)
             losses.append(loss.item() / self.world)
         return losses
@@ -99,7 +100,7 @@ class Trainer:
         for _ in range(repeats):
             dist.barrier()
             seconds.append(self._floor.run(nbytes))
-        slowest = torch.tensor(seconds)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(statistics.median(slowest.tolist()))
 

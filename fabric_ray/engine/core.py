@@ -235,7 +235,7 @@ class TransferEngine(_native.Engine):
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
             raise InvalidArgument(f"a tensor of shape {shape} can't be: a size is negative")
-        itemsize = torch.empty(0, dtype=dtype).element_size()
+        itemsize = torch.empty(0, dtype=dtype, device="cpu").element_size()
         count = math.prod(shape)
         region = self.alloc(max(1, count * itemsize))
         part = region if region.nbytes == count * itemsize else region[: count * itemsize]

@@ -101,7 +101,7 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
         # A GPU storage can't be kept from being resized; torch's allocator at least keeps the
         # segment mapped.
         return tensor.data_ptr(), nbytes, storage
-    seen = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    seen = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return tensor.data_ptr(), nbytes, (storage, seen)
 
 

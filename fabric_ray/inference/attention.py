@@ -52,6 +52,16 @@ class Addresses(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
 
 
+def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """int64, in host memory."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def first_integers(count: int) -> Tensor:
+    """0 to ``count - 1``, int64, in host memory."""
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
 def address(segments: Sequence[Segment], group: CacheGroup, at: int) -> Addresses:
     """Looks a batch up in the page tables of group number ``at``."""
     size = group.page_tokens
@@ -66,8 +76,8 @@ def address(segments: Sequence[Segment], group: CacheGroup, at: int) -> Addresse
         rows.setdefault(alike, []).append((before, segment))
         before += len(segment.tokens)
     return Addresses(
-        torch.tensor(pages),
-        torch.tensor(positions) % size,
+        integers(pages),
+        integers(positions) % size,
         tuple(_bucket(alike, group, at) for alike in rows.values()),
     )
 
@@ -83,13 +93,13 @@ def _bucket(alike: Sequence[tuple[int, Segment]], group: CacheGroup, at: int) ->
     ]
     longest = max(map(len, tables))
     needed = max(s.end - first * size for s, first in zip(segments, firsts, strict=True))
-    table = torch.tensor([pages + [0] * (longest - len(pages)) for pages in tables])
-    rows = torch.tensor([before for before, _ in alike])[:, None] + torch.arange(count)
-    starts = torch.tensor([s.start for s in segments])
+    table = integers([pages + [0] * (longest - len(pages)) for pages in tables])
+    rows = integers([before for before, _ in alike])[:, None] + first_integers(count)
+    starts = integers([s.start for s in segments])
     if len(segments) == 1 and segments[0].start == 0 and _sees_all(segments[0].end, group):
         return Bucket(rows, table, needed, None, None)
-    keys = torch.tensor(firsts)[:, None] * size + torch.arange(needed)  # [segments, positions]
-    queries = starts[:, None] + torch.arange(count)  # [segments, tokens]
+    keys = integers(firsts)[:, None] * size + first_integers(needed)  # [segments, positions]
+    queries = starts[:, None] + first_integers(count)  # [segments, tokens]
     seen = keys[:, None, :] <= queries[:, :, None]
     if group.window is not None:
         seen &= keys[:, None, :] > queries[:, :, None] - group.window
@@ -133,7 +143,7 @@ def _heads_of_pages(view: Tensor, pages: Tensor) -> Tensor:
     # What a head has of a page is one run: whole runs are picked from all that there are.
     last = (len(view) - 1) * page_stride + (heads - 1) * head_stride
     runs = view.as_strided((last // run + 1, run), (run, 1), view.storage_offset())
-    by_head = torch.arange(heads)[:, None] * (head_stride // run)
+    by_head = first_integers(heads)[:, None] * (head_stride // run)
     picked = runs.index_select(0, (by_head + pages * (page_stride // run)).flatten())
     return picked.view(heads, len(pages), tokens, width)
 

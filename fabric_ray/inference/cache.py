@@ -18,7 +18,7 @@ Allocate = Callable[[int, int], Tensor]
 
 def host_memory(rank: int, nbytes: int) -> Tensor:
     """Memory that nobody else can reach, for engines that stand alone."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class PagedCache:

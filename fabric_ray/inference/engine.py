@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from fabric_ray.inference import tail as tails
-from fabric_ray.inference.attention import Addresses, Segment, address, attend, gather, write
+from fabric_ray.inference.attention import (
+    Addresses,
+    Segment,
+    address,
+    attend,
+    gather,
+    integers,
+    write,
+)
 from fabric_ray.inference.cache import Allocate, PagedCache, host_memory
 from fabric_ray.inference.errors import InvalidTokens
 from fabric_ray.inference.heads import Angles, Projected, heads_of
@@ -120,9 +128,9 @@ class TorchEngine:
         config, ranks = self._model.config, self._model.ranks
         check_segments(segments, self._groups, config.vocab)
         addresses = [address(segments, group, at) for at, group in enumerate(self._groups)]
-        positions = torch.tensor([p for s in segments for p in range(s.start, s.end)])
+        positions = integers([p for s in segments for p in range(s.start, s.end)])
         by = self._angles.at(positions)
-        x = embed(ranks, torch.tensor([token for s in segments for token in s.tokens]))
+        x = embed(ranks, integers([token for s in segments for token in s.tokens]))
         for layer in range(config.layers):
             prefix = f"model.layers.{layer}."
             normed = rms_norm(x, ranks[0][prefix + "input_layernorm.weight"], config.norm_eps)

@@ -208,7 +208,7 @@ class _Parts:
 
         if self._first is None:
             self._first, self._got = piece, 0
-            self._whole = torch.empty(nbytes, dtype=torch.uint8)
+            self._whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         whole, first = self._whole, self._first
         same = (piece.name, piece.dtype, piece.shape) == (first.name, first.dtype, first.shape)
         if whole is None or not same or piece.start != self._got:

@@ -46,7 +46,7 @@ class InitialWeights(Mapping[str, Tensor]):
         rows, *rest = box
         shape = (rows.stop - rows.start, *self._shapes[name][1:])
         dtype: torch.dtype = getattr(torch, parameter_dtype(self._config, name))
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         if name.endswith("norm.weight"):
             out.fill_(1)
         elif name.endswith("bias"):
@@ -64,7 +64,7 @@ class InitialWeights(Mapping[str, Tensor]):
             text = f"{self._seed}/{name}/{block}".encode()
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
             generator = torch.Generator().manual_seed(seed)
-            drawn = torch.empty((_BLOCK_ROWS, *out.shape[1:]), dtype=torch.float32)
+            drawn = torch.empty((_BLOCK_ROWS, *out.shape[1:]), dtype=torch.float32, device="cpu")
             drawn.normal_(std=self._std, generator=generator)
             low, high = max(first, start), min(first + _BLOCK_ROWS, stop)
             out[low - start : high - start] = drawn[low - first : high - first]

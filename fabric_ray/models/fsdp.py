@@ -131,7 +131,9 @@ def train_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Tens
 
 def copy_task(vocab: int, *, batch: int, half: int, generator: torch.Generator) -> Tensor:
     """Random token ids, each row followed by itself: ``[batch, 2 * half]``, int64."""
-    first = torch.randint(vocab, (batch, half), generator=generator)
+    first = torch.randint(
+        vocab, (batch, half), generator=generator, dtype=torch.int64, device="cpu"
+    )
     return torch.cat([first, first], dim=1)
 
 

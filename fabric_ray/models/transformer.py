@@ -36,7 +36,7 @@ def rotation(
     if rope.yarn is not None:
         kept = _kept(rope.theta, rope.yarn, head_dim, frequencies)
         frequencies = frequencies * (kept + (1 - kept) / rope.yarn.factor)
-    angles = torch.outer(torch.arange(positions, device=device), frequencies)
+    angles = torch.outer(torch.arange(positions, dtype=torch.int64, device=device), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
     scale = 1.0 if rope.yarn is None else rope.yarn.turned
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -78,13 +78,18 @@ def route(logits: Tensor, moe: Moe) -> tuple[Tensor, Tensor]:
     return weights.to(logits.dtype), chosen
 
 
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Arbitrary values, on the device that the caller builds the model on."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.get_default_device()))
+
+
 class Linear(nn.Module):
     """``nn.Linear`` without the initial values, which are about to be replaced."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        self.weight = _parameter((outputs, inputs), dtype)
+        self.bias = _parameter((outputs,), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -95,7 +100,7 @@ class Embedding(nn.Module):
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
+        self.weight = _parameter((rows, width), dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
@@ -104,7 +109,7 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.weight = _parameter((size,), dtype)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ class AllToAll:
         """
         if self._steps is not None:
             return self._steps.combine_answers()
-        out = torch.empty(self._tokens, self._topk, self._hidden, dtype=self._answers)
+        out = torch.empty(self._tokens, self._topk, self._hidden, dtype=self._answers, device="cpu")
         flat = out.view(-1, self._hidden)
         self._native.combine_answers(
             rows.part("answers", flat, width=self._hidden, dtype=self._answers)

@@ -204,5 +204,5 @@ def exp(x: Tensor) -> Tensor:
 
 def _seen(tokens: int, positions: int, device: torch.device) -> Tensor:
     """Which positions each of the last tokens sees."""
-    ends = torch.arange(positions - tokens, positions, device=device)
-    return torch.arange(positions, device=device)[None] <= ends[:, None]
+    ends = torch.arange(positions - tokens, positions, dtype=torch.int64, device=device)
+    return torch.arange(positions, dtype=torch.int64, device=device)[None] <= ends[:, None]

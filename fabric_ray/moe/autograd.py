@@ -357,8 +357,9 @@ class _Dispatch(torch.autograd.Function):
         if exchange._open is not routing or exchange._open_weighted:
             # Another dispatch came in between, or answers would be multiplied: the ways are gone
             # over again, with nothing.
-            hidden = grads[0].shape[1]
-            exchange._dispatch(torch.zeros(routing.tokens, hidden, dtype=exchange.dtype), routing)
+            shape = routing.tokens, grads[0].shape[1]
+            nothing = torch.zeros(shape, dtype=exchange.dtype, device=exchange.device)
+            exchange._dispatch(nothing, routing)
         return exchange._combine(grads[0]), None, None, None, None, None
 
 

@@ -58,7 +58,7 @@ class GroupComm:
         lengths = [torch.zeros_like(length) for _ in range(self.size())]
         dist.all_gather(lengths, length, group=self._group)
         longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if value:
             padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         padded = padded.to(self.device)

@@ -138,7 +138,7 @@ def random_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     scale: float = shape[-1] ** -0.5
-    return torch.randn(shape, generator=generator) * scale
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
 
 
 def route(
@@ -398,7 +398,8 @@ class ParallelMoeLayer(MoeLayer):
         there = chosen // self._each
         away = there != self._carrier.rank
         if not self._carrier.asynchronous:
-            away &= torch.tensor(self._carrier.present, device=there.device)[there]
+            present = torch.tensor(self._carrier.present, dtype=torch.bool, device=there.device)
+            away &= present[there]
         return away.sum()
 
 

@@ -137,10 +137,9 @@ class Mailbox:
 
 def _zeros(nbytes: int, device: torch.device, *, on_host: bool = False) -> Tensor:
     """Zero bytes from the beginning of a line, on the device or where the host sees them too."""
-    where: dict[str, object] = {"device": device}
-    if on_host:
-        where = {"pin_memory": device.type == "cuda"}
-    whole = torch.zeros(nbytes + _LINE, dtype=torch.uint8, **where)  # type: ignore[call-overload]
+    where = torch.device("cpu") if on_host else device
+    pinned = on_host and device.type == "cuda"
+    whole = torch.zeros(nbytes + _LINE, dtype=torch.uint8, device=where, pin_memory=pinned)
     begin = -whole.data_ptr() % _LINE
     found: Tensor = whole[begin : begin + nbytes]
     return found

@@ -320,9 +320,11 @@ def _rotation(config: MoeModelConfig) -> tuple[Tensor, Tensor]:
     frequencies = [config.rope_theta ** (-i / half) for i in range(half)]
     angles = [[p * f for f in frequencies] for p in range(config.positions)]
     dtype = config.moe.torch_dtype
-    cos = torch.tensor([[math.cos(a) for a in row] for row in angles]).to(dtype)
-    sin = torch.tensor([[math.sin(a) for a in row] for row in angles]).to(dtype)
-    return cos, sin
+    cos = [[math.cos(a) for a in row] for row in angles]
+    sin = [[math.sin(a) for a in row] for row in angles]
+    # Rounded to float32 first, whatever the format of the model.
+    both = torch.tensor([cos, sin], dtype=torch.float32, device="cpu").to(dtype)
+    return both[0], both[1]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

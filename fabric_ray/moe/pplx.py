@@ -76,7 +76,7 @@ class AllToAll:
         self._indices: Tensor | None = None
         if device is not None:
             # An engine knows a GPU by the context that it finds.
-            torch.zeros(1, device=device)
+            torch.zeros(1, dtype=torch.uint8, device=device)
         self._exchanges = Exchanges(comm, engine, timeout)
         self._exchange = self._exchanges.make(
             experts=num_experts,
@@ -185,9 +185,9 @@ class AllToAll:
             parts = self._scales(dp_x_scale, len(dp_x))
             experts = indices[:tokens].to(torch.int64)
             if bound_m is not None and self._exchange.asynchronous:
-                there = torch.arange(tokens, device=experts.device)[:, None] < bound_m.to(
-                    torch.int64
-                )
+                there = torch.arange(tokens, dtype=torch.int64, device=experts.device)[
+                    :, None
+                ] < bound_m.to(torch.int64)
                 experts = torch.where(there, experts, -1)
             self._exchange.dispatch_send(
                 dp_x[:tokens].view(self._bits), experts, **{k: p[:tokens] for k, p in parts.items()}

@@ -91,7 +91,7 @@ class Rank:
         moe = options.model.moe
         if options.device is not None:
             # An engine knows a GPU by the context that it finds.
-            torch.zeros(1, device=options.device)
+            torch.zeros(1, dtype=torch.uint8, device=options.device)
         self._engine = runtime.engine(**options.engine)
         self._exchange = AllToAll(
             self._engine,

@@ -48,8 +48,8 @@ class Dispatched:
         return cls(
             x=parts.pop("x")[:total],
             parts=parts,
-            counts=torch.tensor(counts, dtype=torch.int64),
-            starts=torch.tensor(starts, dtype=torch.int64),
+            counts=torch.tensor(counts, dtype=torch.int64, device="cpu"),
+            starts=torch.tensor(starts, dtype=torch.int64, device="cpu"),
         )
 
     def of(self, expert: int) -> slice:
@@ -60,7 +60,7 @@ class Dispatched:
     def experts(self) -> Tensor:
         """The local expert of each row, int64 ``[rows]``, and -1 for rows that fill up; known where
         the tokens lie, and no device is waited for."""
-        row = torch.arange(len(self.x), device=self.x.device)
+        row = torch.arange(len(self.x), dtype=torch.int64, device=self.x.device)
         starts, counts = self.starts.to(row.device), self.counts.to(row.device)
         expert = torch.searchsorted(starts, row, right=True) - 1
         return torch.where(row - starts[expert] < counts[expert], expert, -1)
@@ -165,7 +165,7 @@ def check_wanted(wanted: Tensor, shape: tuple[int, int], device: torch.device) -
 def summed(answers: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
     """Sums of those that are wanted of ``[tokens, topk, hidden]``, as the exchange makes them:
     float32, one expert after the other."""
-    total = torch.zeros(len(answers), answers.shape[2])
+    total = torch.zeros(len(answers), answers.shape[2], dtype=torch.float32, device=answers.device)
     for k in range(answers.shape[1]):
         answer = answers[:, k].float().masked_fill_(~wanted[:, k, None], 0)
         if weights is not None:

@@ -60,14 +60,14 @@ class Memory:
     def __init__(self, engine: TransferEngine, device: torch.device) -> None:
         self.device = device
         self._engine = engine
-        self.region = torch.empty(0, dtype=torch.uint8)
-        self.words = torch.empty(0, dtype=torch.int64)
+        self.region = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.words = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def allocate(self, nbytes: int, words: int) -> tuple[Region, int, object]:
         """This rank's part, and words in the host's memory that kernels reach."""
         self.region, region = room_on(self._engine, nbytes, self.device)
         pinned = self.device.type == "cuda"
-        whole = torch.zeros(words + _LINE // 8, dtype=torch.int64, pin_memory=pinned)
+        whole = torch.zeros(words + _LINE // 8, dtype=torch.int64, device="cpu", pin_memory=pinned)
         begin = -whole.data_ptr() % _LINE // 8
         self.words = whole[begin : begin + words]
         return region, self.words.data_ptr(), self.words

@@ -123,7 +123,8 @@ class Instance:
     def write_times(self, slot: int, *, waited: float, computed: float) -> None:
         """Adds the prefiller's seconds to a tail."""
         memory = self._tails[slot, self._times_at : self._times_at + 8 * _TIMES]
-        memory.view(torch.float64).copy_(torch.tensor([waited, computed], dtype=torch.float64))
+        times = torch.tensor([waited, computed], dtype=torch.float64, device="cpu")
+        memory.view(torch.float64).copy_(times)
 
     def read_times(self, slot: int) -> tuple[float, float]:
         """The seconds that the prompt waited, and was computed."""

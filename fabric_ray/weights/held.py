@@ -225,4 +225,6 @@ def _memory(param: str, tensor: Any) -> Any:
 
     start, nbytes = _span(param, tensor)
     storage = _local(tensor).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, start, (nbytes,), (1,)
+    )

@@ -167,7 +167,7 @@ def _experts(
 ) -> Iterator[tuple[str, Tensor]]:
     """``inner`` ranks share each expert."""
     owner, share = divmod(rank, inner)
-    mine = torch.arange(experts).tensor_split(ep)[owner].tolist()
+    mine = torch.arange(experts, dtype=torch.int64, device="cpu").tensor_split(ep)[owner].tolist()
 
     def w13(expert: int) -> Tensor:
         one = f"{prefix}experts.{expert}."

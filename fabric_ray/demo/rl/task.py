@@ -13,8 +13,11 @@ VOCAB = DIGITS + 1
 
 def prompts(number: int, length: int, *, generator: torch.Generator) -> Tensor:
     """Random digits and the separator: ``[number, length + 1]``, int64."""
-    digits = torch.randint(DIGITS, (number, length), generator=generator)
-    return torch.cat([digits, torch.full((number, 1), SEPARATOR)], dim=1)
+    digits = torch.randint(
+        DIGITS, (number, length), generator=generator, dtype=torch.int64, device="cpu"
+    )
+    separators = torch.full((number, 1), SEPARATOR, dtype=torch.int64, device="cpu")
+    return torch.cat([digits, separators], dim=1)
 
 
 def rewards(tokens: Tensor) -> Tensor:

@@ -310,7 +310,8 @@ class Buffer(NormalCalls):
                 f"[{self.group_size}]"
             )
         masked = self._exchanges.masked
-        mask_status.copy_(torch.tensor([int(r in masked) for r in range(self.group_size)]))
+        given_up = [int(r in masked) for r in range(self.group_size)]
+        mask_status.copy_(torch.tensor(given_up, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Nothing if no rank is masked.

@@ -378,8 +378,9 @@ class ElasticBuffer(ElasticLacks):
         self._normal.grow(most)
         self._normal.reserve(len(tokens), form)
         first = self.rank_idx * most + 1
-        numbers = torch.arange(first, first + len(tokens), device=tokens.device)
-        parts["origin"] = numbers.to(torch.int32)[:, None]
+        end = first + len(tokens)
+        numbers = torch.arange(first, end, dtype=torch.int32, device=tokens.device)
+        parts["origin"] = numbers[:, None]
         got, way = self._normal.send(form, tokens, parts, normal.ranks_of(layout.in_rank, width))
         local = experts // self.num_ranks
         rows = way.rows if exact else most * self.num_ranks
@@ -392,7 +393,7 @@ class ElasticBuffer(ElasticLacks):
         ends = slots.starts[:-1] + slots.counts if do_expand else slots.starts[1:]
         each = min(topk_idx.shape[1], local)
         can_come = rows * each + (alignment - 1) * local
-        row = torch.arange(len(origin), device=origin.device)
+        row = torch.arange(len(origin), dtype=torch.int64, device=origin.device)
         of = slots.of[: len(origin)] if do_expand else torch.full_like(idx[: len(origin)], -1)
         made = EPHandle(
             do_expand=do_expand,

@@ -46,7 +46,7 @@ class Slots:
     def fold(self, slots: Tensor) -> Tensor:
         """The sums of tokens' slots, in float32 and in the order of their experts, rounded:
         ``[rows, width]``."""
-        total = torch.zeros(len(self.of), slots.shape[1], device=slots.device)
+        total = torch.zeros(len(self.of), slots.shape[1], dtype=torch.float32, device=slots.device)
         for slot in self.of.unbind(1):
             total += torch.where(slot[:, None] >= 0, slots[slot.clamp(min=0)].float(), 0.0)
         return total.to(slots.dtype)
@@ -107,5 +107,6 @@ def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:
     there = order[: len(experts[experts >= 0])]
     expert = experts[there]
     slots = torch.full_like(experts, -1)
-    slots[there] = starts[expert] + torch.arange(len(there), device=experts.device) - before[expert]
+    number = torch.arange(len(there), dtype=torch.int64, device=experts.device)
+    slots[there] = starts[expert] + number - before[expert]
     return Slots(counts, starts, slots.view(topk_idx.shape))

@@ -113,7 +113,7 @@ class LowLatency:
         origin = torch.empty(len(x), 2, dtype=torch.int32, device=form.device)
         # From 1, for rows of a rank that is lost on the way come as zeros.
         origin[:, 0].fill_(slot.exchange.rank + 1)
-        origin[:, 1].copy_(torch.arange(len(x), device=form.device))
+        origin[:, 1].copy_(torch.arange(len(x), dtype=torch.int32, device=form.device))
         parts = {"origin": origin}
         if form.scales is not None:
             x, parts["scales"] = cast.to_fp8(
@@ -322,7 +322,7 @@ def _layout(origin: Tensor, counts: Tensor, ranks: int) -> Tensor:
             so are rows beyond the counts.
         counts: ``[local experts]``.
     """
-    row = torch.arange(origin.shape[1], device=origin.device)
+    row = torch.arange(origin.shape[1], dtype=torch.int64, device=origin.device)
     there = (row < counts[:, None]) & (origin > 0) & (origin <= ranks)
     source = torch.where(there, origin, 0).to(torch.int64)
     each = (len(origin), ranks + 1)

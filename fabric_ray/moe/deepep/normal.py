@@ -411,7 +411,7 @@ class Normal:
 def ranks_of(in_rank: Tensor, width: int) -> Tensor:
     """The ranks of each token in ascending order, -1 behind them: int64 ``[tokens, width]``."""
     ranks = in_rank.shape[1]
-    numbers = torch.arange(ranks, device=in_rank.device)
+    numbers = torch.arange(ranks, dtype=torch.int64, device=in_rank.device)
     found = torch.where(in_rank, numbers, ranks).sort(1).values[:, :width]
     return torch.where(found < ranks, found, -1)
 

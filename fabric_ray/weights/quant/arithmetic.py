@@ -112,7 +112,7 @@ def quantise(full: Tensor, fmt: Format, *, name: str = "tensor") -> tuple[Tensor
     limit = _LIMITS[type(fmt)]
     values = (blocks / scale[..., :, None, :, None]).clamp(-limit, limit)
     values = values.flatten(-2).flatten(-3, -2)[..., :height, :width]
-    q = torch.empty(full.shape, dtype=getattr(torch, fmt.element.name))
+    q = torch.empty(full.shape, dtype=getattr(torch, fmt.element.name), device=full.device)
     rounded(values, fmt, q)
     return q, stored(scale, fmt)
 

@@ -78,7 +78,7 @@ class RankQuantiser:
         Args:
             tensors: this rank's containers by name.
         """
-        found = torch.zeros(self.edges.size)
+        found = torch.zeros(self.edges.size, dtype=torch.float32, device="cpu")
         for name, preparation in self.preparations.items():
             preparation.add_maxima(tensors[name], found)
         return found
@@ -245,7 +245,8 @@ class Preparation:
     def _known_scales(self, laid: Blocked, maxima: Tensor | None) -> Tensor:
         """Scales of edge blocks, from what was exchanged; the others are still to be found."""
         assert not isinstance(self.fmt, Cast), "casts have no scales"
-        known = torch.empty([len(blocks) for blocks in laid.touched])
+        shape = [len(blocks) for blocks in laid.touched]
+        known = torch.empty(shape, dtype=torch.float32, device="cpu")
         if laid.name not in self._edges.tensors:
             return known
         if maxima is None or maxima.shape != (self._edges.size,):

@@ -47,10 +47,11 @@ class Converting:
         made = self._made.get(name)
         if made is None or tensor.shape != made.shape:
             return deque([(name, tensor)])
-        out = deque([(name, torch.empty(made.shape, dtype=made.values_dtype))])
+        values = torch.empty(made.shape, dtype=made.values_dtype, device="cpu")
+        out = deque([(name, values)])
         scales = None
         if made.scale_name is not None and made.scale_shape is not None:
-            scales = torch.empty(made.scale_shape, dtype=made.scale_dtype)
+            scales = torch.empty(made.scale_shape, dtype=made.scale_dtype, device="cpu")
             out.append((made.scale_name, scales))
         made.prepare(tensor, out[0][1], scales)
         return out

@@ -29,7 +29,7 @@ class LayoutReplica:
         self.side = side
         self._known: dict[int, _AsRank] = {}
         self._offsets: dict[str, int] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -56,7 +56,7 @@ class LayoutReplica:
             self._offsets[name] = end
             end += -(-nbytes // _ALIGN) * _ALIGN
         if end != self._memory.numel():
-            self._memory = torch.zeros(end, dtype=torch.uint8)
+            self._memory = torch.zeros(end, dtype=torch.uint8, device="cpu")
 
     def tensors(self, rank: int) -> Mapping[str, torch.Tensor]:
         out = {}

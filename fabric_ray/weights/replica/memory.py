@@ -50,7 +50,7 @@ class ReplicaMemory:
             at = storage.data_ptr()
             if at not in used:
                 used[at] = self._regions.get(at) or self.engine.register(
-                    torch.empty(0, dtype=torch.uint8).set_(storage)
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 )
             out[container.index] = used[at], tensor.data_ptr() - at
         # A region keeps its memory, so no other can have come to lie at its address.

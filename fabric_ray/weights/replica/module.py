@@ -165,7 +165,7 @@ class ModuleReplica:
         return writes.parts
 
     def _load_stand_in(self, rank: int, whole: Tensor) -> Writes:
-        zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name))
+        zero = torch.zeros((), dtype=getattr(torch, whole.dtype.name), device="cpu")
         writes = Writes(self._tensors, zero)
         with writes:
             self.load(rank, {whole.name: zero.expand(whole.shape)})

@@ -46,7 +46,8 @@ def filled(tensor: torch.Tensor, written: Iterable[Part]) -> int:
     """How many of a tensor's elements have been written, each counted once."""
     own, parts = Part.of(tensor), tuple(written)
     base = min(part.begin for part in (own, *parts))
-    mask = torch.zeros(max(part.end for part in (own, *parts)) - base, dtype=torch.bool)
+    nbytes = max(part.end for part in (own, *parts)) - base
+    mask = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
     for part in parts:
         mask.as_strided(part.shape, part.strides, part.begin - base).fill_(True)
     elements = mask.as_strided(own.shape, own.strides, own.begin - base).all(-1)

@@ -26,7 +26,8 @@ def held(side: Side, full: Mapping[str, torch.Tensor]) -> Held:
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same bits in a dtype that torch can cut, join and compare."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(dtypes[tensor.element_size()])
 
 
 def exchanged(quantisers: Mapping[int, RankQuantiser], plain: Held) -> dict[int, torch.Tensor]:
@@ -57,10 +58,12 @@ def prepared(side: Side, formats: Formats, plain: Held, *, band: int = 1 << 18) 
             out[rank, name] = plain_bytes(local.contiguous())
             continue
         preparation = quantisers[rank].preparations[name]
-        values = torch.empty(preparation.shape, dtype=preparation.values_dtype)
+        values = torch.empty(preparation.shape, dtype=preparation.values_dtype, device="cpu")
         scales = None
         if preparation.scale_shape is not None:
-            scales = torch.empty(preparation.scale_shape, dtype=preparation.scale_dtype)
+            scales = torch.empty(
+                preparation.scale_shape, dtype=preparation.scale_dtype, device="cpu"
+            )
         preparation.prepare(local, values, scales, maxima[rank])
         assert preparation.nbytes == values.nbytes + (0 if scales is None else scales.nbytes)
         out[rank, name] = plain_bytes(values)
