@@ -60,7 +60,10 @@ class Checkpoint(Mapping[str, Tensor]):
             KeyError: the model has no such parameter.
             CheckpointError: its file can't be read.
         """
-        part: Tensor = self._slice(name)[box]
+        stored = self._slice(name)
+        # safetensors makes slices on torch's default device, whatever it was opened with.
+        with torch.device("cpu"):
+            part: Tensor = stored[box]
         dtype: torch.dtype = getattr(torch, parameter_dtype(self.config, name))
         # The view shares the mapped file; a copy lets pages of it go.
         return part.to(dtype) if part.dtype != dtype else part.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import tiny
 from fabric_ray.inference.spec import CacheSpec
+from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.moe import cast
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer
@@ -216,6 +219,18 @@ def test_rs_1_logits_follow_no_default(name: str) -> None:
         tables = shuffled(engine, 40)
         prefill(engine, text(33), tables, chunk=9)
         return [step(engine, 5 + at, 33 + at, tables) for at in range(3)]
+
+    check(work)
+
+
+def test_rs_1_a_checkpoint_follows_no_default(tmp_path: Path) -> None:
+    config = tiny("tiny-llama")
+    source = InitialWeights(config)
+    save_checkpoint(tmp_path, config, source)
+
+    def work() -> Any:
+        found = Checkpoint(tmp_path)
+        return [found[name] for name in found], [source[name] for name in source]
 
     check(work)
 

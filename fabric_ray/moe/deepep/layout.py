@@ -44,8 +44,8 @@ class Slots:
         return out
 
     def fold(self, slots: Tensor) -> Tensor:
-        """The sums of tokens' slots, in float32 and in the order of their experts, rounded:
-        ``[rows, width]``."""
+        """The sums of tokens' slots, in float32 whatever torch's default is (RS-1), in the order of
+        their experts, rounded: ``[rows, width]``."""
         total = torch.zeros(len(self.of), slots.shape[1], dtype=torch.float32, device=slots.device)
         for slot in self.of.unbind(1):
             total += torch.where(slot[:, None] >= 0, slots[slot.clamp(min=0)].float(), 0.0)

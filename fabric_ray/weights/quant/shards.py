@@ -70,7 +70,8 @@ class RankQuantiser:
                     self.preparations[container.name] = preparation
 
     def partial_maxima(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of the maxima of all edge blocks: float32 ``[edges.size]``.
+        """This rank's part of the maxima of all edge blocks: float32 ``[edges.size]``, whatever
+        torch's default dtype is (RS-1).
 
         Reads only what lies in such blocks. NaN and infinity pass through, so that every rank
         with a part of the block refuses it.
