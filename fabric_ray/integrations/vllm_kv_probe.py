@@ -84,7 +84,7 @@ def _probed(page: torch.Tensor, write: Callable[[torch.Tensor], None]) -> PageFo
         write(picked)
         return page.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu()
 
-    alike = torch.zeros(tokens, heads, dtype=torch.long)
+    alike = torch.zeros(tokens, heads, dtype=torch.long, device="cpu")
     plain = written(alike)
     by_token = by_head = True
     # One token of one head gets another content: what changes is its own, the same at each place.
@@ -105,7 +105,8 @@ def _probed(page: torch.Tensor, write: Callable[[torch.Tensor], None]) -> PageFo
     if by_token and by_head:
         sample = of_token[0][0]
     else:
-        mixed = written((torch.arange(tokens) % 3 % _CONTENTS).unsqueeze(1).repeat(1, heads))
+        first = torch.arange(tokens, dtype=torch.long, device="cpu")
+        mixed = written((first % 3 % _CONTENTS).unsqueeze(1).repeat(1, heads))
         sample = mixed[0] if by_head else mixed[:, 0] if by_token else mixed
     mark = zlib.crc32(sample.contiguous().numpy().tobytes())
     return PageForm(by_token, by_head, f"sample {mark:08x}")
