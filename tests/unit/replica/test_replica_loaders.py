@@ -163,15 +163,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("extra", ["refuse", "ignore"])
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_loader_that_cannot_be_followed_is_refused_by_name_before_anything_is_sent(
-    open_setup: Callable[..., Setup], how: str, extra: str
+    open_setup: Callable[..., Setup], how: str
 ) -> None:
     load, words = REFUSED[how]
-    setup = open_setup(
-        [(1, version(1))], SIDE, replica=lambda: ModuleReplica(Pair(load), SIDE), extra=extra
-    )
+    setup = open_setup([(1, version(1))], SIDE, replica=lambda: ModuleReplica(Pair(load), SIDE))
     with pytest.raises((WeightSyncError, InvalidArgument), match=words):
         setup.sync.push()
     assert setup.targets[0].version is None
