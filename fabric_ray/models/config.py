@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
-from fabric_ray.models.kinds import COMPUTED, Kind, Nest
+from fabric_ray.models.kinds import ARCHITECTURES, COMPUTED, Kind, Nest
 
 DTypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -123,6 +123,8 @@ class Linear(msgspec.Struct, frozen=True):
     value_dim: int
     kernel: int
     """Tokens that the convolution over queries, keys and values sees."""
+    fused: bool = False
+    """Whether its inputs come from two projections (Qwen3-Next) or from four (Qwen3.5)."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -153,7 +155,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     fused_mlp: bool = False
     """Whether gate and up are one parameter, ``gate_up_proj``: all of gate, then all of up."""
     post_norms: bool = False
-    """Whether what attention and MLP give is normed too, before it is added."""
+    """Whether a layer has two norms more; the architecture says which."""
     moe: Moe | None = None
     latent: Latent | None = None
     """With it ``head_dim`` is the width of a head's queries and keys, turned or not."""
@@ -226,12 +228,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes = dict(_parameters(config))
     if not config.nest:
         return shapes
-    return {
-        f"model.language_model.{name.removeprefix('model.')}"
-        if name.startswith("model.")
-        else name: shape
-        for name, shape in shapes.items()
-    }
+    return {nested_name(name): shape for name, shape in shapes.items()}
+
+
+def nested_name(name: str) -> str:
+    """A text model's parameter, as transformers 5 calls it within a model of text and images."""
+    if not name.startswith("model."):
+        return name
+    return f"model.language_model.{name.removeprefix('model.')}"
 
 
 def parameter_dtype(config: ModelConfig, name: str) -> DTypeName:
@@ -250,16 +254,17 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield from _attention(c, prefix + "self_attn.")
         else:
             yield from _latent_attention(c, c.latent, prefix + "self_attn.")
-        if c.post_norms:
-            yield prefix + "post_self_attn_layernorm.weight", (c.hidden,)
+        added = ARCHITECTURES[c.kind].added_norms if c.post_norms else ()
+        for norm in added[:1]:
+            yield f"{prefix}{norm}.weight", (c.hidden,)
         yield prefix + "post_attention_layernorm.weight", (c.hidden,)
         mlp = prefix + "mlp."
         if c.moe is not None and c.has_experts(layer):
             yield from (_stacked_experts if c.moe.stacked else _experts)(c, c.moe, mlp)
         else:
             yield from _dense_mlp(c, mlp)
-        if c.post_norms:
-            yield prefix + "post_mlp_layernorm.weight", (c.hidden,)
+        for norm in added[1:]:
+            yield f"{prefix}{norm}.weight", (c.hidden,)
     yield "model.norm.weight", (c.hidden,)
     if not c.tied:
         yield "lm_head.weight", (c.vocab, c.hidden)
@@ -283,10 +288,13 @@ def _attention(c: ModelConfig, prefix: str) -> Iterator[tuple[str, Shape]]:
 
 def _linear_attention(c: ModelConfig, linear: Linear, prefix: str) -> Iterator[tuple[str, Shape]]:
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-    yield prefix + "in_proj_qkv.weight", (2 * keys + values, c.hidden)
-    yield prefix + "in_proj_z.weight", (values, c.hidden)
-    yield prefix + "in_proj_b.weight", (linear.value_heads, c.hidden)
-    yield prefix + "in_proj_a.weight", (linear.value_heads, c.hidden)
+    heads = linear.value_heads
+    if linear.fused:
+        inputs = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    else:
+        inputs = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    for name, width in inputs.items():
+        yield f"{prefix}in_proj_{name}.weight", (width, c.hidden)
     yield prefix + "conv1d.weight", (2 * keys + values, 1, linear.kernel)
     yield prefix + "dt_bias", (linear.value_heads,)
     yield prefix + "A_log", (linear.value_heads,)
@@ -371,7 +379,7 @@ def _check(c: ModelConfig) -> None:
         sizes["top_k"] = c.moe.top_k
         sizes["expert intermediate"] = c.moe.intermediate
         sizes["sparse_step"] = c.moe.sparse_step
-    _check_glm4(c)
+    _check_layers(c)
     if c.latent is not None:
         _check_latent(c, c.latent)
         sizes["kv_rank"] = c.latent.kv_rank
@@ -418,9 +426,11 @@ def _check_windows(c: ModelConfig) -> None:
         )
 
 
-def _check_glm4(c: ModelConfig) -> None:
-    for field in ("fused_mlp", "post_norms"):
-        if getattr(c, field) and c.kind in COMPUTED:
+def _check_layers(c: ModelConfig) -> None:
+    architecture = ARCHITECTURES[c.kind]
+    known = {"fused_mlp": architecture.fused_mlp, "post_norms": bool(architecture.added_norms)}
+    for field, there in known.items():
+        if getattr(c, field) and not there:
             raise InvalidConfig(f"{field} is none of {c.kind}'s; leave it out", field=field)
     if c.fused_mlp and c.mlp_bias:
         raise InvalidConfig("a fused MLP has no bias; leave mlp_bias out", field="mlp_bias")

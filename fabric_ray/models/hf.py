@@ -45,7 +45,7 @@ class _HfConfig(msgspec.Struct):
     head_dim: Size | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool | None = None
+    attention_bias: bool = False
     mlp_bias: bool = False
     layer_types: list[str] | None = None
     full_attention_interval: Size = 4
@@ -63,6 +63,7 @@ class _HfConfig(msgspec.Struct):
     n_routed_experts: Size | None = None
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0
+    mlp_layer_types: list[str] | None = None
     moe_layer_freq: Size = 1
     topk_method: str | None = None
     use_qk_norm: bool = False
@@ -140,6 +141,8 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
     fields, nest = _text_model(fields, origin)
     architecture = ARCHITECTURES[fields["model_type"]]
     kind = architecture.name
+    given = architecture.defaults | fields
+    fields = {key: value for key, value in given.items() if value is not None}
     try:
         raw = converted(fields, _HfConfig)
     except msgspec.ValidationError as error:
@@ -152,7 +155,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         architecture, fields, raw.num_hidden_layers, origin, _HfConfig.__struct_fields__
     )
     latent = _latent(architecture, raw, origin)
-    bias = kind == "gpt_oss" if raw.attention_bias is None else raw.attention_bias
+    bias = raw.attention_bias
     moe = _moe(architecture, raw, origin)
     return ModelConfig(
         kind=kind,
@@ -161,9 +164,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         layers=raw.num_hidden_layers,
         heads=raw.num_attention_heads,
         kv_heads=(None if latent else raw.num_key_value_heads) or raw.num_attention_heads,
-        head_dim=(
-            latent.nope_dim + latent.rope_dim if latent else _head_dim(architecture, raw, origin)
-        ),
+        head_dim=(latent.nope_dim + latent.rope_dim if latent else _head_dim(raw, origin)),
         intermediate=_intermediate(architecture, raw, moe, origin),
         norm_eps=raw.rms_norm_eps,
         rope=variant.rope,
@@ -173,7 +174,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         out_bias=architecture.out_bias and bias,
         mlp_bias=architecture.mlp_bias and raw.mlp_bias,
         fused_mlp=architecture.fused_mlp,
-        post_norms=architecture.post_norms,
+        post_norms=bool(architecture.added_norms),
         moe=moe,
         latent=latent,
         window=raw.sliding_window if variant.windowed_layers else None,
@@ -258,11 +259,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _text_model(fields: Any, origin: str) -> tuple[dict[str, Any], Nest]:
-    """The fields of the model that reads text, without nulls, and what it is a part of."""
+    """The fields of the model that reads text, and what it is a part of."""
     if not isinstance(fields, dict):
         fields = {}
     model_type = fields.get("model_type")
-    fields = {key: value for key, value in fields.items() if value is not None}
     if model_type in KINDS:
         return fields, ""
     nest = next((n for n in get_args(Nest) if n and n == model_type), None)
@@ -278,11 +278,10 @@ def _text_model(fields: Any, origin: str) -> tuple[dict[str, Any], Nest]:
             f"{', '.join(KINDS)}, or a text_config in one of {', '.join(NESTS)}",
             model_type=model_type,
         )
-    text = {key: value for key, value in text.items() if value is not None}
     shared = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTISATION_KEYS)
-    text = (
-        {key: fields[key] for key in shared if key in fields} | {"model_type": NESTS[nest]} | text
-    )
+    around = {key: fields[key] for key in shared if fields.get(key) is not None}
+    around["model_type"] = NESTS[nest]
+    text = around | {k: v for k, v in text.items() if v is not None or k not in around}
     if text["model_type"] not in KINDS:
         raise UnsupportedModel(
             f"{origin}: text_config of type {text['model_type']!r} isn't supported; use one of "
@@ -296,11 +295,9 @@ def _switch(rule: Literal["always", "field", "never"], field: bool) -> bool:
     return rule == "always" or (rule == "field" and field)
 
 
-def _head_dim(architecture: Architecture, raw: _HfConfig, origin: str) -> int:
+def _head_dim(raw: _HfConfig, origin: str) -> int:
     if raw.head_dim is not None:
         return raw.head_dim
-    if architecture.head_dim is not None:
-        return architecture.head_dim
     if raw.hidden_size % raw.num_attention_heads:
         raise InvalidConfig(
             f"{origin}: hidden size {raw.hidden_size} isn't a multiple of "
@@ -340,6 +337,7 @@ def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear |
         value_heads=raw.linear_num_value_heads,
         value_dim=raw.linear_value_head_dim,
         kernel=raw.linear_conv_kernel_dim,
+        fused=architecture.linear == "fused",
     )
 
 
@@ -372,12 +370,23 @@ def _routed(kind: Kind, raw: _HfConfig, origin: str) -> Moe:
         shared_gate=False,
         correction_bias=method == "noaux_tc",
         normalise=raw.norm_topk_prob,
-        dense_layers=tuple(
-            layer
-            for layer in range(min(raw.num_hidden_layers, MAX_LAYERS))
-            if layer < raw.first_k_dense_replace or layer % raw.moe_layer_freq
-        ),
+        dense_layers=_dense_layers(raw, origin),
     )
+
+
+def _dense_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
+    layers = range(min(raw.num_hidden_layers, MAX_LAYERS))
+    types = raw.mlp_layer_types
+    if types is None:
+        first, step = raw.first_k_dense_replace, raw.moe_layer_freq
+        return tuple(layer for layer in layers if layer < first or layer % step)
+    if set(types) - {"dense", "sparse"} or len(types) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(types)} mlp_layer_types ({', '.join(sorted(set(types)))}) are given "
+            f"for {raw.num_hidden_layers} layers; give dense or sparse for each",
+            field="mlp_layer_types",
+        )
+    return tuple(layer for layer in layers if types[layer] == "dense")
 
 
 def _moe(architecture: Architecture, raw: _HfConfig, origin: str) -> Moe | None:

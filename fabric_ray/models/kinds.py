@@ -1,12 +1,12 @@
 """The architectures: one entry each says how parameters follow from a ``config.json``.
 
-A new one is an entry of :data:`ARCHITECTURES`, and its name in :data:`Kind`. Layouts, trainers and
-formats follow from the names of its parameters.
+A new one is an entry of :data:`ARCHITECTURES`, and its name in :data:`Kind`. Engines' layouts,
+trainers and formats follow from it and from the names of its parameters.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -19,8 +19,10 @@ Kind = Literal[
     "qwen3",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "gemma3_text",
     "gpt_oss",
     "glm4",
     "glm4_moe",
@@ -55,12 +57,10 @@ class Architecture(msgspec.Struct, frozen=True):
     """Whether the shared expert of ``named`` experts must be there; it has a gate."""
     latent: bool = False
     indexer: bool = False
-    linear: bool = False
-    """Whether some layers attend linearly (gated delta rule)."""
+    linear: Literal["", "fused", "split"] = ""
+    """Whether some layers attend linearly (gated delta rule), by two projections or by four."""
     gate: bool = False
     """Whether ``q_proj`` gives a gate beside each query."""
-    head_dim: int | None = None
-    """Where ``config.json`` has none; ``None`` for hidden size by heads."""
     qk_norm: Literal["always", "field", "never"] = "never"
     qkv_bias: Literal["always", "field", "never"] = "field"
     out_bias: bool = True
@@ -70,24 +70,46 @@ class Architecture(msgspec.Struct, frozen=True):
     sinks: bool = False
     """Whether each head has an attention sink."""
     fused_mlp: bool = False
-    post_norms: bool = False
+    added_norms: tuple[str, ...] = ()
+    """A layer's norms beyond the two of Llama: between attention and MLP, and after the MLP."""
+    defaults: dict[str, Any] = {}
+    """Fields of ``config.json`` and what transformers takes for those that are missing, where that
+    isn't what ``fabric_ray.models.hf`` takes. A null stays a null."""
     quantised: tuple[str, ...] = ()
     """Modules whose weights engines keep quantised, where that is known."""
     unknown_layout: str = ""
     """Why engines' layouts of it are not known, if so."""
 
 
+_DELTA = (
+    "engines merge and interleave the projections of linear attention, and a push copies bytes in "
+    "their order"
+)
+_DEEPSEEK = {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536}
+
 ARCHITECTURES: dict[Kind, Architecture] = {
     a.name: a
     for a in (
         Architecture("llama", "LlamaForCausalLM", mlp_bias=True, quantised=(*_ATTENTION, *_MLP)),
-        Architecture("mistral", qkv_bias="never", out_bias=False, quantised=(*_ATTENTION, *_MLP)),
-        Architecture("ministral", qkv_bias="never", out_bias=False, quantised=(*_ATTENTION, *_MLP)),
         Architecture(
-            "ministral3",
-            head_dim=128,
+            "mistral",
             qkv_bias="never",
             out_bias=False,
+            defaults={"num_key_value_heads": 8},
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "ministral",
+            qkv_bias="never",
+            out_bias=False,
+            defaults={"num_key_value_heads": 8},
+            quantised=(*_ATTENTION, *_MLP),
+        ),
+        Architecture(
+            "ministral3",
+            qkv_bias="never",
+            out_bias=False,
+            defaults={"num_key_value_heads": 8, "head_dim": 128},
             quantised=(*_ATTENTION, *_MLP),
         ),
         Architecture(
@@ -96,14 +118,15 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             windows=True,
             qkv_bias="always",
             out_bias=False,
+            defaults={"num_key_value_heads": 32},
             quantised=(*_ATTENTION, *_MLP),
         ),
         Architecture(
             "qwen3",
             "Qwen3ForCausalLM",
             windows=True,
-            head_dim=128,
             qk_norm="always",
+            defaults={"num_key_value_heads": 32, "head_dim": 128},
             quantised=(*_ATTENTION, *_MLP),
         ),
         Architecture(
@@ -113,40 +136,72 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             shared_gate=True,
             qkv_bias="always",
             out_bias=False,
+            defaults={"num_key_value_heads": 16},
             quantised=(*_ATTENTION, *_MLP),
         ),
         Architecture(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             experts="named",
-            head_dim=128,
             qk_norm="always",
+            defaults={"num_key_value_heads": 4},
             quantised=(*_ATTENTION, *_MLP),
         ),
-        Architecture("qwen3_5_text", linear=True, gate=True, head_dim=256, qk_norm="always"),
+        Architecture(
+            "qwen3_next",
+            experts="named",
+            shared_gate=True,
+            linear="fused",
+            gate=True,
+            qk_norm="always",
+            defaults={"num_key_value_heads": 2, "head_dim": 256},
+            unknown_layout=_DELTA,
+        ),
+        Architecture(
+            "qwen3_5_text",
+            linear="split",
+            gate=True,
+            qk_norm="always",
+            defaults={"num_key_value_heads": 4, "head_dim": 256},
+            unknown_layout=_DELTA,
+        ),
         Architecture(
             "qwen3_5_moe_text",
             experts="named",
             shared_gate=True,
-            linear=True,
+            linear="split",
             gate=True,
-            head_dim=256,
             qk_norm="always",
+            defaults={"num_key_value_heads": 2, "head_dim": 256},
+            unknown_layout=_DELTA,
+        ),
+        Architecture(
+            "gemma3_text",
+            qk_norm="always",
+            added_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            defaults={
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "tie_word_embeddings": True,
+            },
+            quantised=(*_ATTENTION, *_MLP),
         ),
         Architecture(
             "gpt_oss",
             experts="stacked",
-            head_dim=64,
             sinks=True,
+            defaults={"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True},
             unknown_layout="engines transpose its stacked experts ([experts, hidden, 2 * "
             "intermediate], gate and up interleaved), and a push copies bytes in their order",
         ),
         Architecture(
             "glm4",
-            head_dim=128,
             out_bias=False,
             fused_mlp=True,
-            post_norms=True,
+            added_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+            defaults={"num_key_value_heads": 2, "head_dim": 128},
             quantised=(*_ATTENTION, "gate_up_proj", "down_proj"),
         ),
         Architecture(
@@ -154,23 +209,56 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             experts="routed",
             qk_norm="field",
             out_bias=False,
+            defaults={"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
             quantised=(*_ATTENTION, *_MLP),
         ),
-        Architecture("glm4_moe_lite", experts="routed", latent=True),
-        Architecture("glm_moe_dsa", experts="routed", latent=True, indexer=True),
-        Architecture("deepseek_v2", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
-        Architecture("deepseek_v3", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
-        Architecture("deepseek_v32", experts="routed", latent=True, indexer=True),
-        Architecture("kimi_k2", experts="routed", latent=True, quantised=(*_LATENT, *_MLP)),
+        Architecture(
+            "glm4_moe_lite",
+            experts="routed",
+            latent=True,
+            defaults={"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 768},
+        ),
+        Architecture(
+            "glm_moe_dsa",
+            experts="routed",
+            latent=True,
+            indexer=True,
+            defaults=_DEEPSEEK | {"q_lora_rank": 2048},
+        ),
+        Architecture(
+            "deepseek_v2",
+            experts="routed",
+            latent=True,
+            defaults={"n_shared_experts": 2, "q_lora_rank": 1536},
+            quantised=(*_LATENT, *_MLP),
+        ),
+        Architecture(
+            "deepseek_v3",
+            experts="routed",
+            latent=True,
+            defaults=_DEEPSEEK,
+            quantised=(*_LATENT, *_MLP),
+        ),
+        Architecture(
+            "deepseek_v32", experts="routed", latent=True, indexer=True, defaults=_DEEPSEEK
+        ),
+        Architecture(
+            "kimi_k2",
+            experts="routed",
+            latent=True,
+            defaults=_DEEPSEEK,
+            quantised=(*_LATENT, *_MLP),
+        ),
     )
 }
 
 COMPUTED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed)
 """Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
 
-Nest = Literal["", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"]
+Nest = Literal["", "gemma3", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"]
 
 NESTS: dict[str, Kind] = {
+    "gemma3": "gemma3_text",
     "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",

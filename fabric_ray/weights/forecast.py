@@ -14,7 +14,7 @@ import msgspec
 from fabric_ray.models.config import ModelConfig
 from fabric_ray.plan import Balance, Plan, Replicate, Side, plan, twins
 from fabric_ray.plan.types import Leaf, leaves
-from fabric_ray.weights.families import FAMILIES, target_side
+from fabric_ray.weights.families import family_of, target_side
 from fabric_ray.weights.families.errors import InvalidRanks
 from fabric_ray.weights.quant import Edges, Formats, quantised_source, quantised_target
 from fabric_ray.weights.trainers import (
@@ -161,7 +161,7 @@ def forecast(push: Push) -> tuple[Plan, Forecast]:
         encoded_nbytes=len(encoded),
         holders=held,
         exchanged_maxima=maxima,
-        derived=tuple(d.name for d in FAMILIES[push.config.kind].derived),
+        derived=tuple(d.name for d in family_of(push.config.kind).derived),
         spent=spent,
         peak_nbytes=peak_nbytes(),
     )

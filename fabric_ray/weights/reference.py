@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from fabric_ray.models.config import ModelConfig
+from fabric_ray.models.kinds import ARCHITECTURES
 
 _VOCAB_MULTIPLE = 64
 
@@ -49,6 +51,11 @@ def iter_expected(
     rank: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one: only the parameters of one container are held at a time."""
+    if config.nest:
+        plain = structs.replace(config, nest="")
+        parts = iter_expected(plain, _TextModel(full_tensors), tp=tp, ep=ep, dp=dp, rank=rank)
+        yield from ((f"language_model.{name}", tensor) for name, tensor in parts)
+        return
     get = full_tensors.__getitem__
     among_all, rank = rank, rank % tp
     yield "model.embed_tokens.weight", _vocab_rows(get("model.embed_tokens.weight"), tp, rank)
@@ -58,7 +65,7 @@ def iter_expected(
             yield f"{prefix}{norm}.weight", get(f"{prefix}{norm}.weight")
         attention = _latent_attention if config.latent else _attention
         yield from attention(config, full_tensors, prefix + "self_attn.", tp, rank)
-        for norm in ("post_self_attn_layernorm", "post_mlp_layernorm") if config.post_norms else ():
+        for norm in ARCHITECTURES[config.kind].added_norms if config.post_norms else ():
             yield f"{prefix}{norm}.weight", get(f"{prefix}{norm}.weight")
         mlp = prefix + "mlp."
         moe = config.moe
@@ -79,6 +86,22 @@ def iter_expected(
     yield "model.norm.weight", get("model.norm.weight")
     if not config.tied:
         yield "lm_head.weight", _vocab_rows(get("lm_head.weight"), tp, rank)
+
+
+class _TextModel(Mapping[str, Tensor]):
+    """Tensors of a text model by the names that they have outside the model of text and images."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name.replace("model.", "model.language_model.", 1)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.replace("language_model.", "", 1) for name in self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _vocab_rows(full: Tensor, tp: int, rank: int) -> Tensor:

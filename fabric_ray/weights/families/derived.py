@@ -37,7 +37,7 @@ def post_load(
     Raises:
         IncompleteFamily: a container is missing or quantised, or ``out`` is of other containers.
     """
-    table = family_of(config.kind) if family is None else family
+    table = family_of(config.kind, nest=config.nest) if family is None else family
     fresh = {
         name: derived.compute(config, *sources)
         for derived in table.derived

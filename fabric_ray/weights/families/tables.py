@@ -1,4 +1,4 @@
-"""The tables: what vLLM and SGLang make of each architecture. A new one is a new entry."""
+"""The tables: what vLLM and SGLang make of each architecture of ``fabric_ray.models.kinds``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from fabric_ray.models.config import ModelConfig
+from fabric_ray.models.config import ModelConfig, nested_name
+from fabric_ray.models.kinds import ARCHITECTURES, Architecture, Nest
 from fabric_ray.weights.families.errors import IncompleteFamily, UnknownFamily
 from fabric_ray.weights.families.rules import (
     Cut,
@@ -154,10 +155,6 @@ def fused_mlp(prefix: str) -> tuple[Rule, ...]:
     return (same(f"{prefix}gate_up_proj.weight", Split(0, chunks=2)),)
 
 
-_POST_NORMS = (
-    same(_LAYER + "post_self_attn_layernorm.weight", Whole()),
-    same(_LAYER + "post_mlp_layernorm.weight", Whole()),
-)
 _FRAME = (
     same("model.embed_tokens.weight", Vocab()),
     same(_LAYER + "input_layernorm.weight", Whole()),
@@ -166,29 +163,27 @@ _FRAME = (
     same("model.norm.weight", Whole()),
     same("lm_head.weight", Vocab()),
 )
-_DENSE = (*_FRAME, *attention(_LAYER + "self_attn."))
-_EXPERTS = experts(_LAYER + "mlp.")
-_SHARED = mlp(_LAYER + "mlp.shared_experts.")
-_LATENT = (*_FRAME, *latent_attention(_LAYER + "self_attn."), *_EXPERTS, *_SHARED)
-_ABSORBED = absorbed(_LAYER + "self_attn.")
+
+
+def _family(architecture: Architecture) -> Family:
+    """A rule applies where its parameters exist."""
+    norms = (same(f"{_LAYER}{norm}.weight", Whole()) for norm in architecture.added_norms)
+    attend = latent_attention if architecture.latent else attention
+    rules = (
+        *_FRAME,
+        *norms,
+        *attend(_LAYER + "self_attn."),
+        *fused_mlp(_LAYER + "mlp."),
+        *experts(_LAYER + "mlp."),
+        *shared_expert(_LAYER + "mlp."),
+        *mlp(_LAYER + "mlp.shared_experts."),
+    )
+    derived = absorbed(_LAYER + "self_attn.") if architecture.latent else ()
+    return Family(architecture.name, rules, derived)
+
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family("llama", _DENSE),
-        Family("qwen2", _DENSE),
-        Family("qwen3", _DENSE),
-        Family("qwen2_moe", (*_DENSE, *_EXPERTS, *shared_expert(_LAYER + "mlp."))),
-        Family("qwen3_moe", (*_DENSE, *_EXPERTS)),
-        Family("glm4", (*_DENSE, *fused_mlp(_LAYER + "mlp."), *_POST_NORMS)),
-        Family("glm4_moe", (*_DENSE, *_EXPERTS, *_SHARED)),
-        Family("glm4_moe_lite", _LATENT, _ABSORBED),
-        Family("glm_moe_dsa", _LATENT, _ABSORBED),
-        Family("deepseek_v2", _LATENT, _ABSORBED),
-        Family("deepseek_v3", _LATENT, _ABSORBED),
-        Family("deepseek_v32", _LATENT, _ABSORBED),
-        Family("kimi_k2", _LATENT, _ABSORBED),
-    )
+    a.name: _family(a) for a in ARCHITECTURES.values() if not a.unknown_layout
 }
 """By Hugging Face ``model_type``."""
 
@@ -197,13 +192,25 @@ _VLLM = {"fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
 """Names in which vLLM differs from SGLang."""
 
 
-def family_of(name: str, *, engine: Engine = "sglang") -> Family:
+def family_of(name: str, *, engine: Engine = "sglang", nest: Nest = "") -> Family:
     """The table of a model type, in an engine's words.
+
+    Args:
+        name: the model type.
+        engine: vLLM or SGLang.
+        nest: the model of text and images that it is the text model of, if it is.
 
     Raises:
         UnknownFamily: there is none.
     """
     if name not in FAMILIES:
+        for architecture in ARCHITECTURES.values():
+            if architecture.name == name:
+                raise UnknownFamily(
+                    f"no family table is called {name!r}: {architecture.unknown_layout}; pass a "
+                    "Family of your own, or push by way of a ModuleReplica",
+                    family=name,
+                )
         raise UnknownFamily(
             f"no family table is called {name!r}; use one of {', '.join(FAMILIES)}, or pass a "
             "Family of your own",
@@ -216,4 +223,23 @@ def family_of(name: str, *, engine: Engine = "sglang") -> Family:
             for rule in family.rules
         )
         family = msgspec.structs.replace(family, rules=rules)
-    return family
+    return _nested(family) if nest else family
+
+
+def _nested(family: Family) -> Family:
+    """The table of a text model within another: both ends prefix its names."""
+    prefix = "language_model."
+
+    def rule(plain: Rule) -> Rule:
+        parts = tuple(Part(nested_name(part.parameter), part.cut) for part in plain.parts)
+        return msgspec.structs.replace(plain, container=prefix + plain.container, parts=parts)
+
+    derived = tuple(
+        msgspec.structs.replace(
+            tensor,
+            name=prefix + tensor.name,
+            containers=tuple(prefix + name for name in tensor.containers),
+        )
+        for tensor in family.derived
+    )
+    return msgspec.structs.replace(family, rules=tuple(map(rule, family.rules)), derived=derived)

@@ -108,7 +108,7 @@ class _Engine:
         family: Family | None,
     ) -> None:
         self.config = config
-        self.family = family_of(config.kind) if family is None else family
+        self.family = family_of(config.kind, nest=config.nest) if family is None else family
         parallel_sizes(config, self.family, tp=tp, ep=ep, dp=dp)
         self.tp, self.ep, self.size = tp, ep, tp * dp
         self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)

@@ -16,12 +16,12 @@ from fabric_ray.models.transformer import Transformer
 from fabric_ray.weights.families import source_side, target_containers, target_side
 from fabric_ray.weights.reference import expected_containers
 from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, SMALL, some_tokens, waves
+from tests.unit.models.small_models import LAID_OUT, NESTED, SMALL, some_tokens, waves
 
 # Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
 DENSE = [(1, 1), (2, 1), (4, 1)]
 MOE = [*DENSE, (2, 2), (4, 2), (4, 4)]
-MODELS = SMALL | LAID_OUT
+MODELS = SMALL | LAID_OUT | NESTED
 CASES = [
     pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
     for name, config in MODELS.items()

@@ -77,6 +77,7 @@ _ROUTED = Moe(
 _LATENT = Latent(kv_rank=20, nope_dim=8, rope_dim=4, value_dim=6, q_rank=28)
 
 LAID_OUT = {
+    "mistral": small("mistral"),
     "glm4": small("glm4", qkv_bias=True, fused_mlp=True, post_norms=True),
     "glm4_moe": small("glm4_moe", qk_norm=True, qkv_bias=True, moe=_ROUTED),
     "deepseek_v3": small(
@@ -105,6 +106,13 @@ LAID_OUT = {
     ),
 }
 """Models that are laid out, but not computed."""
+
+NESTED = {
+    "gemma3": small("gemma3_text", nest="gemma3", qk_norm=True, post_norms=True, tied=True),
+    "mistral3": small("ministral3", nest="mistral3"),
+    "kimi_k25": structs.replace(LAID_OUT["kimi_k2"], nest="kimi_k25"),
+}
+"""Text models of models of text and images."""
 
 
 def waves(config: ModelConfig) -> dict[str, Tensor]:
