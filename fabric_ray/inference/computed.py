@@ -5,10 +5,7 @@ from __future__ import annotations
 from fabric_ray.models.config import ModelConfig
 from fabric_ray.models.config import check_computed as check_arithmetic
 from fabric_ray.models.errors import UnsupportedModel
-from fabric_ray.models.kinds import COMPUTED
-
-KINDS = (*COMPUTED, "deepseek_v2")
-"""Kinds that the engine computes."""
+from fabric_ray.models.kinds import SERVED
 
 
 def check_computed(config: ModelConfig) -> None:
@@ -17,7 +14,7 @@ def check_computed(config: ModelConfig) -> None:
     Raises:
         UnsupportedModel: the kind isn't computed, or this variant of it.
     """
-    check_arithmetic(config, KINDS)
+    check_arithmetic(config, SERVED)
     problem = None
     if config.moe is not None and config.moe.correction_bias:
         problem = "routers with a correction bias aren't computed; use a model without"

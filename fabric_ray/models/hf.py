@@ -50,6 +50,8 @@ class _HfConfig(msgspec.Struct):
     layer_types: list[str] | None = None
     full_attention_interval: Size = 4
     sliding_window: int | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
     torch_dtype: str | None = None
     dtype: str | None = None
     num_experts: Size | None = None
@@ -356,12 +358,12 @@ def _latent(architecture: Architecture, raw: _HfConfig, origin: str) -> Latent |
     return msgspec.structs.replace(latent, index_heads=heads, index_dim=dim)
 
 
-def _routed(kind: Kind, raw: _HfConfig, origin: str) -> Moe:
+def _routed(architecture: Architecture, raw: _HfConfig, origin: str) -> Moe:
     """Experts as DeepSeek and GLM have them."""
     fields = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     sizes = {field: getattr(raw, field) for field in fields}
-    experts, top_k, intermediate = _needed(kind, origin, sizes)
-    method = raw.topk_method or ("greedy" if kind == "deepseek_v2" else "noaux_tc")
+    experts, top_k, intermediate = _needed(architecture.name, origin, sizes)
+    method = raw.topk_method or architecture.topk_method
     return Moe(
         experts=experts,
         top_k=top_k,
@@ -394,7 +396,7 @@ def _moe(architecture: Architecture, raw: _HfConfig, origin: str) -> Moe | None:
         return None
     kind = architecture.name
     if architecture.experts == "routed":
-        return _routed(kind, raw, origin)
+        return _routed(architecture, raw, origin)
     stacked = architecture.experts == "stacked"
     width = raw.intermediate_size if stacked else raw.moe_intermediate_size
     needed = {

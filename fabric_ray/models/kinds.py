@@ -48,11 +48,15 @@ class Architecture(msgspec.Struct, frozen=True):
     name: Kind
     computed: str = ""
     """Hugging Face's class, where ``fabric_ray.models.transformer`` computes it."""
+    served: bool = False
+    """Whether ``fabric_ray.inference`` computes it though the transformer doesn't."""
     windows: bool = False
     """Whether sliding windows are computed."""
     experts: Literal["", "named", "routed", "stacked"] = ""
     """Whether there are experts, and by whose fields they are described: Qwen's, DeepSeek's or
     gpt-oss's."""
+    topk_method: Literal["greedy", "noaux_tc"] = "noaux_tc"
+    """How ``routed`` experts are chosen where ``config.json`` doesn't say."""
     shared_gate: bool = False
     """Whether the shared expert of ``named`` experts must be there; it has a gate."""
     latent: bool = False
@@ -227,7 +231,9 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "deepseek_v2",
+            served=True,
             experts="routed",
+            topk_method="greedy",
             latent=True,
             defaults={"n_shared_experts": 2, "q_lora_rank": 1536},
             quantised=(*_LATENT, *_MLP),
@@ -254,6 +260,9 @@ ARCHITECTURES: dict[Kind, Architecture] = {
 
 COMPUTED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed)
 """Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
+
+SERVED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed or a.served)
+"""Those that ``fabric_ray.inference`` computes."""
 
 Nest = Literal["", "gemma3", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"]
 

@@ -16,7 +16,7 @@ import msgspec
 from fabric_ray.decoding import converted
 from fabric_ray.models.config import MAX_LAYERS, Llama3Scaling, Rope, Yarn
 from fabric_ray.models.errors import InvalidConfig
-from fabric_ray.models.kinds import Architecture
+from fabric_ray.models.kinds import SERVED, Architecture
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -31,14 +31,14 @@ _ROUTER: dict[str, tuple[Any, ...]] = {
 """Values of DeepSeek's router fields under which the plain router is computed."""
 
 _SUSPECT = re.compile(
-    r"scal|multipl|factor|cap$|capping|rope|rotary|window|bias|norm|attention|attn|(^|_)act(_|$)"
-    r"|activation|clip|limit|gate|router|routing|group|sink|alibi|position_embed|residual|chunk"
-    r"|sparse|index"
+    r"scal|multipl|_mult|mup_|_model_base|factor|cap$|capping|rope|rotary|ntk|logn|window|bias|norm"
+    r"|attention|attn|(^|_)act(_|$)|activation|clip|limit|gate|router|routing|group|sink|alibi"
+    r"|position_embed|residual|chunk|sparse|index|logit|softmax|temperature|shared|skip|share_|kv_"
 )
 """What names of fields hold that may change arithmetic."""
 
 _INERT = re.compile(
-    r"dropout|loss|_implementation$|^initializer_range|^max_position_embeddings$|^rms_norm_eps$"
+    r"dropout|pdrop|_drop$|flash|sdpa|_to_keep$|loss|_implementation$|^initializer_range|^max_position_embeddings$|^rms_norm_eps$"
     r"|^output_|^use_cache$|_token|^image_|^transformers_|^_name_or_path$|^auto_map$|^architectures$"
     r"|^router_jitter_noise$|quanti|compression"
 )
@@ -46,8 +46,7 @@ _INERT = re.compile(
 
 _READ = frozenset(
     {
-        *("hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "use_sliding_window"),
-        *("max_window_layers", "partial_rotary_factor"),
+        *("hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     }
 )
 """Fields that are read here."""
@@ -102,10 +101,11 @@ def variant_of(
     Raises:
         InvalidConfig: they contradict each other.
     """
-    if not architecture.computed and architecture.name != "deepseek_v2":
+    if architecture.name not in SERVED:
         return Variant()
     windowed = _windowed_layers(fields, layers, origin) if architecture.windows else ()
     try:
+        _number("rms_norm_eps", fields.get("rms_norm_eps", 1e-6), least=0.0)
         if (act := fields.get("hidden_act", "silu")) != "silu":
             raise _Unread(f"activation {act!r}; only 'silu' is implemented")
         _check_layer_types(architecture, fields)
@@ -117,6 +117,15 @@ def variant_of(
     return Variant(rope, windowed)
 
 
+def _number(field: str, value: Any, *, least: float) -> float:
+    """A finite number above ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _Unread(f"{field} {value!r}; give a number")
+    if not least < value < math.inf:
+        raise _Unread(f"{field} {value!r}; give a finite number above {least:g}")
+    return float(value)
+
+
 def _check_layer_types(architecture: Architecture, fields: dict[str, Any]) -> None:
     types = set(fields.get("layer_types", ()))
     if unknown := types - _LAYER_TYPES:
@@ -124,6 +133,8 @@ def _check_layer_types(architecture: Architecture, fields: dict[str, Any]) -> No
     windows = fields.get("use_sliding_window") or "sliding_attention" in types
     if windows and not architecture.windows:
         raise _Unread("sliding-window attention; only full attention is computed for it")
+    if "sliding_attention" in types and not fields.get("use_sliding_window"):
+        raise _Unread("layers of type 'sliding_attention' without use_sliding_window; set it")
 
 
 def _windowed_layers(fields: dict[str, Any], layers: int, origin: str) -> tuple[int, ...]:
@@ -160,10 +171,13 @@ def _rope(architecture: Architecture, fields: dict[str, Any], origin: str) -> Ro
         rope = converted(given, _RopeFields)
     except msgspec.ValidationError as error:
         raise _Unread(f"rotary embeddings of type {style!r}: {error}") from None
-    partial = rope.partial_rotary_factor or fields.get("partial_rotary_factor", 1)
+    partial = rope.partial_rotary_factor
+    if partial is None:
+        partial = fields.get("partial_rotary_factor", 1)
     if partial != 1:
         raise _Unread(f"partial_rotary_factor {partial!r}; only 1 is computed")
-    theta = rope.rope_theta or fields.get("rope_theta", 10_000.0)
+    theta = fields.get("rope_theta", 10_000.0) if rope.rope_theta is None else rope.rope_theta
+    theta = _number("rope_theta", theta, least=1.0)
     style = rope.rope_type or rope.type or "default"
     if style == "default":
         return Rope(theta)
@@ -198,6 +212,9 @@ def _llama3(rope: _RopeFields) -> Llama3Scaling:
     factor, low, high, original = values
     if factor is None or low is None or high is None or original is None:
         raise _Unread("rotary embeddings of type 'llama3' that lack a field; add it")
+    for field in ("factor", "low_freq_factor", "original_max_position_embeddings"):
+        _number(f"{field} of 'llama3'", getattr(rope, field), least=0.0)
+    _number("high_freq_factor of 'llama3'", high, least=low)
     return Llama3Scaling(factor, low, high, original)
 
 

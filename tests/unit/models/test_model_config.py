@@ -134,13 +134,40 @@ SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0"]),
         ({"clip_qkv": 8.0}, ["clip_qkv 8.0"]),
         ({"use_qkv_norm": True}, ["use_qkv_norm True"]),
+        ({"dim_model_base": 256}, ["dim_model_base 256"]),
+        ({"use_dynamic_ntk": True}, ["use_dynamic_ntk"]),
+        ({"num_kv_shared_layers": 4}, ["num_kv_shared_layers"]),
+        ({"hc_mult": 4}, ["hc_mult 4"]),
+        ({"rope_theta": float("inf")}, ["rope_theta inf", "finite"]),
+        ({"rope_theta": 0}, ["rope_theta 0"]),
+        ({"rope_theta": "big"}, ["rope_theta 'big'", "number"]),
+        ({"rope_scaling": {"rope_theta": 0.0}}, ["rope_theta 0.0"]),
+        ({"rope_scaling": {"partial_rotary_factor": 0.0}}, ["partial_rotary_factor 0.0"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps nan"]),
+        (
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"factor": float("inf")}},  # type: ignore[operator]
+            ["factor of 'llama3' inf"],
+        ),
+        (
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 1.0}},  # type: ignore[operator]
+            ["high_freq_factor of 'llama3' 1.0", "above 1"],
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "rope_scaling": None,
+                "layer_types": ["sliding_attention"] * 32,
+            },
+            ["without use_sliding_window"],
+        ),
     ],
 )
 def test_what_changes_arithmetic_alone_is_refused_where_it_is_computed(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     config = config_from_hf(llama(**changes))
-    assert parameter_shapes(config) == parameter_shapes(config_from_hf(llama()))
+    plain = llama(model_type=changes.get("model_type", "llama"))
+    assert parameter_shapes(config) == parameter_shapes(config_from_hf(plain))
     tiny = structs.replace(SMALL["llama"], uncomputed=config.uncomputed)
     for compute in (
         lambda: Transformer(tiny),
@@ -168,6 +195,9 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         "logit_softcapping": None,
         "quantization_config": None,
         "sliding_window": 4096,
+        "attn_pdrop": 0.1,
+        "use_flash_attn": True,
+        "num_logits_to_keep": 5,
         "some_list": [0.0, float("inf")],
     }
     assert config_from_hf(llama(**inert)) == config_from_hf(llama())
@@ -230,6 +260,7 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
         ({"hidden_size": 4097}, ["4097", "32 heads", "head_dim"]),
         ({"head_dim": 7}, ["head_dim", "even"]),
         ({"num_hidden_layers": 1_000_000}, ["layers", "10000"]),
+        ({"max_window_layers": "all"}, ["max_window_layers", "int"]),
     ],
 )
 def test_nonsense_is_refused_with_the_field(changes: dict[str, Any], words: list[str]) -> None:

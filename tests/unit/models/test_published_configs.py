@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from fabric_ray.cli.demo import Kind
 from fabric_ray.inference.computed import check_computed
 from fabric_ray.models import (
     InvalidConfig,
@@ -22,6 +23,7 @@ from fabric_ray.models import (
     parameter_shapes,
 )
 from fabric_ray.models.kinds import ARCHITECTURES, KINDS
+from fabric_ray.models.kinds import COMPUTED as COMPUTED_KINDS
 from fabric_ray.plan import plan
 from fabric_ray.weights.families import UnknownFamily, source_side, target_side
 
@@ -176,5 +178,6 @@ def test_what_stands_around_a_text_model_is_its_own_unless_it_says_otherwise() -
 
 def test_an_architecture_is_one_entry_of_one_table() -> None:
     assert tuple(ARCHITECTURES) == KINDS
+    assert {kind.value for kind in Kind} == set(COMPUTED_KINDS), "what the demo offers"
     for architecture in ARCHITECTURES.values():
         assert not architecture.computed or architecture.quantised
