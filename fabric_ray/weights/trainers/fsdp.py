@@ -11,7 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
+from fabric_ray.models.config import (
+    ModelConfig,
+    Shape,
+    nested_name,
+    parameter_dtype,
+    parameter_shapes,
+)
 from fabric_ray.plan.types import Container, DType, Leaf, Mesh, Shard, Side, Tensor
 from fabric_ray.weights.families.errors import InvalidRanks
 from fabric_ray.weights.trainers.experts import experts_per_group
@@ -81,6 +87,12 @@ def fsdp_side(
             f"pp={parallel.pp} stages are more than {config.layers} layers; use fewer",
             family="fsdp",
         )
+    if config.moe is not None and config.moe.stacked and parallel.ep > 1:
+        raise InvalidRanks(
+            f"{config.kind} holds experts as one parameter, which ep={parallel.ep} groups "
+            "can't own by itself; use ep=1",
+            family="fsdp",
+        )
     experts = experts_per_group(config, parallel.ep, family="fsdp")
     stages = even_stages(config.layers, parallel.pp) if stages is None else stages
     if len(stages) != parallel.pp or sum(stages) != config.layers or min(stages) < 1:
@@ -98,10 +110,12 @@ def _containers(
     stage_of = [stage for stage, layers in enumerate(stages) for _ in range(layers)]
     everyone = [parallel.stage(stage) for stage in range(parallel.pp)]
     groups = [[parallel.group(s, g) for g in range(parallel.ep)] for s in range(parallel.pp)]
+    nested = bool(config.nest)
+    embedding = nested_name(_EMBEDDING) if nested else _EMBEDDING
     for name, shape in parameter_shapes(config).items():
-        layer, expert = _place(name)
+        layer, expert = _place(name, nested)
         if layer is None:
-            yield _sharded(config, name, shape, everyone[0 if name == _EMBEDDING else -1])
+            yield _sharded(config, name, shape, everyone[0 if name == embedding else -1])
         elif expert is None:
             yield _sharded(config, name, shape, everyone[stage_of[layer]])
         else:
@@ -109,15 +123,16 @@ def _containers(
     if config.tied and parallel.pp > 1:
         # Without an embedding to share, the last stage keeps a copy of it.
         shape = (config.vocab, config.hidden)
-        yield _sharded(config, _EMBEDDING, shape, everyone[-1], container=_HEAD)
+        yield _sharded(config, embedding, shape, everyone[-1], container=_HEAD)
 
 
-def _place(name: str) -> tuple[int | None, int | None]:
-    """The layer and the expert that a parameter belongs to."""
-    parts = name.split(".")
-    if parts[1] != "layers":
+def _place(name: str, nested: bool) -> tuple[int | None, int | None]:
+    """The layer and the expert that a parameter belongs to; stacked experts belong to none."""
+    parts = name.split(".")[nested:]
+    if parts[1:2] != ["layers"]:
         return None, None
-    return int(parts[2]), int(parts[5]) if parts[4] == "experts" else None
+    one = parts[4] == "experts" and parts[5].isdecimal()
+    return int(parts[2]), int(parts[5]) if one else None
 
 
 def _sharded(

@@ -8,17 +8,18 @@ import msgspec
 import pytest
 import torch
 
+from fabric_ray.models import Moe
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.plan import Leaf, Side
 from fabric_ray.weights.families import FamilyError, Indivisible, InvalidRanks
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import FsdpParallel, even_stages, fsdp_side
 from tests.unit.families.pushes import Memory, assert_same, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, SMALL
+from tests.unit.models.small_models import LAID_OUT, NESTED, SMALL, small
 
 MODELS = {
     name: msgspec.structs.replace(config, dtype="bfloat16")
-    for name, config in (SMALL | LAID_OUT).items()
+    for name, config in (SMALL | LAID_OUT | NESTED).items()
 }
 
 
@@ -50,7 +51,7 @@ def chunked(
         return list(range(stage * sizes.stage_size, (stage + 1) * sizes.stage_size))
 
     for name, tensor in full.items():
-        words = name.split(".")
+        words = name.replace("model.language_model.", "model.").split(".")
         if words[1] == "layers":
             stage = max(s for s, start in enumerate(starts) if start <= int(words[2]))
         else:
@@ -61,7 +62,11 @@ def chunked(
             ranks = [rank for rank in ranks if rank % sizes.ep == group]
         held(name, tensor, ranks)
     if "lm_head.weight" not in full and sizes.pp > 1:
-        held("lm_head.weight", full["model.embed_tokens.weight"], of_stage(sizes.pp - 1))
+        held(
+            "lm_head.weight",
+            next(t for n, t in full.items() if "embed_tokens" in n),
+            of_stage(sizes.pp - 1),
+        )
     return memory
 
 
@@ -108,3 +113,14 @@ def test_sizes_that_do_not_fit_are_named(
     options: dict[str, Any] = {"stages": stages}
     with pytest.raises(error, match=text):
         fsdp_side(MODELS[model], FsdpParallel(**sizes), **options)
+
+
+def test_stacked_experts_are_sharded_like_all_else_and_not_owned_by_groups() -> None:
+    """gpt-oss: `mlp.experts.gate_up_proj` has no number of an expert in its name."""
+    moe = Moe(experts=6, top_k=2, intermediate=48, stacked=True)
+    config = small("gpt_oss", sinks=True, moe=moe)
+    side = placed(fsdp_side(config, FsdpParallel(fsdp=2, pp=3)))
+    tensor, ranks, _ = side["model.layers.1.mlp.experts.gate_up_proj"]
+    assert (tensor.shape, ranks) == ((6, 32, 96), (2, 3))  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRanks, match=r"one parameter, which ep=2 groups.*use ep=1"):
+        fsdp_side(config, FsdpParallel(fsdp=2, ep=2))
