@@ -13,6 +13,7 @@ from fabric_ray.plan.types import Side, leaves
 _SHOWN = 3
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|adapters?)\.")
 _DRAFT = re.compile(r"(^|[._])(mtp|draft|eagle\d?|medusa|nextn)([._]|$)")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_tokens)\.weight$")
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -82,9 +83,11 @@ def _advice(stale: Sequence[str], needed: Iterable[str]) -> str:
     layers = max((int(n) for name in needed for n in _LAYER.findall(name)), default=None)
     advice = []
     if any(map(_ADAPTER.search, stale)):
-        advice.append("merge adapters into the weights that they belong to")
+        advice.append("give WeightSource the PEFT module itself, which merges its adapters")
     if any(_is_draft(name, layers) for name in stale):
         advice.append("add containers for draft (MTP) layers to the target side")
+    if any(_HEAD.search(name) for name in stale):
+        advice.append("make the target of a configuration that doesn't tie the head")
     if not advice:
         advice.append("add containers for them to the target side")
     return f'{", ".join(advice)}, or name what may become stale: leave=("{stale[0]}",)'

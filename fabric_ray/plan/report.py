@@ -39,6 +39,8 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     local_strides: tuple[int, ...]
     """Bytes between neighbours, per dimension of the local tensor."""
     mesh_names: tuple[str, ...] = ()
+    same_as: str = ""
+    """Another parameter of the rank, of which this is a second name (tied embeddings)."""
 
     @property
     def mesh(self) -> Mesh:
@@ -54,6 +56,11 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """The shape that the placements give ``rank``, which must be in the mesh."""
         position = self.mesh_ranks.index(rank)
         return _local_shape(self.shape, self.mesh_shape, self.placements, position)
+
+    def local_runs(self, rank: int) -> list[list[tuple[int, int]]]:
+        """Per dimension, start and length of each run of indices that ``rank`` holds."""
+        position = self.mesh_ranks.index(rank)
+        return local_runs(self.shape, self.mesh_shape, self.placements, position)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
@@ -86,6 +93,50 @@ def _local_shape(
                 for block in range(min(size, factor))
             )
     return tuple(local)
+
+
+def local_runs(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    position: int,
+) -> list[list[tuple[int, int]]]:
+    """Per dimension, start and length of each run of indices at a position of a mesh."""
+    runs = [[(0, size)] for size in shape]
+    coords = []
+    for size in reversed(mesh_shape):
+        coords.append(position % size)
+        position //= size
+    for coord, ways, placement in zip(reversed(coords), mesh_shape, placements, strict=True):
+        if isinstance(placement, (Shard, StridedShard)):
+            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+            runs[placement.dim] = _share(runs[placement.dim], ways, coord, factor)
+    return runs
+
+
+def _share(
+    runs: list[tuple[int, int]], ways: int, index: int, factor: int
+) -> list[tuple[int, int]]:
+    """One of ``ways`` chunks of each of ``factor`` chunks of indices."""
+    total = sum(length for _, length in runs)
+    out: list[tuple[int, int]] = []
+    for block in range(factor):
+        begin, size = _start(total, factor, block), _chunk(total, factor, block)
+        begin, size = begin + _start(size, ways, index), _chunk(size, ways, index)
+        at = 0
+        for start, length in runs:
+            low, high = max(begin, at), min(begin + size, at + length)
+            if low < high:
+                if out and sum(out[-1]) == start + low - at:
+                    out[-1] = (out[-1][0], out[-1][1] + high - low)
+                else:
+                    out.append((start + low - at, high - low))
+            at += length
+    return out
+
+
+def _start(size: int, ways: int, index: int) -> int:
+    return min(size, -(-size // ways) * index)
 
 
 def _chunk(size: int, ways: int, index: int) -> int:

@@ -96,7 +96,7 @@ class Conversion:
             ExchangeFailed: another rank is lost, late or at another version; names it.
         """
         start = time.time()
-        self._maxima = self._quantiser.partial_maxima({name: local(name) for name in self.names})
+        self._maxima = self._quantiser.partial_maxima(_Shards(local))
         self._exchange.run(version, self._maxima, timeout=max(timeout, 1e-3))
         return Span(f"trainer {self._rank}", "exchange", start, time.time())
 
@@ -124,6 +124,17 @@ class Conversion:
 
     def close(self) -> None:
         self._exchange.close()
+
+
+class _Shards(dict[str, "torch.Tensor"]):
+    """Shards by name, each computed when it is looked up, and not kept."""
+
+    def __init__(self, local: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._local = local
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return self._local(name)
 
 
 def _unit(preparation: Preparation, index: Mapping[str, int]) -> Unit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -13,6 +13,8 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy
+from fabric_ray.weights.adapters import Factors, add
+from fabric_ray.weights.modules import named, ties
 
 if TYPE_CHECKING:
     import torch
@@ -21,20 +23,27 @@ if TYPE_CHECKING:
 class Held:
     """A module's parameters and persistent buffers, or tensors by name, and their registrations.
 
+    Args:
+        tensors: what is held; names lose what wrappers have added to them.
+        engine: registers memory.
+        rank: of the trainer, for what only a part of is held.
+
     Raises:
         InvalidArgument: a parameter that can't be pushed as it is, by name.
     """
 
     def __init__(
-        self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], engine: TransferEngine
+        self,
+        tensors: torch.nn.Module | Mapping[str, torch.Tensor],
+        engine: TransferEngine,
+        rank: int = 0,
     ) -> None:
-        self._named: Callable[[], Mapping[str, Any]]
-        if isinstance(tensors, Mapping):
-            self._named = lambda: tensors
-        else:
-            self._named = lambda: of_module(tensors)
-        self.tensors: dict[str, Any] = dict(self._named())
+        self._source = tensors
+        self._rank = rank
         self._engine = engine
+        self.tensors, self._merges = named(tensors)
+        # Of adapters, whole, while a push goes on.
+        self._factors: dict[str, list[Factors]] = {}
         self._layouts: dict[str, _Layout] = {}
         self._regions: dict[str, tuple[int, Region]] = {}
         if not self.tensors:
@@ -43,29 +52,44 @@ class Held:
 
     def refresh(self) -> None:
         """Looks the parameters up again: a module's may have been replaced, or removed."""
-        named = self._named()
-        self.tensors = {param: self._newer(param, tensor) for param, tensor in named.items()}
+        found, self._merges = named(self._source)
+        self.tensors = {param: self._newer(param, tensor) for param, tensor in found.items()}
         _check(self.tensors)
 
     def note(self) -> None:
         """Remembers the layouts that a route has just been taken for."""
-        self._layouts = {param: _layout(tensor) for param, tensor in self.tensors.items()}
+        self._layouts = self._now()
 
     def reports(self, rank: int) -> list[ParamMeta]:
         """What tensors say of themselves."""
         self.refresh()
-        return [
-            msgspec.structs.replace(
-                param_meta(param, tensor, rank=rank),
-                local_strides=tuple(n * tensor.element_size() for n in _strides(tensor)),
-            )
-            for param, tensor in self.tensors.items()
-            if tensor.numel()
-        ]
+        tied = self.ties()
+        out = []
+        for param, tensor in self.tensors.items():
+            if tensor.numel():
+                meta = param_meta(param, tensor, rank=rank)
+                strides = tuple(n * tensor.element_size() for n in self.like(param).stride())
+                same_as = tied.get(param, "")
+                out.append(msgspec.structs.replace(meta, local_strides=strides, same_as=same_as))
+        return out
+
+    def ties(self) -> dict[str, str]:
+        """Parameters that are the memory of another, and the first name of that."""
+        own = {param: t for param, t in self.tensors.items() if not self.is_computed(param)}
+        return ties(own)
 
     def is_computed(self, param: str) -> bool:
         """Whether its values lie nowhere in memory, so that each push computes them."""
-        return _is_computed(self.tensors[param])
+        return param in self._merges or _is_computed(self.tensors[param])
+
+    def gather(self) -> None:
+        """Takes the adapters as they are for the push that begins; with :meth:`local` alone, their
+        shards would be gathered in another order on each rank."""
+        self._factors = {param: merge.factors() for param, merge in self._merges.items()}
+
+    def let_go(self) -> None:
+        """Ends what :meth:`gather` began."""
+        self._factors = {}
 
     def local(self, param: str) -> torch.Tensor:
         """The values of this rank's shard: its memory, or a contiguous tensor where
@@ -73,11 +97,17 @@ class Held:
         local: torch.Tensor = _local(self.tensors[param])
         if not self.is_computed(param):
             return local
-        return local.resolve_conj().resolve_neg().contiguous()
+        values = local.resolve_conj().resolve_neg().contiguous()
+        if param not in self._merges:
+            return values
+        meta = param_meta(param, self.tensors[param], rank=self._rank)
+        return add(self._factors[param], values, meta.local_runs(self._rank))
 
     def like(self, param: str) -> torch.Tensor:
         """A tensor with dtype, shape and strides of :meth:`local`, perhaps without values."""
-        return self.local(param) if not self.is_computed(param) else _empty(self.tensors[param])
+        tensor = self.tensors[param]
+        like: torch.Tensor = _empty(tensor) if self.is_computed(param) else _inner(tensor)
+        return like
 
     def region(self, param: str) -> Region:
         """Its memory, from the first element to the last, registered once for each address."""
@@ -100,9 +130,9 @@ class Held:
             raise InvalidArgument(
                 f"parameter `{param}` isn't there any more; call WeightSync.connect() again"
             )
-        for param, tensor in self.tensors.items():
-            _span(param, tensor)
-            now, planned = _layout(tensor), self._layouts.get(param)
+        for param, now in self._now().items():
+            _span(param, self.tensors[param])
+            planned = self._layouts.get(param)
             if now != planned:
                 raise InvalidArgument(
                     f"parameter `{param}` was {planned} when the route was planned and is {now} "
@@ -116,22 +146,26 @@ class Held:
     def close(self) -> None:
         self._regions.clear()
 
+    def _now(self) -> dict[str, _Layout]:
+        tied = self.ties()
+        return {
+            param: _Layout(
+                tuple((like := self.like(param)).shape),
+                like.stride(),
+                str(like.dtype),
+                str(getattr(tensor, "placements", "")),
+                self.is_computed(param),
+                tied.get(param, ""),
+            )
+            for param, tensor in self.tensors.items()
+        }
+
     def _newer(self, param: str, tensor: Any) -> Any:
         """While FSDP has gathered a parameter, the module shows the whole one for a moment; the
         shards remain what is trained."""
         held = self.tensors.get(param)
         gathered = hasattr(held, "_local_tensor") and not hasattr(tensor, "_local_tensor")
         return held if gathered else tensor
-
-
-def of_module(module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters, and the buffers that a checkpoint would have: routers' biases are such."""
-    named: dict[str, Any] = dict(module.named_parameters())
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                named[f"{prefix}.{name}" if prefix else name] = buffer
-    return named
 
 
 def _check(tensors: Mapping[str, Any]) -> None:
@@ -162,11 +196,6 @@ def _empty(tensor: Any) -> torch.Tensor:
     return torch.empty(local.shape, dtype=local.dtype, device="meta")
 
 
-def _strides(tensor: Any) -> tuple[int, ...]:
-    """Of what is sent, in elements."""
-    return (_empty(tensor) if _is_computed(tensor) else _inner(tensor)).stride()
-
-
 class _Layout(NamedTuple):
     """What a plan depends on."""
 
@@ -175,19 +204,15 @@ class _Layout(NamedTuple):
     dtype: str
     placements: str
     computed: bool
+    tied: str
 
     def __str__(self) -> str:
         strides = f"strides {list(self.strides)}"
         computed = " (computed for each push)" if self.computed else ""
-        return f"{self.dtype} {list(self.shape)} {strides} {self.placements}".rstrip() + computed
-
-
-def _layout(tensor: Any) -> _Layout:
-    local = _local(tensor)
-    placements = str(getattr(tensor, "placements", ""))
-    return _Layout(
-        tuple(local.shape), _strides(tensor), str(local.dtype), placements, _is_computed(tensor)
-    )
+        tied = f" (tied to `{self.tied}`)" if self.tied else ""
+        return f"{self.dtype} {list(self.shape)} {strides} {self.placements}".rstrip() + (
+            computed + tied
+        )
 
 
 def _local(tensor: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from fabric_ray.errors import InvalidArgument
@@ -9,21 +10,26 @@ from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
+from fabric_ray.weights.stacked import unstacked
 
 
-def source_side(said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side]) -> Side:
+def source_side(
+    said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side], target: Side
+) -> Side:
     """What trainers hold: by what each reports, or by the side that all of them were given.
 
     Args:
         said: a trainer's report, or its side's digest; by rank.
         given: fetches the side.
+        target: what rollouts need: second names of tensors that it has no use for are left out,
+            and stacks of experts described by what it is made of.
 
     Raises:
         InvalidArgument: they were given different ones, or one of other ranks.
     """
     reports = {rank: word for rank, word in enumerate(said) if not isinstance(word, bytes)}
     if len(reports) == len(said):
-        return side_from_param_meta(reports)
+        return unstacked(side_from_param_meta(_once(reports, target)), target)
     for rank, digest in enumerate(said):
         if digest != said[0]:
             raise InvalidArgument(
@@ -37,6 +43,31 @@ def source_side(said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Sid
             "give the side of exactly these trainers"
         )
     return side
+
+
+def _once(
+    reports: Mapping[int, Sequence[ParamMeta]], target: Side
+) -> Mapping[int, Sequence[ParamMeta]]:
+    """Reports without tied tensors that the target needs under another of their names alone.
+
+    They are the same memory on every rank, so nothing stays behind (RS-1).
+    """
+    if not any(meta.same_as for metas in reports.values() for meta in metas):
+        return reports
+    needed = set(tensor_names(target))
+    names: dict[str, list[set[str]]] = defaultdict(list)
+    for metas in reports.values():
+        tied: dict[str, set[str]] = defaultdict(set)
+        for meta in metas:
+            tied[meta.same_as or meta.name].add(meta.name)
+        for meta in metas:
+            names[meta.name].append(tied[meta.same_as or meta.name])
+    spare = {
+        name
+        for name, by_rank in names.items()
+        if name not in needed and set.intersection(*by_rank) & needed
+    }
+    return {rank: [m for m in metas if m.name not in spare] for rank, metas in reports.items()}
 
 
 def converted(source: Side, target: Side, formats: Formats) -> Side:

@@ -71,7 +71,7 @@ class WeightSource:
         self.name = name
         self.watermark = watermark
         self._engine = engine or process_engine()
-        self._held = Held(tensors, self._engine)
+        self._held = Held(tensors, self._engine, rank)
         self._share: SourceShare | None = None
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
@@ -184,6 +184,7 @@ class WeightSource:
             try:
                 if self._held.follow():
                     self._routes.clear()
+                self._held.gather()
                 mine = self._in_turn(arms)
                 spans = [Span(who, "route", start, time.time())]
                 if self._conversion is not None:
@@ -206,6 +207,7 @@ class WeightSource:
                         if digest:
                             # Now: what was made ready isn't there any more when all is sent.
                             sending.add_digest(arm, route)
+            self._held.let_go()
             sending.wait_for(len(self._steps))
             spans.append(Span(who, "write", start, time.time()))
             return sending.result(spans)
@@ -219,7 +221,7 @@ class WeightSource:
             self._held.close()
             self._ring = self._share = None
 
-    def _check(self, containers: Iterable[LocalContainer]) -> None:
+    def _check(self, containers: Collection[LocalContainer]) -> None:
         """That tensors are what was planned for: those sent as they are by the plan, others by what
         they are made from."""
         made: Collection[str] = ()
@@ -227,15 +229,20 @@ class WeightSource:
         if self._conversion is not None:
             self._conversion.check(held)
             made = self._conversion.made
+        # Second names of tied tensors may be left out of the plan.
+        ties, planned = self._held.ties(), {container.name for container in containers}
+        tied = ties.keys() | ties.values() if self.side is None else set()
         plain = {
             name: tensor
             for name, tensor in held.items()
-            if name not in made and (self.side is not None or tensor.numel())
+            if name not in made
+            and (self.side is not None or tensor.numel())
+            and (name in planned or name not in tied)
         }
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
         check_local(plain, [c for c in containers if c.name not in made], self.rank, by=by)
 
-    def _computed(self, containers: Iterable[LocalContainer]) -> list[Unit]:
+    def _computed(self, containers: Collection[LocalContainer]) -> list[Unit]:
         """What no conversion makes ready and has no memory that could be sent: see RS-1."""
         made: Collection[str] = self._conversion.made if self._conversion else ()
         return [

@@ -129,7 +129,7 @@ class WeightSync:
             source, needed, self._left = self._replica_sides(said, target, needed)
             sent, routes = source, plan(source, needed)
         else:
-            source = source_side(said, self._given_side)
+            source = source_side(said, self._given_side, needed)
             sent = converted(source, needed, self._formats)
             routes = plan(sent, needed, leave=self._leave)
             self._left = left_of(sent, needed, self._leave) if self._leave else ()

@@ -77,11 +77,12 @@ class RankQuantiser:
         with a part of the block refuses it.
 
         Args:
-            tensors: this rank's containers by name.
+            tensors: this rank's containers by name; only those that share blocks are looked up.
         """
         found = torch.zeros(self.edges.size, dtype=torch.float32, device="cpu")
         for name, preparation in self.preparations.items():
-            preparation.add_maxima(tensors[name], found)
+            if preparation.shares_blocks:
+                preparation.add_maxima(tensors[name], found)
         return found
 
 
@@ -198,6 +199,11 @@ class Preparation:
             for dim, blocks in enumerate(part.blocks):
                 held = held.index_select(dim, torch.from_numpy(blocks).to(held.device))
             scales[box(part.start, held.shape)] = arithmetic.stored(held, self.fmt)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether other ranks hold a part of any block."""
+        return any(laid.name in self._edges.tensors for laid in self._blocked)
 
     def add_maxima(self, local: Tensor, found: Tensor) -> None:
         """Adds this container's part to the vector of :meth:`RankQuantiser.partial_maxima`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, starmap
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
-from fabric_ray.tensors import resolved
-from fabric_ray.weights.held import of_module
+from fabric_ray.tensors import check_memory, resolved
+from fabric_ray.weights.adapters import Merge, add
 from fabric_ray.weights.local import told
+from fabric_ray.weights.modules import named, ties
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.converting import Converting, described
 
@@ -43,6 +45,8 @@ class Gathering:
         # Gathering is a collective: two threads that ask first gather once.
         self._lock = threading.RLock()
         self._shards: dict[str, Any] = {}
+        self._merges: dict[str, Merge] = {}
+        self._ties: dict[str, str] | None = None
 
     def whole(self) -> dict[str, Tensor]:
         """What will come, in order. A function that gathers is called once to find out.
@@ -57,8 +61,8 @@ class Gathering:
 
     def _announced(self) -> dict[str, Tensor]:
         # By map, which keeps hold of no tensor while it asks for the next.
-        named = self._gathered() if self._is_function else self._named()
-        wholes = list(starmap(described, named))
+        tensors = self._gathered() if self._is_function else self._named()
+        wholes = list(starmap(described, tensors))
         self._converting = Converting(wholes, self._formats, self._rank)
         whole: dict[str, Tensor] = {}
         for each in chain.from_iterable(map(self._converting.become, wholes)):
@@ -94,24 +98,46 @@ class Gathering:
         return not isinstance(self._weights, (torch.nn.Module, Mapping))
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        assert isinstance(self._weights, (torch.nn.Module, Mapping)), "functions name nothing"
+        found, self._merges = named(self._weights)
+        for name, tensor in found.items():
+            local = getattr(tensor, "_local_tensor", tensor)
+            check_memory(f"parameter `{name}`", local, lazy=True)
         if isinstance(self._weights, torch.nn.Module):
-            named = of_module(self._weights)
             # FSDP shows a whole tensor where it has gathered one; the shards are what is trained.
-            kept = {name: t for name, t in self._shards.items() if not _is_sharded(named.get(name))}
-            self._shards = {n: t for n, t in (named | kept).items() if _is_sharded(t)}
-            return (named | kept).items()
-        assert isinstance(self._weights, Mapping), "functions name nothing before they gather"
-        return self._weights.items()
+            kept = {name: t for name, t in self._shards.items() if not _is_sharded(found.get(name))}
+            found |= kept
+            self._shards = {name: t for name, t in found.items() if _is_sharded(t)}
+        tied = ties({name: t for name, t in found.items() if name not in self._merges})
+        if self._ties is not None and tied != self._ties:
+            odd = sorted(tied.items() ^ self._ties.items())[0][0]
+            raise InvalidArgument(f"`{odd}` is tied to another tensor than before; {_AGAIN}")
+        self._ties = tied
+        return found.items()
+
+    def second_names(self, used: Collection[str]) -> set[str]:
+        """Names of tied tensors that come under another name, which is among the used."""
+        groups: dict[str, set[str]] = defaultdict(set)
+        for name, first in (self._ties or {}).items():
+            groups[first] |= {first, name}
+        found = (names - set(used) for names in groups.values() if names & set(used))
+        return set().union(*found)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._is_function:
             assert callable(self._weights)
             return map(_on_host, self._weights())
-        return map(_on_host, self._named())
+        return map(self._merged, self._named())
+
+    def _merged(self, one: tuple[str, Any]) -> tuple[str, torch.Tensor]:
+        name, whole = _on_host(one)
+        if (merge := self._merges.get(name)) is None:
+            return name, whole
+        return name, add(merge.factors(), whole, [[(0, size)] for size in whole.shape])
 
 
-def _on_host(named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
-    name, tensor = named
+def _on_host(one: tuple[str, Any]) -> tuple[str, torch.Tensor]:
+    name, tensor = one
     whole = tensor.detach().full_tensor() if _is_sharded(tensor) else tensor
     return name, resolved(f"parameter `{name}`", whole).cpu()
 

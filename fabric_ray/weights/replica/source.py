@@ -96,7 +96,8 @@ class ReplicaSource:
                     f"`{min(missing)}`; gather all of it in one stage"
                 )
         used = {part for name in fills for part in made_of[name]}
-        unused = tuple(name for name in whole if name not in used)
+        spare = self._gathering.second_names(used)
+        unused = tuple(name for name in whole if name not in used and name not in spare)
         side = self._replica.side
         layout = None if side is None else layout_digest(side)
         watched = isinstance(self._replica, ModuleReplica)

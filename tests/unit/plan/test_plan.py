@@ -208,7 +208,7 @@ def test_tensors_that_are_named_may_stay_behind():
 @pytest.mark.parametrize(
     ("stale", "words"),
     [
-        ("model.layers.0.q_proj.lora_A.default.weight", "merge adapters into the weights"),
+        ("model.layers.0.q_proj.lora_A.default.weight", "give WeightSource the PEFT module itself"),
         ("mtp.0.weight", r"add containers for draft \(MTP\) layers"),
         ("model.layers.9.q_proj.weight", r"add containers for draft \(MTP\) layers"),
         ("model.layers.0.odd", "add containers for them"),

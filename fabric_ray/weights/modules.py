@@ -1,0 +1,166 @@
+"""The tensors of a module as trainers hold it, by the names that the plain model gives them.
+
+Wrappers (``torch.compile``, activation checkpointing, FSDP, DDP, PEFT) put components of their own
+into names. They are taken out here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.weights.adapters import Merge, active, merge_of
+
+if TYPE_CHECKING:
+    import torch
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+# Only where all names begin with one: a model may have a part of that name.
+_ROOTS = ("module.", "base_model.model.")
+
+T = TypeVar("T")
+
+
+class Named(NamedTuple):
+    """A model's tensors."""
+
+    tensors: dict[str, Any]
+    merges: dict[str, Merge]
+    """By name of the tensor that active adapters are added to."""
+
+
+def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
+    """A module's tensors, or those of a mapping, by their names in the plain model.
+
+    Raises:
+        InvalidArgument: names that collide, or adapters that can't be merged.
+    """
+    if isinstance(source, Mapping):
+        return Named(plain_names(source), {})
+    return of_module(source)
+
+
+def plain_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Tensors by their names in the plain model.
+
+    Raises:
+        InvalidArgument: two tensors have the same name there.
+    """
+    names = {name: _without_wrappers(name) for name in tensors}
+    while root := _root(names.values()):
+        names = {name: plain.removeprefix(root) for name, plain in names.items()}
+    first: dict[str, str] = {}
+    for name, plain in names.items():
+        if plain in first:
+            raise InvalidArgument(
+                f"parameters `{first[plain]}` and `{name}` are both `{plain}` without the names of "
+                "wrappers; give each tensor once, by its name in the plain model"
+            )
+        first[plain] = name
+    return {plain: tensors[name] for plain, name in first.items()}
+
+
+def of_module(module: torch.nn.Module) -> Named:
+    """Parameters, and the buffers that a checkpoint would have: routers' biases are such.
+
+    Adapters of PEFT are no tensors of their own: those that are active are merged into their base,
+    so that rollouts get what the module computes with (RS-1).
+
+    Raises:
+        InvalidArgument: adapters that can't be merged, or names that collide.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    adapted = {path: part for path, part in parts.items() if _is_adapted(part)}
+    found: dict[str, Any] = {}
+    merges: dict[str, Merge] = {}
+    with_weight: set[str] = set()
+    for name, tensor in _tensors(module, parts):
+        path = next((path for path in _ancestors(name) if path in adapted), None)
+        if path is None:
+            found[name] = tensor
+            continue
+        layer = adapted[path]
+        inner = _in_base(path, layer, _without_wrappers(name.removeprefix(f"{path}.")))
+        if inner is None:
+            continue
+        found[plain := f"{path}.{inner}"] = tensor
+        if inner == "weight" and "base_layer" in layer._modules:
+            with_weight.add(path)
+            if merge := merge_of(path, layer, tensor):
+                merges[plain] = merge
+    for path in adapted.keys() - with_weight:
+        if "base_layer" in adapted[path]._modules:
+            merge_of(path, adapted[path], None)  # raises if an adapter has no weight
+    tensors = plain_names(found)
+    plain_of = dict(zip(found, tensors, strict=True))
+    return Named(tensors, {plain_of[name]: merge for name, merge in merges.items()})
+
+
+def ties(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are the memory of one before them, seen in the same way, and the name
+    of that."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        local = getattr(tensor, "_local_tensor", tensor)
+        if not local.numel() or not local.data_ptr():  # freed memory has no address
+            continue
+        seen = (local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape))
+        key = (local.data_ptr(), *seen, str(getattr(tensor, "placements", "")))
+        if (same := first.setdefault(key, name)) != name:
+            found[name] = same
+    return found
+
+
+def _tensors(
+    module: torch.nn.Module, parts: Mapping[str, torch.nn.Module]
+) -> Iterator[tuple[str, Any]]:
+    # Under all their names: a tied head is what an engine that doesn't tie it needs.
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, part in parts.items():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _is_adapted(part: torch.nn.Module) -> bool:
+    """Whether it is a layer of PEFT. Its attributes are asked for last: wrappers forward them."""
+    inner = part._modules.keys() & {"base_layer", "original_module"}
+    return bool(inner) and hasattr(part, "active_adapters")
+
+
+def _in_base(path: str, layer: Any, inner: str) -> str | None:
+    """A tensor's name in the layer without PEFT; ``None`` if it has none there."""
+    if "base_layer" in layer._modules:
+        return inner.removeprefix("base_layer.") if inner.startswith("base_layer.") else None
+    # A whole module that is trained beside the original, for each adapter.
+    adapters = active(path, layer)
+    copies = layer._modules.get("modules_to_save")
+    if copies is None and adapters:
+        raise InvalidArgument(
+            f"`{path}` is a {type(layer).__name__}, whose adapter `{adapters[0]}` isn't merged "
+            "while pushing; merge it with PEFT's merge_and_unload() and push the result"
+        )
+    used = "original_module."
+    if copies is not None and adapters and adapters[0] in copies:
+        used = f"modules_to_save.{adapters[0]}."
+    return inner.removeprefix(used) if inner.startswith(used) else None
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """Of a tensor, the outermost module first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _root(names: Iterable[str]) -> str | None:
+    """The wrapper that all names begin with."""
+    listed = list(names)
+    return next((r for r in _ROOTS if listed and all(n.startswith(r) for n in listed)), None)

@@ -1,0 +1,120 @@
+"""Experts that trainers hold as one parameter for each layer, as transformers 5 does.
+
+``experts.gate_up_proj`` is ``[experts, 2 * width, hidden]``, gate over up;
+``experts.down_proj`` is ``[experts, hidden, width]``. Engines' sides are made of a tensor for each
+expert, so a trainer's stack is described as what it is made of: its memory and its name stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from fabric_ray.plan import Concat, Container, Layout, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan.report import local_runs
+from fabric_ray.plan.types import Stack, leaves
+
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+Runs = Sequence[tuple[int, int]]
+
+
+def unstacked(source: Side, target: Side) -> Side:
+    """The source's side, in which stacks of experts are made of the target's tensors.
+
+    A stack that the target needs under its own name is left alone, and so is one of other shapes
+    (transposed, as those of gpt-oss): it is refused like any tensor that isn't needed. Where one of
+    a layer's stacks is square, the other tells.
+    """
+    if not any(_stack(container) for container in source.containers):
+        return source
+    needed = {leaf.tensor.name: leaf.tensor for c in target.containers for leaf in leaves(c.layout)}
+    containers = tuple(
+        msgspec.structs.replace(container, layout=_layout(container, parts))
+        if container.name not in needed and (parts := _parts(container, needed))
+        else container
+        for container in source.containers
+    )
+    return msgspec.structs.replace(source, containers=containers)
+
+
+def _stack(container: Container) -> bool:
+    prefix, _, name = container.name.rpartition(".")
+    layout = container.layout
+    named = name in _PARTS and prefix.rpartition(".")[2] == "experts"
+    return named and isinstance(layout, Leaf) and len(layout.tensor.shape) == 3
+
+
+def _parts(container: Container, needed: Mapping[str, Tensor]) -> list[tuple[Tensor, ...]]:
+    """By expert, the tensors of which it lies behind each other; none if they don't fit."""
+    if not _stack(container):
+        return []
+    assert isinstance(container.layout, Leaf)
+    tensor = container.layout.tensor
+    prefix, _, stack = container.name.rpartition(".")
+    experts, rows, columns = tensor.shape
+    found = []
+    for expert in range(experts):
+        names = [f"{prefix}.{expert}.{part}.weight" for part in _PARTS[stack]]
+        shape = (rows // len(names), columns)
+        parts = tuple(needed[name] for name in names if name in needed)
+        if len(parts) < len(names) or any(part.shape != shape for part in parts):
+            return []
+        # The trainers' dtype, which formats may change.
+        found.append(tuple(Tensor(part.name, shape, tensor.dtype) for part in parts))
+    return found
+
+
+def _layout(container: Container, experts: Sequence[tuple[Tensor, ...]]) -> Layout:
+    leaf = container.layout
+    assert isinstance(leaf, Leaf)
+    holders: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = defaultdict(list)
+    for position, rank in enumerate(leaf.mesh.ranks):
+        runs = local_runs(leaf.tensor.shape, leaf.mesh.shape, leaf.placements, position)
+        holders[tuple(tuple(each) for each in runs)].append(rank)
+    return Stack(
+        tuple(
+            _expert(parts, [(runs, r) for runs, r in holders.items() if _has(runs[0], expert)])
+            for expert, parts in enumerate(experts)
+        )
+    )
+
+
+def _has(runs: Runs, index: int) -> bool:
+    return any(start <= index < start + length for start, length in runs)
+
+
+def _expert(
+    parts: Sequence[Tensor], holders: Sequence[tuple[Sequence[Runs], Sequence[int]]]
+) -> Layout:
+    """One expert's rows, of all parts behind each other, on the ranks that have any."""
+    boxes: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
+    for (_, rows, columns), ranks in holders:
+        for row in rows:
+            for column in columns:
+                boxes.setdefault(row, {}).setdefault(column, []).extend(ranks)
+    pieces: list[Layout] = []
+    for row, by_column in sorted(boxes.items()):
+        for tensor, box in _within(parts, row):
+            across = [_leaf(tensor, (box, column), r) for column, r in sorted(by_column.items())]
+            pieces.append(across[0] if len(across) == 1 else Concat(1, tuple(across)))
+    return pieces[0] if len(pieces) == 1 else Concat(0, tuple(pieces))
+
+
+def _within(
+    parts: Sequence[Tensor], run: tuple[int, int]
+) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The tensors that rows of a stack lie in, and which of their rows these are."""
+    begin, end = run[0], sum(run)
+    at = 0
+    for tensor in parts:
+        low, high = max(begin, at), min(end, at + tensor.shape[0])
+        if low < high:
+            yield tensor, (low - at, high - low)
+        at += tensor.shape[0]
+
+
+def _leaf(tensor: Tensor, box: tuple[tuple[int, int], ...], ranks: Sequence[int]) -> Leaf:
+    whole = tuple((0, size) for size in tensor.shape)
+    return Leaf(tensor, Mesh.line(ranks), (Replicate(),), None if box == whole else box)
