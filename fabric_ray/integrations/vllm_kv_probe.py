@@ -54,8 +54,9 @@ def page_form(name: str, layer: Any, tensor: torch.Tensor, dtype: torch.dtype) -
         tensor: its cache, [blocks, heads, tokens, content].
         dtype: of its keys and values before they are stored.
     """
-    backend = "no known layer" if layer is None else layer.attn_backend.get_name()
-    unknown = PageForm(tokens=False, heads=False, content=f"of {backend}")
+    backend = getattr(layer, "attn_backend", None)
+    writer = type(layer).__name__ if backend is None else backend.get_name()
+    unknown = PageForm(tokens=False, heads=False, content=f"of {writer}")
     if layer is None:
         return unknown
     saved = tensor[0].clone()

@@ -58,7 +58,8 @@ def test_latent_caches_are_probed_and_unknown_layers_are_not_divided() -> None:
     cache = torch.zeros(BLOCKS, 1, TOKENS, 24)
     found = page_form(LAYER, kv_pages.latent(cache, 16), cache, torch.float32)
     assert (found.tokens, found.heads) == (True, True)
-    assert not page_form(LAYER, None, cache, torch.float32).tokens
+    for unknown in (None, object()):
+        assert not page_form(LAYER, unknown, cache, torch.float32).tokens
 
 
 def layouts(write: Write, *, tokens: int, ranks: int = 1) -> list[CacheLayout]:
