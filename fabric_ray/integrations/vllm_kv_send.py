@@ -97,7 +97,8 @@ class Sender:
         if not self._pass:
             return
         self._written.add(name)
-        # Decoders are told of layers by their number: of the next one, when all before are written.
+        # Decoders are told of layers by their number: of the next one, when all before are written
+        # (RS-1).
         while self._layers_left and self._layers_left[0] in self._written:
             self._layers_left.popleft()
             self._then(self._prefiller.layer_done)

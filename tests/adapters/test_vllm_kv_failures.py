@@ -56,6 +56,10 @@ def test_rs_4_a_prefiller_that_is_killed_half_way_leaves_an_error_or_right_token
         if policy == "fail":
             assert "d" not in d.computed
             assert d.ended["d"].finish_reason.name == "ERROR"
+            # None of the pages that came is in the prefix cache.
+            d.add("later", PROMPT, {})
+            served(d, "later", PROMPT)
+            assert d.computed["later"] == len(PROMPT)
         else:
             assert d.computed["d"] == len(PROMPT)
             served(d, "d", PROMPT)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fabric_ray import TransferEngine
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
-from fabric_ray.kvcache import Decoder, Prefiller, Pull, RankCache, Terms, errors
+from fabric_ray.kvcache import Decoder, Job, Prefiller, Pull, RankCache, Terms, errors
 from tests.kv_pages import rows
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 3, 6, 4, 8
@@ -86,3 +91,45 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     second.wait_ready(10)
     assert all((tensor[[2, 3]] == 7).all() for tensor in theirs.values())
     assert all((tensor[[0, 1]] == 0).all() for tensor in theirs.values())
+
+
+class CountedPrefiller:
+    """Counts the layers that are announced of a pass."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+
+    async def jobs(self) -> AsyncIterator[Job]:
+        for job in ():
+            yield job
+
+    def begin(self, requests: Sequence[tuple[Job, int]]) -> None:
+        self.layers = 0
+
+    def layer_done(self) -> None:
+        self.layers += 1
+
+    def close(self) -> None:
+        pass
+
+
+NAMES = tuple(f"model.layers.{i}.attn" for i in range(5))
+
+
+@given(hooks=st.lists(st.sampled_from([*NAMES, "drafter.attn"]), max_size=12))
+def test_rs_1_a_layer_is_announced_when_it_and_all_before_it_are_written(hooks: list[str]) -> None:
+    """Decoders are told of layers by their number: hooks that come in another order, twice or not
+    at all announce no page that isn't written. Those that are written leave at once."""
+    prefiller = CountedPrefiller()
+    cache = SimpleNamespace(layers=NAMES)
+    sender = Sender(cast(Prefiller, prefiller), cast(WorkerCache, cache), then=at_once, lease=1.0)
+    for _ in range(2):
+        sender.begin([Ready("r", "t", b"", 4, 0, (1,))])
+        written: set[str] = set()
+        for name in hooks:
+            sender.layer(name)
+            written.add(name)
+            assert prefiller.layers == len(list(takewhile(written.__contains__, NAMES)))
+        sender.end()
+        assert prefiller.layers == len(NAMES)
+    sender.close()
