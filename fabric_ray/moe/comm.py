@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, PeerLost
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.throughput import ThroughputAllToAll
 
 _GOOD, _BAD = b"+", b"-"
+_OPTIONS = struct.Struct("<d?")
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
@@ -128,16 +130,33 @@ def ranks_per_node(comm: Comm) -> int:
 
 
 class Exchanges:
-    """The exchanges that one rank's face makes as shapes come up; all ranks make the same."""
+    """The exchanges that one rank's face makes as shapes come up; all ranks make the same.
 
-    def __init__(self, comm: Comm, engine: TransferEngine | None, timeout: float) -> None:
+    Membership is one for all of them: :meth:`follow` masks a rank that any of them lost in the
+    others. A loss that wasn't asked for is an error in every later call, :meth:`check_whole`.
+
+    Args:
+        shrink: go on without ranks that are lost; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        engine: TransferEngine | None,
+        timeout: float,
+        *,
+        shrink: bool = False,
+    ) -> None:
         self.comm = comm
+        self.shrink = shrink
         self._engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
         self._owned = engine is None
         self._timeout = timeout
         self._made: list[AnyExchange] = []
         self._masked: dict[int, str] = {}
-        # Of the two above: a watchdog masks ranks while others call. Not held in exchanges' calls.
+        self._asked: set[int] = set()
+        """Ranks that the caller masked."""
+        # Of the three above: a watchdog masks ranks while others call. Not held in exchanges' calls.
         self._lock = threading.Lock()
         self._closed = False
 
@@ -170,13 +189,16 @@ class Exchanges:
                 timeout=self._timeout,
                 **shape,
             )
-            card: bytes | FabricError = made.card()
+            options = _OPTIONS.pack(self._timeout, self.shrink)
+            card: bytes | FabricError = options + made.card()
         except FabricError as error:
             card = error
         cards = agree(self.comm, card)
         connected: bytes | FabricError = b""
         try:
-            made.connect(cards)
+            for rank, one in enumerate(cards):
+                self._check_options(rank, one)
+            made.connect([one[_OPTIONS.size :] for one in cards])
         except FabricError as error:
             connected = error
         # Who isn't known yet must not be written to.
@@ -184,6 +206,16 @@ class Exchanges:
         with self._lock:
             self._made.append(made)
         return made
+
+    def _check_options(self, rank: int, card: bytes) -> None:
+        """A rank that waits longer than another is given up while it waits itself."""
+        found = _OPTIONS.unpack_from(card) if len(card) >= _OPTIONS.size else None
+        if found != (self._timeout, self.shrink):
+            raise HandshakeError(
+                f"ranks differ in timeout and enable_shrink: rank {rank} has {found}, this one has "
+                f"{(self._timeout, self.shrink)}; give the same on all ranks",
+                peer=f"rank {rank}",
+            )
 
     def forget(self, exchanges: Sequence[AnyExchange]) -> None:
         """Lets go of exchanges that no rank uses any more; whom they lost stays lost."""
@@ -207,6 +239,7 @@ class Exchanges:
             raise InvalidArgument(f"rank {rank} is no other rank of {self.comm.size()}")
         with self._lock:
             self._masked.setdefault(rank, "it was masked")
+            self._asked.add(rank)
             made = list(self._made)
         for one in made:
             one.mask(rank)
@@ -217,6 +250,29 @@ class Exchanges:
         with self._lock:
             masked, made = dict(self._masked), list(self._made)
         return masked | {lost.rank: lost.cause for one in made for lost in one.lost}
+
+    def check_whole(self) -> None:
+        """That no rank was lost, unless the caller masked it or asked to go on without (RS-1).
+
+        Raises:
+            PeerLost: one was: sums lack its part, and so would those of later calls.
+        """
+        if self.shrink:
+            return
+        for rank, cause in self.masked.items():
+            if rank not in self._asked:
+                raise PeerLost(
+                    f"rank {rank} takes no part any more: {cause}; sums lack its part, make a new "
+                    "buffer of the ranks that are left, or with a longer timeout if it was busy",
+                    peer=f"rank {rank}",
+                )
+
+    def follow(self, exchange: AllToAll) -> frozenset[int]:
+        """Masks in an exchange the ranks that another one lost; all that take no part."""
+        masked, here = self.masked, exchange.present
+        for rank in (rank for rank in masked if here[rank]):
+            exchange.mask(rank, masked[rank])
+        return frozenset(masked)
 
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if

@@ -174,8 +174,10 @@ class AllToAll:
 
         Raises:
             InvalidArgument: what doesn't fit; or a half out of turn.
+            PeerLost: a rank was lost, then or before; on a device, the next call says so.
         """
         self._check_outputs(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x)
+        self._exchanges.check_whole()
         if do_send:
             tokens = self._bound(bound_m, len(dp_x))
             if dp_x.element_size() != self._bits.itemsize:
@@ -201,6 +203,7 @@ class AllToAll:
             if out_expert_x_scale is not None and self._scale_bytes:
                 scales = got.parts["scale"].view(out_expert_x_scale.dtype)
                 out_expert_x_scale.copy_(scales.view(out_expert_x_scale.shape))
+            self._exchanges.check_whole()
 
     def combine(
         self,
@@ -225,6 +228,7 @@ class AllToAll:
 
         Raises:
             InvalidArgument: what doesn't fit; or a half out of turn.
+            PeerLost: a rank was lost, then or before; on a device, the next call says so.
         """
         if self._indices is None:
             raise InvalidArgument("nothing was dispatched; dispatch before combine")
@@ -253,20 +257,24 @@ class AllToAll:
             rows=tokens,
             device=where,
         )
+        self._exchanges.check_whole()
         if do_send:
             self._exchange.combine_send(expert_y.flatten(0, 1))
         if do_recv:
             self._exchange.combine_recv(weights[:tokens], out=out_tokens)
             self._indices = None
+            self._exchanges.check_whole()
 
     def check(self) -> None:
         """Waits for what was launched on the device, and raises what went wrong there; without a
         device that is known already.
 
         Raises:
+            PeerLost: a rank was lost: its part is missing.
             FabricError: as :meth:`fabric_ray.moe.AllToAll.check`.
         """
         self._exchange.check()
+        self._exchanges.check_whole()
 
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here and their devices are done; a second call does

@@ -43,7 +43,9 @@ class Buffer(NormalCalls):
         allow_nvlink_for_low_latency_mode: likewise.
         allow_mnnvl: likewise.
         explicitly_destroy: taken; :meth:`destroy` may always be called.
-        enable_shrink: taken; ranks may always be masked.
+        enable_shrink: go on without ranks that are lost: in all calls at once, as
+            :meth:`low_latency_query_mask_buffer` and ``event.left_out`` say. Otherwise each call
+            raises :class:`~fabric_ray.errors.PeerLost` from then on. The same on all ranks.
         comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
         engine: this rank's; one of its own if ``None``.
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
@@ -51,7 +53,8 @@ class Buffer(NormalCalls):
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; by the hosts' names if
             ``None``. With several nodes, normal calls send a token once to each node, and raise
             :class:`~fabric_ray.errors.PeerLost` once a rank is lost or masked.
-        timeout: seconds after which a silent rank is given up.
+        timeout: seconds after which a silent rank is given up; the same on all ranks, and longer
+            than any rank is busy between two calls.
         launcher: launches the kernels of an exchange, in place of a GPU.
         workers: thread blocks that move the rows of normal calls over several nodes, on a GPU.
     """
@@ -87,7 +90,7 @@ class Buffer(NormalCalls):
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
-        self._exchanges = Exchanges(found, engine, timeout)
+        self._exchanges = Exchanges(found, engine, timeout, shrink=enable_shrink)
         if ranks_per_node is None:
             ranks_per_node = nodes_of(found)
         elif ranks_per_node < 1 or self.group_size % ranks_per_node:
@@ -359,14 +362,18 @@ class Buffer(NormalCalls):
             with self._streams.run_beside(device, used) as event:
                 result, hook = sent()
                 hook()
-            return result, event, None
+            return result, event.naming(self._given_up), None
         if on_gpu:
             self._streams.join(device)
         result, hook = sent()
         if return_recv_hook:
-            return result, EventOverlap(), self._streams.behind(device, hook) if on_gpu else hook
+            event = EventOverlap().naming(self._given_up)
+            return result, event, self._streams.behind(device, hook) if on_gpu else hook
         hook()
-        return result, EventOverlap(), None
+        return result, EventOverlap().naming(self._given_up), None
+
+    def _given_up(self) -> list[int]:
+        return [*self._exchanges.masked]
 
     def _no_way_back(self) -> NoReturn:
         raise Unsupported(

@@ -109,7 +109,7 @@ class ElasticBuffer(ElasticLacks):
         self._exchanges = Exchanges(found, engine, float(num_gpu_timeout_secs))
         self._workers = workers
         self._normal = normal.Normal(
-            self._exchanges, num_max_tokens_per_rank, per_node, launcher, workers, whole=True
+            self._exchanges, num_max_tokens_per_rank, per_node, launcher, workers
         )
         self._streams = Streams()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,19 @@ class EventOverlap:
     def __init__(self, event: Any = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._masked: Callable[[], Iterable[int]] = tuple
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks that the buffer has given up by now: the call's result lacks the part of those that
+        were given up before it. Empty unless the buffer shrinks or the caller masked ranks; on a
+        device, call ``Buffer.check()`` before."""
+        return frozenset(self._masked())
+
+    def naming(self, masked: Callable[[], Iterable[int]]) -> Self:
+        """Itself, with where :attr:`left_out` is found."""
+        self._masked = masked
+        return self
 
     def current_stream_wait(self) -> None:
         """What is launched on torch's current stream from now on waits for the event; the host

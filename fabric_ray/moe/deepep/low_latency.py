@@ -110,6 +110,7 @@ class LowLatency:
                 f"[{local}] on {form.device}"
             )
         slot = self._next(form)
+        self._join(slot)
         origin = torch.empty(len(x), 2, dtype=torch.int32, device=form.device)
         # From 1, for rows of a rank that is lost on the way come as zeros.
         origin[:, 0].fill_(slot.exchange.rank + 1)
@@ -127,8 +128,10 @@ class LowLatency:
 
         def hook() -> None:
             if slot.handle is received.handle and slot.pending == "low_latency_dispatch":
-                _receive(slot, received)
                 slot.pending = None
+                self._exchanges.follow(slot.exchange)
+                _receive(slot, received)
+                self._exchanges.check_whole()
                 keep(received.x, received.counts, *received.handle[:2])
                 if received.scales is not None:
                     keep(received.scales)
@@ -182,13 +185,16 @@ class LowLatency:
         weights = torch.where(kept, topk_weights, 0.0)
         wanted = kept | (slot.indices < 0)
         keep(slot.indices)
+        self._join(slot)
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"
 
         def hook() -> None:
             if slot.handle is handle and slot.pending == "low_latency_combine":
-                slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
                 slot.pending = slot.handle = None
+                self._exchanges.follow(slot.exchange)
+                slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
+                self._exchanges.check_whole()
                 keep(weights, wanted, combined)
 
         return combined, hook
@@ -198,6 +204,16 @@ class LowLatency:
         for slots in list(self._slots.values()):  # others may make more meanwhile
             for slot in slots:
                 slot.exchange.check()
+        self._exchanges.check_whole()
+
+    def _join(self, slot: Slot) -> None:
+        """Ranks that another exchange lost take no part in this one either.
+
+        Raises:
+            PeerLost: one was lost, and this buffer doesn't go on without.
+        """
+        self._exchanges.check_whole()
+        self._exchanges.follow(slot.exchange)
 
     def forget(self) -> None:
         """Lets go of all exchanges."""

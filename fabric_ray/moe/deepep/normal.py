@@ -25,6 +25,7 @@ from fabric_ray.errors import (
     Unsupported,
 )
 from fabric_ray.kernels import Launcher
+from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, agree
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
 from fabric_ray.moe.tokens import Dispatched
@@ -180,8 +181,8 @@ class Normal:
 
     Ranks agree on how many tokens they have at most before each dispatch that makes a handle, and
     buffers grow with it; with ``max_tokens`` that is settled, and nothing is gathered. All tensors
-    lie on one device, for forms that differ are exchanges that all ranks make together. With
-    ``whole`` no call goes on without a rank; over several nodes none does anyway.
+    lie on one device, for forms that differ are exchanges that all ranks make together. No call
+    goes on without a rank that was lost unless exchanges shrink; over several nodes none does.
     """
 
     def __init__(
@@ -191,8 +192,6 @@ class Normal:
         ranks_per_node: int | None = None,
         launcher: Launcher | None = None,
         workers: int = 16,
-        *,
-        whole: bool = False,
     ) -> None:
         self._exchanges = exchanges
         self._launcher, self._workers = launcher, workers
@@ -201,7 +200,6 @@ class Normal:
         self._fixed = max_tokens
         self._room = max_tokens or 0
         self._over_nodes = self.ranks_per_node < exchanges.comm.size()
-        self._whole = whole
         self._device: torch.device | None = None
         self._lanes: dict[Form, list[_Lane]] = {}
         self._taken = 0
@@ -349,12 +347,9 @@ class Normal:
     def _follow(self, lane: _Lane) -> frozenset[int]:
         """Who takes no part any more: whoever one exchange lost doesn't in any other either, or
         rows of one would lie where another has none."""
-        masked = self._exchanges.masked
-        if not self._over_nodes:
-            here = lane.exchange.present
-            for rank in (rank for rank in masked if here[rank]):
-                lane.exchange.mask(rank, masked[rank])
-        return frozenset(masked)
+        if isinstance(lane.exchange, AllToAll):
+            return self._exchanges.follow(lane.exchange)
+        return frozenset(self._exchanges.masked)
 
     def _check_ways(self, handle: Handle, lane: _Lane, rows: int) -> None:
         """That what came lies where a handle has it; a device says so later."""
@@ -377,8 +372,7 @@ class Normal:
                 )
 
     def _check_none_lost(self) -> None:
-        if self._whole:
-            self._check_all_here()
+        self._exchanges.check_whole()
 
     def _check_all_here(self) -> None:
         # DeepEP's calls have no place to say whose answers sums over several nodes are without.

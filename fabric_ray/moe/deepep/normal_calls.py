@@ -48,7 +48,7 @@ class NormalCalls:
             of_nodes,
             layout.tokens_per_expert,
             layout.in_rank,
-            _behind(topk_idx),
+            self._behind(topk_idx),
         )
 
     def dispatch(
@@ -108,7 +108,7 @@ class NormalCalls:
             form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
             received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return received, None, None, None, None, _behind(tokens)
+            return received, None, None, None, None, self._behind(tokens)
 
         try:
             normal.check_together(
@@ -153,7 +153,7 @@ class NormalCalls:
             assert idx is not None
             found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return received, idx, weights, counts, made, _behind(tokens)
+        return received, idx, weights, counts, made, self._behind(tokens)
 
     def combine(
         self,
@@ -205,14 +205,18 @@ class NormalCalls:
         weights = None
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
-        return sums.to(x.dtype), weights, _behind(x)
+        return sums.to(x.dtype), weights, self._behind(x)
+
+    def _given_up(self) -> list[int]:
+        """Ranks that take no part any more."""
+        raise NotImplementedError
+
+    def _behind(self, tensor: Tensor) -> EventOverlap:
+        """An event behind what made the tensor."""
+        event = captured() if tensor.is_cuda else EventOverlap()
+        return event.naming(self._given_up)
 
 
 def _wait_for(event: EventOverlap | None) -> None:
     if event is not None:
         event.current_stream_wait()
-
-
-def _behind(tensor: Tensor) -> EventOverlap:
-    """An event behind what made the tensor."""
-    return captured() if tensor.is_cuda else EventOverlap()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import pplx
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer
 from tests.moe_ranks import WAIT, ThreadComm, batch, on_ranks
 
@@ -60,7 +62,9 @@ def dispatch(buffer: Buffer, x: torch.Tensor, idx: torch.Tensor) -> Any:
 def test_rs_1_a_handle_is_refused_once_a_rank_is_lost_that_it_has_rows_of() -> None:
     def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
         me = comm.rank()
-        buffer = Buffer(comm=comm, engine=engine, max_tokens=M, ranks_per_node=RANKS)
+        buffer = Buffer(
+            enable_shrink=True, comm=comm, engine=engine, max_tokens=M, ranks_per_node=RANKS
+        )
         x, idx, _ = tokens(me)
         recv, handle = dispatch(buffer, x, idx)
         assert torch.equal(recv, rows_from([0, 1, 2], me))
@@ -133,3 +137,158 @@ def test_rs_1_sums_of_an_elastic_buffer_without_a_rank_are_not_handed_out() -> N
                 buffer.combine(recv, handle)
 
     with_a_death(work)
+
+
+class Stall:
+    """Two ranks of a drop-in; the second is busy for longer than the timeout where it says so."""
+
+    TIMEOUT = 1.0
+
+    def __init__(self, comm: ThreadComm, engine: TransferEngine) -> None:
+        self.comm, self.options = comm, {"comm": comm, "engine": engine}
+
+    def passes(self, one: Callable[[Callable[[], None]], torch.Tensor]) -> list[str]:
+        """What each of six passes gave: its sum, or the error. The second pass stalls."""
+        found = []
+        for number in range(6):
+
+            def stall(now: bool = number == 1) -> None:
+                if now and self.comm.rank() == 1:
+                    time.sleep(3 * self.TIMEOUT)
+
+            try:
+                found.append(f"{one(stall).float().mean().item():g}")
+            except errors.PeerLost as error:
+                found.append(f"{error.peer}: {error}")
+        return found
+
+
+X = torch.ones(8, 256, dtype=torch.bfloat16)
+IDX = torch.arange(0, 8, 2).repeat(8, 1)  # four experts, two on each rank
+WEIGHTS = torch.ones(8, 4)
+
+
+def low_latency_passes(stall: Stall, **options: Any) -> list[str]:
+    buffer = Buffer(None, low_latency_mode=True, timeout=stall.TIMEOUT, **stall.options, **options)
+
+    def one(wait: Callable[[], None]) -> torch.Tensor:
+        y, _, handle, *_ = buffer.low_latency_dispatch(X, IDX, 8, 8, use_fp8=False)
+        wait()
+        assert isinstance(y, torch.Tensor)
+        return buffer.low_latency_combine(y, IDX, WEIGHTS, handle)[0]
+
+    return stall.passes(one)
+
+
+def normal_passes(stall: Stall, **options: Any) -> list[str]:
+    buffer = Buffer(timeout=stall.TIMEOUT, max_tokens=8, **stall.options, **options)
+
+    def one(wait: Callable[[], None]) -> torch.Tensor:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(IDX, 8)
+        y, *_, handle, _ = buffer.dispatch(X, None, per_rank, None, in_rank, per_expert, IDX)
+        wait()
+        assert isinstance(y, torch.Tensor)
+        assert handle is not None
+        return 2 * buffer.combine(y, handle)[0]  # one answer of each rank
+
+    return stall.passes(one)
+
+
+def elastic_passes(stall: Stall) -> list[str]:
+    buffer = ElasticBuffer(
+        num_max_tokens_per_rank=8, num_gpu_timeout_secs=int(stall.TIMEOUT), **stall.options
+    )
+
+    def one(wait: Callable[[], None]) -> torch.Tensor:
+        y, _, _, handle, _ = buffer.dispatch(X, IDX, WEIGHTS, num_experts=8)
+        wait()
+        assert isinstance(y, torch.Tensor)
+        return 2 * buffer.combine(y, handle)[0]
+
+    return stall.passes(one)
+
+
+def pplx_passes(stall: Stall) -> list[str]:
+    there = pplx.AllToAll.intranode(
+        8, 8, 4, stall.comm.rank(), 2, 1, 256, 512, 0, timeout=stall.TIMEOUT, **stall.options
+    )
+    counts = torch.zeros(4, dtype=torch.int32)
+    y, out = torch.zeros(4, 16, 256, dtype=torch.bfloat16), torch.zeros(8, 256)
+
+    def one(wait: Callable[[], None]) -> torch.Tensor:
+        there.dispatch(counts, y, None, X, None, IDX)
+        wait()
+        there.combine(out, IDX, WEIGHTS, y)
+        return out
+
+    return stall.passes(one)
+
+
+def after_a_stall(passes: Callable[[Stall], list[str]]) -> list[list[str]]:
+    def on_rank(comm: ThreadComm) -> list[str]:
+        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
+            found = passes(Stall(comm, engine))
+            comm.all_gather(b"")
+            return found
+
+    found: list[list[str]] = on_ranks(2, on_rank)
+    return found
+
+
+@pytest.mark.parametrize("passes", [low_latency_passes, normal_passes, elastic_passes, pplx_passes])
+def test_rs_1_a_stall_raises_on_both_ranks_and_no_sum_is_wrong(
+    passes: Callable[[Stall], list[str]],
+) -> None:
+    for rank, found in enumerate(after_a_stall(passes)):
+        assert found[0] == "4"
+        whole = found.index(next(text for text in found if text != "4"))
+        assert whole in (1, 2)
+        assert all(text.startswith(f"rank {1 - rank}: rank {1 - rank} takes no part any more")
+                   for text in found[whole:])  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", [low_latency_passes, normal_passes])
+def test_rs_1_a_buffer_that_shrinks_goes_on_without_the_rank_in_each_pass(
+    passes: Callable[..., list[str]],
+) -> None:
+    for found in after_a_stall(lambda stall: passes(stall, enable_shrink=True)):
+        whole = found.index("2")
+        assert whole in (1, 2)
+        assert found == ["4"] * whole + ["2"] * (6 - whole)
+
+
+def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
+    def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
+        buffer = Buffer(
+            None, low_latency_mode=True, enable_shrink=True, timeout=2.0, comm=comm, engine=engine,
+            max_tokens=M, ranks_per_node=RANKS,
+        )  # fmt: skip
+        x, idx, w = tokens(comm.rank())
+
+        def events() -> list[Any]:
+            y, _, handle, first, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+            _, second, _ = buffer.low_latency_combine(y, idx, w, handle)
+            received, way = dispatch(buffer, x, idx)
+            return [first.left_out, second.left_out, buffer.combine(received, way)[2].left_out]
+
+        assert events() == [frozenset()] * 3
+        comm.all_gather(b"")
+        death()
+        if comm.rank() == DEAD:
+            return
+        events()
+        # One exchange heard of it, and each of the others goes by that.
+        assert events() == [frozenset({DEAD})] * 3
+
+    with_a_death(work)
+
+
+@pytest.mark.parametrize("options", [{"timeout": 5.0}, {"enable_shrink": True}], ids=str)
+def test_ranks_that_differ_in_what_a_stall_does_are_refused(options: dict[str, Any]) -> None:
+    def work(comm: ThreadComm) -> None:
+        mine = options if comm.rank() else {}
+        buffer = Buffer(None, low_latency_mode=True, comm=comm, **mine)
+        with pytest.raises(errors.HandshakeError, match="differ in timeout and enable_shrink"):
+            buffer.low_latency_dispatch(X, IDX, 8, 8, use_fp8=False)
+
+    on_ranks(2, work)
