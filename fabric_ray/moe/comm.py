@@ -156,7 +156,7 @@ class Exchanges:
         self._masked: dict[int, str] = {}
         self._asked: set[int] = set()
         """Ranks that the caller masked."""
-        # Of the three above: a watchdog masks ranks while others call. Not held in exchanges' calls.
+        # Of the three above: a watchdog masks ranks while others call; not held in their calls.
         self._lock = threading.Lock()
         self._closed = False
 

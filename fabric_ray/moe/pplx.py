@@ -22,7 +22,8 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 class AllToAll:
     """One rank of an exchange in pplx-kernels' names: the caller owns the outputs, and each half
-    of a call may be made by itself (``do_send``, ``do_recv``). Made by :meth:`intranode` or
+    of a call may be made by itself (``do_send``, ``do_recv``). Once a rank is lost each call
+    raises ``PeerLost`` (RS-1). Made by :meth:`intranode` or
     :meth:`internode`, which are the same here: the engine chooses links.
 
     On a device (``device="cuda"``) kernels do a rank's part on torch's current stream and nothing
