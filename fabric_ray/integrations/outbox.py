@@ -74,6 +74,11 @@ class Outbox:
         self._replies: dict[bytes, Reply] = {r.counters[0].to_bytes(): r.reply() for r in self._to}
         self._empty()
 
+    @property
+    def sent(self) -> int:
+        """Buckets of this pass that have left."""
+        return self._index
+
     def put(self, name: str, tensor: torch.Tensor) -> Waits:
         """Adds a tensor; sends the bucket that is full by then."""
         if not self._to:

@@ -2,15 +2,21 @@
 
 The control plane is vLLM's: its client tells workers of each update, and brings nothing back. So
 workers answer to the trainer's engine directly, by a small message that invites it to write.
+
+A server computes with one version or stands paused (RS-3): the trainer's end pauses it, discards
+what was computed with the old weights, and lets it go on when it has all of one version.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from typing_extensions import Self
@@ -22,16 +28,22 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.inbox import Inbox
 from fabric_ray.integrations.letters import Invitation, settle
 from fabric_ray.integrations.outbox import Outbox
+from fabric_ray.integrations.vllm_control import PAUSES, control_of, discard_cached, explained
+from fabric_ray.integrations.vllm_plugin import check_version
+from fabric_ray.integrations.vllm_reload import Reload
 
 if TYPE_CHECKING:
     import torch
 
+check_version()
 _vllm: Any = framework("vllm.distributed.weight_transfer.base", "vllm")
 
 DEFAULT_BUCKET = 256 << 20
 """Bytes of a bucket."""
 # While invitations are awaited, whether the call to the workers has failed is looked up so often.
 _LOOK_S = 0.2
+# A worker that gives up has raised: its error is on its way by vLLM's call.
+_CAUSE_S = 5.0
 
 
 class _Hello(msgspec.Struct, frozen=True):
@@ -51,6 +63,8 @@ class FabricInitInfo(_vllm.WeightTransferInitInfo):  # type: ignore[misc]
     timeout: float = 300.0
     engine: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`fabric_ray.EngineConfig` for the workers' engines."""
+    leave: list[str] = field(default_factory=list)
+    """Patterns of the model's layers that may keep old weights."""
 
 
 @dataclass
@@ -73,6 +87,11 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     """Seconds that a worker may take for a bucket."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
+    pause: Literal["keep", "abort"] = "keep"
+    """What running requests do during an update: wait and go on with the new weights, or end."""
+    leave: tuple[str, ...] = ()
+    """Patterns of layers of vLLM's model that may keep old weights, such as ``visual.*``. A layer
+    that an update leaves out is an error otherwise."""
 
 
 class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[misc]
@@ -82,30 +101,31 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
     update_info_cls = FabricUpdateInfo
 
     _engine: TransferEngine | None = None
+    _leave: Sequence[str] = ()
 
     def init_transfer_engine(self, init_info: FabricInitInfo) -> None:
         """Opens this worker's engine, in place of one for an earlier trainer."""
         self.shutdown()
         self._engine = TransferEngine(**init_info.engine)
         self._trainer = bytes.fromhex(init_info.trainer)
+        self._leave = init_info.leave
         self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
         self._engine.connect(self._peer)
         who = f"vllm worker {self._engine.id[:8]}"
         self._inbox = Inbox(self._engine, init_info.bucket, who=who, timeout=init_info.timeout)
 
     def start_weight_update(self) -> None:
-        reload = framework("vllm.model_executor.model_loader.reload", "vllm")
-        reload.initialize_layerwise_reload(self.model)
+        """Nothing yet: the model keeps its weights until the first tensor has arrived."""
 
     def finish_weight_update(self) -> None:
-        reload = framework("vllm.model_executor.model_loader.reload", "vllm")
-        reload.finalize_layerwise_reload(self.model, self.model_config)
+        """Nothing more: the model has had the new weights since ``receive_weights``."""
 
     def receive_weights(self, update_info: FabricUpdateInfo) -> None:
-        """Receives all tensors of an update.
+        """Receives all tensors of an update and puts them into use. vLLM runs no step meanwhile, so
+        requests never meet a model without weights.
 
         Raises:
-            WeightSyncError: the trainer failed, and why.
+            WeightSyncError: the trainer failed, and why. Or tensors of layers are missing.
             FabricError: it was lost, or was silent for too long.
         """
         if self._engine is None:
@@ -113,15 +133,20 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         hello = _Hello(update_info.update, self._inbox.invite().to_bytes())
         self._engine.send(self._peer, msgspec.msgpack.encode(hello)).wait()
         steps = self._inbox.receive(self._trainer, update_info.update)
+        reload = Reload(self.model, self.model_config, self._leave)
         try:
             for step in steps:
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
                     self._check_plain(name, tensor)
-                    self.model.load_weights([(name, tensor.to(self.device, copy=True))])
+                    reload.load(name, tensor.to(self.device, copy=True))
                 else:
                     settle([step])
+            reload.finish()
+        except BaseException:
+            reload.abandon()
+            raise
         finally:
             steps.close()
 
@@ -154,6 +179,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
     init_info_cls = FabricTrainerInitInfo
 
     _engine: TransferEngine | None = None
+    _call: Future[Any] | None = None
 
     @classmethod
     def trainer_init(
@@ -162,45 +188,62 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         """Opens the trainer's engine and tells the workers where it is.
 
         Raises:
-            InvalidArgument: there is no source, or it doesn't give full tensors to rank 0.
+            InvalidArgument: there is no source, or it doesn't give full tensors to rank 0; or the
+                client can't pause its servers.
+            Unsupported: the server has no routes for updates; the message says how to start it.
+            WeightSyncError: the server refused; the message has its answer.
         """
-        if source is None or not source.implements_iter_full():
+        if init_info.pause not in PAUSES:
             raise InvalidArgument(
-                "the backend `fabric` sends full tensors; give a WeightSource with iter_full()"
+                f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        for meta in source.metadata:
-            if meta.owners is not None and 0 not in meta.owners:
-                raise InvalidArgument(
-                    f"rank 0 sends, and doesn't own `{meta.name}` (its owners are {meta.owners}); "
-                    "give a source that gathers every parameter on rank 0"
-                )
-        made = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        _check_source(source)
+        made = cls(client=client, source=source, is_sender=init_info.is_sender)
+        made.rank = init_info.rank
         if made.is_sender:
             made._open(init_info)
         return made
 
     def send_weights(self) -> None:
-        """Has all workers load the source's weights.
+        """Has all workers load the source's weights: pauses the servers, discards their cached
+        pages, sends, and resumes them.
+
+        Servers go on with the old weights if it fails before a tensor was sent, unless they were
+        paused before. They stay paused if it fails later.
 
         Raises:
             WeightSyncError: workers that did not get everything; ``failed`` names them.
+            Unsupported: the server has no routes for updates; the message says how to start it.
         """
         if self._engine is None:
-            for _ in self.source.iter_full():
+            for _ in _full_tensors(self.source):
                 pass
             return
         self._update += 1
-        self.client.start_weight_update()
-        # The workers' end of it blocks until all has arrived, so it runs beside the sending.
-        beside = ThreadPoolExecutor(1, "fabric-vllm-update")
+        self._is_old, self._call = True, None
+        was_paused = self._server.is_paused()
         try:
-            call = beside.submit(self.client.update_weights, {"update": self._update})
-            self._send(self._invitations(call))
-            call.result()
-        finally:
-            # After a failure here the call may take as long as the client lets it.
-            beside.shutdown(wait=False)
-        self.client.finish_weight_update()
+            self._server.pause_generation(self._pause)
+            discard_cached(self._server, self._timeout)
+            self._push()
+            # Again: another client may have resumed the server in between.
+            discard_cached(self._server, self._timeout)
+        except BaseException as error:
+            if self._is_old and self._is_over():
+                if not was_paused:
+                    with suppress(Exception):
+                        self._server.resume_generation()
+                raise
+            if not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(
+                f"update {self._update} failed after tensors were sent: {error}; vLLM stays "
+                "paused, because its workers may hold parts of two versions; call send_weights() "
+                "again, or restart the server",
+                version=self._update,
+                failed=getattr(error, "failed", {}),
+            ) from error
+        self._server.resume_generation()
 
     def shutdown(self) -> None:
         if self._engine is not None:
@@ -209,19 +252,56 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             self._engine = None
 
     def _open(self, info: FabricTrainerInitInfo) -> None:
+        self._server = control_of(self.client)
+        self._server.is_paused()
         self._engine = TransferEngine(**info.engine)
         self._outbox = Outbox(self._engine, info.bucket, timeout=info.timeout)
         self._workers, self._timeout, self._update = info.workers, info.timeout, 0
+        self._pause = info.pause
         self._hellos: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._engine.receive(self._heard)
-        self.client.init_weight_transfer_engine(
-            {
-                "trainer": self._engine.address.to_bytes().hex(),
-                "bucket": info.bucket,
-                "timeout": info.timeout,
-                "engine": info.engine,
-            }
-        )
+        told = {
+            "trainer": self._engine.address.to_bytes().hex(),
+            "bucket": info.bucket,
+            "timeout": info.timeout,
+            "engine": info.engine,
+            "leave": list(info.leave),
+        }
+        try:
+            explained(self.client.init_weight_transfer_engine, told)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _push(self) -> None:
+        """One update by vLLM's calls; the workers have all of it when this returns."""
+        explained(self.client.start_weight_update)
+        # The workers' end of it blocks until all has arrived, so it runs beside the sending.
+        beside = ThreadPoolExecutor(1, "fabric-vllm-update")
+        try:
+            update = {"update": self._update}
+            self._call = call = beside.submit(explained, self.client.update_weights, update)
+            invitations = self._invitations(call)
+            try:
+                self._send(invitations)
+            except WeightSyncError as error:
+                wait_for([call], _CAUSE_S)
+                if not (call.done() and call.exception()):
+                    raise
+                raise WeightSyncError(
+                    f"{error}; vLLM's answer: {call.exception()}",
+                    version=self._update,
+                    failed=error.failed,
+                ) from call.exception()
+            call.result()
+        finally:
+            # After a failure here the call may take as long as the client lets it.
+            beside.shutdown(wait=False)
+        explained(self.client.finish_weight_update)
+
+    def _is_over(self) -> bool:
+        """Whether no worker takes part in the update any more."""
+        return self._call is None or bool(wait_for([self._call], self._timeout).done)
 
     def _heard(self, message: Message) -> None:
         self._hellos.put(message.data)
@@ -230,7 +310,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         """Those of all workers, for this update.
 
         Raises:
-            WeightSyncError: not all came in time, or the call to the workers has failed.
+            WeightSyncError: not all came in time, or the call to the workers has failed. Workers
+                that are ready are told.
         """
         found: list[Invitation] = []
         deadline = time.monotonic() + self._timeout
@@ -241,12 +322,14 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                 if not call.done() and time.monotonic() < deadline:
                     continue
                 error = call.exception() if call.done() else None
-                raise WeightSyncError(
+                cause = (
                     f"{len(found)} of {self._workers} workers of vLLM are ready for update "
                     f"{self._update}; see whether `workers` counts the ranks of all engines"
-                    + (f", and what ended the call to them: {error}" if error else ""),
-                    version=self._update,
-                ) from error
+                    + (f", and what ended the call to them: {error}" if error else "")
+                )
+                self._outbox.begin(found, self._update)
+                settle(self._outbox.fail(cause))
+                raise WeightSyncError(cause, version=self._update) from error
             if hello.update == self._update:
                 found.append(Invitation.from_bytes(hello.invitation))
         return found
@@ -254,12 +337,41 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
     def _send(self, invitations: list[Invitation]) -> None:
         self._outbox.begin(invitations, self._update)
         try:
-            for name, tensor in self.source.iter_full():
+            for name, tensor in _full_tensors(self.source):
                 settle(self._outbox.put(name, tensor))
         except BaseException as error:
+            self._is_old = self._outbox.sent == 0
             settle(self._outbox.fail(f"{type(error).__name__}: {error}"))
             raise
+        self._is_old = False
         settle(self._outbox.finish())
+
+
+def _check_source(source: Any) -> None:
+    """
+    Raises:
+        InvalidArgument: it doesn't give all full tensors to rank 0.
+    """
+    # vLLM 0.32 has one way to iterate, over full tensors; 0.33 has iter_full.
+    full = getattr(source, "implements_iter_full", lambda: source is not None)
+    if not full():
+        raise InvalidArgument(
+            "the backend `fabric` sends full tensors; give a WeightSource with iter_full()"
+        )
+    metadata = source.metadata() if callable(source.metadata) else source.metadata
+    held = getattr(source, "held_names", lambda: None)()
+    for meta in metadata:
+        owners = getattr(meta, "owners", None)
+        if (owners is not None and 0 not in owners) or (held is not None and meta.name not in held):
+            raise InvalidArgument(
+                f"rank 0 sends, and doesn't own `{meta.name}`"
+                + (f" (its owners are {owners})" if owners is not None else "")
+                + "; give a source that gathers every parameter on rank 0"
+            )
+
+
+def _full_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(source.iter_full() if hasattr(source, "implements_iter_full") else source)
 
 
 def _read(data: bytes) -> _Hello:

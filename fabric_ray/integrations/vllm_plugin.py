@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from contextlib import suppress
 
+from fabric_ray.errors import Unsupported
 from fabric_ray.integrations import framework
 
+logger = logging.getLogger(__name__)
+
 _MODULE = "fabric_ray.integrations.vllm"
+_SUPPORTED = ("0.32", "0.33")
+
+
+def check_version() -> None:
+    """
+    Raises:
+        Unsupported: this vLLM has another interface for weight transfer.
+        MissingFramework: there is no vLLM.
+    """
+    version = framework("vllm.version", "vllm").__version__
+    minor = re.match(r"\d+\.\d+(?=\D|$)", version)
+    if minor is None or minor.group() not in _SUPPORTED:
+        raise Unsupported(
+            f"the weight transfer backend `fabric` does not fit this vLLM: got version {version}, "
+            f"expected {' or '.join(_SUPPORTED)}; install one of these: pip install "
+            f"'vllm>={_SUPPORTED[0]},<0.34'"
+        )
 
 
 def register() -> None:
-    """Registers both ends with vLLM's factories; may be called again.
+    """Registers both ends with vLLM's factories; may be called again. A trainer calls it.
 
-    vLLM finds it by the entry point ``vllm.general_plugins``; a trainer calls it itself.
+    Raises:
+        Unsupported: this vLLM has another interface for weight transfer; the message names both
+            versions.
     """
+    check_version()
     factory = framework("vllm.distributed.weight_transfer.factory", "vllm")
     with suppress(ValueError):  # registered already
         factory.WeightTransferEngineFactory.register_engine(
@@ -23,3 +48,14 @@ def register() -> None:
         factory.WeightTransferTrainerFactory.register_engine(
             "fabric", _MODULE, "FabricTrainerWeightTransferEngine"
         )
+
+
+def load() -> None:
+    """The entry point ``vllm.general_plugins``: every vLLM process of this environment runs it.
+
+    A vLLM that isn't supported goes on without the backend.
+    """
+    try:
+        register()
+    except Unsupported as error:
+        logger.warning("%s", error)

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer import (
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import vllm
-from fabric_ray.integrations.vllm_plugin import register
+from fabric_ray.integrations.vllm_plugin import load, register
 from tests.adapters.vllm_workers import Client, Model, model, worker
 from tests.processes import Other
 
@@ -78,7 +78,7 @@ def test_the_classes_have_the_shapes_of_the_published_ones() -> None:
 def test_vllm_finds_the_plugin_by_the_entry_point_that_the_package_declares() -> None:
     declared = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     group = '[project.entry-points."vllm.general_plugins"]\n'
-    assert f'{group}fabric = "{register.__module__}:{register.__name__}"' in declared
+    assert f'{group}fabric = "{load.__module__}:{load.__name__}"' in declared
 
 
 def test_every_worker_loads_every_tensor_update_after_update(workers) -> None:
@@ -93,7 +93,10 @@ def test_every_worker_loads_every_tensor_update_after_update(workers) -> None:
                 assert each.ask(("wrong", step)) == []
     finally:
         sender.shutdown()
-    assert client.calls == ["init", *["start", "update", "finish"] * 2]
+    assert client.calls == [
+        "init",
+        *["pause", "reset", "start", "update", "finish", "reset", "resume"] * 2,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -139,7 +142,7 @@ def test_what_workers_are_told_may_travel_as_json_and_rank_0_alone_sends() -> No
 
     class Listener:
         def __getattr__(self, name: str) -> Any:
-            return lambda *given: told.append((name, *given))
+            return lambda *given: told.append((name, *given)) if given else None
 
     trainer(Listener(), ModuleSource(model(1))).shutdown()
     name, info = told.pop()

@@ -83,7 +83,8 @@ def _hear(each: Other) -> Any:
 
 
 class Client:
-    """vLLM's control plane, over pipes: four calls that every worker answers, or none does."""
+    """vLLM's control plane, over pipes: calls that every worker answers, or none does; those
+    around an update are noted."""
 
     def __init__(self, workers: list[Other]) -> None:
         self._workers = workers
@@ -105,6 +106,22 @@ class Client:
         for answer in said:
             if answer is not None:
                 raise answer
+
+    def is_paused(self) -> bool:
+        return self.calls[-1:] == ["pause"]
+
+    def pause_generation(self, mode: str) -> None:
+        self.calls.append("pause")
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self.calls.append("reset")
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    def resume_generation(self) -> None:
+        self.calls.append("resume")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("init", init_info)

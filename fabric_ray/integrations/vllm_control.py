@@ -1,0 +1,179 @@
+"""The calls around a weight update of vLLM: pause, discard of cached results, resume.
+
+vLLM's clients have the calls of the update itself. These are on the same server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
+
+PAUSES = ("keep", "abort")
+_CALLS = (
+    "is_paused",
+    "pause_generation",
+    "reset_prefix_cache",
+    "reset_encoder_cache",
+    "resume_generation",
+)
+_RETRY_S = 0.2
+
+
+class ServerControl(Protocol):
+    """What a client must have beside vLLM's four calls; the names are those of ``AsyncLLM``."""
+
+    def is_paused(self) -> bool: ...
+
+    def pause_generation(self, mode: str) -> None: ...
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def resume_generation(self) -> None: ...
+
+
+def control_of(client: Any) -> ServerControl:
+    """The control of the servers that a client talks to.
+
+    Raises:
+        InvalidArgument: the client can't pause its servers; the message names the missing calls.
+    """
+    missing = [name for name in _CALLS if not callable(getattr(client, name, None))]
+    if not missing:
+        control: ServerControl = client
+        return control
+    if isinstance(getattr(client, "base_url", None), str):
+        return _HttpControl(client.base_url, getattr(client, "timeout", 300.0))
+    if isinstance(getattr(client, "handles", None), list):
+        return _ActorControl(client.handles)
+    raise InvalidArgument(
+        f"{type(client).__name__} can't pause its servers during an update: got a client without "
+        f"{', '.join(missing)}; add these methods, or use HTTPVLLMWeightSyncClient or "
+        "RayVLLMWeightSyncClient"
+    )
+
+
+def discard_cached(server: ServerControl, timeout: float) -> None:
+    """Discards everything that was computed with the present weights (RS-3). Running requests
+    compute their tokens' pages again when they go on.
+
+    Raises:
+        WeightSyncError: vLLM still holds blocks after ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    # Blocks that a KV connector still sends can't be discarded yet.
+    while not server.reset_prefix_cache(True, True):
+        if time.monotonic() >= deadline:
+            raise WeightSyncError(
+                f"vLLM did not reset its prefix cache: got success=false for {timeout:.3g} s, "
+                "expected true; wait until its KV connector has sent all blocks, and send again"
+            )
+        time.sleep(_RETRY_S)
+    server.reset_encoder_cache()
+
+
+def explained(call: Callable[..., Any], *args: Any) -> Any:
+    """Makes a call of vLLM's client.
+
+    Raises:
+        WeightSyncError: the server answered with an error; the message has what it said.
+    """
+    try:
+        return call(*args)
+    except Exception as error:
+        response = getattr(error, "response", None)
+        if response is None:
+            raise
+        raise WeightSyncError(
+            f"{response.url} answered {response.status_code}: {response.text[:500]}"
+        ) from error
+
+
+class _HttpControl:
+    """A server's routes, which it has in development mode only."""
+
+    def __init__(self, base_url: str, timeout: float) -> None:
+        self._base_url = base_url
+        self._timeout = timeout
+
+    def is_paused(self) -> bool:
+        return bool(self._call("GET", "is_paused").json()["is_paused"])
+
+    def pause_generation(self, mode: str) -> None:
+        self._call("POST", "pause", mode=mode, clear_cache="false")
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        answer = self._call(
+            "POST",
+            "reset_prefix_cache",
+            reset_running_requests=str(reset_running_requests).lower(),
+            reset_external=str(reset_connector).lower(),
+        )
+        return bool(answer.json()["success"])
+
+    def reset_encoder_cache(self) -> None:
+        self._call("POST", "reset_encoder_cache")
+
+    def resume_generation(self) -> None:
+        self._call("POST", "resume")
+
+    def _call(self, method: str, route: str, **query: str) -> Any:
+        import requests
+
+        url = f"{self._base_url}/{route}"
+        try:
+            answer = requests.request(method, url, params=query, timeout=self._timeout)
+        except requests.RequestException as error:
+            raise WeightSyncError(
+                f"{method} {url} got no answer: {error}; see whether the server runs"
+            ) from error
+        if answer.status_code == 404:
+            raise Unsupported(
+                f"{method} {url} answered 404: the server has no routes for weight updates; start "
+                "it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            )
+        if not answer.ok:
+            raise WeightSyncError(
+                f"{method} {url} answered {answer.status_code}: {answer.text[:500]}"
+            )
+        return answer
+
+
+class _ActorControl:
+    """``AsyncLLM`` in Ray actors: each call is made to all."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        for handle in handles:
+            missing = [name for name in _CALLS if not hasattr(handle, name)]
+            if missing:
+                raise InvalidArgument(
+                    f"{handle} can't pause during an update: got an actor without "
+                    f"{', '.join(missing)}; make it of vllm.v1.engine.async_llm.AsyncLLM"
+                )
+        self._handles = handles
+
+    def is_paused(self) -> bool:
+        return any(self._call("is_paused"))
+
+    def pause_generation(self, mode: str) -> None:
+        self._call("pause_generation", mode=mode, clear_cache=False)
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        return all(self._call("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    def reset_encoder_cache(self) -> None:
+        self._call("reset_encoder_cache")
+
+    def resume_generation(self) -> None:
+        self._call("resume_generation")
+
+    def _call(self, name: str, *args: Any, **options: Any) -> list[Any]:
+        import ray
+
+        calls = [getattr(handle, name).remote(*args, **options) for handle in self._handles]
+        answers: list[Any] = ray.get(calls)
+        return answers

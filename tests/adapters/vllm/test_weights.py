@@ -1,0 +1,194 @@
+"""Weight updates of real servers, as the page on vLLM says: every output is that of a plain server
+of one version."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests.adapters.vllm import servers
+from tests.adapters.vllm.servers import Server, Spec, tiny_model
+
+pytestmark = [servers.needed, pytest.mark.timeout(servers.START + 600)]
+
+OLD, NEW = 1, 2
+BLOCKS = ("--block-size", "32")
+BACKEND = ("--weight-transfer-config", '{"backend": "fabric"}')
+TOKENS, LONG = 12, 600
+
+
+class Trainer:
+    """A process of its own, with vLLM's classes; see ``trainer.py``."""
+
+    def __init__(self, server: Server, options: dict[str, Any]) -> None:
+        program = Path(__file__).with_name("trainer.py")
+        self._log = open(server.log.with_suffix(".trainer"), "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [servers.PYTHON, program, server.url, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(servers.ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def send(
+        self, seed: int, *, without: Sequence[str] = (), fail_at: str | None = None
+    ) -> str | None:
+        """Sends the weights of a seed; the error if there is one."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = {"checkpoint": str(tiny_model(seed)), "without": list(without), "fail_at": fail_at}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("> "):
+                answer: str | None = json.loads(line[2:])
+                return answer
+        self._log.seek(0)
+        raise AssertionError(f"the trainer has ended: {self._log.read()[-2000:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+
+@contextmanager
+def trainer(server: Server, **options: Any) -> Iterator[Trainer]:
+    made = Trainer(server, options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[str]:
+    """What an installation has beside the package: the entry point that vLLM loads."""
+    with TemporaryDirectory(prefix="fabric-ray-plugin-") as folder:
+        info = Path(folder) / "fabric_ray-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric-ray\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nfabric = fabric_ray.integrations.vllm_plugin:load\n"
+        )
+        yield f"{servers.ROOT}:{folder}"
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(4, 2048) for _ in range(70)] for _ in range(count)]
+
+
+OLD_PROMPTS, RUNNING = prompts(30, 0), prompts(3, 1)
+
+
+@dataclass
+class Stand:
+    server: Server
+    """Begins with the old weights."""
+    plain: Server
+    """Has the new weights, and no routes for updates."""
+    expected: dict[int, list[list[int]]]
+    """By version."""
+
+    def right(self, version: int) -> int:
+        """How many old prompts the server answers with a version."""
+        answers = [self.server.tokens(prompt, TOKENS) for prompt in OLD_PROMPTS]
+        return sum(a == b for a, b in zip(answers, self.expected[version], strict=True))
+
+    def is_paused(self) -> bool:
+        return bool(json.loads(self.server.get("/is_paused"))["is_paused"])
+
+
+@pytest.fixture(scope="module")
+def stand(plugin: str) -> Iterator[Stand]:
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": plugin}
+    updated = Spec("updated", (*BLOCKS, *BACKEND), environment, OLD)
+    with servers.running(updated, Spec("plain", BLOCKS, seed=NEW)) as (server, plain):
+        expected = {
+            version: [each.tokens(prompt, TOKENS) for prompt in OLD_PROMPTS]
+            for version, each in ((OLD, server), (NEW, plain))
+        }
+        assert all(a != b for a, b in zip(expected[OLD], expected[NEW], strict=True))
+        yield Stand(server, plain, expected)
+
+
+@pytest.mark.parametrize("pause", ["keep", "abort"])
+def test_rs_3_after_one_call_old_prompts_are_answered_by_the_new_weights_while_requests_run(
+    stand: Stand, pause: str
+) -> None:
+    with trainer(stand.server, pause=pause) as sender, ThreadPoolExecutor(8) as pool:
+        assert sender.send(OLD) is None
+        assert stand.right(OLD) == 30
+        alone = [stand.server.tokens(prompt, LONG) for prompt in RUNNING]
+        running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
+        time.sleep(1.0)
+        assert sender.send(NEW) is None
+        assert stand.right(NEW) == 30
+        for prompt, old, future in zip(RUNNING, alone, running, strict=True):
+            [choice] = future.result()["choices"]
+            got = choice["token_ids"]
+            same = next((i for i, (a, b) in enumerate(zip(got, old, strict=False)) if a != b), None)
+            if pause == "abort":
+                assert (choice["finish_reason"], same) == ("abort", None)
+                continue
+            assert same is not None, "it was over before the update"
+            assert stand.plain.tokens(prompt + got[:same], LONG - same) == got[same:]
+
+
+def test_rs_3_refused_updates_leave_the_server_serving_the_old_version(stand: Stand) -> None:
+    with trainer(stand.server) as sender:
+        assert sender.send(OLD) is None
+        refused = sender.send(NEW, fail_at="model.layers.3.mlp.up_proj.weight")
+        assert "can't be gathered" in str(refused)
+        assert stand.right(OLD) == 30
+    with trainer(stand.server, workers=2, timeout=2.0) as sender:
+        assert "1 of 2 workers of vLLM are ready" in str(sender.send(NEW))
+        assert stand.right(OLD) == 30
+    with trainer(stand.plain) as sender:
+        assert "start it with VLLM_SERVER_DEV_MODE=1" in str(sender.send(NEW))
+
+
+def test_rs_3_a_server_with_parts_of_two_versions_stays_paused_until_it_has_one(
+    stand: Stand,
+) -> None:
+    with trainer(stand.server, bucket=1 << 20) as sender:
+        late = sender.send(NEW, fail_at="model.layers.3.mlp.up_proj.weight")
+        assert "vLLM stays paused" in str(late)
+        assert stand.is_paused()
+        assert sender.send(NEW, fail_at="model.embed_tokens.weight") is not None
+        assert stand.is_paused()
+        assert sender.send(OLD) is None
+        assert stand.right(OLD) == 30
+        lacks = sender.send(NEW, without=["model.layers.1.self_attn.k_proj.weight"])
+        assert "lack tensors of the update: model.layers.1.self_attn.qkv_proj" in str(lacks)
+        assert stand.is_paused()
+        assert sender.send(NEW) is None
+        assert stand.right(NEW) == 30
+
+
+def test_a_push_through_running_requests_does_not_end_the_server(stand: Stand) -> None:
+    with (
+        trainer(stand.server, unpaused=True, bucket=1 << 20) as sender,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
+        for version in (NEW, OLD, NEW):
+            assert sender.send(version) is None
+        assert [f.result()["choices"][0]["finish_reason"] for f in running] == ["length"] * 3
+    with trainer(stand.server) as sender:
+        assert sender.send(OLD) is None
+    assert stand.right(OLD) == 30

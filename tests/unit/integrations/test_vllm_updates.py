@@ -1,0 +1,243 @@
+"""An update of a vLLM server is one call: the server answers with one version, or stands paused."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
+from fabric_ray.integrations import vllm_plugin
+from fabric_ray.integrations.vllm_control import control_of
+from tests.unit.integrations import vllm_fakes as fakes
+
+BACKEND = "fabric_ray.integrations.vllm"
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module over vLLM's parts that stand in for it."""
+    for name, module in fakes.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
+    yield importlib.import_module(BACKEND)
+    sys.modules.pop(BACKEND, None)
+
+
+@pytest.fixture
+def server(backend: Any) -> Iterator[fakes.Server]:
+    made = fakes.Server(
+        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
+    )
+    yield made
+    made.worker.shutdown()
+    fakes._models.clear()
+
+
+class Source(dict[str, Any]):
+    """Full tensors by name, as vLLM 0.32 has it; ``fails_at`` can't be gathered."""
+
+    fails_at = ""
+
+    def metadata(self) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self]
+
+    def held_names(self) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        for name in list(self.keys()):
+            if name == self.fails_at:
+                raise RuntimeError(f"{name} can't be gathered")
+            yield name, self[name]
+
+
+@pytest.fixture
+def trainer(backend: Any, server: fakes.Server) -> Iterator[Any]:
+    opened = []
+
+    def make(client: Any = server, **options: Any) -> Any:
+        info = {"rank": 0, "workers": 1, "bucket": 4096, "timeout": 3.0, **options}
+        made = backend.FabricTrainerWeightTransferEngine.trainer_init(
+            backend.FabricTrainerInitInfo(**info), client=client, source=Source(fakes.tensors(1))
+        )
+        opened.append(made)
+        return made
+
+    yield make
+    for each in opened:
+        each.shutdown()
+
+
+@pytest.mark.parametrize("pause", ["keep", "abort"])
+def test_rs_3_old_pages_never_answer_for_new_weights(
+    server: fakes.Server, trainer: Any, pause: str
+) -> None:
+    sender = trainer(pause=pause)
+    server.running = ["long"]
+    for version in (1, 2, 3):
+        old = server.answer("prompt")
+        sender.source.update(fakes.tensors(version))
+        sender.send_weights()
+        assert server.answer("prompt") == {version} != old
+    assert server.calls.count(pause) == 3
+    assert "encoder" in server.calls
+
+
+def test_rs_3_pages_of_a_server_that_another_client_resumed_are_discarded_too(
+    server: fakes.Server, trainer: Any
+) -> None:
+    def resumed() -> None:
+        server.resume_generation()
+        assert server.answer("prompt") == {0.0}
+        server.paused = True
+
+    server.before_update = resumed
+    trainer().send_weights()
+    assert server.answer("prompt") == {1.0}
+
+
+def test_rs_3_a_refused_update_leaves_the_server_serving_the_old_version(
+    server: fakes.Server, trainer: Any
+) -> None:
+    missing = trainer(workers=2, timeout=0.5)
+    with pytest.raises(WeightSyncError, match="1 of 2 workers of vLLM are ready"):
+        missing.send_weights()
+    assert server.answer("prompt") == {0.0}
+    missing.shutdown()
+    sender = trainer()
+    sender.source.fails_at = "l2.upper"  # the bucket with all before it has not left
+    with pytest.raises(RuntimeError, match="can't be gathered"):
+        sender.send_weights()
+    assert server.answer("prompt") == {0.0}
+    server.never_resets = True
+    sender.source.fails_at = ""
+    with pytest.raises(WeightSyncError, match=r"got success=false for 3 s.*send again"):
+        sender.send_weights()
+    assert server.answer("prompt") == {0.0}
+
+
+def test_a_server_that_was_paused_stays_so_when_an_update_is_refused(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    server.paused = True
+    sender.source.fails_at = "l0.upper"
+    with pytest.raises(RuntimeError, match="can't be gathered"):
+        sender.send_weights()
+    assert server.paused
+
+
+def test_rs_3_a_server_with_parts_of_two_versions_stays_paused_until_it_has_one(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    last = sender.source.pop("l2.lower")
+    sender.source.update(
+        {f"l0.upper{i}": torch.ones(0, 4) for i in range(100)}, **{"l2.lower": last}
+    )
+    sender.source.fails_at = "l2.lower"  # when buckets have left
+    with pytest.raises(WeightSyncError, match=r"vLLM stays paused.*call send_weights") as caught:
+        sender.send_weights()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert server.paused
+    assert server.model.versions() >= {0.0}, "no weight is missing, whoever resumes it"
+    sender.source.fails_at = "l0.upper"
+    with pytest.raises(RuntimeError):
+        sender.send_weights()
+    assert server.paused, "a refused update does not make it whole"
+    sender.source.update(fakes.tensors(3))
+    sender.source.fails_at = ""
+    sender.send_weights()
+    assert server.answer("prompt") == {3.0}
+
+
+def test_rs_1_layers_that_an_update_leaves_out_are_named_unless_they_may_stay(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    del sender.source["l1.lower"], sender.source["l2.upper"], sender.source["l2.lower"]
+    with pytest.raises(WeightSyncError, match=r"2 layers .* lack tensors .*: l1, l2; send every"):
+        sender.send_weights()
+    assert server.paused
+    sender.shutdown()
+    sender = trainer(leave=("l2*",))
+    del sender.source["l2.upper"], sender.source["l2.lower"]
+    sender.send_weights()
+    assert server.answer("prompt") == {1.0, 0.0}
+
+
+def test_a_client_that_can_not_pause_is_refused_with_what_it_lacks(trainer: Any) -> None:
+    client = SimpleNamespace(is_paused=bool, pause_generation=print, init_weight_transfer_engine=1)
+    lacks = "got a client without reset_prefix_cache, reset_encoder_cache, resume_generation"
+    with pytest.raises(InvalidArgument, match=lacks):
+        trainer(client)
+    with pytest.raises(InvalidArgument, match="pause: got 'wait', expected 'keep' or 'abort'"):
+        trainer(pause="wait")
+
+
+class _Routes(BaseHTTPRequestHandler):
+    routes: ClassVar[dict[str, tuple[int, str]]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        status, text = self.routes.get(self.path.partition("?")[0], (404, "{}"))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_GET = do_POST
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_a_server_without_its_development_routes_is_told_how_to_start() -> None:
+    pytest.importorskip("requests")
+    http = HTTPServer(("127.0.0.1", 0), _Routes)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        control = control_of(SimpleNamespace(base_url=f"http://127.0.0.1:{http.server_port}"))
+        with pytest.raises(Unsupported, match=r"/is_paused answered 404.*VLLM_SERVER_DEV_MODE=1"):
+            control.is_paused()
+        _Routes.routes = {
+            "/is_paused": (200, '{"is_paused": true}'),
+            "/reset_prefix_cache": (200, '{"success": false}'),
+            "/pause": (500, "no such engine"),
+        }
+        assert control.is_paused()
+        assert not control.reset_prefix_cache(True, True)
+        assert _Routes.asked[-1].endswith("?reset_running_requests=true&reset_external=true")
+        with pytest.raises(WeightSyncError, match=r"/pause.* answered 500: no such engine"):
+            control.pause_generation("keep")
+    finally:
+        http.shutdown()
+        http.server_close()
+    with pytest.raises(WeightSyncError, match=r"got no answer.*see whether the server runs"):
+        control.is_paused()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3.20", "dev"])
+def test_versions_of_vllm_that_do_not_fit_are_named_at_registration(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, module in fakes.modules(version).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    said = f"got version {version}, expected 0.32 or 0.33"
+    with pytest.raises(Unsupported, match=said):
+        vllm_plugin.register()
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.load()  # a server that doesn't use the backend starts
+    assert said in caplog.text
+    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
+    with pytest.raises(Unsupported, match=said):
+        importlib.import_module(BACKEND)

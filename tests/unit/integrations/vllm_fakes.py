@@ -1,0 +1,198 @@
+"""As much of vLLM as the weight transfer needs: its modules, a server, a model that loads by
+layers and computes pages with the weights it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class _WithoutFields:
+    pass
+
+
+@dataclass
+class _TrainerInfo:
+    rank: int = field(kw_only=True)
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+
+class _Worker:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.model_config, self.device = model, None, torch.device("cpu")
+
+
+class _Trainer:
+    def __init__(self, *, client: Any, source: Any = None, is_sender: bool = True) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+
+class Info:
+    """vLLM's state of a layer under reload."""
+
+    def __init__(self) -> None:
+        self.load_numel, self.load_numel_total = 0, None
+        self.loaded_weights: list[Any] = []
+        self.kernel_tensors: Any = None
+
+    def can_load(self) -> bool:
+        return self.load_numel_total is not None
+
+
+def initialize(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        info = model.infos.setdefault(layer, Info())
+        if not info.can_load():
+            own = {k: p for k, p in layer._parameters.items() if p is not None}
+            info.kernel_tensors = (own, {})
+            info.load_numel_total = sum(p.numel() for p in layer.parameters(recurse=False))
+            for name, parameter in info.kernel_tensors[0].items():
+                layer._parameters[name] = torch.nn.Parameter(parameter.data.to("meta"))
+
+
+def finalize(model: torch.nn.Module, config: Any) -> None:
+    for layer in model.modules():
+        info = model.infos[layer]
+        if info.can_load():
+            if info.load_numel:  # with gaps, which memory fills
+                info.kernel_tensors[0]["weight"].data.fill_(float("nan"))
+            complete(model, layer)
+
+
+def complete(model: torch.nn.Module, layer: torch.nn.Module) -> None:
+    info = model.infos[layer]
+    for name, parameter in info.kernel_tensors[0].items():
+        layer._parameters[name] = parameter
+    for start, rows in info.loaded_weights:
+        layer.weight.data[start : start + len(rows)] = rows
+    model.infos[layer] = Info()
+
+
+class Model(torch.nn.Module):
+    """Three layers of two checkpoint tensors each, and one tied to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.infos: dict[torch.nn.Module, Info] = {}
+        for i in range(3):
+            self.add_module(f"l{i}", torch.nn.Linear(4, 4, bias=False))
+        self.tied = torch.nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.l0.weight
+        for parameter in self.parameters():
+            parameter.data.fill_(0)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            layer = getattr(self, name.partition(".")[0])
+            info = self.infos[layer]
+            if not info.can_load():
+                continue  # as vLLM does
+            info.loaded_weights.append((2 if name.endswith("lower") else 0, tensor))
+            info.load_numel += tensor.numel()
+            if info.load_numel >= info.load_numel_total:
+                complete(self, layer)
+
+    def versions(self) -> set[float]:
+        """Of all weights; ``nan`` for what was never written."""
+        assert not any(p.is_meta for p in self.parameters()), "a step would end the server"
+        return {x for p in self.parameters() for x in p.flatten().tolist()}
+
+
+def tensors(version: float) -> dict[str, torch.Tensor]:
+    """A checkpoint, all of it of one value."""
+    names = [f"l{i}.{half}" for i in range(3) for half in ("upper", "lower")]
+    return {name: torch.full((2, 4), float(version)) for name in names}
+
+
+def modules(version: str = "0.32.0") -> dict[str, Any]:
+    """What stands in ``sys.modules`` for vLLM."""
+    base = SimpleNamespace(
+        WeightTransferInitInfo=_WithoutFields,
+        WeightTransferUpdateInfo=_WithoutFields,
+        TrainerInitInfo=_TrainerInfo,
+        WeightTransferEngine=_Worker,
+        TrainerWeightTransferEngine=_Trainer,
+    )
+    reload = SimpleNamespace(initialize_layerwise_reload=initialize)
+    reload.finalize_layerwise_reload = finalize
+    layerwise = SimpleNamespace(
+        get_layerwise_info=lambda layer: next(
+            model.infos[layer] for model in _models if layer in model.infos
+        ),
+        is_deferred_attention_layer=lambda layer: False,
+        finalize_layerwise_reload=finalize,
+    )
+    at = "vllm.model_executor.model_loader.reload"
+    return {
+        "vllm": SimpleNamespace(),
+        "vllm.version": SimpleNamespace(__version__=version),
+        "vllm.distributed.weight_transfer.base": base,
+        at: reload,
+        f"{at}.layerwise": layerwise,
+        f"{at}.meta": SimpleNamespace(SKIP_LOAD_TENSORS=set()),
+        f"{at}.utils": SimpleNamespace(get_tensor_load_numel=lambda tensor: tensor.numel()),
+    }
+
+
+_models: list[Model] = []
+
+
+class Server:
+    """A server of one worker, and the client that talks to it."""
+
+    def __init__(self, worker: type[Any], update_info: type[Any], init_info: type[Any]) -> None:
+        self.model = Model()
+        _models.append(self.model)
+        self.paused = False
+        self.pages: dict[str, set[float]] = {}
+        self.running: list[str] = []
+        self.calls: list[str] = []
+        self.worker = worker(self.model)
+        self.before_update = lambda: None
+        self.never_resets = False
+        self._infos = (init_info, update_info)
+
+    def answer(self, prompt: str) -> set[float]:
+        """The versions of the weights that a prompt's pages were computed with."""
+        assert not self.paused
+        return self.pages.setdefault(prompt, self.model.versions())
+
+    def is_paused(self) -> bool:
+        return self.paused
+
+    def pause_generation(self, mode: str) -> None:
+        self.calls.append(mode)
+        self.paused = True
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert self.paused
+        assert reset_connector
+        if self.never_resets or (self.running and not reset_running_requests):
+            return False
+        self.pages.clear()
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("encoder")
+
+    def resume_generation(self) -> None:
+        self.paused = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.worker.init_transfer_engine(self._infos[0](**init_info))
+
+    def start_weight_update(self) -> None:
+        self.worker.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.before_update()
+        self.worker.receive_weights(self._infos[1](**update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.worker.finish_weight_update()
