@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from fabric_ray.plan import Concat, Container, Layout, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Concat, Container, Layout, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.plan.report import local_runs
 from fabric_ray.plan.types import Stack, leaves
+
+
+class _Rows(NamedTuple):
+    """Some rows of a tensor, and who holds which columns of them; runs are start and length."""
+
+    box: tuple[int, int]
+    by_column: Mapping[tuple[int, int], list[int]]
+
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 Runs = Sequence[tuple[int, int]]
@@ -94,12 +103,33 @@ def _expert(
         for row in rows:
             for column in columns:
                 boxes.setdefault(row, {}).setdefault(column, []).extend(ranks)
-    pieces: list[Layout] = []
+    found: dict[Tensor, list[_Rows]] = {}
     for row, by_column in sorted(boxes.items()):
         for tensor, box in _within(parts, row):
-            across = [_leaf(tensor, (box, column), r) for column, r in sorted(by_column.items())]
-            pieces.append(across[0] if len(across) == 1 else Concat(1, tuple(across)))
+            found.setdefault(tensor, []).append(_Rows(box, by_column))
+    pieces: list[Layout] = []
+    for tensor, parted in found.items():
+        pieces += _even(tensor, parted) or [_across(tensor, each) for each in parted]
     return pieces[0] if len(pieces) == 1 else Concat(0, tuple(pieces))
+
+
+def _even(tensor: Tensor, rows: Sequence[_Rows]) -> list[Layout]:
+    """One leaf where equally many ranks hold equal shares of whole rows: there may be hundreds."""
+    whole, size = (0, tensor.shape[1]), rows[0].box[1]
+    ranks = [each.by_column.get(whole, []) for each in rows]
+    sizes = {(each.box[1], len(each.by_column)) for each in rows}
+    holders = {len(some) for some in ranks}
+    if len(rows) * size != tensor.shape[0] or sizes != {(size, 1)} or len(holders) > 1:
+        return []
+    if not (count := holders.pop()):
+        return []
+    mesh = Mesh(tuple(rank for some in ranks for rank in some), (len(rows), count))
+    return [Leaf(tensor, mesh, (Shard(0), Replicate()))]
+
+
+def _across(tensor: Tensor, rows: _Rows) -> Layout:
+    across = [_leaf(tensor, (rows.box, column), r) for column, r in sorted(rows.by_column.items())]
+    return across[0] if len(across) == 1 else Concat(1, tuple(across))
 
 
 def _within(
