@@ -9,5 +9,7 @@ pub mod gdrapi;
 pub mod ibverbs;
 pub mod libfabric;
 mod open;
+mod signals;
 
 pub use open::{Library, OpenError};
+pub use signals::keep_signals;

@@ -5,6 +5,8 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use crate::keep_signals;
+
 /// Why a library, or a symbol in it, can't be used.
 #[derive(Debug, Clone)]
 pub struct OpenError {
@@ -44,7 +46,7 @@ impl Library {
         let mut why = String::from("no name to try");
         for &name in names {
             // SAFETY: these are system libraries whose initialisers have no preconditions.
-            match unsafe { libloading::Library::new(name) } {
+            match keep_signals(|| unsafe { libloading::Library::new(name) }) {
                 Ok(library) => return Ok(Self { name, inner: kept(library) }),
                 Err(error) => why = error.to_string(),
             }

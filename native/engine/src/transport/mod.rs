@@ -27,8 +27,18 @@ use crate::{
     wake::Waker,
 };
 
-/// The domains of one kind: one for each NIC that the engine is to drive.
+/// The domains of one kind: one for each NIC that the engine is to drive. Libraries and their providers initialise
+/// here; the process's signal handlers stay as they are.
 pub(crate) fn open(
+    kind: TransportKind,
+    id: EngineId,
+    config: &EngineConfig,
+    with: (&Waker, &Arc<FileQueue>),
+) -> Result<Vec<Box<dyn Domain>>, DomainError> {
+    fabric_sys::keep_signals(|| open_one(kind, id, config, with))
+}
+
+fn open_one(
     kind: TransportKind,
     id: EngineId,
     config: &EngineConfig,

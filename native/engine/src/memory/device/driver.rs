@@ -72,7 +72,8 @@ impl Driver {
         let library = Library::open(sys::NAMES).map_err(unavailable)?;
         let table = Cuda::load(&library).map_err(unavailable)?;
         // SAFETY: takes a number that must be 0; may be called again.
-        check(&table, "cuInit", unsafe { (table.init)(0) })?;
+        let code = fabric_sys::keep_signals(|| unsafe { (table.init)(0) });
+        check(&table, "cuInit", code)?;
         Self::keep(table)
     }
 

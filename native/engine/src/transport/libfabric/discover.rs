@@ -42,6 +42,11 @@ pub fn version() -> Result<String, String> {
 
 /// All that the library offers to an engine with this configuration, chosen or not and why.
 pub fn discover(config: &EngineConfig) -> Result<Vec<Found>, String> {
+    // Providers initialise with the first question.
+    fabric_sys::keep_signals(|| ask(config))
+}
+
+fn ask(config: &EngineConfig) -> Result<Vec<Found>, String> {
     let api = library::get().map_err(|e| e.to_string())?;
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let all = offers(&api, &config.nics);
