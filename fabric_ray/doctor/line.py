@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fabric_ray._native import Message as Received
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.doctor.findings import Finding, Speed
 from fabric_ray.engine import EngineAddress, TransferEngine
@@ -137,10 +138,11 @@ class Line:
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
-        self._came: queue.SimpleQueue[tuple[str, bytes] | BaseException] = queue.SimpleQueue()
+        # Messages wait in it with their places in the pool: what peers can have kept is bounded.
+        self._came: queue.SimpleQueue[Received | BaseException] = queue.SimpleQueue()
         self._address: EngineAddress | None = None
         self._asked = 0
-        engine.receive(lambda message: self._came.put((message.sender, message.data)))
+        engine.receive(self._came.put)
 
     def dial(self, address: EngineAddress, seconds: float) -> None:
         """From now on this engine is the other end; its loss is an error of :meth:`hear`."""
@@ -183,9 +185,9 @@ class Line:
             return None
         if isinstance(came, BaseException):
             raise came
-        sender, packed = came
+        sender = came.sender
         try:
-            return sender, from_msgpack(packed, Letter)
+            return sender, from_msgpack(came.data, Letter)
         except msgspec.DecodeError as error:
             return sender, DecodeError(
                 f"the doctor of the other host says what this one doesn't understand ({error}); "

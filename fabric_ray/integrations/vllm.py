@@ -258,8 +258,9 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         self._outbox = Outbox(self._engine, info.bucket, timeout=info.timeout)
         self._workers, self._timeout, self._update = info.workers, info.timeout, 0
         self._pause = info.pause
-        self._hellos: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._engine.receive(self._heard)
+        # Messages wait in it with their places in the pool: what peers can have kept is bounded.
+        self._hellos: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._engine.receive(self._hellos.put, count=max(16, 2 * info.workers))
         told = {
             "trainer": self._engine.address.to_bytes().hex(),
             "bucket": info.bucket,
@@ -303,9 +304,6 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         """Whether no worker takes part in the update any more."""
         return self._call is None or bool(wait_for([self._call], self._timeout).done)
 
-    def _heard(self, message: Message) -> None:
-        self._hellos.put(message.data)
-
     def _invitations(self, call: Future[None]) -> list[Invitation]:
         """Those of all workers, for this update.
 
@@ -317,7 +315,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         deadline = time.monotonic() + self._timeout
         while len(found) < self._workers:
             try:
-                hello = _read(self._hellos.get(timeout=_LOOK_S))
+                hello = _read(self._hellos.get(timeout=_LOOK_S).data)
             except queue.Empty:
                 if not call.done() and time.monotonic() < deadline:
                     continue

@@ -143,12 +143,26 @@ fn send_one(socket: BorrowedFd<'_>, frame: &[u8], fds: &Fds) -> Result<(), Errno
     net::sendmsg(socket, &[IoSlice::new(frame)], &mut ancillary, flags).map(drop)
 }
 
+/// Replies that a peer may leave untaken, with a descriptor each, before its further requests stay in the kernel. Honest
+/// peers don't come near it: see [`super::link::MOST_ASKED`].
+pub(super) const MOST_OWED: usize = 64;
+
+#[derive(Debug)]
+struct Unsent {
+    frame: Vec<u8>,
+    fds: Fds,
+    /// It answers a request of the peer's.
+    is_reply: bool,
+}
+
 /// One end of a control connection.
 #[derive(Debug)]
 pub(super) struct Control {
     socket: OwnedFd,
     /// Frames that the socket had no room for.
-    unsent: VecDeque<(Vec<u8>, Fds)>,
+    unsent: VecDeque<Unsent>,
+    /// Replies among them.
+    owed: usize,
     /// Nothing more is said.
     finished: bool,
 }
@@ -159,7 +173,7 @@ pub(super) struct Gone(pub String);
 
 impl Control {
     pub fn new(socket: OwnedFd) -> Self {
-        Self { socket, unsent: VecDeque::new(), finished: false }
+        Self { socket, unsent: VecDeque::new(), owed: 0, finished: false }
     }
 
     pub fn connect(name: &str) -> Result<Self, DomainError> {
@@ -202,32 +216,58 @@ impl Control {
 
     /// Sends a frame now or as soon as there is room; forgotten after `finish`.
     pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+        self.queue(Unsent { frame, fds, is_reply: false })
+    }
+
+    /// As `send`, for what the peer has asked for.
+    pub fn reply(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+        self.queue(Unsent { frame, fds, is_reply: true })
+    }
+
+    fn queue(&mut self, unsent: Unsent) -> Result<(), Gone> {
         if self.finished {
             return Ok(());
         }
-        self.unsent.push_back((frame, fds));
+        self.owed += usize::from(unsent.is_reply);
+        self.unsent.push_back(unsent);
         self.flush()
     }
 
+    /// Whether the peer takes its replies so slowly that nothing more is read from it: it would have this process keep
+    /// ever more of them, and their descriptors.
+    pub fn stalls(&self) -> bool {
+        self.owed >= MOST_OWED
+    }
+
     pub fn flush(&mut self) -> Result<(), Gone> {
-        while let Some((frame, fds)) = self.unsent.front() {
+        while let Some(Unsent { frame, fds, is_reply }) = self.unsent.front() {
             match send_one(self.socket.as_fd(), frame, fds) {
                 Ok(()) => {
+                    self.owed -= usize::from(*is_reply);
                     self.unsent.pop_front();
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
-                Err(e) => return Err(Gone(e.to_string())),
+                Err(e) => {
+                    // The peer takes nothing more; what it has said before it left is still heard.
+                    self.forget();
+                    return Err(Gone(e.to_string()));
+                }
             }
         }
         Ok(())
+    }
+
+    fn forget(&mut self) {
+        self.unsent.clear();
+        self.owed = 0;
     }
 
     /// Says nothing more: the other end hears that, and can still speak.
     pub fn finish(&mut self) {
         let _ = self.flush();
         // Of a socket that is shut, the kernel says for ever that it takes something.
-        self.unsent.clear();
+        self.forget();
         self.finished = true;
         let _ = net::shutdown(&self.socket, net::Shutdown::Write);
     }

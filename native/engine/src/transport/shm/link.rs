@@ -27,6 +27,10 @@ use crate::{
     transport::handshake::{Acceptor, Initiator},
 };
 
+/// Regions that a link asks for at a time; work on further ones waits in the group. Half of what the owner answers
+/// without listening to us, so that two that ask each other always go on.
+pub(super) const MOST_ASKED: usize = super::control::MOST_OWED / 2;
+
 /// How far the two have got with each other.
 pub(super) enum Stage {
     AwaitHello,
@@ -126,6 +130,11 @@ impl Link {
 
     pub fn send(&mut self, frame: &Frame, fds: Fds) -> Result<(), Gone> {
         self.control.send(frame.encode(), fds)
+    }
+
+    /// As `send`, for what the peer has asked for.
+    pub fn reply(&mut self, frame: &Frame, fds: Fds) -> Result<(), Gone> {
+        self.control.reply(frame.encode(), fds)
     }
 
     /// Takes the peer's setup: maps its inbox and bell, tries whether its memory can be reached.

@@ -194,6 +194,10 @@ impl ShmDomain {
         let (pool, links) = (&self.pool, &mut self.links);
         let link = &mut links[Self::slot(id)];
         if link.imports.get(data.remote).is_none() {
+            let known = link.resolving.contains_key(&data.remote);
+            if !known && link.resolving.len() >= link::MOST_ASKED {
+                return Ok(Post::Full);
+            }
             let waiting = link.resolving.entry(data.remote).or_default();
             waiting.push((token, wr.clone()));
             if waiting.len() == 1 {
@@ -495,7 +499,8 @@ impl Whispers for ShmDomain {
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
             // If the other end is gone, the socket says so soon.
-            let _ = link.send(&Frame::Whisper(frame), smallvec![]);
+            // Most answer what the peer has whispered.
+            let _ = link.reply(&Frame::Whisper(frame), smallvec![]);
             self.watch(id);
         }
     }

@@ -21,6 +21,8 @@ use crate::{
 
 /// Whispers that nobody has taken yet: far more than one poll of honest peers brings.
 const MAX_WHISPERS: usize = 1 << 16;
+/// Frames of one peer that are acted on before the others have their turn.
+const TURNS: usize = 256;
 
 impl ShmDomain {
     pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
@@ -51,7 +53,10 @@ impl ShmDomain {
     /// Has the socket watched for what the link now waits for.
     pub(super) fn watch(&mut self, id: LinkId) {
         let Some(link) = self.links.get(Self::slot(id)).filter(|l| l.id == id) else { return };
-        let mut flags = epoll::EventFlags::IN;
+        let mut flags = match link.control.stalls() {
+            true => epoll::EventFlags::empty(),
+            false => epoll::EventFlags::IN,
+        };
         if link.control.wants_write() {
             flags |= epoll::EventFlags::OUT;
         }
@@ -120,11 +125,14 @@ impl ShmDomain {
         }
     }
 
-    /// Reads all that one peer has said.
+    /// Reads what one peer has said, unless it leaves too many replies untaken.
     fn serve(&mut self, id: LinkId, out: &mut Vec<Completion>) {
-        loop {
+        for _ in 0..TURNS {
             let Some(link) = self.link(id) else { return };
             let _ = link.control.flush();
+            if link.control.stalls() {
+                break;
+            }
             match link.control.receive() {
                 Ok(None) => break,
                 Ok(Some((bytes, fds))) => {
@@ -252,7 +260,7 @@ impl ShmDomain {
                 if !matches!(frame, Frame::Unknown { .. } | Frame::Denied { .. }) {
                     link.exported.insert(key.index);
                 }
-                link.send(&frame, fds).map_err(|Gone(why)| DomainError::LinkDown(why))?;
+                link.reply(&frame, fds).map_err(|Gone(why)| DomainError::LinkDown(why))?;
             }
             Frame::Mapped { key, len, allocation, allocation_len, offset } => {
                 let fd = fds.pop().ok_or_else(|| {

@@ -397,3 +397,44 @@ fn mr_1_an_engine_that_closes_while_a_device_stores_leaves_the_peer_waiting_for_
     }
     assert!(is_quiet(&pair.of_b) && pair.b.links.is_empty());
 }
+
+/// What a peer may make us keep is replies with a descriptor each: one that takes none of them is not listened to.
+#[test]
+fn a_peer_that_asks_for_regions_and_takes_no_answer_uses_up_no_descriptors() {
+    use std::os::fd::AsFd;
+
+    use super::control::{Frame, MOST_OWED};
+
+    let mut pair = Pair::new();
+    let memory = Arc::new(Allocation::new(4096).unwrap());
+    let (base, backing) =
+        (memory.base(), Backing::Owned { allocation: Arc::clone(&memory), offset: 0 });
+    pair.b.register(&Arc::new(RegionMemory::new(KEY, base, 4096, backing, None)), None).unwrap();
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let (before, frame) = (descriptors(), Frame::Resolve(KEY).encode());
+    let slot = ShmDomain::slot(pair.mine);
+    let (mut asked, mut refused) = (0, 0);
+    while refused < 50 {
+        match rustix::io::write(pair.a.links[slot].control.fd().as_fd(), &frame) {
+            Ok(_) => (asked, refused) = (asked + 1, 0),
+            Err(rustix::io::Errno::AGAIN) => refused += 1,
+            Err(e) => panic!("{e}"),
+        }
+        pair.poll_b();
+        // Other tests of this process open some as well.
+        assert!(descriptors() < before + 4 * MOST_OWED, "after {asked} questions");
+        assert!(asked < 100_000, "it is listened to for ever");
+    }
+    assert!(asked > MOST_OWED);
+    // It takes them after all, and each question has its answer.
+    let mut answers = 0;
+    while answers < asked {
+        while let Some((bytes, fds)) = pair.a.links[slot].control.receive().unwrap() {
+            assert!(matches!(Frame::decode(&bytes), Ok(Frame::Mapped { .. })));
+            assert_eq!(fds.len(), 1);
+            answers += 1;
+        }
+        pair.poll_b();
+    }
+    assert_eq!(answers, asked);
+}

@@ -29,6 +29,10 @@ pub(super) const MESSAGE_WINDOW: usize = 32;
 /// Operations that may be under way on a link; further ones wait in the group.
 pub(super) const MAX_OPS: usize = 1 << 16;
 
+/// Memory that reads under way on a link may take at the peer, bytes; further ones wait in the group. A peer that keeps
+/// to it is never taken for one that leaves its replies untaken, so that two that read from each other always go on.
+pub(super) const READ_WINDOW: u64 = super::stream::MOST_OWED / 2;
+
 /// An operation of ours: done when all its parts are acknowledged.
 pub(super) struct Op {
     /// The lower bits of its number, as on the wire: see [`Link::open`].
@@ -43,6 +47,8 @@ pub(super) struct Op {
 pub(super) struct Fetch {
     pub op: u64,
     pub into: Walk,
+    /// Memory that its reply takes at the peer.
+    cost: u64,
     /// Its bytes are on their way to their place: it can be neither answered again nor refused.
     pub begun: bool,
 }
@@ -74,6 +80,8 @@ pub(super) struct Link {
     reads: u32,
     pub fetches: HashMap<u64, Fetch>,
     next_fetch: u64,
+    /// Memory that replies to all of `fetches` take at the peer.
+    asked: u64,
     pub messages: usize,
     pub incoming: HashMap<u64, Incoming>,
     pub held: VecDeque<(u64, Vec<u8>)>,
@@ -103,6 +111,7 @@ impl Link {
             reads: 0,
             fetches: HashMap::new(),
             next_fetch: 1,
+            asked: 0,
             messages: 0,
             incoming: HashMap::new(),
             held: VecDeque::new(),
@@ -170,15 +179,29 @@ impl Link {
         Some((op.token, op.error.map_or(Ok(()), Err)))
     }
 
-    pub fn open_fetch(&mut self, op: u64, into: Walk) -> u64 {
+    pub fn open_fetch(&mut self, op: u64, into: Walk, cost: u64) -> u64 {
         self.next_fetch += 1;
-        self.fetches.insert(self.next_fetch, Fetch { op, into, begun: false });
+        self.asked += cost;
+        self.fetches.insert(self.next_fetch, Fetch { op, into, cost, begun: false });
         self.next_fetch
+    }
+
+    /// A part of a read is over.
+    pub fn close_fetch(&mut self, fetch: u64) -> Option<Fetch> {
+        let fetch = self.fetches.remove(&fetch)?;
+        self.asked -= fetch.cost;
+        Some(fetch)
+    }
+
+    /// Whether a read whose replies take so much memory at the peer may be asked for now.
+    pub fn may_ask(&self, cost: u64) -> bool {
+        self.asked == 0 || self.asked + cost <= READ_WINDOW
     }
 
     /// Everything under way, to be failed; what has no number is under 0.
     pub fn abandon(&mut self) -> Vec<(Token, u64)> {
         self.fetches.clear();
+        self.asked = 0;
         self.messages = 0;
         std::mem::take(&mut self.ops).into_iter().map(|(_, op)| (op.token, op.number)).collect()
     }

@@ -12,6 +12,8 @@ mod raw;
 mod setup;
 #[cfg(test)]
 mod setup_tests;
+#[cfg(test)]
+mod stall_tests;
 mod stream;
 
 use std::{
@@ -135,7 +137,10 @@ impl TcpDomain {
     /// Has the socket watched for what it now waits for.
     fn watch(&self, key: StreamKey) {
         let Some(s) = self.sockets.get(key) else { return };
-        let mut flags = epoll::EventFlags::IN;
+        let mut flags = match s.stream.is_stalled() {
+            true => epoll::EventFlags::empty(),
+            false => epoll::EventFlags::IN,
+        };
         let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
         if s.stream.blocked || connecting {
             flags |= epoll::EventFlags::OUT;
@@ -153,12 +158,16 @@ impl TcpDomain {
         let was_blocked = s.stream.blocked;
         let sent = s.stream.send();
         let is_blocked = s.stream.blocked;
+        // A peer that takes its replies lives, though it isn't listened to.
+        let takes = s.stream.is_stalled() && matches!(sent, Ok(true));
         if let Role::Of(id) = s.role {
             let now = self.now;
             if let Some(link) = self.link(id) {
                 link.spoke_at = now;
+                link.heard_at = if takes { now } else { link.heard_at };
             }
         }
+        self.listen_or_stall(key);
         if was_blocked != is_blocked {
             self.watch(key);
         }
@@ -198,7 +207,8 @@ impl TcpDomain {
     fn has_leftover(&self, s: &Socket) -> bool {
         let Role::Of(id) = s.role else { return false };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
-        s.stream.leftover && link.is_some_and(Link::is_complete)
+        let may = s.stream.leftover && !s.stream.owes_too_much();
+        may && link.is_some_and(Link::is_complete)
     }
 
     /// Regions whose last read has been sent are out of reach now.
@@ -297,7 +307,11 @@ impl Domain for TcpDomain {
         }
         let too_many_messages =
             matches!(wr, WorkRequest::Send(_)) && link.messages >= MESSAGE_WINDOW;
-        if link.is_full() || too_many_messages {
+        let too_much_asked = match wr {
+            WorkRequest::Read { data } => !link.may_ask(protocol::read_cost(data)),
+            _ => false,
+        };
+        if link.is_full() || too_many_messages || too_much_asked {
             return Ok(Post::Full);
         }
         self.enqueue(id, token, wr);
@@ -420,6 +434,8 @@ impl Whispers for TcpDomain {
         let stream = &mut self.sockets[key].stream;
         stream.say(&header.encode());
         stream.say(&frame);
+        // Most answer what the peer has whispered.
+        stream.owe(frame.len() as u64);
     }
 
     fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {

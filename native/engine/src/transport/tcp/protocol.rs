@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::{
-    frame::{reason, shown, Header, Kind, Refusal},
+    frame::{reason, shown, Header, Kind, Refusal, HEADER},
     link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
     place::{Index, Walk},
-    stream::{Body, Step},
+    stream::{reply_cost, Body, Step},
     Role, TcpDomain, HOT,
 };
 use crate::{
@@ -92,12 +92,13 @@ impl TcpDomain {
         let streams = link.bulk();
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
+        let cost = reply_cost(bytes / cut, indices.len() as u64);
         let op = link.open_unnumbered(token, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
             let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
             let Some(link) = self.links.get_mut(Self::slot(id)) else { return };
-            header.op = link.open_fetch(op, into);
+            header.op = link.open_fetch(op, into, cost);
             let h = match cut {
                 1 => header,
                 _ => Header { offset: header.offset + from, len, ..header },
@@ -113,9 +114,32 @@ impl TcpDomain {
         room: &dyn MessageRoom,
         out: &mut Vec<Completion>,
     ) -> bool {
+        let moved = self.read_from(key, room, out);
+        self.listen_or_stall(key);
+        moved
+    }
+
+    /// Has the kernel tell of what comes, unless the peer leaves too much untaken.
+    pub(super) fn listen_or_stall(&mut self, key: StreamKey) {
+        let Some(s) = self.sockets.get_mut(key) else { return };
+        let was = s.stream.is_stalled();
+        if s.stream.stalls() != was {
+            self.watch(key);
+        }
+    }
+
+    fn read_from(
+        &mut self,
+        key: StreamKey,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> bool {
         let mut moved = false;
         for _ in 0..TURNS {
             let Some(s) = self.sockets.get(key) else { return true };
+            if s.stream.owes_too_much() {
+                return moved;
+            }
             let Role::Of(id) = s.role else {
                 if let Err(e) = self.shake(key) {
                     self.socket_failed(key, e);
@@ -153,7 +177,7 @@ impl TcpDomain {
         }
         self.digest(key, id, room, out)?;
         let Some(s) = self.sockets.get_mut(key) else { return Ok(true) };
-        if s.stream.fill()?.is_none() {
+        if s.stream.owes_too_much() || s.stream.fill()?.is_none() {
             return Ok(false);
         }
         s.stream.hot_until = now.after(HOT);
@@ -174,6 +198,11 @@ impl TcpDomain {
     ) -> Result<(), DomainError> {
         loop {
             let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
+            if s.stream.owes_too_much() {
+                // What has been received waits in its buffer.
+                s.stream.shaken();
+                return Ok(());
+            }
             match s.stream.step()? {
                 Step::Starved => return Ok(()),
                 Step::Head(header, index) => {
@@ -225,7 +254,9 @@ impl TcpDomain {
                             len: walk.left(),
                             ..Header::new(Kind::ReadData)
                         };
+                        let cost = reply_cost(walk.left(), u64::from(header.indices));
                         stream.frame(&h, &[], Some(walk));
+                        stream.owe(cost);
                     }
                     Err(e) => self.say_no(key, header.op, &e),
                 }
@@ -260,6 +291,7 @@ impl TcpDomain {
         let stream = &mut self.sockets[key].stream;
         stream.say(&nak.encode());
         stream.say(&text);
+        stream.owe((HEADER + text.len()) as u64);
     }
 
     /// Acts on a frame that is complete.
@@ -294,7 +326,7 @@ impl TcpDomain {
                 }
             }
             Kind::ReadData => {
-                let fetch = self.link(id).and_then(|l| l.fetches.remove(&header.op));
+                let fetch = self.link(id).and_then(|l| l.close_fetch(header.op));
                 if let Some(fetch) = fetch {
                     self.part_done(id, fetch.op, out);
                 }
@@ -307,7 +339,7 @@ impl TcpDomain {
                 };
                 let Some(link) = self.link(id) else { return Ok(()) };
                 // A read has no acknowledgement of its own: its refusal is its end.
-                match link.fetches.remove(&header.op) {
+                match link.close_fetch(header.op) {
                     Some(fetch) if fetch.begun => {
                         let what = "a refusal of what it has begun to send";
                         return Err(DomainError::Handshake(what.into()));
@@ -435,7 +467,9 @@ impl TcpDomain {
         };
         let Some(key) = self.link(id).and_then(|l| l.quick()) else { return true };
         let taken = Header { code, op, len: limit, ..Header::new(Kind::Taken) };
-        self.sockets[key].stream.say(&taken.encode());
+        let stream = &mut self.sockets[key].stream;
+        stream.say(&taken.encode());
+        stream.owe(HEADER as u64);
         true
     }
 
@@ -445,6 +479,15 @@ impl TcpDomain {
             self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
         waiting.into_iter().fold(false, |moved, id| self.hand_up(id, room, out) | moved)
     }
+}
+
+/// Memory that a read takes at the peer, whole: what [`TcpDomain::read`] cuts up takes no more but for headers.
+pub(super) fn read_cost(data: &Data) -> u64 {
+    let indices = match &data.remote_seq {
+        Seq::Strided { .. } => 0,
+        Seq::Indexed { .. } => u64::from(data.pages),
+    };
+    reply_cost(data.bytes(), indices)
 }
 
 /// The remote side of a request as a header and an index list.

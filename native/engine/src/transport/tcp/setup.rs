@@ -6,7 +6,7 @@ use rustix::event::epoll;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    frame::{reason, Header, Kind},
+    frame::{reason, Header, Kind, HEADER},
     link::{Link, LinkNonce, StreamKey},
     net::{self, Where},
     stream::Stream,
@@ -421,8 +421,13 @@ impl TcpDomain {
             if !link.is_complete() {
                 late.push((link.id, "it did not finish the handshake in time".to_owned()));
             } else if now >= link.heard_at.after(self.peer_timeout) {
-                let silence = format!("nothing heard for {:?}", self.peer_timeout);
-                late.push((link.id, silence));
+                let stalls =
+                    |key: &StreamKey| self.sockets.get(*key).is_some_and(|s| s.stream.is_stalled());
+                let what = match link.streams.iter().flatten().any(stalls) {
+                    true => "it has taken none of its replies",
+                    false => "nothing heard",
+                };
+                late.push((link.id, format!("{what} for {:?}", self.peer_timeout)));
             } else {
                 quiet.extend(link.quick());
             }
@@ -430,6 +435,7 @@ impl TcpDomain {
         for key in &quiet {
             if let Some(s) = self.sockets.get_mut(*key) {
                 s.stream.say(&Header::new(Kind::Ping).encode());
+                s.stream.owe(HEADER as u64);
                 self.push_out(*key);
             }
         }

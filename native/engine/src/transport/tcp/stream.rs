@@ -29,7 +29,24 @@ const GULP: u64 = 1 << 20;
 const GIVEN: u64 = 384 << 10;
 const MAX_IOV: usize = 64;
 
-enum Out {
+/// Memory that replies to the peer may take before its further requests stay in the kernel, bytes. Honest peers
+/// don't come near it: see [`super::link::READ_WINDOW`].
+pub(super) const MOST_OWED: u64 = 8 << 20;
+/// What a queued piece takes besides its bytes.
+const PIECE: u64 = 256;
+
+/// Memory that the reply to a read takes until the peer has taken it: small bodies are copied, lists of pages kept.
+pub(super) fn reply_cost(bytes: u64, indices: u64) -> u64 {
+    PIECE + HEADER as u64 + bytes.min(SMALL_BODY) + 4 * indices
+}
+
+struct Out {
+    piece: Piece,
+    /// Memory that it takes on the peer's behalf.
+    owed: u64,
+}
+
+enum Piece {
     Bytes { bytes: Vec<u8>, sent: usize },
     Pages(Walk),
 }
@@ -63,6 +80,10 @@ pub(super) struct Stream {
     out: VecDeque<Out>,
     /// Bytes in `out`.
     pub unsent: u64,
+    /// Memory in `out` that the peer's own requests take: it alone can make room.
+    pub owed: u64,
+    /// The peer leaves so much untaken that it isn't listened to.
+    stalled: bool,
     spare: Vec<u8>,
     /// The socket took less than it was given; wait for room.
     pub blocked: bool,
@@ -93,6 +114,8 @@ impl Stream {
             socket,
             out: VecDeque::new(),
             unsent: 0,
+            owed: 0,
+            stalled: false,
             spare: Vec::new(),
             blocked: false,
             unacked: VecDeque::new(),
@@ -117,7 +140,7 @@ impl Stream {
     /// Queues raw bytes.
     pub fn say(&mut self, bytes: &[u8]) {
         self.unsent += bytes.len() as u64;
-        if let Some(Out::Bytes { bytes: b, .. }) = self.out.back_mut() {
+        if let Some(Out { piece: Piece::Bytes { bytes: b, .. }, .. }) = self.out.back_mut() {
             if b.len() + bytes.len() <= RX {
                 return b.extend_from_slice(bytes);
             }
@@ -125,7 +148,7 @@ impl Stream {
         let mut fresh = std::mem::take(&mut self.spare);
         fresh.clear();
         fresh.extend_from_slice(bytes);
-        self.out.push_back(Out::Bytes { bytes: fresh, sent: 0 });
+        self.out.push_back(Out { piece: Piece::Bytes { bytes: fresh, sent: 0 }, owed: 0 });
     }
 
     /// Queues a frame whose body lies in memory that stays as it is until it is acknowledged.
@@ -138,12 +161,36 @@ impl Stream {
         let Some(walk) = body else { return };
         if walk.left() > SMALL_BODY {
             self.unsent += walk.left();
-            self.out.push_back(Out::Pages(walk));
+            self.out.push_back(Out { piece: Piece::Pages(walk), owed: 0 });
             return;
         }
         let mut small = [0u8; SMALL_BODY as usize];
         let n = raw::gather(&walk, &mut small);
         self.say(&small[..n]);
+    }
+
+    /// What was queued last, of so many bytes of memory, answers the peer.
+    pub fn owe(&mut self, memory: u64) {
+        if let Some(last) = self.out.back_mut() {
+            last.owed += memory;
+            self.owed += memory;
+        }
+    }
+
+    /// Whether the peer takes its replies so slowly that nothing more is read from it: it would have this process keep
+    /// ever more of them. Ends when half of them are taken.
+    pub fn stalls(&mut self) -> bool {
+        self.stalled = self.owes_too_much();
+        self.stalled
+    }
+
+    pub fn is_stalled(&self) -> bool {
+        self.stalled
+    }
+
+    /// As [`Stream::stalls`], of now.
+    pub fn owes_too_much(&self) -> bool {
+        self.owed > if self.stalled { MOST_OWED / 2 } else { MOST_OWED }
     }
 
     /// Tells how far the peer's frames have been carried out, if it doesn't know.
@@ -152,6 +199,7 @@ impl Stream {
             self.done_told = self.done;
             let ack = Header { op: self.done, ..Header::new(Kind::Ack) };
             self.say(&ack.encode());
+            self.owe(HEADER as u64);
         }
     }
 
@@ -187,15 +235,17 @@ impl Stream {
                 if iov.len() >= MAX_IOV || offered >= GIVEN {
                     break;
                 }
-                match out {
-                    Out::Bytes { bytes, sent } => {
+                match &out.piece {
+                    Piece::Bytes { bytes, sent } => {
                         iov.push(bytes.as_ptr() as usize + sent, bytes.len() - sent);
                         offered += (bytes.len() - sent) as u64;
                     }
-                    Out::Pages(walk) => walk.peek(MAX_IOV - iov.len(), GIVEN - offered, |a, n| {
-                        iov.push(a, n);
-                        offered += n as u64;
-                    }),
+                    Piece::Pages(walk) => {
+                        walk.peek(MAX_IOV - iov.len(), GIVEN - offered, |a, n| {
+                            iov.push(a, n);
+                            offered += n as u64;
+                        })
+                    }
                 }
             }
             match raw::send(self.socket.as_fd(), &iov) {
@@ -224,14 +274,14 @@ impl Stream {
         self.unsent -= n;
         while n > 0 {
             let Some(front) = self.out.front_mut() else { return };
-            let done = match front {
-                Out::Bytes { bytes, sent } => {
+            let done = match &mut front.piece {
+                Piece::Bytes { bytes, sent } => {
                     let k = n.min((bytes.len() - *sent) as u64);
                     *sent += k as usize;
                     n -= k;
                     *sent == bytes.len()
                 }
-                Out::Pages(walk) => {
+                Piece::Pages(walk) => {
                     let k = n.min(walk.left());
                     walk.advance(k);
                     n -= k;
@@ -239,7 +289,9 @@ impl Stream {
                 }
             };
             if done {
-                if let Some(Out::Bytes { bytes, .. }) = self.out.pop_front() {
+                let Some(Out { piece, owed }) = self.out.pop_front() else { return };
+                self.owed -= owed;
+                if let Piece::Bytes { bytes, .. } = piece {
                     self.spare = bytes;
                 }
             }
@@ -249,7 +301,7 @@ impl Stream {
     /// Whether bytes of this region still wait to be sent, or are being received.
     pub fn uses(&self, index: u32) -> bool {
         let is = |w: &Walk| w.region.as_ref().is_some_and(|r| r.key.index == index);
-        self.out.iter().any(|o| matches!(o, Out::Pages(w) if is(w)))
+        self.out.iter().any(|o| matches!(&o.piece, Piece::Pages(w) if is(w)))
     }
 
     /// A region goes away: what was on its way into it is read and forgotten (MR-1).
@@ -309,7 +361,7 @@ impl Stream {
         Ok(Some(n))
     }
 
-    /// The handshake is over: what has been taken beyond it is frames.
+    /// What has been taken and not understood is frames: beyond the handshake, or while the peer stalls.
     pub fn shaken(&mut self) {
         self.leftover = self.from < self.to;
     }
