@@ -103,6 +103,9 @@ class Checkpoint(Mapping[str, Tensor]):
                     path=path,
                     parameter=name,
                 )
+        for file, opened in self._open.items():
+            # An index need not name all that its files hold.
+            check_companions(self._shapes, opened.keys(), str(self.directory / file))
 
 
 def save_checkpoint(

@@ -110,6 +110,8 @@ class Latent(msgspec.Struct, frozen=True):
     are."""
     index_dim: int = 0
     """Width of each of them."""
+    unindexed_layers: tuple[int, ...] = ()
+    """Layers without an indexer: they attend to what the layer before them chose (GLM-5.2)."""
 
 
 class Linear(msgspec.Struct, frozen=True):
@@ -253,7 +255,8 @@ def _parameters(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
         elif c.latent is None:
             yield from _attention(c, prefix + "self_attn.")
         else:
-            yield from _latent_attention(c, c.latent, prefix + "self_attn.")
+            indexed = layer not in c.latent.unindexed_layers
+            yield from _latent_attention(c, c.latent, prefix + "self_attn.", indexed)
         added = ARCHITECTURES[c.kind].added_norms if c.post_norms else ()
         for norm in added[:1]:
             yield f"{prefix}{norm}.weight", (c.hidden,)
@@ -302,7 +305,9 @@ def _linear_attention(c: ModelConfig, linear: Linear, prefix: str) -> Iterator[t
     yield prefix + "out_proj.weight", (c.hidden, values)
 
 
-def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[tuple[str, Shape]]:
+def _latent_attention(
+    c: ModelConfig, latent: Latent, prefix: str, indexed: bool
+) -> Iterator[tuple[str, Shape]]:
     if latent.q_rank:
         yield prefix + "q_a_proj.weight", (latent.q_rank, c.hidden)
         yield prefix + "q_a_layernorm.weight", (latent.q_rank,)
@@ -313,7 +318,7 @@ def _latent_attention(c: ModelConfig, latent: Latent, prefix: str) -> Iterator[t
     yield prefix + "kv_a_layernorm.weight", (latent.kv_rank,)
     kv_width = c.heads * (latent.nope_dim + latent.value_dim)
     yield prefix + "kv_b_proj.weight", (kv_width, latent.kv_rank)
-    if latent.index_heads:
+    if latent.index_heads and indexed:
         index_width = latent.index_heads * latent.index_dim
         yield prefix + "indexer.wq_b.weight", (index_width, latent.q_rank)
         yield prefix + "indexer.wk.weight", (latent.index_dim, c.hidden)

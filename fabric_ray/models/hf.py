@@ -76,6 +76,10 @@ class _HfConfig(msgspec.Struct):
     v_head_dim: Size | None = None
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
+    index_topk_freq: Size = 1
+    index_skip_topk_offset: int = 2
+    index_topk_pattern: str | list[str] | None = None
+    indexer_types: list[str] | None = None
     linear_conv_kernel_dim: Size = 4
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
@@ -355,7 +359,25 @@ def _latent(architecture: Architecture, raw: _HfConfig, origin: str) -> Latent |
         return latent
     indexer = {"index_n_heads": raw.index_n_heads, "index_head_dim": raw.index_head_dim}
     heads, dim = _needed(kind, origin, indexer)
-    return msgspec.structs.replace(latent, index_heads=heads, index_dim=dim)
+    return msgspec.structs.replace(
+        latent, index_heads=heads, index_dim=dim, unindexed_layers=_unindexed_layers(raw, origin)
+    )
+
+
+def _unindexed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
+    layers = range(min(raw.num_hidden_layers, MAX_LAYERS))
+    types = raw.indexer_types or raw.index_topk_pattern
+    if types is None:
+        offset = raw.index_skip_topk_offset - 1
+        return tuple(n for n in layers if max(n - offset, 0) % raw.index_topk_freq)
+    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in types]
+    if set(kinds) - {"full", "shared"} or len(kinds) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(kinds)} indexer_types ({', '.join(sorted(set(kinds)))}) are given for "
+            f"{raw.num_hidden_layers} layers; give full or shared for each",
+            field="indexer_types",
+        )
+    return tuple(n for n in layers if kinds[n] == "shared")
 
 
 def _routed(architecture: Architecture, raw: _HfConfig, origin: str) -> Moe:

@@ -154,6 +154,23 @@ def test_dense_layers_are_read_as_transformers_5_writes_them() -> None:
             read("GLM-4.7-Flash", mlp_layer_types=wrong)
 
 
+def test_layers_without_an_indexer_of_their_own_are_read() -> None:
+    """GLM-5.2: an indexer that each layer was taken to have."""
+
+    def indexed(**changes: Any) -> list[int]:
+        names = parameter_shapes(read("GLM-5", num_hidden_layers=8, **changes))
+        return [n for n in range(8) if f"model.layers.{n}.self_attn.indexer.wk.weight" in names]
+
+    assert indexed() == list(range(8))
+    assert indexed(index_topk_freq=4) == [0, 1, 5]
+    assert indexed(index_topk_freq=3, index_skip_topk_offset=1) == [0, 3, 6]
+    assert indexed(index_topk_pattern="FSSFSSSS") == [0, 3]
+    assert indexed(indexer_types=["full", *["shared"] * 7], index_topk_freq=2) == [0]
+    for wrong in ("FS", "FFFFFFFX"):
+        with pytest.raises(InvalidConfig, match="8 layers; give full or shared for each"):
+            indexed(index_topk_pattern=wrong)
+
+
 def test_what_stands_around_a_text_model_is_its_own_unless_it_says_otherwise() -> None:
     fields = json.loads(json.dumps(PUBLISHED["Mistral-Small-3.2-24B"]["config"]))
     text = fields["text_config"]

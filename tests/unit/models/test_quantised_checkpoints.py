@@ -106,6 +106,15 @@ def test_what_belongs_to_a_weight_is_not_ignored(name: str, without: str, tmp_pa
     assert MODULE + name in str(caught.value)
 
 
+def test_rs_1_scales_that_an_index_does_not_name_are_not_ignored(tmp_path: Path) -> None:
+    stored(tmp_path, weight_scale=torch.ones(1))
+    index = {"weight_map": dict.fromkeys(waves(CONFIG), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="weight_scale") as caught:
+        Checkpoint(tmp_path)
+    assert caught.value.parameter == WEIGHT
+
+
 def test_integers_and_cache_scales_that_change_no_weight_are_ignored(tmp_path: Path) -> None:
     full = waves(CONFIG) | {
         "model.position_ids": torch.arange(4),
