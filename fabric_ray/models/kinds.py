@@ -78,7 +78,7 @@ class Architecture(msgspec.Struct, frozen=True):
     """A layer's norms beyond the two of Llama: between attention and MLP, and after the MLP."""
     defaults: dict[str, Any] = {}
     """Fields of ``config.json`` and what transformers takes for those that are missing, where that
-    isn't what ``fabric_ray.models.hf`` takes. A null stays a null."""
+    isn't what ``fabric_ray.models.hf`` takes. A null counts as given."""
     quantised: tuple[str, ...] = ()
     """Modules whose weights engines keep quantised, where that is known."""
     unknown_layout: str = ""

@@ -132,12 +132,12 @@ def test_nulls_and_fields_unknown_here_change_no_size(name: str) -> None:
 def test_a_missing_field_is_what_transformers_takes(
     name: str, field: str, parameter: str, shape: tuple[int, ...]
 ) -> None:
-    """It was the number of heads, no layer or no bias, whatever the model."""
+    """Llama's defaults were taken for every model."""
     shapes = parameter_shapes(read(name, **{field: ...}))
     assert {n.rpartition("layers.0.")[2]: s for n, s in shapes.items()}[parameter] == shape
 
 
-def test_a_null_is_none_of_it() -> None:
+def test_a_null_counts_as_given() -> None:
     for name, field in (("Mistral-7B-v0.3", "num_key_value_heads"), ("Qwen3-8B-yarn", "head_dim")):
         fields = read(name, **{field: None})
         assert (fields.kv_heads, fields.head_dim)[field == "head_dim"] in (32, 4096 // 32)
@@ -155,7 +155,7 @@ def test_dense_layers_are_read_as_transformers_5_writes_them() -> None:
 
 
 def test_layers_without_an_indexer_of_their_own_are_read() -> None:
-    """GLM-5.2: an indexer that each layer was taken to have."""
+    """GLM-5.2; every layer was taken to have an indexer."""
 
     def indexed(**changes: Any) -> list[int]:
         names = parameter_shapes(read("GLM-5", num_hidden_layers=8, **changes))
