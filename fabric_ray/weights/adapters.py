@@ -6,7 +6,7 @@ a rank keeps what it holds. A matrix product of shards alone rounds otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric_ray.errors import InvalidArgument
@@ -58,9 +58,44 @@ class Merge:
         self._layer = layer
         self._adapters = tuple(adapters)
 
-    def factors(self) -> list[Factors]:
-        """As they are now, whole. All ranks gather shards at the same time."""
-        return [_factors(self._layer, adapter).whole() for adapter in self._adapters]
+    def factors(self) -> dict[str, Factors]:
+        """By adapter, as the layer shows them now."""
+        return {adapter: _factors(self._layer, adapter) for adapter in self._adapters}
+
+
+class Adapters:
+    """The adapters of a model, of which FSDP shows whole factors for a moment where it has gathered
+    them: those may be of an earlier step, and the shards are what is trained (RS-1)."""
+
+    def __init__(self) -> None:
+        self._merges: Mapping[str, Merge] = {}
+        self._shards: dict[tuple[str, str], Factors] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._merges
+
+    def see(self, merges: Mapping[str, Merge]) -> None:
+        """Takes note of those that there are now, by name of the weight that they belong to."""
+        self._merges = merges
+        for name in merges:
+            self._current(name)
+
+    def whole(self, name: str) -> list[Factors]:
+        """A weight's, without shards. All ranks gather them at the same time."""
+        return [factors.whole() for factors in self._current(name)]
+
+    def all(self) -> dict[str, list[Factors]]:
+        """Those of all weights, gathered in one order on all ranks."""
+        return {name: self.whole(name) for name in self._merges}
+
+    def _current(self, name: str) -> list[Factors]:
+        out = []
+        for adapter, shown in self._merges[name].factors().items():
+            known = self._shards.get((name, adapter), shown)
+            now = shown._replace(a=_trained(shown.a, known.a), b=_trained(shown.b, known.b))
+            self._shards[name, adapter] = now
+            out.append(now)
+        return out
 
 
 def merge_of(path: str, layer: Any, weight: Any) -> Merge | None:
@@ -157,6 +192,11 @@ def _problem(layer: Any, adapter: str, weight: Any) -> str | None:
 def _merged(layer: Any) -> Sequence[str]:
     merged: Sequence[str] = getattr(layer, "merged_adapters", ())
     return merged
+
+
+def _trained(shown: Any, known: Any) -> Any:
+    gathered = hasattr(known, "full_tensor") and not hasattr(shown, "full_tensor")
+    return known if gathered and known.shape == shown.shape else shown
 
 
 def _whole(tensor: Any) -> torch.Tensor:

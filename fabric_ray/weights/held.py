@@ -13,7 +13,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy
-from fabric_ray.weights.adapters import Factors, add
+from fabric_ray.weights.adapters import Adapters, Factors, add
 from fabric_ray.weights.modules import named, ties
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class Held:
         self._source = tensors
         self._rank = rank
         self._engine = engine
-        self.tensors, self._merges = named(tensors)
+        self._adapters = Adapters()
+        self.tensors, merges = named(tensors)
+        self._adapters.see(merges)
         # Of adapters, whole, while a push goes on.
         self._factors: dict[str, list[Factors]] = {}
         self._layouts: dict[str, _Layout] = {}
@@ -52,7 +54,8 @@ class Held:
 
     def refresh(self) -> None:
         """Looks the parameters up again: a module's may have been replaced, or removed."""
-        found, self._merges = named(self._source)
+        found, merges = named(self._source)
+        self._adapters.see(merges)
         self.tensors = {param: self._newer(param, tensor) for param, tensor in found.items()}
         _check(self.tensors)
 
@@ -80,12 +83,12 @@ class Held:
 
     def is_computed(self, param: str) -> bool:
         """Whether its values lie nowhere in memory, so that each push computes them."""
-        return param in self._merges or _is_computed(self.tensors[param])
+        return param in self._adapters or _is_computed(self.tensors[param])
 
     def gather(self) -> None:
         """Takes the adapters as they are for the push that begins; with :meth:`local` alone, their
         shards would be gathered in another order on each rank."""
-        self._factors = {param: merge.factors() for param, merge in self._merges.items()}
+        self._factors = self._adapters.all()
 
     def let_go(self) -> None:
         """Ends what :meth:`gather` began."""
@@ -98,7 +101,7 @@ class Held:
         if not self.is_computed(param):
             return local
         values = local.resolve_conj().resolve_neg().contiguous()
-        if param not in self._merges:
+        if param not in self._adapters:
             return values
         meta = param_meta(param, self.tensors[param], rank=self._rank)
         return add(self._factors[param], values, meta.local_runs(self._rank))

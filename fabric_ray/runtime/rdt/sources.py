@@ -167,6 +167,7 @@ def _wait_for_kernels(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
+    check_memory("the tensor", tensor, lazy=True)
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 

@@ -13,7 +13,7 @@ import torch
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
 from fabric_ray.tensors import check_memory, resolved
-from fabric_ray.weights.adapters import Merge, add
+from fabric_ray.weights.adapters import Adapters, add
 from fabric_ray.weights.local import told
 from fabric_ray.weights.modules import named, ties
 from fabric_ray.weights.quant import Formats
@@ -45,7 +45,7 @@ class Gathering:
         # Gathering is a collective: two threads that ask first gather once.
         self._lock = threading.RLock()
         self._shards: dict[str, Any] = {}
-        self._merges: dict[str, Merge] = {}
+        self._adapters = Adapters()
         self._ties: dict[str, str] | None = None
 
     def whole(self) -> dict[str, Tensor]:
@@ -99,7 +99,8 @@ class Gathering:
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         assert isinstance(self._weights, (torch.nn.Module, Mapping)), "functions name nothing"
-        found, self._merges = named(self._weights)
+        found, merges = named(self._weights)
+        self._adapters.see(merges)
         for name, tensor in found.items():
             local = getattr(tensor, "_local_tensor", tensor)
             check_memory(f"parameter `{name}`", local, lazy=True)
@@ -108,7 +109,7 @@ class Gathering:
             kept = {name: t for name, t in self._shards.items() if not _is_sharded(found.get(name))}
             found |= kept
             self._shards = {name: t for name, t in found.items() if _is_sharded(t)}
-        tied = ties({name: t for name, t in found.items() if name not in self._merges})
+        tied = ties({name: t for name, t in found.items() if name not in self._adapters})
         if self._ties is not None and tied != self._ties:
             odd = sorted(tied.items() ^ self._ties.items())[0][0]
             raise InvalidArgument(f"`{odd}` is tied to another tensor than before; {_AGAIN}")
@@ -131,9 +132,9 @@ class Gathering:
 
     def _merged(self, one: tuple[str, Any]) -> tuple[str, torch.Tensor]:
         name, whole = _on_host(one)
-        if (merge := self._merges.get(name)) is None:
+        if name not in self._adapters:
             return name, whole
-        return name, add(merge.factors(), whole, [[(0, size)] for size in whole.shape])
+        return name, add(self._adapters.whole(name), whole, [[(0, size)] for size in whole.shape])
 
 
 def _on_host(one: tuple[str, Any]) -> tuple[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.runtime.rdt.exchange import Exchange
 from tests.processes import within
+from tests.unit.test_lazy_tensors import Wrapper
 
 
 def has(exchange: Exchange, count: int) -> None:
@@ -73,6 +74,13 @@ def test_a_pinned_tensor_stays_registered_until_it_is_unpinned_as_often(holder: 
     has(holder, 0)
     with pytest.raises(InvalidArgument, match="not registered"):
         holder.sources.unpin(tensor)
+
+
+def test_what_has_no_memory_can_not_be_taken_back(holder: Exchange) -> None:
+    wrapper = Wrapper(torch.zeros(8))
+    for call in (holder.sources.pin, holder.sources.unpin, holder.sources.is_pinned):
+        with pytest.raises(InvalidArgument, match="wraps other tensors and has no memory"):
+            call(wrapper)
 
 
 def refused() -> list[torch.Tensor]:
