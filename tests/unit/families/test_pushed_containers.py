@@ -21,7 +21,10 @@ from tests.unit.models.small_models import LAID_OUT, NESTED, SMALL, some_tokens,
 # Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
 DENSE = [(1, 1), (2, 1), (4, 1)]
 MOE = [*DENSE, (2, 2), (4, 2), (4, 4)]
-MODELS = SMALL | LAID_OUT | NESTED
+SPARSE = LAID_OUT["glm_moe_dsa"]
+assert SPARSE.latent is not None
+SHARED = msgspec.structs.replace(SPARSE.latent, unindexed_layers=(1,))
+MODELS = SMALL | LAID_OUT | NESTED | {"glm-5.2": msgspec.structs.replace(SPARSE, latent=SHARED)}
 CASES = [
     pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
     for name, config in MODELS.items()
