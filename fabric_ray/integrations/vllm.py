@@ -229,7 +229,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             # Again: another client may have resumed the server in between.
             discard_cached(self._server, self._timeout)
         except BaseException as error:
-            if self._is_old and self._is_over():
+            # Workers that are still in this update must not meet the next one.
+            if self._is_over() and self._is_old:
                 if not was_paused:
                     with suppress(Exception):
                         self._server.resume_generation()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 
@@ -26,11 +27,15 @@ def main(url: str, options: dict[str, Any]) -> None:
     from fabric_ray.integrations.vllm import FabricTrainerInitInfo
     from fabric_ray.integrations.vllm_plugin import register
 
+    @cache  # requests that run shall not end while one is read
+    def load(checkpoint: str) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
     class Source(ModuleSource):
         """Changes its module, and fails or leaves out tensors when it is told to."""
 
         def turn_to(self, checkpoint: str, without: list[str], fail_at: str | None) -> None:
-            self._module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+            self._module = load(checkpoint)
             self._without, self._fail_at = without, fail_at
 
         def _some(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
