@@ -3,7 +3,7 @@
 
 use crate::{
     api::RegionKey,
-    domain::{Count, DomainError},
+    domain::{Count, Data, DomainError, Seq},
 };
 
 pub(super) const HEADER: usize = 64;
@@ -167,6 +167,27 @@ impl Header {
             Kind::Read | Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => 0,
         }
     }
+}
+
+/// The remote side of a request as a header and an index list.
+pub(super) fn describe(kind: Kind, data: &Data) -> (Header, Vec<u32>) {
+    let (offset, stride, indices) = match &data.remote_seq {
+        Seq::Strided { offset, stride } => (*offset, *stride, Vec::new()),
+        Seq::Indexed { list, from, offset, stride } => {
+            let from = *from as usize;
+            (*offset, *stride, list.indices[from..from + data.pages as usize].to_vec())
+        }
+    };
+    let header = Header {
+        key: data.remote,
+        offset,
+        stride,
+        len: data.page_len,
+        pages: data.pages,
+        indices: indices.len() as u32,
+        ..Header::new(kind)
+    };
+    (header, indices)
 }
 
 /// A reason cut to what a frame may carry.

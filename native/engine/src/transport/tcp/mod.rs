@@ -308,7 +308,7 @@ impl Domain for TcpDomain {
         let too_many_messages =
             matches!(wr, WorkRequest::Send(_)) && link.messages >= MESSAGE_WINDOW;
         let too_much_asked = match wr {
-            WorkRequest::Read { data } => !link.may_ask(protocol::read_cost(data)),
+            WorkRequest::Read { data } => !link.may_ask(stream::read_cost(data)),
             _ => false,
         };
         if link.is_full() || too_many_messages || too_much_asked {

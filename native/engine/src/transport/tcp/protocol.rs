@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    frame::{reason, shown, Header, Kind, Refusal, HEADER},
+    frame::{describe, reason, shown, Header, Kind, Refusal, HEADER},
     link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
     place::{Index, Walk},
     stream::{reply_cost, Body, Step},
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     domain::{
-        Admit, Completion, Count, Data, DomainError, LinkId, MessageRoom, Seq, Token, WorkRequest,
+        Admit, Completion, Count, Data, DomainError, LinkId, MessageRoom, Token, WorkRequest,
     },
     memory::RegionMemory,
 };
@@ -479,36 +479,6 @@ impl TcpDomain {
             self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
         waiting.into_iter().fold(false, |moved, id| self.hand_up(id, room, out) | moved)
     }
-}
-
-/// Memory that a read takes at the peer, whole: what [`TcpDomain::read`] cuts up takes no more but for headers.
-pub(super) fn read_cost(data: &Data) -> u64 {
-    let indices = match &data.remote_seq {
-        Seq::Strided { .. } => 0,
-        Seq::Indexed { .. } => u64::from(data.pages),
-    };
-    reply_cost(data.bytes(), indices)
-}
-
-/// The remote side of a request as a header and an index list.
-fn describe(kind: Kind, data: &Data) -> (Header, Vec<u32>) {
-    let (offset, stride, indices) = match &data.remote_seq {
-        Seq::Strided { offset, stride } => (*offset, *stride, Vec::new()),
-        Seq::Indexed { list, from, offset, stride } => {
-            let from = *from as usize;
-            (*offset, *stride, list.indices[from..from + data.pages as usize].to_vec())
-        }
-    };
-    let header = Header {
-        key: data.remote,
-        offset,
-        stride,
-        len: data.page_len,
-        pages: data.pages,
-        indices: indices.len() as u32,
-        ..Header::new(kind)
-    };
-    (header, indices)
 }
 
 /// Part `i` of `n` of `bytes` bytes: where it begins and how long it is.

@@ -12,7 +12,10 @@ use super::{
     place::{Index, Walk},
     raw,
 };
-use crate::{domain::DomainError, time::Time};
+use crate::{
+    domain::{Data, DomainError, Seq},
+    time::Time,
+};
 
 /// Received bytes are taken from the kernel in steps of at most this many, small frames by the
 /// hundreds.
@@ -38,6 +41,15 @@ const PIECE: u64 = 256;
 /// Memory that the reply to a read takes until the peer has taken it: small bodies are copied, lists of pages kept.
 pub(super) fn reply_cost(bytes: u64, indices: u64) -> u64 {
     PIECE + HEADER as u64 + bytes.min(SMALL_BODY) + 4 * indices
+}
+
+/// Memory that a read takes at the peer, whole: one that is cut up takes no more but for headers.
+pub(super) fn read_cost(data: &Data) -> u64 {
+    let indices = match &data.remote_seq {
+        Seq::Strided { .. } => 0,
+        Seq::Indexed { .. } => u64::from(data.pages),
+    };
+    reply_cost(data.bytes(), indices)
 }
 
 struct Out {
