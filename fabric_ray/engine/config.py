@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import reprlib
 from difflib import get_close_matches
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fabric_ray.errors import InvalidArgument
 
@@ -18,6 +18,13 @@ _MOST_BYTES = 1 << 62
 _LONGEST_S = 1e9
 # A peer speaks four times as often. Below this, being scheduled takes longer.
 _SHORTEST_SILENCE_S = 0.01
+
+
+class _NoToken:
+    """In place of a token that is neither text nor bytes."""
+
+    def __repr__(self) -> str:
+        return "<hidden>"
 
 
 class EngineConfig(BaseModel):
@@ -45,8 +52,10 @@ class EngineConfig(BaseModel):
     require: TransportName | Literal["rdma"] | None = None
     """A transport that must be usable, or the engine doesn't open."""
 
-    token: bytes | None = Field(default=None, repr=False)
-    """Shared secret of the handshake. Without one, tcp listens on loopback only."""
+    token: bytes | None = Field(default=None, repr=False, exclude=True)
+    """Shared secret of the handshake, 128 random bits at least. Without one, only processes of the
+    same user on the same host are peers, and tcp listens on loopback only. It is in no dump and no
+    repr: :meth:`revealed` has it."""
 
     bind: tuple[str, ...] = ()
     """Local addresses that tcp listens on. When empty and a token is set: those of this machine's
@@ -124,10 +133,14 @@ class EngineConfig(BaseModel):
     libfabric_provider: str | None = None
     """A provider of libfabric (``efa``, ``tcp``, ``shm``, ``verbs;ofi_rxm``); efa by default."""
 
-    @field_validator("token", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _token_from_text(cls, value: object) -> object:
-        return value.encode() if isinstance(value, str) else value
+    def _token_from_text(cls, values: object) -> object:
+        # Here and not at the field: errors of a field show what it was given.
+        if isinstance(values, dict) and (token := values.get("token")) is not None:
+            text = token.encode() if isinstance(token, str) else token
+            return values | {"token": text if isinstance(text, bytes) else _NoToken()}
+        return values
 
     @field_validator("transport", mode="before")
     @classmethod
@@ -197,7 +210,7 @@ class EngineConfig(BaseModel):
             )
         given: dict[str, object] = dict(overrides)
         if config is not None:
-            given = config.model_dump(exclude_unset=True) | given
+            given = config.revealed() | given
         environment = {
             field: value
             for field in cls.model_fields
@@ -207,6 +220,11 @@ class EngineConfig(BaseModel):
             return cls.model_validate(environment | given)
         except ValidationError as error:
             raise InvalidArgument(_complaint(error, environment | given, environment)) from None
+
+    def revealed(self) -> dict[str, Any]:
+        """The fields that were set, the token among them: what another process opens an engine
+        with. Dumps leave the token out."""
+        return {field: getattr(self, field) for field in self.model_fields_set}
 
     @property
     def transports(self) -> list[str]:

@@ -61,7 +61,7 @@ class FabricInitInfo(_vllm.WeightTransferInitInfo):  # type: ignore[misc]
     """The address of the trainer's engine, as hex."""
     bucket: int = DEFAULT_BUCKET
     timeout: float = 300.0
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig` for the workers' engines."""
     leave: list[str] = field(default_factory=list)
     """Patterns of the model's layers that may keep old weights."""
@@ -85,7 +85,7 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     bucket: int = DEFAULT_BUCKET
     timeout: float = 300.0
     """Seconds that a worker may take for a bucket."""
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
     pause: Literal["keep", "abort"] = "keep"
     """What running requests do during an update: wait and go on with the new weights, or end."""

@@ -29,8 +29,9 @@ class KvConnectorConfig(BaseModel):
     """Seconds that a prefiller keeps the pages of a finished request for a decoder that hasn't
     asked yet. Who has asked is known by its beats, and needs no lease."""
 
-    engine: dict[str, Any] = Field(default_factory=dict)
-    """Fields of :class:`fabric_ray.EngineConfig` for the engines of the workers."""
+    engine: dict[str, Any] = Field(default_factory=dict, repr=False, exclude=True)
+    """Fields of :class:`fabric_ray.EngineConfig` for the engines of the workers. In no dump and no
+    repr: a token may be among them."""
 
     terms: Terms = Field(default_factory=Terms)
     """What each end holds the other to; tails aren't used here."""

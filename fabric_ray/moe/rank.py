@@ -38,6 +38,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: Callable[[], Launcher] | None = None
     """Makes what launches kernels there, in place of that GPU."""
 
+    def __repr__(self) -> str:
+        # Without `engine`: a token may be among its fields.
+        return f"Options(model={self.model!r}, ranks={self.ranks}, device={self.device!r})"
+
 
 class Member(msgspec.Struct, frozen=True):
     """Who plays a rank: one life of one actor."""

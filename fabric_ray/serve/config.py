@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from typing_extensions import Self
 
 from fabric_ray.engine import EngineConfig
+from fabric_ray.errors import InvalidArgument
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -190,6 +191,24 @@ class ServeArgs(_Args):
         if not value.strip():
             raise ValueError("name a directory, or a small model such as tiny-llama")
         return value
+
+    def revealed(self) -> dict[str, Any]:
+        """The fields that were set as plain values, the token of ``fabric`` among them: what
+        another process builds the application from. Dumps leave the token out.
+
+        Raises:
+            InvalidArgument: the token isn't text, which plain values must be.
+        """
+        fields = self.model_dump(mode="json", exclude_unset=True)
+        if self.fabric.token is not None and "fabric" in fields:
+            try:
+                fields["fabric"]["token"] = self.fabric.token.decode()
+            except UnicodeDecodeError:
+                raise InvalidArgument(
+                    "fabric.token is not UTF-8, and the arguments of an application are plain "
+                    "text; give its hex digits, or set FABRIC_RAY_TOKEN in the replicas"
+                ) from None
+        return fields
 
     @property
     def model_id(self) -> str:

@@ -151,7 +151,7 @@ class Instance:
 
 def _transfer_engine(args: ServeArgs, name: str) -> TransferEngine:
     """With the cluster's secret and the node's address, unless the user says otherwise."""
-    chosen = args.fabric.model_dump(exclude_unset=True) | {"name": name[-128:]}
+    chosen = args.fabric.revealed() | {"name": name[-128:]}
     if "token" not in chosen and not os.environ.get("FABRIC_RAY_TOKEN"):
         chosen["token"] = cluster_token()
     if "bind" not in chosen and not os.environ.get("FABRIC_RAY_BIND"):

@@ -47,7 +47,7 @@ class LocalApp:
             "name": self.name,
             "route_prefix": "/",
             "import_path": "fabric_ray.serve:build_app",
-            "args": self.args.model_dump(mode="json", exclude_unset=True),
+            "args": self.args.revealed(),
             "deployments": [
                 {"name": name, "num_replicas": count} for name, count in self._replicas.items()
             ],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -25,6 +26,7 @@ from fabric_ray.serve.instance import load_model, tokenizer
 from tests.ports import free_ports
 from tests.processes import within
 
+TOKEN = "0f" * 32
 ARGS = ServeArgs.model_validate(
     {
         "torch_threads": 1,
@@ -41,6 +43,7 @@ ARGS = ServeArgs.model_validate(
         "decode": {"max_running": 8, "max_queue": 24, "prefill_timeout": 20},
         "router": {"max_requests": 24, "max_body": 1 << 16},
         "terms": {"beat": 0.2, "silence": 5.0},
+        "fabric": {"token": TOKEN},
     }
 )
 
@@ -104,6 +107,13 @@ def test_tokens_over_http_equal_those_of_one_engine(app: LocalApp) -> None:
         got = list(pool.map(lambda prompt: complete(app, prompt, 12), asked))
     assert got == expected(asked, 12)
     wait_idle(app)
+
+
+def test_the_token_reaches_the_replicas_as_it_is(app: LocalApp) -> None:
+    details: Any = _get_global_client().get_serve_details()
+    args = details["applications"][app.name]["deployed_app_config"]["args"]
+    assert args["fabric"]["token"] == TOKEN
+    assert TOKEN not in repr(ARGS) + ARGS.model_dump_json()
 
 
 def test_a_stream_is_events_that_end_with_done(app: LocalApp) -> None:

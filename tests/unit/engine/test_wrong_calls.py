@@ -260,13 +260,6 @@ def test_a_variable_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) ->
     assert config.op_timeout == 7
 
 
-def test_a_token_is_shown_to_nobody() -> None:
-    assert "hush" not in repr(EngineConfig(token=b"hush"))
-    with pytest.raises(InvalidArgument, match="token: ") as e:
-        TransferEngine(token=["hush"])
-    assert "hush" not in str(e.value)
-
-
 def test_an_argument_of_another_class_names_the_call_that_makes_the_right_one(
     open_engine: Callable[..., TransferEngine],
 ) -> None:
