@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -26,6 +29,11 @@ from fabric_ray.weights import stages
 from fabric_ray.weights.calls import DIED, Unanswered, unanswered
 
 _SCHEME = "fabric://"
+_MOST_UNPROVEN = 64
+"""Callers that haven't proven the secret, at a time; others wait in the kernel's queue."""
+_HANDSHAKE_S = 5.0
+_REST_S = 0.1
+"""Before the next try where the system has no file to give."""
 Function = Callable[..., Any]
 STAGES: dict[str, Function] = {
     name: function
@@ -50,6 +58,7 @@ class Server:
         self._listener = Listener((host, 0))
         self.session_id = f"{_SCHEME}{self._secret}@{host}:{self._listener.address[1]}"
         self._turn = threading.Lock()
+        self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
         self._closed = False
         threading.Thread(target=self._accept, name="fabric-link", daemon=True).start()
 
@@ -69,15 +78,24 @@ class Server:
             except OSError:
                 if self._closed:
                     return
+                time.sleep(_REST_S)
                 continue
+            self._unproven.acquire()
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             if self._closed:
                 return
 
     def _serve(self, connection: Connection) -> None:
         with suppress(EOFError, OSError, AuthenticationError), connection:
-            deliver_challenge(connection, self._secret.encode())
-            answer_challenge(connection, self._secret.encode())
+            late = threading.Timer(_HANDSHAKE_S, _hang_up, (connection,))
+            late.start()
+            try:
+                deliver_challenge(connection, self._secret.encode())
+                answer_challenge(connection, self._secret.encode())
+            finally:
+                late.cancel()
+                late.join()
+                self._unproven.release()
             while True:
                 request = connection.recv_bytes()
                 if self._closed:
@@ -95,6 +113,12 @@ class Server:
             return msgspec.msgpack.encode((True, result))
         except Exception as error:
             return msgspec.msgpack.encode((False, tuple(unanswered(error))))
+
+
+def _hang_up(connection: Connection) -> None:
+    """Ends what another thread reads from."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 class Link:
