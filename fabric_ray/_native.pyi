@@ -1192,6 +1192,11 @@ def _span_variable() -> ContextVar[int]: ...
 def span_of(name: str) -> int:
     """The span of a name, the same in every process: 64-bit FNV-1a of its UTF-8."""
 
+# the token
+
+def stretched_token(token: bytes) -> bytes:
+    """The key that handshakes use in place of a token: Argon2id, once per process and token."""
+
 # doctor
 
 def survey(names: Sequence[str], provider: str | None = None) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Where a process can be asked, by host and port, for what its peers need to know of it.
 
 One request and one answer per connection, as bytes that the ends decode by schema. With a token,
-both ends prove over TCP that they know it, and every frame after that is authenticated with a key
-of this connection alone. Without one only processes of the same user on the same host are answered:
-over a Unix socket, where the kernel says who asks.
+both ends prove over TCP that they know it, the one that connects first, and every frame after that
+is authenticated with a key of this connection alone. Without one only processes of the same user on
+the same host are answered: over a Unix socket, where the kernel says who asks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from fabric_ray._native import stretched_token
 from fabric_ray.errors import (
     DecodeError,
     HandshakeError,
@@ -29,7 +30,7 @@ from fabric_ray.errors import (
     Unreachable,
 )
 
-_MAGIC = b"fabric-ray/ask/1"
+_MAGIC = b"fabric-ray/ask/2"
 _NONCE = 32
 _MAC = 32
 _MOST_BYTES = 256 << 20
@@ -249,16 +250,16 @@ def _asking(wire: _Wire, token: bytes | None, peer: str) -> _Channel:
         _same_user(wire.connection, peer)
         wire.send(_MAGIC)
         return _Channel(wire, None, asks=True)
+    key = stretched_token(token)
     mine = secrets.token_bytes(_NONCE)
     wire.send(_MAGIC + mine)
     theirs = wire.exactly(_NONCE)
-    proof = wire.exactly(_MAC)
-    if not hmac.compare_digest(proof, _sign(token, b"answers", mine, theirs)):
+    wire.send(_sign(key, b"asks", mine, theirs))
+    if not hmac.compare_digest(wire.exactly(_MAC), _sign(key, b"answers", mine, theirs)):
         raise HandshakeError(
             f"{peer} knows another token; both ends need the same FABRIC_RAY_TOKEN", peer=peer
         )
-    wire.send(_sign(token, b"asks", theirs, mine))
-    return _Channel(wire, _sign(token, b"key", mine, theirs), asks=True)
+    return _Channel(wire, _sign(key, b"key", mine, theirs), asks=True)
 
 
 def _answering(wire: _Wire, token: bytes | None) -> _Channel:
@@ -268,13 +269,15 @@ def _answering(wire: _Wire, token: bytes | None) -> _Channel:
         raise HandshakeError("who asks speaks something else", peer="")
     if token is None:
         return _Channel(wire, None, asks=False)
+    key = stretched_token(token)
     theirs = wire.exactly(_NONCE)
     mine = secrets.token_bytes(_NONCE)
-    wire.send(mine + _sign(token, b"answers", theirs, mine))
-    proof = wire.exactly(_MAC)
-    if not hmac.compare_digest(proof, _sign(token, b"asks", mine, theirs)):
-        raise HandshakeError("who asks knows another token", peer="")
-    return _Channel(wire, _sign(token, b"key", theirs, mine), asks=False)
+    wire.send(mine)
+    if not hmac.compare_digest(wire.exactly(_MAC), _sign(key, b"asks", theirs, mine)):
+        raise HandshakeError("the peer knows another token", peer="")
+    # Last: a stranger that connects gets no MAC to guess a token by.
+    wire.send(_sign(key, b"answers", theirs, mine))
+    return _Channel(wire, _sign(key, b"key", theirs, mine), asks=False)
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:

@@ -12,6 +12,10 @@ import zlib
 from pathlib import Path
 
 TRANSPORTS = ["shm", "tcp"]
+HANDSHAKE = 2
+"""The version of handshake messages."""
+BY_TOKEN = 2
+"""What a side proves itself by; 1 is the user's key, 0 what the kernel says of it."""
 NAME = b"\x01x"
 """Of an engine that was never opened."""
 
@@ -45,8 +49,9 @@ def hello(
     to: str,
     *,
     protocol: tuple[int, int] = (1, 1),
-    version: int = 1,
+    version: int = HANDSHAKE,
     endpoints: tuple[tuple[int, bytes], ...] = (),
+    secret: int = BY_TOKEN,
 ) -> bytes:
     """The first message of a handshake, which offers the oldest and the newest version.
 
@@ -56,7 +61,7 @@ def hello(
     seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
     places = [number(kind) + number(len(data)) + data for kind, data in endpoints]
     sender = bytes(16) + NAME + number(len(places)) + b"".join(places)
-    body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32)
+    body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32) + bytes([secret])
     return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
 
 
@@ -149,9 +154,10 @@ def hear(connection: socket.socket, *, tcp: bool) -> bytes:
         return b""
 
 
-def mac(token: bytes, role: bytes, hello: bytes, welcome: bytes) -> bytes:
-    """Over all of a welcome's body but its kind and its own mac."""
-    return hmac.new(token, role + hello + welcome, hashlib.sha256).digest()
+def mac(key: bytes, role: bytes, hello: bytes, welcome: bytes) -> bytes:
+    """Over both messages as they came, each with its length before it."""
+    said = b"".join(struct.pack("<Q", len(part)) + part for part in (role, hello, welcome))
+    return hmac.new(key, said, hashlib.sha256).digest()
 
 
 def _host() -> bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +23,15 @@ from fabric_ray.errors import (
     FabricError,
     HandshakeError,
 )
-from tests.integration.strangers import TRANSPORTS, Stranger, hello, sealed, tcp_port
+from tests.integration.strangers import (
+    HANDSHAKE,
+    TRANSPORTS,
+    Stranger,
+    hello,
+    mac,
+    sealed,
+    tcp_port,
+)
 from tests.processes import Other, descriptors, within
 
 
@@ -48,7 +58,7 @@ def count_arrived(_: TransferEngine, counter: Any) -> int:
 
 def proof_of_nothing(stranger: Stranger) -> None:
     assert b"FRhs" in stranger.hear()
-    stranger.say(sealed(b"FRhs", b"\x02" + bytes(32)))
+    stranger.say(sealed(b"FRhs", b"\x02" + bytes(32), HANDSHAKE))
 
 
 def leaves(stranger: Stranger) -> None:
@@ -74,7 +84,8 @@ def test_strangers_are_turned_away_and_the_real_peer_is_served(
             (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), None, b""),
             (good[:-1], None, b""),
             (good[:9], None, b""),
-            (hello(address.id, version=2), None, b""),
+            (hello(address.id, version=HANDSHAKE - 1), None, b"upgrade the older side"),
+            (hello(address.id, version=HANDSHAKE + 1), None, b""),
             (hello(address.id, protocol=(9, 9)), None, b"no common protocol version"),
             (of_others, None, b"is gone"),
             (good, leaves, b""),
@@ -111,35 +122,143 @@ def test_another_token_is_a_handshake_error_that_both_sides_hear_of(
     assert e.value.peer.startswith("b#")
 
 
-def visit_as_another_user(connection: Connection, token: str | None) -> None:
-    """Gives up this process's user, and tells what a write came to."""
-    os.setgid(1000)
-    os.setuid(1000)
-    with TransferEngine(name="other", transport="shm", token=token) as engine:
-        there = engine.import_region(connection.recv())
-        try:
-            engine.write(engine.alloc(8), there, 8).wait(10)
-        except FabricError as error:
-            connection.send((type(error).__name__, str(error)))
-        else:
-            connection.send(None)
+STRANGER = 65534
+
+
+def visit_as_another_user(connection: Connection, transport: str, token: str | None) -> None:
+    """Gives up this process's user, and tells what a counted write and a message came to."""
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+    with TransferEngine(name="other", transport=transport, token=token) as engine:
+        descriptor, ref = connection.recv()
+        there, said = engine.import_region(descriptor), []
+        acts: list[Callable[[], object]] = [
+            lambda: engine.write(engine.alloc(8), there, 8, imm=ref).wait(10),
+            lambda: engine.send(there.peer, b"hello").wait(10),
+        ]
+        for act in acts:
+            try:
+                act()
+            except FabricError as error:
+                said.append((type(error).__name__, str(error)))
+        connection.send(said)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("token", [None, "t"])
-def test_without_a_token_another_users_process_is_a_stranger(
-    token: str | None, open_engine: Callable[..., TransferEngine]
+def test_ic_2_without_a_token_another_users_process_counts_nothing_and_sends_nothing(
+    token: str | None, transport: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
-    engine = open_engine("owner", transport="shm", token=token)
-    region = engine.alloc(8)
-    with Other(visit_as_another_user, token) as visitor:
-        said = visitor.ask(region.descriptor())
+    engine = open_engine("owner", transport=transport, token=token, bind=("127.0.0.1",))
+    region, counter = engine.alloc(8), engine.counter()
+    came: list[bytes] = []
+    engine.receive(lambda message: came.append(bytes(message.data)), count=4, max_nbytes=64)
+    with Other(visit_as_another_user, transport, token) as visitor:
+        said = visitor.ask((region.descriptor(), counter.ref))
     if token:
-        assert said is None
-    else:
-        kind, text = said
-        assert kind == "HandshakeError"
-        assert "user 0's and not this one's; give both engines the same token" in text
+        assert said == []
+        within(5, "a count", lambda: counter.value == 1)
+        within(5, "a message", lambda: came == [b"hello"])
+        return
+    assert [kind for kind, _ in said] == ["HandshakeError"] * 2
+    assert all("give both engines the same token" in text for _, text in said), said
+    assert all("user" in text for _, text in said), said
+    assert (counter.value, came) == (0, [])
+
+
+def test_ic_2_who_claims_the_kernels_word_over_tcp_is_a_stranger(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    engine = open_engine("owner", transport="tcp")
+    stranger = Stranger("tcp", engine.address.id, tcp_port())
+    said = hello(engine.address.id, secret=0)
+    stranger.say(said)
+    proof = mac(bytes(32), b"initiator", said, stranger.hear_message())
+    stranger.say(sealed(b"FRhs", b"\x02" + proof, HANDSHAKE))
+    assert b"give both engines the same token" in stranger.hear_to_the_end()
+
+
+def test_counters_are_not_the_same_in_every_engine(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    a, b = open_engine("a"), open_engine("b")
+
+    def refs(engine: TransferEngine) -> set[bytes]:
+        counters: list[Any] = [engine.counter() for _ in range(64)]
+        return {counter.ref.to_bytes()[-5:] for counter in counters}
+
+    of_a, of_b = refs(a), refs(b)
+    assert len(of_a) == 64
+    assert len(of_a & of_b) < 8
+
+
+# floods
+
+
+def flood(connection: Connection, transport: str) -> None:
+    """Opens many connections that say nothing, and keeps them until it is told to end."""
+    address, port, count = connection.recv()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    held = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            held.append(Stranger(transport, address, port))
+    connection.send(len(held))
+    connection.recv()
+
+
+def serve_with_few_files(connection: Connection, transport: str) -> None:
+    """An engine in a process that may open 1024 files, and how often it can't open one."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    with TransferEngine(name="few", transport=transport, token="t", bind=("127.0.0.1",)) as engine:
+        port = tcp_port() if transport == "tcp" else 0
+        region = engine.alloc(8)
+        connection.send((engine.address.id, port, region.descriptor()))
+        failed, most = 0, 0
+        while not connection.poll(0.002):
+            try:
+                with open("/dev/null"):
+                    most = max(most, descriptors())
+            except OSError:
+                failed += 1
+        before = time.process_time()
+        time.sleep(0.5)
+        connection.send((failed, most, time.process_time() - before))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_idle_strangers_leave_files_to_the_application_and_room_for_peers(
+    transport: str, open_engine: Callable[..., TransferEngine]
+) -> None:
+    with Other(serve_with_few_files, transport) as server, Other(flood, transport) as strangers:
+        address, port, descriptor = server.hear()
+        strangers.say((address, port, 1500))
+        for name in ("while they come", "beside them"):
+            peer = open_engine(name, transport=transport, token="t")
+            peer.write(peer.alloc(8), peer.import_region(descriptor)).wait(30)
+            if name == "while they come":
+                strangers.hear(60)
+        failed, most, busy = server.ask("how was it")
+        assert failed == 0
+        assert 40 < most < 1024 - 100
+        assert busy < 0.4, "its worker spins"
+
+
+def test_a_flood_of_junk_is_a_few_lines_of_the_log(
+    open_engine: Callable[..., TransferEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine("owner", transport="tcp")
+    port = tcp_port()
+    with caplog.at_level(logging.INFO, logger="fabric_ray.native"):
+        for _ in range(2000):
+            stranger = Stranger("tcp", engine.address.id, port)
+            stranger.say(b"junk")
+            stranger.socket.close()
+        within(10, "a warning", lambda: "a connection came to nothing" in caplog.text)
+        time.sleep(0.2)
+    lines = [r for r in caplog.records if "a connection came to nothing" in r.getMessage()]
+    assert 1 <= len(lines) <= 20
 
 
 # damaged values

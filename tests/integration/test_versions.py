@@ -9,8 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from fabric_ray import RegionDescriptor, TransferEngine
+from fabric_ray._native import stretched_token
 from fabric_ray.errors import HandshakeError
 from tests.integration.strangers import (
+    BY_TOKEN,
+    HANDSHAKE,
     NAME,
     TRANSPORTS,
     Door,
@@ -65,11 +68,12 @@ def come_in(server: TransferEngine, transport: str, said: bytes) -> None:
     welcome = stranger.hear_message()
     body = welcome[10:]
     kind, version, acceptor = body[0], body[1], body[2:18]
-    unsigned, proof = body[1:-32], body[-32:]
     assert (kind, version, acceptor.hex()) == (1, VERSION, server.address.id)
-    assert proof == mac(TOKEN, b"acceptor", said, unsigned)
-    stranger.say(sealed(b"FRhs", b"\x02" + mac(TOKEN, b"initiator", said, unsigned)))
-    assert stranger.hear_message() == sealed(b"FRhs", b"\x03"), "it was not accepted"
+    assert body[-1] == BY_TOKEN, "there is nothing after the nonce but what it proves itself by"
+    key = stretched_token(TOKEN)
+    proof, answer = (mac(key, role, said, welcome) for role in (b"initiator", b"acceptor"))
+    stranger.say(sealed(b"FRhs", b"\x02" + proof, HANDSHAKE))
+    assert stranger.hear_message() == sealed(b"FRhs", b"\x03" + answer, HANDSHAKE), "not accepted"
     stranger.socket.close()
 
 
@@ -116,11 +120,11 @@ def test_whoever_calls_a_peer_of_a_version_far_away_learns_why(
         reason = b"no common protocol version: 3 is spoken by x"
         message = {
             "refusal": b"\x04" + b"\x00" + bytes([len(reason)]) + reason,
-            "welcome": b"\x01" + b"\x03" + door.id + NAME + b"\x00" + bytes(64),
+            "welcome": b"\x01\x03" + door.id + NAME + b"\x00" + bytes(32) + bytes([BY_TOKEN]),
         }[answer]
         heard: list[bytes] = []
         answering = threading.Thread(
-            target=lambda: heard.append(door.answer(sealed(b"FRhs", message)))
+            target=lambda: heard.append(door.answer(sealed(b"FRhs", message, HANDSHAKE)))
         )
         answering.start()
         there = engine.import_region(RegionDescriptor.from_bytes(door.region(8)))

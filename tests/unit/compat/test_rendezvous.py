@@ -52,8 +52,12 @@ def test_who_has_another_token_is_told_nothing(token: bytes | None, guarded: Ren
 
 def test_who_can_not_prove_its_token_is_not_answered(guarded: Rendezvous) -> None:
     with socket.create_connection(("127.0.0.1", guarded.port), 5) as stranger:
-        stranger.sendall(b"fabric-ray/ask/1" + bytes(32))
-        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
+        stranger.sendall(b"fabric-ray/ask/2" + bytes(32))
+        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stranger.recv(1)  # it proves nothing to who hasn't
+        stranger.settimeout(5)
         stranger.sendall(bytes(32))
         assert stranger.recv(1) == b"", "it hangs up"
 
@@ -61,7 +65,7 @@ def test_who_can_not_prove_its_token_is_not_answered(guarded: Rendezvous) -> Non
 def test_who_drips_its_handshake_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
     rendezvous = Rendezvous(shout, token=b"a secret", bind=["127.0.0.1"])
-    handshake = b"fabric-ray/ask/1" + bytes(32)
+    handshake = b"fabric-ray/ask/2" + bytes(32)
     with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
         stranger.settimeout(0.1)
         for sent in range(len(handshake)):

@@ -98,7 +98,7 @@ impl Envelope {
     }
 
     /// The body, unharmed and of a version that is read here.
-    fn open<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8]> {
+    pub(crate) fn open<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8]> {
         let fail = |cause: String| EngineError::Decode { what: self.what, cause };
         if bytes.len() > self.limit {
             return Err(fail(format!("{} bytes, at most {} are allowed", bytes.len(), self.limit)));

@@ -10,7 +10,11 @@ use std::{
 
 use smallvec::SmallVec;
 
-use super::{expected::Log, HandleRef, Peer};
+use super::{
+    draw::{SlotDraw, ALLOCATED},
+    expected::Log,
+    HandleRef, Peer,
+};
 use crate::{
     api::{EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
     domain::Count,
@@ -62,9 +66,9 @@ struct Cell {
 }
 
 impl Cell {
-    fn new() -> Self {
+    fn new(generation: u8) -> Self {
         Self {
-            generation: AtomicU32::new(0),
+            generation: AtomicU32::new(generation.into()),
             arrived: AtomicU64::new(0),
             arrived_at: AtomicU64::new(0),
             threshold: AtomicU64::new(u64::MAX),
@@ -152,11 +156,13 @@ pub(crate) struct Counters {
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
     tags: OnceLock<TakeTag>,
+    pub(super) draw: Option<SlotDraw>,
     pub log: Log,
 }
 
 struct Free {
-    next: u32,
+    /// How many slots have been handed out for the first time.
+    begun: u32,
     /// Oldest first: a slot rests as long as possible before its generation is reused.
     returned: VecDeque<u32>,
 }
@@ -168,20 +174,30 @@ impl Default for Counters {
     fn default() -> Self {
         Self {
             pages: (0..PAGES).map(|_| OnceLock::new()).collect(),
-            free: Mutex::new(Free { next: FIRST_ALLOCATED_SLOT, returned: VecDeque::new() }),
+            free: Mutex::new(Free { begun: 0, returned: VecDeque::new() }),
             watched: Mutex::default(),
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),
             tags: OnceLock::new(),
+            draw: None,
             log: Log::default(),
         }
     }
 }
 
 impl Counters {
-    /// Keeps so many expectations that are over; none for 0.
+    /// Keeps so many expectations that are over; none for 0. Hands out the same counters each time: for simulations.
     pub fn recording(records: usize) -> Self {
         Self { log: Log::new(records), ..Self::default() }
+    }
+
+    /// Hands out counters that nobody guesses (IC-2).
+    ///
+    /// # Errors
+    /// [`EngineError::Resource`] if the system has no random numbers.
+    pub fn drawn(records: usize) -> Result<Self, EngineError> {
+        let draw = Some(SlotDraw::random()?);
+        Ok(Self { draw, ..Self::recording(records) })
     }
 
     /// Has `take` told of tagged immediates from now on; false if somebody is already.
@@ -190,8 +206,10 @@ impl Counters {
     }
 
     fn cell(&self, slot: u32) -> &Cell {
-        let page = self.pages[slot as usize / PAGE].get_or_init(|| {
-            let cells: Box<[Cell]> = (0..PAGE).map(|_| Cell::new()).collect();
+        let page = slot as usize / PAGE;
+        let page = self.pages[page].get_or_init(|| {
+            let generation = |i| self.draw.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
+            let cells: Box<[Cell]> = (0..PAGE).map(|i| Cell::new(generation(i))).collect();
             cells.try_into().unwrap_or_else(|_| unreachable!("PAGE cells make a page"))
         });
         &page[slot as usize % PAGE]
@@ -200,11 +218,12 @@ impl Counters {
     /// Hands out a counter that nobody has used in this generation.
     pub fn allocate(&self) -> Result<Imm, EngineError> {
         let mut free = self.free.lock();
-        let slot = if free.returned.len() > REST || free.next == crate::api::SLOTS {
+        let slot = if free.returned.len() > REST || free.begun == ALLOCATED {
             free.returned.pop_front()
         } else {
-            free.next += 1;
-            Some(free.next - 1)
+            free.begun += 1;
+            let start = self.draw.as_ref().map_or(0, |d| d.start);
+            Some(FIRST_ALLOCATED_SLOT + (start + free.begun - 1) % ALLOCATED)
         };
         let slot = slot.ok_or_else(|| EngineError::Resource {
             call: "counter",

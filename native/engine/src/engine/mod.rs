@@ -4,6 +4,7 @@
 mod bind;
 mod callbacks;
 mod counters;
+mod draw;
 mod driver;
 mod each;
 mod expected;

@@ -89,7 +89,7 @@ impl TransferEngine {
         let policy = policy(&config);
         let cell = Cell::new(domains, (policy, &tiers), spin, true)?;
         let limits = (config.op_timeout, max_message, config.records);
-        let shared = Shared::new(address, cell, Clock::Machine, limits, waker);
+        let shared = Shared::new(address, cell, Clock::Machine, limits, waker)?;
         let worker = Worker::start(&shared, always, cpus)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
@@ -104,7 +104,7 @@ impl TransferEngine {
         let cell = Cell::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message, config.records);
         let waker = Waker::default();
-        let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker);
+        let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker)?;
         let (segments, worker) = (Segments::default(), Mutex::new(None));
         let (stage_foreign, takes_files) = (false, false);
         Ok(Self { shared, stage_foreign, takes_files, segments, worker })

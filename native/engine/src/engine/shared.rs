@@ -96,15 +96,15 @@ impl Shared {
         clock: Clock,
         (op_timeout, max_message, records): (Duration, usize, usize),
         waker: Waker,
-    ) -> Arc<Self> {
-        let callbacks = match clock {
-            Clock::Machine => Callbacks::default(),
-            Clock::Manual(_) => Callbacks::manual(),
+    ) -> Result<Arc<Self>> {
+        let (callbacks, counters) = match clock {
+            Clock::Machine => (Callbacks::default(), Counters::drawn(records)?),
+            Clock::Manual(_) => (Callbacks::manual(), Counters::recording(records)),
         };
         let shared = Arc::new(Self {
             address,
             cell: ProcessLocal::new(cell),
-            counters: Counters::recording(records),
+            counters,
             callbacks,
             receives: Receives::new(waker.clone()),
             watchers: Watchers::default(),
@@ -129,7 +129,7 @@ impl Shared {
                 News::Act => cell.act(&engine),
             }
         });
-        shared
+        Ok(shared)
     }
 
     #[inline]

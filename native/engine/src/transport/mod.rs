@@ -11,6 +11,7 @@ pub mod verbs;
 
 pub(crate) mod handshake;
 mod listener;
+pub(crate) mod log_limit;
 pub(crate) mod nic;
 pub(crate) mod nics;
 mod sockets;
@@ -25,7 +26,20 @@ use crate::{
     domain::{Domain, DomainError},
     memory::file::FileQueue,
     wake::Waker,
+    EngineError,
 };
+
+/// What handshakes use in place of the token: see [`handshake`]. For other channels that prove the same token.
+///
+/// # Errors
+/// [`EngineError::Resource`] if the system has no memory for it.
+pub fn stretched_token(token: &[u8]) -> Result<[u8; 32], EngineError> {
+    handshake::stretched(token).map_err(|e| EngineError::Resource {
+        call: "argon2",
+        cause: e.to_string(),
+        hint: "the token's key takes 19 MiB for a moment".into(),
+    })
+}
 
 /// The domains of one kind: one for each NIC that the engine is to drive. Libraries and their providers initialise
 /// here; the process's signal handlers stay as they are.

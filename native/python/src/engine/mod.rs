@@ -4,10 +4,10 @@ use fabric_engine::EngineError;
 use pyo3::{
     exceptions::PyOverflowError,
     prelude::*,
-    types::{PyInt, PyList, PyTuple},
+    types::{PyBytes, PyInt, PyList, PyTuple},
 };
 
-use crate::errors::raise;
+use crate::errors::{raise, OrRaise};
 
 mod batch;
 mod config;
@@ -34,10 +34,18 @@ pub(crate) use self::{
     watcher::Watcher,
 };
 
+/// The key that handshakes use in place of a token; computed once per process and token.
+#[pyfunction]
+fn stretched_token<'py>(py: Python<'py>, token: Vec<u8>) -> PyResult<Bound<'py, PyBytes>> {
+    let key = py.detach(|| fabric_engine::transport::stretched_token(&token)).or_raise(py)?;
+    Ok(PyBytes::new(py, &key))
+}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     keep::register(m)?;
     m.add_function(wrap_pyfunction!(span::_span_variable, m)?)?;
     m.add_function(wrap_pyfunction!(span::span_of, m)?)?;
+    m.add_function(wrap_pyfunction!(stretched_token, m)?)?;
     m.add_class::<batch::Batch>()?;
     m.add_class::<core::Engine>()?;
     m.add_class::<peers::Message>()?;

@@ -1,24 +1,27 @@
-//! The side that is called.
+//! The side that is called. It proves itself last: a stranger that connects learns nothing to guess the token by. Only
+//! a proven initiator gets a link, and so counts or sends messages (IC-2).
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 use super::{
-    failure::{claimed, decode, refused, unexpected, Failure},
-    keys::{mac, nonce, Session},
-    messages::{Message, Welcome},
-    Credentials, WRONG_TOKEN,
+    failure::{claimed, decode, outdated, refused, unexpected, Failure},
+    keys::{mac, nonce, Secret, Session},
+    messages::{Digest, Message, Welcome},
+    Credentials,
 };
 use crate::{
     api::{EngineId, Versions},
     domain::PeerIdentity,
 };
 
-/// Waits for the proof of whoever said hello.
+/// Waits for the proof of the initiator.
 pub(crate) struct Acceptor {
-    token: Vec<u8>,
+    secret: Secret,
+    key: Digest,
+    /// What the initiator says that it proves itself by.
+    theirs: u8,
     hello: Vec<u8>,
-    /// All of ours but its mac.
     pub(super) welcome: Vec<u8>,
     pub peer: PeerIdentity,
     pub extra: Vec<u8>,
@@ -27,6 +30,9 @@ pub(crate) struct Acceptor {
 impl Acceptor {
     /// Returns what to answer.
     pub fn on_hello(credentials: &Credentials, bytes: &[u8]) -> Result<(Self, Vec<u8>), Failure> {
+        if let Some(refusal) = outdated(bytes) {
+            return Err(refusal);
+        }
         let Message::Hello(hello) = decode(bytes)? else { return Err(unexpected("a hello")) };
         let (ours, theirs) =
             (credentials.versions, Versions { oldest: hello.oldest, newest: hello.newest });
@@ -49,22 +55,24 @@ impl Acceptor {
                 format!("engine {to} is gone, {now} lives at its address now"),
             ));
         }
-        let from = (&credentials.own).into();
+        let key = credentials.secret.key().map_err(Failure::silent)?;
+        let (from, secret) = ((&credentials.own).into(), credentials.secret.kind());
         let nonce = nonce().map_err(Failure::silent)?;
-        let mut welcome = Welcome { version, from, nonce, mac: [0; 32] };
+        let welcome = Message::Welcome(Welcome { version, from, nonce, secret }).encode();
         let this = Self {
-            token: credentials.token.clone(),
+            secret: credentials.secret.clone(),
+            key,
+            theirs: hello.secret,
             hello: bytes.to_vec(),
-            welcome: welcome.unsigned(),
+            welcome: welcome.clone(),
             peer: PeerIdentity { address: hello.from.into(), version: Some(version) },
             extra: hello.extra,
         };
-        welcome.mac = this.sum(b"acceptor").finalize().into_bytes().into();
-        Ok((this, Message::Welcome(welcome).encode()))
+        Ok((this, welcome))
     }
 
     fn sum(&self, role: &[u8]) -> Hmac<Sha256> {
-        mac(&self.token, role, &[&self.hello, &self.welcome])
+        mac(&self.key, role, &[&self.hello, &self.welcome])
     }
 
     /// Worth something once the proof was right.
@@ -72,7 +80,7 @@ impl Acceptor {
         self.sum(b"session").into()
     }
 
-    /// Returns the acceptance to send.
+    /// Returns the acceptance to send, which is this side's proof.
     pub fn on_proof(&self, bytes: &[u8]) -> Result<Vec<u8>, Failure> {
         let proof = match decode(bytes)? {
             Message::Proof(p) => p,
@@ -80,8 +88,11 @@ impl Acceptor {
             _ => return Err(unexpected("a proof")),
         };
         match self.sum(b"initiator").verify_slice(&proof) {
-            Ok(()) => Ok(Message::Accepted.encode()),
-            Err(_) => Err(Failure::refuse(false, WRONG_TOKEN.into())),
+            Ok(()) => {
+                let own = self.sum(b"acceptor").finalize().into_bytes().into();
+                Ok(Message::Accepted(own).encode())
+            }
+            Err(_) => Err(Failure::refuse(false, self.secret.differs(self.theirs))),
         }
     }
 }

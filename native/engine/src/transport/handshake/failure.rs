@@ -1,6 +1,6 @@
 //! Handshakes that fail: what each side tells the other, and the log.
 
-use super::messages::{Message, Party, Refusal};
+use super::messages::{Message, Party, Refusal, OUTDATED};
 use crate::domain::DomainError;
 
 /// A handshake that failed: what to tell the other side, if anything, and what to report here.
@@ -30,6 +30,16 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Message, Failure> {
     Message::decode(bytes).map_err(Failure::silent)
 }
 
+/// The refusal of a handshake of an earlier version, as that version reads it.
+pub(super) fn outdated(bytes: &[u8]) -> Option<Failure> {
+    OUTDATED.open(bytes).ok()?;
+    let reason = "the handshake has version 1 at the initiator and version 2 at the acceptor; \
+                  upgrade the older side";
+    let refusal = Message::Refusal(Refusal { stale: false, reason: reason.into() });
+    let reply = Some(OUTDATED.encode(&refusal));
+    Some(Failure { reply, error: DomainError::Handshake(reason.into()) })
+}
+
 pub(super) fn unexpected(expected: &str) -> Failure {
     Failure::refuse(false, format!("the handshake is out of step: expected {expected}"))
 }
@@ -53,14 +63,4 @@ fn printable(said: &str, longest: usize) -> String {
         !c.is_control() && !matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
     };
     said.chars().filter(plain).take(longest).collect()
-}
-
-/// Notes a connection that ended in its handshake. Peers that just go away are no news.
-pub(crate) fn mourn(peer: &str, cause: &DomainError) {
-    match cause {
-        DomainError::LinkDown(_) | DomainError::Gone(_) => {
-            tracing::info!(%peer, error = %cause, "a connection came to nothing");
-        }
-        _ => tracing::warn!(%peer, error = %cause, "a connection came to nothing"),
-    }
 }

@@ -5,8 +5,8 @@ use hmac::Mac;
 use super::{
     failure::{claimed, decode, refused, unexpected, Failure},
     keys::{mac, nonce, Session},
-    messages::{Hello, Message},
-    Credentials, WRONG_TOKEN,
+    messages::{Digest, Hello, Message},
+    Credentials,
 };
 use crate::{
     api::{EngineId, Versions},
@@ -14,16 +14,25 @@ use crate::{
 };
 
 pub(crate) struct Initiator {
-    credentials: Credentials,
+    versions: Versions,
+    key: Digest,
     to: EngineId,
     hello: Vec<u8>,
 }
 
-/// The acceptor's word, checked: send `proof`, then await `Accepted`.
+/// Who the acceptor says that it is: send `proof`, then await its own.
 pub(crate) struct Welcomed {
     pub proof: Vec<u8>,
-    pub peer: PeerIdentity,
+    /// For what only a peer that knows the key may read.
     pub session: Session,
+    pub pending: Pending,
+}
+
+/// An acceptor that hasn't proven itself.
+pub(crate) struct Pending {
+    peer: PeerIdentity,
+    /// What it has to say.
+    expected: hmac::Hmac<sha2::Sha256>,
 }
 
 impl Initiator {
@@ -33,22 +42,23 @@ impl Initiator {
         to: EngineId,
         extra: Vec<u8>,
     ) -> Result<(Self, Vec<u8>), DomainError> {
-        let nonce = nonce()?;
-        let Versions { oldest, newest } = credentials.versions;
-        let from = (&credentials.own).into();
-        let hello = Hello { oldest, newest, from, to: to.0, nonce, extra };
+        let (nonce, key) = (nonce()?, credentials.secret.key()?);
+        let versions = credentials.versions;
+        let Versions { oldest, newest } = versions;
+        let (from, secret) = ((&credentials.own).into(), credentials.secret.kind());
+        let hello = Hello { oldest, newest, from, to: to.0, nonce, secret, extra };
         let hello = Message::Hello(hello).encode();
-        let this = Self { credentials: credentials.clone(), to, hello: hello.clone() };
-        Ok((this, hello))
+        Ok((Self { versions, key, to, hello: hello.clone() }, hello))
     }
 
+    /// Nothing of the welcome is proven yet.
     pub fn on_welcome(&self, bytes: &[u8]) -> Result<Welcomed, Failure> {
         let welcome = match decode(bytes)? {
             Message::Welcome(w) => w,
             Message::Refusal(r) => return Err(refused(r)),
             _ => return Err(unexpected("a welcome")),
         };
-        let ours = self.credentials.versions;
+        let ours = self.versions;
         if !ours.contains(welcome.version) {
             let reason = format!(
                 "protocol version {} was chosen, {ours} was offered; upgrade the older side",
@@ -60,26 +70,31 @@ impl Initiator {
             let cause = format!("engine {} answers there now", claimed(&welcome.from));
             return Err(Failure::silent(DomainError::Stale(cause)));
         }
-        let token = &self.credentials.token;
-        let unsigned = welcome.unsigned();
-        let sum = |role: &[u8]| mac(token, role, &[&self.hello, &unsigned]);
-        if sum(b"acceptor").verify_slice(&welcome.mac).is_err() {
-            return Err(Failure::refuse(false, WRONG_TOKEN.into()));
-        }
+        let sum = |role: &[u8]| mac(&self.key, role, &[&self.hello, bytes]);
         let proof = sum(b"initiator").finalize().into_bytes().into();
-        let session = sum(b"session").into();
+        let peer = PeerIdentity { address: welcome.from.into(), version: Some(welcome.version) };
         Ok(Welcomed {
             proof: Message::Proof(proof).encode(),
-            peer: PeerIdentity { address: welcome.from.into(), version: Some(welcome.version) },
-            session,
+            session: sum(b"session").into(),
+            pending: Pending { peer, expected: sum(b"acceptor") },
         })
     }
+}
 
-    pub fn on_accepted(&self, bytes: &[u8]) -> Result<(), Failure> {
-        match decode(bytes)? {
-            Message::Accepted => Ok(()),
-            Message::Refusal(r) => Err(refused(r)),
-            _ => Err(unexpected("an acceptance")),
+impl Pending {
+    /// Returns the peer, proven.
+    pub fn on_accepted(&self, bytes: &[u8]) -> Result<PeerIdentity, Failure> {
+        let proof = match decode(bytes)? {
+            Message::Accepted(proof) => proof,
+            Message::Refusal(r) => return Err(refused(r)),
+            _ => return Err(unexpected("an acceptance")),
+        };
+        match self.expected.clone().verify_slice(&proof) {
+            Ok(()) => Ok(self.peer.clone()),
+            Err(_) => Err(Failure::refuse(
+                false,
+                "who answers does not know the key that it accepts: it is no peer".into(),
+            )),
         }
     }
 }

@@ -12,13 +12,15 @@ use crate::{
     domain::DomainError,
 };
 
-const ENVELOPE: Envelope = Envelope {
-    magic: *b"FRhs",
-    what: "a handshake message",
-    limit: MAX_MESSAGE,
-    reads: Versions::only(1),
-    writes: 1,
-};
+const ENVELOPE: Envelope = envelope(2);
+
+/// Version 1 began with the acceptor's mac, by which who connected could guess tokens: it is refused, in its own words.
+pub(super) const OUTDATED: Envelope = envelope(1);
+
+const fn envelope(version: u16) -> Envelope {
+    let (what, limit) = ("a handshake message", MAX_MESSAGE);
+    Envelope { magic: *b"FRhs", what, limit, reads: Versions::only(version), writes: version }
+}
 
 /// Longest handshake message, bytes.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
@@ -74,6 +76,8 @@ pub(super) struct Hello {
     pub from: Party,
     pub to: [u8; 16],
     pub nonce: Nonce,
+    /// What it proves itself by: see `Secret::kind`.
+    pub secret: u8,
     pub extra: Vec<u8>,
 }
 
@@ -82,15 +86,7 @@ pub(super) struct Welcome {
     pub version: u16,
     pub from: Party,
     pub nonce: Nonce,
-    pub mac: Digest,
-}
-
-impl Welcome {
-    /// What its mac is over.
-    pub fn unsigned(&self) -> Vec<u8> {
-        // Serialising our own plain values into memory has no way to fail.
-        postcard::to_allocvec(&(self.version, &self.from, self.nonce)).unwrap_or_default()
-    }
+    pub secret: u8,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -104,7 +100,7 @@ pub(super) enum Message {
     Hello(Hello),
     Welcome(Welcome),
     Proof(Digest),
-    Accepted,
+    Accepted(Digest),
     Refusal(Refusal),
 }
 
@@ -118,17 +114,24 @@ impl Message {
     }
 }
 
+/// A message with this body, whatever it is.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn sealed(body: &[u8]) -> Vec<u8> {
+    ENVELOPE.seal(body)
+}
+
 /// One message of each kind, always the same.
 #[cfg(all(test, not(loom)))]
 pub(crate) fn samples(a: Credentials, b: Credentials) -> [Vec<u8>; 5] {
     let (to, nonce, mac) = (b.own.id.0, [3; 32], [5; 32]);
-    let hello = Hello { oldest: 1, newest: 1, from: (&a.own).into(), to, nonce, extra: vec![6] };
+    let (from, secret) = ((&a.own).into(), 2);
+    let hello = Hello { oldest: 1, newest: 1, from, to, nonce, secret, extra: vec![6] };
     let refusal = Refusal { stale: true, reason: "it is gone".into() };
     [
         Message::Hello(hello),
-        Message::Welcome(Welcome { version: 1, from: (&b.own).into(), nonce, mac }),
+        Message::Welcome(Welcome { version: 1, from: (&b.own).into(), nonce, secret }),
         Message::Proof(mac),
-        Message::Accepted,
+        Message::Accepted(mac),
         Message::Refusal(refusal),
     ]
     .map(|m| m.encode())

@@ -1,16 +1,17 @@
 //! How two engines become sure of each other before anything else is said: protocol version, whose
-//! life this is (MR-2), and that both know the token. Used by every software transport.
+//! life this is (MR-2), and that both know the same key. Used by every transport that reaches other processes.
 //!
 //! ```text
-//! initiator -> Hello    { versions, me, whom I want, nonce, extra }
-//! acceptor  -> Welcome  { version, me, nonce, mac }            or Refusal
+//! initiator -> Hello    { versions, me, whom I want, nonce, by what I prove myself, extra }
+//! acceptor  -> Welcome  { version, me, nonce, by what I prove myself }      or Refusal
 //! initiator -> Proof    { mac }
-//! acceptor  -> Accepted                                        or Refusal
+//! acceptor  -> Accepted { mac }                                             or Refusal
 //! ```
 //! What these messages say stays as it is in all versions: [`messages`].
 //!
-//! A mac is HMAC-SHA256, keyed with the token, over the role, the hello as it came, and all of the welcome but its
-//! mac: nobody on the way can change a version, a name or an endpoint.
+//! A mac is HMAC-SHA256 over the role, the hello and the welcome as they came: nobody on the way can change a version,
+//! a name or an endpoint. Its key is the token's, stretched ([`token`]), or without one the user's ([`user_key`]). The
+//! initiator proves itself first, so that a stranger that connects gets nothing to guess a token by.
 
 mod acceptor;
 mod failure;
@@ -19,30 +20,33 @@ mod keys;
 mod messages;
 #[cfg(test)]
 mod tests;
+mod token;
+mod user_key;
 
 #[cfg(all(test, not(loom)))]
 pub(crate) use self::messages::samples;
+#[cfg(any(test, fuzzing))]
+pub(crate) use self::messages::sealed;
 pub(crate) use self::{
     acceptor::Acceptor,
-    failure::{mourn, Failure},
-    initiator::Initiator,
-    keys::Session,
+    failure::Failure,
+    initiator::{Initiator, Pending, Welcomed},
+    keys::{Secret, Session},
     messages::MAX_MESSAGE,
+    token::stretched,
 };
 use crate::api::{EngineAddress, Versions, WIRE};
-
-const WRONG_TOKEN: &str = "the tokens differ: give both engines the same token";
 
 /// What a side brings to a handshake.
 #[derive(Clone)]
 pub(crate) struct Credentials {
     pub own: EngineAddress,
-    pub token: Vec<u8>,
+    pub secret: Secret,
     pub versions: Versions,
 }
 
 impl Credentials {
-    pub fn new(own: EngineAddress, token: Vec<u8>) -> Self {
-        Self { own, token, versions: WIRE }
+    pub fn new(own: EngineAddress, secret: Secret) -> Self {
+        Self { own, secret, versions: WIRE }
     }
 }

@@ -1,10 +1,7 @@
 use proptest::prelude::*;
 
-use hmac::Mac;
-
 use super::{
     failure::decode,
-    keys::mac,
     messages::{Message, Welcome},
     *,
 };
@@ -16,7 +13,11 @@ use crate::{
 fn credentials(name: &str, token: &[u8]) -> Credentials {
     let id = EngineId::random().unwrap();
     let own = EngineAddress { id, name: name.into(), endpoints: Vec::new() };
-    Credentials::new(own, token.into())
+    Credentials::new(own, Secret::new(Some(token)).unwrap())
+}
+
+fn with(secret: Secret, name: &str) -> Credentials {
+    Credentials { secret, ..credentials(name, b"x") }
 }
 
 fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
@@ -29,9 +30,9 @@ fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainErr
     let welcomed = init.on_welcome(&welcome).map_err(|f| f.error)?;
     let met = a.versions.common(b.versions);
     let accepted = acc.on_proof(&welcomed.proof).map_err(|f| f.error)?;
-    init.on_accepted(&accepted).map_err(|f| f.error)?;
-    assert_eq!((&acc.peer.address, &welcomed.peer.address), (&a.own, &b.own));
-    assert_eq!((acc.peer.version, welcomed.peer.version), (met, met));
+    let peer = welcomed.pending.on_accepted(&accepted).map_err(|f| f.error)?;
+    assert_eq!((&acc.peer.address, &peer.address), (&a.own, &b.own));
+    assert_eq!((acc.peer.version, peer.version), (met, met));
     let mut sealed = acc.session().seal(b"setup", b"what else");
     assert_eq!(welcomed.session.unseal(b"setup", &sealed).unwrap(), b"what else");
     assert!(welcomed.session.unseal(b"other", &sealed).is_err());
@@ -46,7 +47,52 @@ fn the_same_token_is_needed() {
     let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
     assert_eq!(shake(&a, &b, b.own.id), Ok(()));
     let c = credentials("c", b"y");
-    assert_eq!(shake(&a, &c, c.own.id), Err(DomainError::Handshake(WRONG_TOKEN.into())));
+    let Err(DomainError::Handshake(said)) = shake(&a, &c, c.own.id) else { panic!("they met") };
+    assert_eq!(said, "the tokens differ: give both engines the same token");
+    let tokenless = with(Secret::User, "d");
+    for (a, b) in [(&a, &tokenless), (&tokenless, &a)] {
+        let Err(DomainError::Handshake(said)) = shake(a, b, b.own.id) else { panic!("they met") };
+        assert!(said.starts_with("one engine has a token and the other has none"), "{said}");
+    }
+}
+
+#[test]
+fn ic_2_without_a_token_the_users_key_is_needed() {
+    let (a, b) = (with(Secret::User, "a"), with(Secret::User, "b"));
+    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+    // A process that can't open the file knows no more than that there is none.
+    let stranger = with(Secret::Kernel, "c");
+    for (a, b) in [(&stranger, &b), (&a, &stranger)] {
+        let Err(DomainError::Handshake(said)) = shake(a, b, b.own.id) else { panic!("they met") };
+        assert!(said.contains("of one user"), "{said}");
+        assert!(said.contains("give both engines the same token"), "{said}");
+    }
+}
+
+#[test]
+fn an_initiator_that_has_not_proven_itself_gets_nothing_that_depends_on_the_token() {
+    // The same id, nonce aside: all that differs between welcomes under two tokens is random.
+    let (a, b) = (credentials("a", b"one"), credentials("b", b"two"));
+    let (_, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+    let (acceptor, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+    let Ok(Message::Welcome(said)) = decode(&welcome) else { panic!("no welcome") };
+    let by_hand = Welcome { version: 1, from: (&b.own).into(), nonce: said.nonce, secret: 2 };
+    assert!(welcome == Message::Welcome(by_hand).encode(), "there is more in it");
+    let refused = acceptor.on_proof(&Message::Proof([7; 32]).encode()).unwrap_err();
+    let words = refused.error.to_string();
+    assert!(words.contains("the tokens differ"), "{words}");
+    let Ok(Message::Refusal(_)) = decode(&refused.reply.unwrap()) else { panic!("no refusal") };
+}
+
+#[test]
+fn a_handshake_of_version_1_is_refused_in_its_own_words() {
+    let b = credentials("b", b"x");
+    let hello = super::messages::OUTDATED.seal(&[0, 1, 1]);
+    let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
+    let reply = refusal.reply.unwrap();
+    assert_eq!(reply[4..6], [1, 0], "it reads no other");
+    let words = b"the handshake has version 1 at the initiator and version 2 at the acceptor";
+    assert!(reply.windows(words.len()).any(|w| w == words));
 }
 
 #[test]
@@ -57,7 +103,8 @@ fn an_acceptor_that_skips_the_token_is_found_out_and_so_is_an_initiator() {
     assert!(acc.on_proof(&Message::Proof([7; 32]).encode()).is_err());
     let (init, hello) = Initiator::start(&a, c.own.id, vec![]).unwrap();
     let (_, welcome) = Acceptor::on_hello(&c, &hello).unwrap();
-    assert!(init.on_welcome(&welcome).is_err());
+    let welcomed = init.on_welcome(&welcome).unwrap();
+    assert!(welcomed.pending.on_accepted(&Message::Accepted([7; 32]).encode()).is_err());
 }
 
 #[test]
@@ -119,11 +166,9 @@ fn an_endpoint_of_a_kind_that_is_unknown_here_keeps_its_place_and_bytes() {
 #[test]
 fn a_version_that_was_not_offered_is_refused() {
     let (a, b) = (speaking(1, 2), speaking(1, 3));
-    let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
+    let (init, _) = Initiator::start(&a, b.own.id, vec![]).unwrap();
     let from = (&b.own).into();
-    let mut welcome = Welcome { version: 3, from, nonce: [3; 32], mac: [0; 32] };
-    let mac = mac(&b.token, b"acceptor", &[&hello, &welcome.unsigned()]);
-    welcome.mac = mac.finalize().into_bytes().into();
+    let welcome = Welcome { version: 3, from, nonce: [3; 32], secret: 2 };
     let Err(failure) = init.on_welcome(&Message::Welcome(welcome).encode()) else {
         panic!("it was taken")
     };
@@ -145,12 +190,14 @@ fn a_welcome_that_was_changed_on_its_way_is_refused() {
     ];
     for (what, change) in changes {
         let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
-        let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
-        assert!(init.on_welcome(&welcome).is_ok());
+        let (acceptor, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
+        let proof = init.on_welcome(&welcome).unwrap().proof;
+        assert!(acceptor.on_proof(&proof).is_ok());
         let Ok(Message::Welcome(mut welcome)) = decode(&welcome) else { panic!("no welcome") };
         change(&mut welcome);
         let changed = Message::Welcome(welcome).encode();
-        assert!(init.on_welcome(&changed).is_err(), "{what}");
+        let refused = |proof: Vec<u8>| acceptor.on_proof(&proof).is_err();
+        assert!(init.on_welcome(&changed).map_or(true, |w| refused(w.proof)), "{what}");
     }
 }
 
@@ -160,8 +207,8 @@ fn proof_and_session_are_of_one_welcome() {
     let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
     let (mut acc, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
     let welcomed = init.on_welcome(&welcome).unwrap();
-    // The acceptor chose a version, and thinks that it said another.
-    acc.welcome[0] ^= 1;
+    // The acceptor thinks that it said something else.
+    acc.welcome[12] ^= 1;
     assert!(acc.on_proof(&welcomed.proof).is_err());
     let sealed = acc.session().seal(b"setup", b"what else");
     assert!(welcomed.session.unseal(b"setup", &sealed).is_err());

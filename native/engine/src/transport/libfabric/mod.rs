@@ -48,7 +48,8 @@ use crate::{
     memory::RegionMemory,
     time::Time,
     transport::{
-        handshake::Credentials,
+        handshake::{Credentials, Secret},
+        log_limit::LogLimit,
         nic::{frame::Exchange, mail, pieces::Pieces},
         nics::Near,
     },
@@ -91,6 +92,7 @@ enum Slot {
 pub struct LibfabricDomain {
     offer: Offer,
     credentials: Credentials,
+    log: LogLimit,
     /// This endpoint's place in the engine's address.
     own_endpoint: usize,
     place: Place,
@@ -209,7 +211,8 @@ impl LibfabricDomain {
         let mut this = Self {
             regions: Regions::new(by_nic, asks_first),
             offer,
-            credentials: Credentials::new(own, config.token.clone().unwrap_or_default()),
+            log: LogLimit::default(),
+            credentials: Credentials::new(own, Secret::new(config.token.as_deref())?),
             own_endpoint: usize::MAX,
             nic: Some(nic),
             table: Table::new(receives as u32, transmits as u32, pieces as u32),

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 1 initiator -> where to answer, hello      2 acceptor -> welcome
-//! 3 initiator -> terms, proof                4 acceptor -> terms, accepted
+//! 3 initiator -> sealed terms, proof         4 acceptor -> sealed terms, its proof
 //! ```
 
 mod letters;
@@ -22,7 +22,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{self, Acceptor, Failure, Initiator},
+        handshake::{Acceptor, Failure, Initiator, Pending, Session},
         nic::{
             frame::{self, Exchange},
             mail::{Mail, Places},
@@ -83,8 +83,8 @@ pub(super) struct Setup {
     pieces: Pieces,
     /// What was said last, by which it is known what is to come.
     letter: Letter,
-    /// Whom the welcome came from.
-    peer: Option<PeerIdentity>,
+    /// The acceptor that has welcomed us, and the key of this handshake.
+    welcomed: Option<(Pending, Session)>,
     seal: u64,
     repeat_at: Time,
     gap: Duration,
@@ -155,7 +155,7 @@ impl LibfabricDomain {
             address,
             pieces: Pieces::default(),
             letter,
-            peer: None,
+            welcomed: None,
             seal: super::random(),
             repeat_at: now.after(REPEAT),
             gap: REPEAT,
@@ -179,20 +179,24 @@ impl LibfabricDomain {
         match (&setup.role, step) {
             (Role::Initiator(initiator), 2) => {
                 let welcomed = initiator.on_welcome(second)?;
-                let bytes = pack(&self.terms(link, own_seal).encode(), &welcomed.proof);
+                let sealed =
+                    welcomed.session.seal(b"initiator", &self.terms(link, own_seal).encode());
+                let bytes = pack(&sealed, &welcomed.proof);
                 let letter = Letter { exchange, to_initiator: false, step: 3, bytes };
                 let (now, Some(setup)) = (self.now, self.setups.get_mut(&key)) else {
                     return Ok(());
                 };
-                (setup.letter, setup.peer) = (letter, Some(welcomed.peer));
+                setup.letter = letter;
+                setup.welcomed = Some((welcomed.pending, welcomed.session));
                 (setup.gap, setup.repeat_at) = (REPEAT, now.after(REPEAT));
                 self.repeat(key);
                 Ok(())
             }
-            (Role::Initiator(initiator), 4) => {
-                let Some(peer) = setup.peer.clone() else { return Ok(()) };
-                initiator.on_accepted(second)?;
-                let terms = Terms::decode(first).map_err(silent)?;
+            (Role::Initiator(_), 4) => {
+                let Some((pending, session)) = &setup.welcomed else { return Ok(()) };
+                let peer = pending.on_accepted(second)?;
+                let terms = session.unseal(b"acceptor", first);
+                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
                 let Some(setup) = self.setups.remove(&key) else { return Ok(()) };
                 if usize::from(terms.endpoint) != setup.endpoint {
                     self.abandon(setup, DomainError::Handshake("another NIC answered".into()));
@@ -203,8 +207,9 @@ impl LibfabricDomain {
             }
             (Role::Acceptor(acceptor), 3) => {
                 let accepted = acceptor.on_proof(second)?;
-                let terms = Terms::decode(first).map_err(silent)?;
-                let peer = acceptor.peer.clone();
+                let (peer, session) = (acceptor.peer.clone(), acceptor.session());
+                let terms = session.unseal(b"initiator", first);
+                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
                 let there = Place::of(&peer.address, terms.endpoint.into()).map_err(silent)?;
                 let Some(setup) = self.setups.get(&key) else { return Ok(()) };
                 if there != setup.place {
@@ -212,7 +217,8 @@ impl LibfabricDomain {
                     return Err(silent(DomainError::Handshake(why.into())));
                 }
                 let link = self.reserve().map_err(silent)?;
-                let bytes = pack(&self.terms(link, own_seal).encode(), &accepted);
+                let sealed = session.seal(b"acceptor", &self.terms(link, own_seal).encode());
+                let bytes = pack(&sealed, &accepted);
                 let letter = Letter { exchange, to_initiator: true, step: 4, bytes };
                 let Some(setup) = self.setups.remove(&key) else { return Ok(()) };
                 let setup = Setup { link, endpoint: terms.endpoint.into(), ..setup };
@@ -314,7 +320,7 @@ impl LibfabricDomain {
     fn abandon(&mut self, setup: Setup, cause: DomainError) {
         self.addresses.release(setup.address);
         match setup.role {
-            Role::Acceptor(_) => handshake::mourn(&setup.place.label(), &cause),
+            Role::Acceptor(_) => self.log.unproven(&setup.place.label(), &cause),
             _ => {
                 self.links.try_remove(Self::slot(setup.link));
                 self.news.push(Completion::LinkDown {

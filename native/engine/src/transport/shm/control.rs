@@ -30,7 +30,7 @@ const ENVELOPE: Envelope = Envelope::new(*b"FRsc", "a control frame", 4096);
 /// How many descriptors one frame may carry.
 const MAX_FDS: usize = 4;
 
-/// Sent with the proof and with the acceptance; three descriptors go along: inbox, bell, eventfd.
+/// Sent once the other side is proven; three descriptors go along: inbox, bell, eventfd.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Setup {
     /// Where a random probe lies in the sender's memory, to find out whether process_vm_readv works.

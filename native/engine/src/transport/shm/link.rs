@@ -24,7 +24,7 @@ use crate::{
     },
     sync::atomic::fence,
     time::Time,
-    transport::handshake::{Acceptor, Initiator},
+    transport::handshake::{Acceptor, Initiator, Pending},
 };
 
 /// Regions that a link asks for at a time; work on further ones waits in the group. Half of what the owner answers
@@ -36,7 +36,7 @@ pub(super) enum Stage {
     AwaitHello,
     AwaitProof(Acceptor),
     AwaitWelcome(Initiator),
-    AwaitAccepted(Initiator, PeerIdentity),
+    AwaitAccepted(Pending),
     AwaitSetup(PeerIdentity),
     Up(Box<Lines>),
 }
@@ -76,6 +76,8 @@ pub(super) struct Link {
     pub jobs: Vec<Arc<Job>>,
     /// Our regions that the peer may reach.
     pub exported: HashSet<u32>,
+    /// When the connection was made.
+    pub begun: Time,
     /// The handshake, or a farewell, must be over by then.
     pub deadline: Time,
     /// On its way down; nothing new is posted.
@@ -98,7 +100,7 @@ impl Link {
         id: LinkId,
         control: Control,
         stage: Stage,
-        deadline: Time,
+        (begun, deadline): (Time, Time),
     ) -> Result<Self, DomainError> {
         let (inbox, fd) = Map::create(INBOX)?;
         Ok(Self {
@@ -118,6 +120,7 @@ impl Link {
             sends: VecDeque::new(),
             jobs: Vec::new(),
             exported: HashSet::new(),
+            begun,
             deadline,
             closing: None,
             deaf: false,

@@ -40,7 +40,12 @@ use crate::{
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, listener::Listener, staged::Whispers},
+    transport::{
+        handshake::{Credentials, Secret},
+        listener::Listener,
+        log_limit::LogLimit,
+        staged::Whispers,
+    },
     wake::Waker,
 };
 use bell::OwnBell;
@@ -64,6 +69,7 @@ pub struct ShmDomain {
     /// Shm, or CudaIpc: the same links, over which GPU memory is mapped as well.
     kind: TransportKind,
     credentials: Credentials,
+    log: LogLimit,
     /// None once the engine is closed: who tries then is turned away at once.
     listener: Option<Listener>,
     epoll: OwnedFd,
@@ -121,9 +127,10 @@ impl ShmDomain {
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
         Ok(Self {
             kind,
+            log: LogLimit::default(),
             credentials: Credentials::new(
                 EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                config.token.clone().unwrap_or_default(),
+                Secret::or_kernel(config.token.as_deref())?,
             ),
             listener: Some(listener),
             epoll,

@@ -16,7 +16,10 @@ use crate::{
     domain::{Completion, DomainError, LinkId},
     memory::{device::Driver, Backing},
     time::Time,
-    transport::handshake::{self, Acceptor, Failure, Initiator},
+    transport::{
+        handshake::{Acceptor, Failure, Initiator},
+        listener::Admission,
+    },
 };
 
 /// Whispers that nobody has taken yet: far more than one poll of honest peers brings.
@@ -46,7 +49,7 @@ impl ShmDomain {
         let tag = epoll::EventData::new_u64(u64::from(id));
         epoll::add(&self.epoll, control.fd(), tag, epoll::EventFlags::IN)
             .map_err(DomainError::io("epoll_ctl"))?;
-        entry.insert(Link::new(id, control, stage, now.after(PATIENCE))?);
+        entry.insert(Link::new(id, control, stage, (now, now.after(PATIENCE)))?);
         Ok(id)
     }
 
@@ -86,7 +89,7 @@ impl ShmDomain {
         for event in &events[..n] {
             match event.data.u64() {
                 BELL => self.bell.clear(),
-                LISTENER => self.accept_all(now),
+                LISTENER => self.accept_all(now, out),
                 tag => self.serve(tag as LinkId, out),
             }
         }
@@ -103,20 +106,37 @@ impl ShmDomain {
         n > 0 || !expired.is_empty() || ended
     }
 
-    fn accept_all(&mut self, now: Time) {
-        while let Some(socket) = self.listener.as_mut().and_then(|l| l.accept(now, &self.epoll)) {
+    fn accept_all(&mut self, now: Time, out: &mut Vec<Completion>) {
+        while let Some(l) = &mut self.listener {
+            let unproven = self.links.iter().filter_map(|(_, l)| match l.stage {
+                Stage::AwaitHello | Stage::AwaitProof(_) if l.closing.is_none() => {
+                    Some((l.id, l.begun))
+                }
+                _ => None,
+            });
+            // Each has a socket and an inbox.
+            match l.admit(now, unproven, 2, &self.epoll) {
+                Admission::Accept => {}
+                Admission::Displace(id) => {
+                    let cause = "newer connections came before it had proven itself".to_owned();
+                    self.fail(id, DomainError::LinkDown(cause), out);
+                    continue;
+                }
+                Admission::Wait => return,
+            }
+            let Some(socket) = l.accept(now, &self.epoll) else { return };
             let control = Control::new(socket);
             let added =
                 self.check_user(&control).and_then(|()| self.add(now, control, Stage::AwaitHello));
             if let Err(e) = added {
-                tracing::warn!(error = %e, "a connection was turned away");
+                self.log.warn("a connection was turned away", &e);
             }
         }
     }
 
     /// Without a token, one user's processes alone are believed.
     fn check_user(&self, control: &Control) -> Result<(), DomainError> {
-        let other = control.other_user().filter(|_| self.credentials.token.is_empty());
+        let other = control.other_user().filter(|_| !self.credentials.secret.is_token());
         match other {
             None => Ok(()),
             Some(uid) => Err(DomainError::Handshake(format!(
@@ -193,9 +213,8 @@ impl ShmDomain {
             }
             Stage::AwaitWelcome(init) => {
                 let welcomed = init.on_welcome(bytes)?;
-                link.stage = Stage::AwaitAccepted(init, welcomed.peer);
-                say(link, welcomed.proof)?;
-                self.send_setup(id).map_err(silent)
+                link.stage = Stage::AwaitAccepted(welcomed.pending);
+                say(link, welcomed.proof)
             }
             Stage::AwaitProof(acceptor) => {
                 let accepted = acceptor.on_proof(bytes)?;
@@ -203,10 +222,10 @@ impl ShmDomain {
                 say(link, accepted)?;
                 self.send_setup(id).map_err(silent)
             }
-            Stage::AwaitAccepted(init, peer) => {
-                init.on_accepted(bytes)?;
-                link.stage = Stage::AwaitSetup(peer);
-                Ok(())
+            Stage::AwaitAccepted(pending) => {
+                link.stage = Stage::AwaitSetup(pending.on_accepted(bytes)?);
+                // Descriptors of this process go to a proven peer alone.
+                self.send_setup(id).map_err(silent)
             }
             Stage::AwaitSetup(peer) => match Frame::decode(bytes).map_err(silent)? {
                 Frame::Setup(setup) => {
@@ -413,13 +432,14 @@ impl ShmDomain {
         // learns that nothing more does (IC-4).
         link.stop_counting();
         while link.take_arrivals(&NoMessages, out) {}
-        if !link.is_up() {
-            handshake::mourn("a process on this host", &cause);
-        }
-        link.closing.get_or_insert(cause);
+        let unproven = !link.is_up();
+        link.closing.get_or_insert_with(|| cause.clone());
         link.deaf = true;
         link.deadline = Time::NEVER;
         link.stop_copying();
+        if unproven {
+            self.log.unproven("a process on this host", &cause);
+        }
     }
 
     /// Ends links that are on their way down, and answers revocations whose last copy has ended.

@@ -35,7 +35,12 @@ use crate::{
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
-    transport::{handshake::Credentials, listener::Listener, staged::Whispers},
+    transport::{
+        handshake::{Credentials, Secret},
+        listener::Listener,
+        log_limit::LogLimit,
+        staged::Whispers,
+    },
 };
 use frame::{Header, Kind};
 use link::{Link, StreamKey, MESSAGE_WINDOW};
@@ -68,6 +73,7 @@ enum Role {
 /// See the module.
 pub struct TcpDomain {
     credentials: Credentials,
+    log: LogLimit,
     listeners: Vec<Listener>,
     place: Where,
     epoll: OwnedFd,
@@ -103,9 +109,10 @@ impl TcpDomain {
             .map(|(tag, socket)| Listener::new(socket, tag, &epoll))
             .collect::<Result<_, _>>()?;
         Ok(Self {
+            log: LogLimit::default(),
             credentials: Credentials::new(
                 EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                config.token.clone().unwrap_or_default(),
+                Secret::new(config.token.as_deref())?,
             ),
             listeners,
             place,

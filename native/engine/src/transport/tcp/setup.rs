@@ -16,7 +16,10 @@ use crate::{
     api::{EngineAddress, Envelope, TransportKind},
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
-    transport::handshake::{self, Acceptor, Failure, Initiator, MAX_MESSAGE},
+    transport::{
+        handshake::{Acceptor, Failure, Initiator, Pending, MAX_MESSAGE},
+        listener::Admission,
+    },
     EngineError,
 };
 
@@ -36,7 +39,7 @@ struct Seat {
 enum Stage {
     Connecting,
     AwaitWelcome(Initiator),
-    AwaitAccepted(Initiator, PeerIdentity),
+    AwaitAccepted(Pending),
     AwaitHello,
     AwaitProof(Acceptor, Seat),
 }
@@ -47,6 +50,7 @@ pub(super) struct Half {
     /// The link that it is for, if we began it.
     link: Option<(LinkId, usize)>,
     remote: String,
+    begun: Time,
     pub deadline: Time,
 }
 
@@ -137,6 +141,7 @@ impl TcpDomain {
             stage: Stage::Connecting,
             link: Some((id, index)),
             remote: addr.to_string(),
+            begun: now,
             deadline: now.after(PATIENCE),
         };
         self.add_socket(socket, half).map(drop)
@@ -161,9 +166,21 @@ impl TcpDomain {
 
     pub(super) fn accept_all(&mut self, listener: usize) {
         let now = self.now;
-        while let Some(socket) =
-            self.listeners.get_mut(listener).and_then(|l| l.accept(now, &self.epoll))
-        {
+        while let Some(l) = self.listeners.get_mut(listener) {
+            let unproven = self.sockets.iter().filter_map(|(key, s)| match &s.role {
+                Role::Half(h) if h.link.is_none() => Some((key, h.begun)),
+                _ => None,
+            });
+            match l.admit(now, unproven, 1, &self.epoll) {
+                Admission::Accept => {}
+                Admission::Displace(key) => {
+                    let cause = "newer connections came before it had proven itself".to_owned();
+                    self.socket_failed(key, DomainError::LinkDown(cause));
+                    continue;
+                }
+                Admission::Wait => return,
+            }
+            let Some(socket) = l.accept(now, &self.epoll) else { return };
             net::tune(&socket);
             let remote = rustix::net::getpeername(&socket)
                 .ok()
@@ -173,10 +190,11 @@ impl TcpDomain {
                 stage: Stage::AwaitHello,
                 link: None,
                 remote,
+                begun: now,
                 deadline: now.after(PATIENCE),
             };
             if let Err(e) = self.add_socket(socket, half) {
-                tracing::warn!(error = %e, "a connection was turned away");
+                self.log.warn("a connection was turned away", &e);
             }
         }
     }
@@ -254,11 +272,11 @@ impl TcpDomain {
             Stage::AwaitWelcome(init) => {
                 let welcomed = init.on_welcome(message)?;
                 stream.say(&length_first(&welcomed.proof));
-                half.stage = Stage::AwaitAccepted(init, welcomed.peer);
+                half.stage = Stage::AwaitAccepted(welcomed.pending);
                 Ok(())
             }
-            Stage::AwaitAccepted(init, peer) => {
-                init.on_accepted(message)?;
+            Stage::AwaitAccepted(pending) => {
+                let peer = pending.on_accepted(message)?;
                 let seat = half.link;
                 if let Some((id, index)) = seat {
                     self.seated(key, id, index, peer);
@@ -351,12 +369,16 @@ impl TcpDomain {
             Role::Of(id) => self.take_down(id, error, false),
             Role::Half(half) => {
                 let Some((id, index)) = half.link else {
-                    handshake::mourn(&half.remote, &error);
+                    self.log.unproven(&half.remote, &error);
                     return;
                 };
                 let now = self.now;
-                // Somebody answered and refused: another address of the same engine won't do better.
-                let refused = matches!(error, DomainError::Handshake(_) | DomainError::Stale(_));
+                // The peer refused, or this process is at a limit: another address won't do better.
+                let refused = match &error {
+                    DomainError::Handshake(_) | DomainError::Stale(_) => true,
+                    DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
+                    _ => false,
+                };
                 match self.link(id) {
                     Some(link) if index == 0 && !refused => {
                         link.cut_off |= matches!(error, DomainError::LinkDown(_));

@@ -12,7 +12,7 @@ use super::{
     place::mtu_bytes,
     raw::{Ah, Cq, Qp},
 };
-use crate::domain::DomainError;
+use crate::{domain::DomainError, transport::log_limit::LogLimit};
 
 const DEPTH: u32 = 64;
 /// A datagram begins with the global header, or room for it.
@@ -38,6 +38,7 @@ pub(super) struct Datagrams {
     free: Vec<u32>,
     /// Address handles in use by what is under way.
     held: Vec<Option<Arc<Ah>>>,
+    log: LogLimit,
 }
 
 impl Datagrams {
@@ -55,7 +56,8 @@ impl Datagrams {
             chain::receive(&qp, u64::from(i), slots.whole(i as usize))?;
         }
         let free = (DEPTH..2 * DEPTH).collect();
-        Ok(Self { qp, cq, slots, mtu, qkey, free, held: vec![None; 2 * DEPTH as usize] })
+        let held = vec![None; 2 * DEPTH as usize];
+        Ok(Self { qp, cq, slots, mtu, qkey, free, held, log: LogLimit::default() })
     }
 
     pub fn number(&self) -> u32 {
@@ -71,7 +73,7 @@ impl Datagrams {
         match chain::datagram(&self.qp, u64::from(i), sge, &to.ah, (to.qpn, to.qkey)) {
             Ok(()) => self.held[i as usize] = Some(Arc::clone(&to.ah)),
             Err(error) => {
-                tracing::warn!(%error, "a datagram could not be sent");
+                self.log.warn("a datagram could not be sent", &error);
                 self.free.push(i);
             }
         }

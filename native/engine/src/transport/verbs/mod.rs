@@ -61,6 +61,7 @@ use crate::{
     time::Time,
     transport::{
         handshake::Credentials,
+        log_limit::LogLimit,
         nic::{frame::Exchange, mail::MAX_MESSAGE},
     },
 };
@@ -110,6 +111,7 @@ enum State {
 /// See the module.
 pub struct VerbsDomain {
     credentials: Credentials,
+    log: LogLimit,
     own_endpoint: u8,
     place: Place,
     /// GIDs of this machine: peers behind them are on this host.
@@ -207,7 +209,7 @@ impl VerbsDomain {
 
     /// Why that place can't be reached, or must not be.
     fn unfit_place(&self, there: &Place) -> Option<String> {
-        if self.credentials.token.is_empty() && !self.own_gids.contains(&there.gid) {
+        if !self.credentials.secret.is_token() && !self.own_gids.contains(&there.gid) {
             return Some(
                 "without a token only peers on this host may connect; give all engines the same \
                  token"

@@ -21,7 +21,11 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId},
     domain::{Domain, DomainError},
     time::Time,
-    transport::{handshake::Credentials, nics::Near},
+    transport::{
+        handshake::{Credentials, Secret},
+        log_limit::LogLimit,
+        nics::Near,
+    },
 };
 
 /// The domains of this kind, one for each NIC.
@@ -104,9 +108,10 @@ impl VerbsDomain {
             loopback: side.loopback,
         };
         Ok(Self {
+            log: LogLimit::default(),
             credentials: Credentials::new(
                 EngineAddress { id, name: String::new(), endpoints: Vec::new() },
-                config.token.clone().unwrap_or_default(),
+                Secret::new(config.token.as_deref())?,
             ),
             own_endpoint: 0,
             place,

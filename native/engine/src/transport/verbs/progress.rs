@@ -362,7 +362,7 @@ impl VerbsDomain {
                 unfinished: Vec::new(),
             });
         } else {
-            crate::transport::handshake::mourn(&link.peer.address.label(), &cause);
+            self.log.unproven(&link.peer.address.label(), &cause);
             let (peer, name) = (link.peer.clone(), link.name);
             self.news.push(Completion::Unused { peer, name, receipt });
         }

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! 1 hello   who I am, whom I want, where to answer      by datagram, or TCP after a while
-//! 2 welcome the acceptor's word and nonce
+//! 2 welcome the acceptor's name and nonce
 //! 3 proof   and, sealed, my queue pairs                 made only now
-//! 4 accepted and, sealed, yours                          joined already
+//! 4 acceptor's proof and, sealed, its queue pairs       joined already
 //! - a first frame by the new queue pairs
 //! ```
 //! The initiator sends each message again until it is answered; the acceptor answers whatever comes
@@ -28,7 +28,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Failure, Initiator, Session},
+        handshake::{Failure, Initiator, Welcomed},
         nic::{
             frame::{link_name, new_exchange, Exchange},
             pieces::{Letter, Pieces},
@@ -57,16 +57,10 @@ pub(super) enum Who {
 
 enum Stage {
     Hello,
-    Building(Proven),
-    Proof(Proven, Box<Pair>),
-    Joining(Proven),
-}
-
-/// The acceptor's word, checked.
-struct Proven {
-    proof: Vec<u8>,
-    peer: PeerIdentity,
-    session: Session,
+    Building(Welcomed),
+    Proof(Welcomed, Box<Pair>),
+    /// The acceptor is proven too.
+    Joining(PeerIdentity),
 }
 
 /// A link that we began.
@@ -257,7 +251,7 @@ impl VerbsDomain {
         let Some(a) = self.attempt(id) else { return Ok(()) };
         let w = a.initiator.on_welcome(bytes)?;
         a.letter = None;
-        a.stage = Stage::Building(Proven { proof: w.proof, peer: w.peer, session: w.session });
+        a.stage = Stage::Building(w);
         let (seat, cq) = self.shelves.seat(&self.device).map_err(silent)?;
         let device = Arc::clone(&self.device);
         self.helper.run(Whose::Own, move || {
@@ -278,12 +272,14 @@ impl VerbsDomain {
         };
         let Some(a) = self.attempt(id) else { return };
         a.seat = Some(seat);
-        let Stage::Building(proven) = std::mem::replace(&mut a.stage, Stage::Hello) else { return };
-        let sealed = proven.session.seal(b"initiator", &pair.setup(&device).encode());
-        let bytes = pair_up(&proven.proof, &sealed);
+        let Stage::Building(welcomed) = std::mem::replace(&mut a.stage, Stage::Hello) else {
+            return;
+        };
+        let sealed = welcomed.session.seal(b"initiator", &pair.setup(&device).encode());
+        let bytes = pair_up(&welcomed.proof, &sealed);
         a.letter = Some(Letter { exchange: a.exchange, to_initiator: false, step: 3, bytes });
         a.wait = FIRST_WAIT;
-        a.stage = Stage::Proof(proven, pair);
+        a.stage = Stage::Proof(welcomed, pair);
         self.speak(id);
     }
 
@@ -291,16 +287,17 @@ impl VerbsDomain {
         let silent = |error| Failure { reply: None, error };
         let Some(a) = self.attempt(id) else { return Ok(()) };
         let (accepted, sealed) = take_apart(bytes).map_err(silent)?;
-        a.initiator.on_accepted(accepted)?;
-        let Stage::Proof(proven, _) = &a.stage else { return Ok(()) };
-        let theirs = proven.session.unseal(b"acceptor", sealed).and_then(Setup::decode);
+        let Stage::Proof(welcomed, _) = &a.stage else { return Ok(()) };
+        let peer = welcomed.pending.on_accepted(accepted)?;
+        let theirs = welcomed.session.unseal(b"acceptor", sealed);
+        let theirs = theirs.and_then(|setup| Setup::decode(&setup));
         let theirs = theirs.map_err(silent)?;
         let Some(seat) = a.seat.take() else { return Ok(()) };
-        let Stage::Proof(proven, pair) = std::mem::replace(&mut a.stage, Stage::Hello) else {
+        let Stage::Proof(_, pair) = std::mem::replace(&mut a.stage, Stage::Hello) else {
             return Ok(());
         };
         a.letter = None;
-        a.stage = Stage::Joining(proven);
+        a.stage = Stage::Joining(peer);
         let there = a.there.clone();
         let (device, here) = (Arc::clone(&self.device), self.place.clone());
         self.helper.run(Whose::Own, move || {
@@ -327,11 +324,11 @@ impl VerbsDomain {
             }
         };
         let Some(a) = self.attempt(id) else { return };
-        let Stage::Joining(proven) = std::mem::replace(&mut a.stage, Stage::Hello) else { return };
+        let Stage::Joining(peer) = std::mem::replace(&mut a.stage, Stage::Hello) else { return };
         let (exchange, by_tcp) = (a.exchange, a.side.is_some());
         let origin = Origin {
             id,
-            peer: proven.peer.clone(),
+            peer: peer.clone(),
             endpoint: a.endpoint,
             name: link_name(&a.exchange),
             there: a.there.clone(),
@@ -347,7 +344,7 @@ impl VerbsDomain {
         let way = if by_tcp { "by TCP" } else { "by datagram" };
         let note = format!("the handshake with {} {way} worked", link.there.words());
         self.set_up(id, link);
-        self.news.push(Completion::LinkUp { link: id, peer: proven.peer, endpoint, name, note });
+        self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
     }
 
     /// An attempt has come to nothing.

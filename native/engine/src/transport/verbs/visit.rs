@@ -16,7 +16,7 @@ use crate::{
     domain::{DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{self, Acceptor, Failure, Session},
+        handshake::{Acceptor, Failure, Session},
         nic::{
             frame::{link_name, Exchange, Piece},
             pieces::{Letter, Pieces},
@@ -30,7 +30,7 @@ const MOST: usize = 128;
 enum Stage {
     /// The way back is being found.
     Reaching(Vec<u8>),
-    AwaitProof(Acceptor, Intro),
+    AwaitProof(Box<Acceptor>, Intro),
     /// Proven; its queue pairs are being made.
     Joining(Box<Proven>),
     /// All has been said: whatever comes again gets the same answer.
@@ -127,7 +127,7 @@ impl VerbsDomain {
         error: &DomainError,
     ) {
         let Some(v) = self.visits.get_mut(&exchange) else { return };
-        handshake::mourn(&v.there.words(), error);
+        self.log.unproven(&v.there.words(), error);
         v.stage = Stage::Over;
         v.answer = reply.map(|r| {
             let bytes = if step == 4 { pair_up(&r, &[]) } else { r };
@@ -175,7 +175,7 @@ impl VerbsDomain {
         let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, hello)?;
         let intro =
             Intro::decode(&acceptor.extra).map_err(|error| Failure { reply: None, error })?;
-        v.stage = Stage::AwaitProof(acceptor, intro);
+        v.stage = Stage::AwaitProof(Box::new(acceptor), intro);
         v.answer = Some(Letter { exchange, to_initiator: true, step: 2, bytes: welcome });
         self.answer(exchange);
         Ok(())
@@ -188,7 +188,8 @@ impl VerbsDomain {
         let (proof, sealed) = take_apart(bytes).map_err(silent)?;
         let accepted = acceptor.on_proof(proof)?;
         let session = acceptor.session();
-        let theirs = session.unseal(b"initiator", sealed).and_then(Setup::decode);
+        let theirs = session.unseal(b"initiator", sealed);
+        let theirs = theirs.and_then(|setup| Setup::decode(&setup));
         let theirs = theirs.map_err(silent)?;
         if intro.exchange != exchange {
             return Err(silent(DomainError::Handshake("the hello of another exchange".into())));

@@ -4,7 +4,7 @@ use super::{pack, unpack, Role};
 use crate::{
     domain::DomainError,
     transport::{
-        handshake::{self, Acceptor, Failure},
+        handshake::{Acceptor, Failure},
         libfabric::{link, place::Place, slots, LibfabricDomain, Slot},
         nic::{
             frame::{Exchange, Piece},
@@ -60,7 +60,7 @@ impl LibfabricDomain {
             match pieces.take(piece) {
                 Ok(None) => return,
                 Ok(Some(hello)) => self.welcome(piece.exchange, &hello),
-                Err(e) => handshake::mourn("a stranger", &e),
+                Err(e) => self.log.unproven("a stranger", &e),
             }
             self.strangers.retain(|(e, _, _)| *e != piece.exchange);
             return;
@@ -116,7 +116,7 @@ impl LibfabricDomain {
         });
         let (place, hello, address) = match opened {
             Ok(opened) => opened,
-            Err(e) => return handshake::mourn("a stranger", &e),
+            Err(e) => return self.log.unproven("a stranger", &e),
         };
         let reply = |bytes: &[u8]| Letter {
             exchange,
@@ -133,7 +133,7 @@ impl LibfabricDomain {
                 self.repeat((exchange, false));
             }
             Err(failure) => {
-                handshake::mourn(&place.label(), &failure.error);
+                self.log.unproven(&place.label(), &failure.error);
                 if let Some(refusal) = failure.reply {
                     self.mail_letter(address, &reply(&refusal));
                 }
