@@ -287,6 +287,7 @@ def dispatch(
         if indices.ndim != 2:
             raise InvalidArgument(f"indices are {tuple(indices.shape)}; give [tokens, topk]")
         exchange._check_weights(weights, indices)
+    _check_distinct(indices)
     parts: list[tuple[Dispatched, _Routing]] = []
     # What the caller does to them before combine is not what was sent.
     weights = None if weights is None else weights.clone()
@@ -333,6 +334,25 @@ def combine(
     sums: Tensor = _Combine.apply(y, by, exchange, latest.routing, dtype)
     exchange._latest = None
     return sums
+
+
+def _check_distinct(indices: Tensor) -> None:
+    """An expert's row comes back once for each place that names it: its gradient would count twice
+    (RS-1). A device refuses that itself.
+
+    Raises:
+        InvalidArgument: a token names an expert twice.
+    """
+    if indices.device.type != "cpu" or indices.ndim != 2:
+        return
+    ordered = indices.to(torch.int64).sort(1).values
+    again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if again.any():
+        token, place = again.nonzero()[0].tolist()
+        raise InvalidArgument(
+            f"token {token} goes to expert {int(ordered[token, place])} twice, which has no "
+            "gradient; name each expert once"
+        )
 
 
 class _Dispatch(torch.autograd.Function):

@@ -283,13 +283,14 @@ class ParallelMoeLayer(MoeLayer):
     """The same on one rank of an exchange; the shared expert runs while tokens are on their way.
 
     With :data:`~fabric_ray.moe.arithmetic.FIXED` its bits are those of :class:`MoeLayer`, for any
-    number of ranks and however tokens are divided among them. Experts of ranks that are lost are
-    left out: :attr:`AllToAll.lost` names them.
+    number of ranks and however tokens are divided among them. Once a rank is lost or masked, passes
+    raise ``PeerLost``. With ``shrink`` and an ``AllToAll`` they leave that rank's experts out:
+    :attr:`AllToAll.lost` names it. On a device the pass after the loss raises.
 
     Through a ``ThroughputAllToAll`` sums are made on the way: they differ from those of one place
-    by rounding (:func:`~fabric_ray.moe.bounds.layer_bound`), and while a rank is lost or masked all
-    passes raise ``PeerLost``. Through a :class:`~fabric_ray.moe.autograd.Differentiable`, of either
-    mode, gradients flow; :data:`~fabric_ray.moe.arithmetic.FIXED` has none, so give ``FAST``.
+    by rounding (:func:`~fabric_ray.moe.bounds.layer_bound`). Through a
+    :class:`~fabric_ray.moe.autograd.Differentiable`, of either mode, gradients flow;
+    :data:`~fabric_ray.moe.arithmetic.FIXED` has none, so give ``FAST``.
 
     Where kernels make the exchange (``AllToAll(device=...)``), nothing waits for the device: each
     expert computes as many rows as it could get, and a pass can be captured into a CUDA graph.
@@ -302,6 +303,7 @@ class ParallelMoeLayer(MoeLayer):
         exchange: of the layer's sizes and dtype, ``parts`` none; layers may share one.
         arithmetic: as for :class:`MoeLayer`.
         max_tokens: that the exchange takes at a time.
+        shrink: go on without the experts of lost ranks, through an ``AllToAll``.
     """
 
     def __init__(
@@ -312,8 +314,9 @@ class ParallelMoeLayer(MoeLayer):
         *,
         max_tokens: int,
         arithmetic: Arithmetic = FIXED,
+        shrink: bool = False,
     ) -> None:
-        self.exchange, self.max_tokens = exchange, max_tokens
+        self.exchange, self.max_tokens, self.shrink = exchange, max_tokens, shrink
         self._carrier = carrier(exchange)
         self._spent = Traffic()
         self._counted = torch.zeros(3, dtype=torch.int64, device=exchange.device)
@@ -340,7 +343,7 @@ class ParallelMoeLayer(MoeLayer):
         Raises:
             InvalidArgument: more tokens than the rounds take, or gradients that there are none of;
                 nothing was sent.
-            PeerLost: a rank was lost, and the exchange is no ``AllToAll``.
+            PeerLost: a rank was lost, then or before.
         """
         if left_out:
             raise InvalidArgument("ranks that are lost leave experts out; mask() one instead")
@@ -364,7 +367,7 @@ class ParallelMoeLayer(MoeLayer):
 
     def _exchanged(self, x: Tensor) -> Tensor:
         chosen, weights = self._route(x)
-        ways, spent = pass_over(self.exchange), _Clock()
+        ways, spent = pass_over(self.exchange, shrink=self.shrink), _Clock()
         away = self._away(chosen)
         spent.on("dispatch", lambda: ways.send(x, chosen, weights))
         shared = self._shared(x)

@@ -113,6 +113,7 @@ class MoeModel:
             exchange's tokens lie on, and none is given.
         deterministic: with the bits of the model in one place, whatever is computed beside it
             (:mod:`fabric_ray.moe.arithmetic`); otherwise as fast as torch can.
+        shrink: as for :class:`ParallelMoeLayer`.
 
     Raises:
         InvalidArgument: an exchange and a device.
@@ -127,6 +128,7 @@ class MoeModel:
         max_tokens: int = 0,
         device: torch.device | str | None = None,
         deterministic: bool = True,
+        shrink: bool = False,
     ) -> None:
         if exchange is not None and device is not None:
             raise InvalidArgument(
@@ -135,7 +137,7 @@ class MoeModel:
         self.config, self.exchange = config, exchange
         self.device = torch.device(device or "cpu") if exchange is None else exchange.device
         self._arithmetic = FIXED if deterministic else FAST
-        self._max_tokens = max_tokens
+        self._max_tokens, self._shrink = max_tokens, shrink
         hidden, dtype = config.moe.hidden, config.moe.torch_dtype
         # As large as what is added to it.
         self._embedding = (
@@ -166,6 +168,7 @@ class MoeModel:
                 self.exchange,
                 max_tokens=self._max_tokens,
                 arithmetic=self._arithmetic,
+                shrink=self._shrink,
             )
         return _Block(
             attention_norm=torch.ones_like(self._norm),

@@ -12,7 +12,7 @@ from fabric_ray.moe import autograd
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.throughput import ThroughputAllToAll
-from fabric_ray.moe.tokens import Dispatched
+from fabric_ray.moe.tokens import Dispatched, Lost
 
 Exchange: TypeAlias = AllToAll | ThroughputAllToAll | Differentiable
 
@@ -39,13 +39,21 @@ def carrier(exchange: Exchange) -> AllToAll | ThroughputAllToAll:
     return exchange.tokens if isinstance(exchange, Differentiable) else exchange
 
 
-def pass_over(exchange: Exchange) -> Pass:
-    """For an exchange of any kind."""
+def pass_over(exchange: Exchange, *, shrink: bool = False) -> Pass:
+    """For an exchange of any kind; with ``shrink`` an ``AllToAll`` goes on without lost ranks."""
     if isinstance(exchange, Differentiable):
         return _Trained(exchange)
     if isinstance(exchange, ThroughputAllToAll):
         return _ByNodes(exchange)
-    return _Direct(exchange)
+    return _Direct(exchange, shrink)
+
+
+def _lost(lost: Lost) -> PeerLost:
+    return PeerLost(
+        f"rank {lost.rank} was lost: {lost.cause}; its experts are missing, admit its next "
+        "incarnation or make the exchange anew",
+        peer=f"rank {lost.rank}",
+    )
 
 
 class _Direct:
@@ -53,10 +61,16 @@ class _Direct:
 
     strides = True
 
-    def __init__(self, exchange: AllToAll) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: AllToAll, shrink: bool) -> None:
+        self._exchange, self._shrink = exchange, shrink
+
+    def _check_whole(self) -> None:
+        """That sums lack no rank's answers (RS-1)."""
+        for lost in () if self._shrink else self._exchange.lost:
+            raise _lost(lost)
 
     def send(self, x: Tensor, indices: Tensor, weights: Tensor) -> None:
+        self._check_whole()
         self._weights = weights
         self._exchange.dispatch_send(x.contiguous(), indices)
 
@@ -65,7 +79,9 @@ class _Direct:
 
     def combine(self, y: Tensor) -> Tensor:
         self._exchange.combine_send(y)
-        return self._exchange.combine_recv(self._weights, dtype=torch.float32)
+        sums = self._exchange.combine_recv(self._weights, dtype=torch.float32)
+        self._check_whole()
+        return sums
 
 
 class _ByNodes:
@@ -79,11 +95,7 @@ class _ByNodes:
 
     def send(self, x: Tensor, indices: Tensor, weights: Tensor) -> None:
         for lost in self._exchange.lost:
-            raise PeerLost(
-                f"rank {lost.rank} was lost: {lost.cause}; its experts are missing, admit its next "
-                "life or make the exchange anew",
-                peer=f"rank {lost.rank}",
-            )
+            raise _lost(lost)
         self._exchange.dispatch_send(x.contiguous(), indices, weights=weights)
 
     def receive(self, stride: int | None) -> Dispatched:

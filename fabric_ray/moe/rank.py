@@ -117,6 +117,7 @@ class Rank:
             exchange=self._exchange,
             max_tokens=options.max_tokens,
             deterministic=options.deterministic,
+            shrink=True,  # each pass says who was lost
         )
         self._session = -1
         self._caches: dict[int, Cache] = {}

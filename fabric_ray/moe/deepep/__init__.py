@@ -1,10 +1,24 @@
 """DeepEP's interfaces over :class:`fabric_ray.moe.AllToAll`, on the host and on a GPU."""
 
+import torch
+
 from fabric_ray.moe.deepep.buffer import Buffer
 from fabric_ray.moe.deepep.elastic import ElasticBuffer
-from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.event import EventHandle, EventOverlap
 from fabric_ray.moe.deepep.layout import EPHandle
 from fabric_ray.moe.deepep.normal import Handle
 from fabric_ray.moe.deepep.sizes import Config
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventOverlap", "Handle"]
+topk_idx_t = torch.int64
+"""The dtype of ``topk_idx``."""
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "Handle",
+    "topk_idx_t",
+]

@@ -11,6 +11,18 @@ from torch import Tensor
 from typing_extensions import Self
 
 
+class EventHandle:
+    """DeepEP's event by itself: behind what torch's current stream has been given when it is made;
+    over at once without a GPU."""
+
+    def __init__(self) -> None:
+        self._event = captured()
+
+    def current_stream_wait(self) -> None:
+        """As :meth:`EventOverlap.current_stream_wait`."""
+        self._event.current_stream_wait()
+
+
 class EventOverlap:
     """What a call returns as its event.
 
@@ -18,7 +30,8 @@ class EventOverlap:
     whose second half is still to come hands out a hook, not an event.
 
     Args:
-        event: a ``torch.cuda.Event`` that was recorded, or ``None`` for work that is done.
+        event: an :class:`EventHandle`, a ``torch.cuda.Event`` that was recorded, or ``None`` for
+            work that is done.
         extra_tensors: kept until this is let go.
     """
 
@@ -42,7 +55,9 @@ class EventOverlap:
     def current_stream_wait(self) -> None:
         """What is launched on torch's current stream from now on waits for the event; the host
         doesn't."""
-        if self.event is not None:
+        if isinstance(self.event, EventHandle):
+            self.event.current_stream_wait()
+        elif self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
     def __enter__(self) -> Self:

@@ -56,7 +56,8 @@ def check_together(device: torch.device, *tensors: Tensor | None) -> None:
 
 
 def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
-    """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none.
+    """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none. An expert that a token names
+    twice counts twice, as DeepEP counts it.
 
     Raises:
         InvalidArgument: experts that don't spread over ranks evenly, or that there aren't.
@@ -73,8 +74,6 @@ def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
             "-1 is for none"
         )
     chosen = torch.nn.functional.one_hot(idx + 1, experts + 1)[:, :, 1:].sum(1)
-    if chosen.numel() and int(chosen.max()) > 1:
-        raise InvalidArgument("a token names an expert twice; name each once, and -1 for none")
     in_rank = chosen.view(len(idx), ranks, experts // ranks).sum(2) > 0
     return Layout(
         tokens_per_rank=in_rank.sum(0).to(torch.int32),
@@ -231,7 +230,8 @@ class Normal:
         if len(kinds) > 1:
             raise HandshakeError(f"ranks dispatch different tokens: {sorted(kinds)}", peer="")
         most = max(tokens for tokens, _ in said)
-        if most > self._room:
+        # Also for a first dispatch in which no rank has tokens.
+        if most > self._room or not self._room:
             self._renew(max(_LEAST_TOKENS, 1 << (most - 1).bit_length()))
         return sum(tokens for tokens, _ in said)
 

@@ -41,7 +41,8 @@ class NormalCalls:
         per_node = self._normal.ranks_per_node
         of_nodes = None
         if per_node < self.group_size:
-            in_node = layout.in_rank.view(len(layout.in_rank), -1, per_node).any(2)
+            nodes = self.group_size // per_node
+            in_node = layout.in_rank.view(len(layout.in_rank), nodes, per_node).any(2)
             of_nodes = in_node.sum(0).to(torch.int32)
         return (
             layout.tokens_per_rank,

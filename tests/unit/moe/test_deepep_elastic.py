@@ -264,10 +264,7 @@ def test_what_does_not_fit_and_what_there_is_not_is_said() -> None:
             once.combine(wide, slots)
         recv, _, recv_w, handle, _ = once.dispatch(x, idx, w, num_experts=EXPERTS)
         given = {"topk_idx": idx, "num_experts": EXPERTS}
-        twice = idx.clone()
-        twice[0, :2] = 3
         for words, call in [
-            ("expert twice", lambda: once.dispatch(x, twice, num_experts=EXPERTS)),
             ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
             *(
                 (
@@ -296,5 +293,22 @@ def test_what_does_not_fit_and_what_there_is_not_is_said() -> None:
             with pytest.raises(unsupported, match="here"):
                 getattr(once, name)()
         once.destroy()
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_an_expert_that_a_token_names_twice_counts_twice(expand: bool) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=8, ranks_per_node=2)
+        x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.tensor([[7, 2, 7]]).repeat(4, 1)
+        w = torch.tensor([[1.0, 2.0, 4.0]]).repeat(4, 1)
+        y, _, weights, handle, _ = buffer.dispatch(x, idx, w, num_experts=8, do_expand=expand)
+        assert isinstance(y, torch.Tensor)
+        assert weights is not None
+        by = weights if expand else weights.sum(1)
+        sums, *_ = buffer.combine((y.float() * by[:, None]).to(y.dtype), handle)
+        assert torch.equal(sums, 7 * x)
+        buffer.destroy()
 
     on_ranks(2, work)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fabric_ray import errors
 from fabric_ray.moe import cast
-from fabric_ray.moe.deepep import Buffer, EventOverlap
+from fabric_ray.moe.deepep import Buffer, EventHandle, EventOverlap, topk_idx_t
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
 
 EXPERTS, TOPK, M = 8, 3, 9
@@ -327,6 +327,9 @@ def test_the_size_hint_suffices(ranks: int, local: int, m: int, hidden: int, top
 def test_events_and_static_calls_are_there() -> None:
     with Buffer.capture() as event:
         assert isinstance(event, EventOverlap)
+    with EventOverlap(EventHandle()) as event:
+        assert event.left_out == frozenset()
+    assert topk_idx_t == torch.int64
     before = Buffer.num_sms
     Buffer.set_num_sms(24)
     assert Buffer.get_dispatch_config(4).num_sms == Buffer.get_combine_config(4).num_sms == 24
@@ -337,3 +340,18 @@ def test_events_and_static_calls_are_there() -> None:
     assert config.get_nvl_buffer_size_hint(4096, 4) > 4 * 256 * 4096
     assert config.get_rdma_buffer_size_hint(4096, 4) == 0
     assert not Buffer.is_sm90_compiled()
+
+
+def test_ranks_without_tokens_take_part() -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        for seed, tokens in enumerate([(0, 0), (0, 5), (5, 0), (0, 0)]):
+            x, idx, w = batch(seed, tokens[comm.rank()], 8, TOPK, 48)
+            recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 8, use_fp8=False)
+            y = answers(buffer, recv, counts)
+            assert torch.equal(
+                buffer.low_latency_combine(y, idx, w, handle)[0], unsharded(x, idx, w)
+            )
+        buffer.destroy()
+
+    on_ranks(2, work)

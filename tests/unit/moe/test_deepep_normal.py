@@ -291,10 +291,6 @@ def test_what_is_wrong_is_named_and_others_are_told() -> None:
         buffer = Buffer(None, comm=comm)
         x, idx, w = batch(0, 6, EXPERTS, TOPK, 40)
         invalid = errors.InvalidArgument
-        twice = idx.clone()
-        twice[0, :2] = 3
-        with pytest.raises(invalid, match="expert twice"):
-            buffer.get_dispatch_layout(twice, EXPERTS)
         with pytest.raises(invalid, match="evenly"):
             buffer.get_dispatch_layout(idx, 13)
         with pytest.raises(invalid, match="are named"):
@@ -404,3 +400,53 @@ def test_ranks_may_be_processes_of_a_gloo_group(tmp_path: Any) -> None:
     store = str(tmp_path / "store")
     with Other(process, 0, 2, store) as a, Other(process, 1, 2, store) as b:
         assert [one.hear(120) for one in (a, b)] == ["the sums agree"] * 2
+
+
+IDLE = [(0, 0), (0, 5), (5, 0), (0, 0)]
+"""Tokens of two ranks in four layers."""
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 8}], ids=str)
+def test_ranks_without_tokens_take_part(per_node: int, options: dict[str, Any]) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm, ranks_per_node=per_node, **options)
+        for seed, tokens in enumerate(IDLE):
+            x, idx, w = batch(seed, tokens[comm.rank()], EXPERTS, TOPK, 40)
+            recv, _, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
+            sums, weights, _ = buffer.combine(recv, handle, recv_w)
+            of = torch.stack([(local(idx, r, 2) >= 0).any(1) for r in range(2)]).sum(0)
+            assert torch.equal(sums, x * of[:, None])
+            assert weights.shape == w.shape
+            again, *_ = buffer.dispatch(x, handle=handle)
+            assert torch.equal(again, recv)
+            assert torch.equal(buffer.combine(again, handle)[0], sums)
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_an_expert_that_a_token_names_twice_counts_twice(per_node: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, comm=comm, ranks_per_node=per_node)
+        x, _, w = batch(comm.rank(), 5, EXPERTS, TOPK, 40)
+        idx = torch.full((5, TOPK), 3)
+        idx[:, 0] = EXPERTS - 1
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        assert per_expert[3] == 5 * (TOPK - 1)
+        assert per_rank.tolist() == [5, 5]
+        recv, _, weights, counts, handle, _ = buffer.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, w
+        )
+        assert handle is not None
+        assert counts is not None
+        assert sum(counts) == 10 * (1 if comm.rank() else TOPK - 1)
+        y = (recv.float() * weights.sum(1, keepdim=True)).to(x.dtype)
+        sums, *_ = buffer.combine(y, handle)
+        first = (x.float() * w[:, :1]).to(x.dtype).float()
+        others = (x.float() * w[:, 1:].sum(1, keepdim=True)).to(x.dtype).float()
+        assert torch.equal(sums, (first + others).to(x.dtype))
+        buffer.destroy()
+
+    on_ranks(2, work)

@@ -313,6 +313,20 @@ def test_weights_that_change_after_a_dispatch_change_no_gradient(per_node: int |
     on_ranks(2, work)
 
 
+def test_rs_1_an_expert_that_a_token_names_twice_has_no_gradient() -> None:
+    def work(comm: ThreadComm) -> None:
+        engine, a = exchange(comm, experts=4, topk=3, dtype=torch.float32)
+        x, idx = torch.ones(2, HIDDEN), torch.tensor([[-1, 2, -1], [3, 1, 3]])
+        with pytest.raises(
+            errors.InvalidArgument, match=r"token 1 .* expert 3 twice, which has no gradient"
+        ):
+            dispatch(a, x, idx)
+        comm.all_gather(b"")
+        engine.close()
+
+    on_ranks(2, work)
+
+
 def test_rs_1_a_lost_rank_ends_the_pass_over_nodes_by_name() -> None:
     def work(comm: ThreadComm) -> None:
         engine, a = exchange(

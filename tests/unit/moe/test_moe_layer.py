@@ -127,7 +127,9 @@ def test_a_masked_rank_leaves_its_experts_out_and_nothing_else() -> None:
     whole = MoeLayer(DEEPSEEK, weights)
     with exchanges(DEEPSEEK, 4) as alls:
         layers = [
-            ParallelMoeLayer(DEEPSEEK, sliced(weights, a.local_experts), a, max_tokens=32)
+            ParallelMoeLayer(
+                DEEPSEEK, sliced(weights, a.local_experts), a, max_tokens=32, shrink=True
+            )
             for a in alls
         ]
         for a in alls[:2] + alls[3:]:
@@ -141,6 +143,21 @@ def test_a_masked_rank_leaves_its_experts_out_and_nothing_else() -> None:
         for r, y in zip(here, found, strict=True):
             assert torch.equal(y, whole.forward(parts[r], left_out=gone))
             assert not torch.equal(y, whole.forward(parts[r]))
+
+
+def test_rs_1_a_layer_raises_once_a_rank_is_lost() -> None:
+    weights = MoeWeights.random(QWEN, seed=0)
+    with exchanges(QWEN, 2) as alls:
+        layer = ParallelMoeLayer(
+            QWEN, sliced(weights, alls[0].local_experts), alls[0], max_tokens=8
+        )
+        alls[0].set_timeout(0.2)
+        # The other rank makes no call: the pass that loses it raises, and so does the next one.
+        for _ in range(2):
+            with pytest.raises(
+                errors.PeerLost, match=r"rank 1 was lost: .*; its experts are missing"
+            ):
+                layer.forward(tokens(0, 4, QWEN))
 
 
 def reference(config: MoeConfig, w: MoeWeights, x: Tensor) -> Tensor:
