@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -123,6 +124,7 @@ def test_another_token_is_a_handshake_error_that_both_sides_hear_of(
 
 
 STRANGER = 65534
+_NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
 
 
 def visit_as_another_user(connection: Connection, transport: str, token: str | None) -> None:
@@ -177,6 +179,35 @@ def test_ic_2_who_claims_the_kernels_word_over_tcp_is_a_stranger(
     proof = mac(bytes(32), b"initiator", said, stranger.hear_message())
     stranger.say(sealed(b"FRhs", b"\x02" + proof, HANDSHAKE))
     assert b"give both engines the same token" in stranger.hear_to_the_end()
+
+
+def write_from_another_container(connection: Connection) -> None:
+    """A process of the same user whose ``/dev/shm`` is its own."""
+    libc = ctypes.CDLL(None)
+    apart = libc.unshare(_NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, _PRIVATE, None) == 0
+    if not apart or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None):
+        connection.send("no mounts")
+        return
+    connection.send("ready")
+    with TransferEngine(name="other", transport="tcp") as engine:
+        there = engine.import_region(connection.recv())
+        try:
+            engine.write(engine.alloc(8), there, 8).wait(10)
+        except FabricError as error:
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+def test_without_a_token_containers_are_told_to_set_one(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    engine = open_engine("owner", transport="tcp")
+    with Other(write_from_another_container) as other:
+        if other.hear() != "ready":
+            pytest.skip("this process may not mount")
+        said = other.ask(engine.alloc(8).descriptor())
+    assert said.startswith("HandshakeError: ")
+    assert "share /dev/shm" in said
+    assert "give both engines the same token" in said
 
 
 def test_counters_are_not_the_same_in_every_engine(
