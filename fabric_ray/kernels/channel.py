@@ -272,7 +272,8 @@ class Channel:
             waits: int64 ``[waits]`` each: the value of each wait, and by how much it grows; the
                 first is for ``over``, and is left even.
             into: int32 ``[1]`` each: takes the tokens, and those or none if a wait failed.
-            waited, gate: as for :meth:`wait_word`.
+            waited: as for :meth:`wait_word`.
+            gate: as for :meth:`wait_word`.
         """
         values, grows = waits
         given, now = into
@@ -298,7 +299,10 @@ class Channel:
 
         Args:
             table: int64 ``[words]`` that the host writes, ``into`` the same on the device.
-            waited, gate, word, value: as for :meth:`wait_word`; nothing is waited for without.
+            waited: as for :meth:`wait_word`; nothing is waited for without.
+            gate: as for :meth:`wait_word`.
+            word: as for :meth:`wait_word`.
+            value: as for :meth:`wait_word`.
             closed: what each of ``into`` becomes instead once a wait failed.
         """
         if table.shape != into.shape or not (table.is_contiguous() and into.is_contiguous()):
@@ -326,7 +330,8 @@ class Channel:
         Args:
             command: of :func:`add_command`, of the value 0.
             gate: int64 ``[1]``, is added to the value.
-            index, waited: as for :meth:`push`, of one command.
+            index: as for :meth:`push`, of one command.
+            waited: as for :meth:`push`.
             note: int64 ``[words]`` on the device, and where the host reads them when it hears this.
             counter: int64 ``[1]``, grows by one.
         """

@@ -407,8 +407,10 @@ class MoeKernels:
 
         Args:
             answers: ``[room, elements]``.
-            chunks, count, region: as for :meth:`hand_out`; here they say where answers go. With
-                ``STORED`` in it, a place is an address at the peer.
+            chunks: as for :meth:`hand_out`, where answers go. With ``STORED`` in it, a place is an
+                address at the peer.
+            count: as for :meth:`hand_out`.
+            region: as for :meth:`hand_out`.
             back_stride: bytes from one answer to the next there, a multiple of 16.
         """
         given = _part("answers", answers)
