@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, Literal
 from uuid import uuid4
 
 from fabric_ray.errors import WeightSyncError
@@ -13,6 +15,9 @@ from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.crew import Crew, causes, names
 from fabric_ray.weights.feeding import Feeding
 from fabric_ray.weights.report import Arm, Feed, PushReport, Sent, SourceShare, Span
+
+# Rollouts keep new readers out for the timeout and this long, unless they are told otherwise.
+_GATE_S = 10.0
 
 
 class Session:
@@ -113,9 +118,11 @@ class Session:
                 for number in self._rollouts.actors
             }
             confirmed = self._rollouts.all(stages.target_confirm, "confirm", args)
+            clock.lap("confirm")
+            self._quiesce("commit", self._rollouts.actors)
         except WeightSyncError as error:
             raise self._given_up(version, error) from None
-        clock.lap("confirm")
+        clock.lap("quiesce")
         # From here the version is decided: who fails now is named, the others run it (RS-3).
         self.decided = True
         these = self._rollouts.each(self._id, version)
@@ -175,11 +182,17 @@ class Session:
                 failed={who: f"it runs version {arm.version}"},
             )
         if not arm.staged:
+            self._quiesce("write", (number,))
             self._rollouts.all(stages.target_begin, "begin", {number: (self._id,)})
         args: tuple[Any, ...] = (self._id, arm, self.version, self._timeout)
         given = self._rollouts.all(stages.target_give, "give its version", {giver: args})
         args = (self._id, self.version, self._timeout, given[giver])
         self._rollouts.all(stages.target_confirm, "confirm", {number: args})
+        try:
+            self._quiesce("commit", (number,))
+        except WeightSyncError:
+            self._rollouts.some(stages.target_abort, {number: (self._id,)})
+            raise
         args = (self._id, self.version, True)
         arms = self._rollouts.all(stages.target_commit, "use the version", {number: args})
         if cause := arms[number].hook:
@@ -227,12 +240,37 @@ class Session:
     def _announce(self, arms: dict[int, Arm]) -> None:
         """Tells rollouts of a push; no byte is written before all of them are ready."""
         if not all(arm.staged for arm in arms.values()):
+            self._quiesce("write", self._rollouts.actors)
             self._rollouts.all(stages.target_begin, "begin", self._rollouts.each(self._id))
         relays = {
             number: (self._id, [arms[child] for child in children], self._timeout)
             for number, children in self.feeding.fed_by.items()
         }
         self._rollouts.all(stages.target_pass_on, "get ready to pass the version on", relays)
+
+    def _quiesce(self, before: Literal["write", "commit"], numbers: Iterable[int]) -> None:
+        """Waits until nobody reads the version in use at these rollouts (RS-1).
+
+        Each call answers at once: readers may share the thread that it runs in.
+
+        Raises:
+            WeightSyncError: somebody reads longer than the timeout.
+        """
+        waits = {number: (self._id, before, self._timeout + _GATE_S) for number in numbers}
+        deadline, pause = time.monotonic() + self._timeout, 1e-3
+        while waits:
+            readers = self._rollouts.all(stages.target_quiesce, "wait for its readers", waits)
+            waits = {number: waits[number] for number, inside in readers.items() if inside}
+            if waits and time.monotonic() > deadline:
+                failed = {self._rollouts.who(n): "; ".join(readers[n]) for n in waits}
+                raise WeightSyncError(
+                    f"{names(failed)} did not stop reading within {self._timeout:g} s: "
+                    f"{causes(failed)}",
+                    failed=failed,
+                )
+            if waits:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
 
     def _write(self, version: int, arms: dict[int, Arm]) -> list[Sent]:
         heads = [arms[number] for number in self.feeding.heads.values()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from fabric_ray._native import Region
 from fabric_ray.engine import TransferEngine
@@ -31,18 +33,32 @@ class Slab:
         self._engine = engine
         # Peers are given a registration of its own, so that its key can be changed.
         self.region: Region = engine.register(self._memory.numpy())
+        # What keeps the memory of tensors that were lent, and since when.
+        self._lent: dict[str, tuple[weakref.ref[Any], float]] = {}
 
-    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
+    def lend(self, container: LocalContainer) -> torch.Tensor:
+        """A container as a tensor for users. :meth:`lent` knows it as long as anything refers to
+        its memory: the tensor, views of it, arrays made of it."""
         import torch
 
-        flat = self._memory.tensor()
-        out = {}
-        for c in containers:
-            dtype = getattr(torch, c.dtype)
-            part = flat[self.offsets[c.index] : self.offsets[c.index] + c.nbytes].view(dtype)
-            itemsize = part.element_size()
-            out[c.name] = part.as_strided(c.shape, tuple(s // itemsize for s in c.strides))
-        return out
+        known = self._lent.get(container.name)
+        array = known[0]() if known else None
+        if array is None:
+            start = self.offsets[container.index]
+            array = self._memory.numpy()[start : start + container.nbytes]
+            self._lent[container.name] = weakref.ref(array), time.monotonic()
+        return _shaped(torch.from_numpy(array), container)
+
+    def lent(self) -> dict[str, float]:
+        """Names of containers that users hold, and for how many seconds."""
+        now = time.monotonic()
+        self._lent = {name: lent for name, lent in self._lent.items() if lent[0]() is not None}
+        return {name: now - since for name, (_, since) in self._lent.items()}
+
+    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
+        """All containers as tensors, for use within the package: no commit waits for them."""
+        flat, at = self._memory.tensor(), self.offsets
+        return {c.name: _shaped(flat[at[c.index] : at[c.index] + c.nbytes], c) for c in containers}
 
     def lock_out(self) -> bool:
         """Gives the memory a new key: whatever still holds the old one is refused (MR-2).
@@ -55,3 +71,11 @@ class Slab:
             return False
         self.region = self._engine.register(self._memory.numpy())
         return True
+
+
+def _shaped(flat: torch.Tensor, container: LocalContainer) -> torch.Tensor:
+    import torch
+
+    part = flat.view(getattr(torch, container.dtype))
+    steps = tuple(stride // part.element_size() for stride in container.strides)
+    return part.as_strided(container.shape, steps)

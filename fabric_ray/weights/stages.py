@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fabric_ray.plan import Side
 from fabric_ray.weights.conversion import Recipe
@@ -69,6 +69,12 @@ def target_confirm(
     _: Any, name: str, session: str, version: int, timeout: float, digest: int | None
 ) -> tuple[Span, ...]:
     return _target(name, session).confirm(version, timeout=timeout, digest=digest)
+
+
+def target_quiesce(
+    _: Any, name: str, session: str, before: Literal["write", "commit"], seconds: float
+) -> tuple[str, ...]:
+    return _target(name, session).quiesce(before, seconds)
 
 
 def target_commit(_: Any, name: str, session: str, version: int, joining: bool = False) -> Arm:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
+from fabric_ray.weights.into import Destination
+from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Copying, Relay
 from fabric_ray.weights.report import Arm, Feed, Span, TargetShare
@@ -43,11 +45,21 @@ class WeightTarget:
     is written in place: half the memory, but the weights can't be used from the begin of a push
     until its end, and are lost if it fails (a further push restores them).
 
+    With ``into``, each version is copied into the tensors of a module as it is put into use; the
+    module takes the place of the second copy.
+
+    A version is put into use when nobody reads the one before: no :meth:`reading` is under way, and
+    no tensor of :attr:`weights` is referred to. A push waits for that as long as for any stage, and
+    then fails and names the reader (RS-1).
+
     Args:
         side: what all rollout ranks hold, e.g. from ``fabric_ray.weights.families``.
         rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
         name: tells several models of one process apart.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
+        into: a module whose parameters and persistent buffers are the version in use after each
+            commit, or tensors by name. They keep their memory, on any device. A forward pass of
+            the module counts as :meth:`reading`.
         hooks: what the inference engine around it does when weights change.
     """
 
@@ -59,6 +71,7 @@ class WeightTarget:
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
+        into: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
@@ -71,11 +84,12 @@ class WeightTarget:
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
         self._engine = engine or process_engine()
-        self._staged = staged
+        # What arrives for `into` needs no second copy: the version in use is in the module.
+        self._staged = staged and into is None
         self._share: TargetShare | None = None
         self._layout: tuple[LocalContainer, ...] = ()
+        self._containers: dict[str, LocalContainer] = {}
         self._slabs: list[Slab] = []
-        self._views: list[dict[str, torch.Tensor]] = []
         self._live = 0
         self._counters: list[Counter] = []
         self._relay: Relay | None = None
@@ -86,23 +100,50 @@ class WeightTarget:
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
+        self._gate = ReaderGate(self._held)
+        self._into: Destination | None = None
+        if into is not None:
+            from fabric_ray.weights.replica.sides import whole_plan
+
+            self._into = Destination(into, self._gate)
+            self._into.check(whole_plan(side).local_containers("target", rank), rank)
         TARGETS.add(name, self)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The containers of the version in use, by name; nothing else can be had (RS-1).
 
+        The mapping looks a tensor up at each access. A tensor that is kept delays the next version
+        as :meth:`reading` does; with ``into`` it is the module's own and changes with the version.
+
         Raises:
             WeightSyncError: there is no version yet, or it is being overwritten in place.
         """
-        if self.version is None or self._torn:
-            what = "the version in use was overwritten by a push that is not over or has failed"
-            raise WeightSyncError(f"{what if self._torn else 'no version has arrived'}; push one")
-        return self._views[self._live]
+        self._check_usable()
+        return self._live_weights(None)
+
+    def reading(self) -> Reading:
+        """A block in which the weights stay those of one version: ``with target.reading() as
+        weights``, or ``async with`` in an event loop.
+
+        A push waits before it changes them, and fails if that takes longer than its timeout, with
+        the reader's name. A block that begins when a push waits already begins after it. Blocks of
+        one thread or task may be nested. Threads that a reader starts are given ``weights``.
+
+        Raises:
+            WeightSyncError: as for :attr:`weights`; the target is closed; or ``with`` in an event
+                loop (InvalidArgument).
+        """
+
+        def admitted(reading: Reading) -> Mapping[str, torch.Tensor]:
+            self._check_usable()
+            return self._live_weights(reading)
+
+        return Reading(self._gate, admitted, caller(1))
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
-        """Calls ``hook(version)`` right after a version went into use: to rebind module parameters,
-        to flush caches. What the engine does around it, in which order, is for ``hooks``."""
+        """Calls ``hook(version)`` right after a version went into use, e.g. to flush caches. What
+        the engine does around it, in which order, is for ``hooks``."""
         self._hooks.append(hook)
 
     def address(self) -> bytes:
@@ -115,11 +156,15 @@ class WeightTarget:
             # Who was given the old route may not have noticed yet (MR-2).
             self._lock_out()
         else:
-            self._layout = share.containers
-            copies = 2 if self._staged else 1
-            self._slabs = [Slab(self._engine, share.containers) for _ in range(copies)]
-            self._views = [slab.views(share.containers) for slab in self._slabs]
-            self.version, self._live = None, 0
+            # Another layout ends the version in use.
+            with self._gate.changing():
+                if self._into is not None:
+                    self._into.check(share.containers, self.rank)
+                self._layout = share.containers
+                self._containers = {c.name: c for c in share.containers}
+                copies = 2 if self._staged else 1
+                self._slabs = [Slab(self._engine, share.containers) for _ in range(copies)]
+                self.version, self._live = None, 0
         self._share, self._announced = share, False
         for writer in self._writers():
             self._engine.connect(writer)
@@ -195,8 +240,21 @@ class WeightTarget:
                     f"{found:016x}, not {digest:016x})",
                     version=version,
                 )
+        if self._into is not None:
+            self._into.check(self._layout, self.rank)
+            self._into.check_ties(self._slabs[self._next].views(self._layout))
         self._prepared = version
         return tuple(spans)
+
+    def quiesce(self, before: Literal["write", "commit"], seconds: float) -> tuple[str, ...]:
+        """Admits no further reader for ``seconds``; returns who reads the version in use still.
+
+        Args:
+            before: what is to follow. Only in place does a write change what is read.
+        """
+        if (before == "write") != self._writes_in_place:
+            return ()
+        return self._gate.close(seconds)
 
     def commit(self, version: int, *, joining: bool = False) -> Arm:
         """Puts a confirmed version into use, and no other (RS-3); returns where to write next.
@@ -214,11 +272,19 @@ class WeightTarget:
                 version=version,
             )
         # If this fails, the version stays decided; this rollout keeps the one before, by name.
-        self._pause.begin()
-        self._live = self._next
-        self.version, self._prepared = version, None
-        self._torn = self._announced = False
-        return msgspec.structs.replace(self._arm(), hook=self._went_into_use(version))
+        with self._gate.changing():
+            self._pause.begin()
+            try:
+                self._gate.check_unread()  # by what the engine did to pause
+            except WeightSyncError:
+                self._pause.end()
+                raise
+            self._live = self._next
+            if self._into is not None:
+                self._into.copy(self._slabs[self._live].views(self._layout))
+            self.version, self._prepared = version, None
+            self._torn = self._announced = False
+            return msgspec.structs.replace(self._arm(), hook=self._went_into_use(version))
 
     def _went_into_use(self, version: int) -> str | None:
         """Tells whom it concerns, and the engine to go on; returns what of that failed.
@@ -253,6 +319,7 @@ class WeightTarget:
             self._torn = False
         self._announced = False
         self._lock_out()
+        self._gate.open()
         failed = None if self._torn else self._pause.end()
         return msgspec.structs.replace(self._arm(), hook=failed)
 
@@ -263,16 +330,61 @@ class WeightTarget:
 
     def begin(self) -> None:
         """A push begins: in place, that is the end of the version in use."""
-        if not self._staged:
+        if self._staged:
+            return
+        if not self._writes_in_place:
+            self._announced, self._torn = not self._torn, True
+            return
+        with self._gate.changing():
             self._pause.begin()
             self._announced, self._torn = not self._torn, True
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives everything back. Tensors that users hold stay as they are."""
         TARGETS.remove(self.name, self)
+        self._gate.end()
         self._stop_relay()
         self._counters = []
-        self._views, self._slabs = [], []
+        self._slabs = []
+        if self._into is not None:
+            self._into.close()
+
+    @property
+    def _writes_in_place(self) -> bool:
+        """Whether trainers write to what is read."""
+        return not self._staged and self._into is None
+
+    def _check_usable(self) -> None:
+        torn = self._torn and self._into is None
+        if self.version is None or torn:
+            what = "the version in use was overwritten by a push that is not over or has failed"
+            raise WeightSyncError(f"{what if torn else 'no version has arrived'}; push one")
+
+    def _live_weights(self, reading: Reading | None) -> LiveWeights:
+        return LiveWeights(lambda: self._containers, self._look_up, reading)
+
+    def _look_up(self, name: str, reading: Reading | None) -> torch.Tensor:
+        with self._gate.access(reading):
+            self._check_usable()
+            container = self._containers[name]
+            if self._into is not None:
+                return self._into.tensors()[name]
+            return self._slabs[self._live].lend(container)
+
+    def _held(self) -> tuple[str, ...]:
+        """Tensors of the version in use that somebody has kept (RS-1)."""
+        if self.version is None or self._torn or self._into is not None or not self._slabs:
+            return ()
+        lent = self._slabs[self._live].lent()
+        if not lent:
+            return ()
+        few = ", ".join(f"`{name}`" for name in list(lent)[:3])
+        more = f" and {len(lent) - 3} more" if len(lent) > 3 else ""
+        return (
+            f"{few}{more} of version {self.version} were read up to {max(lent.values()):.1f} s ago "
+            "and are still referred to; drop them when they are read, or give "
+            "WeightTarget(into=module)",
+        )
 
     def _routed(self) -> TargetShare:
         if self._share is None:
@@ -303,7 +415,6 @@ class WeightTarget:
             self._slabs[at].region,
         )
         self._slabs[at] = Slab(self._engine, self._layout)
-        self._views[at] = self._slabs[at].views(self._layout)
         self._torn = not self._staged and self.version is not None
 
     @property

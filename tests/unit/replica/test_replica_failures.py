@@ -241,7 +241,7 @@ def test_bytes_changed_after_they_arrived_are_no_version(
     target = setup.targets[2]
 
     def spoil() -> None:
-        target._views[target._next]["model.norm.weight"].fill_(-1)
+        target._slabs[target._next].views(target._layout)["model.norm.weight"].fill_(-1)
 
     setup.before["target_confirm"] = spoil
     with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:

@@ -163,7 +163,7 @@ class LocalSync(InProcess, WeightSync):
     def arriving(self, rank: int) -> dict[str, torch.Tensor]:
         """The memory that the next version is written to."""
         target = self.targets[rank]
-        return target._views[target._next]
+        return target._slabs[target._next].views(target._layout)
 
     def broken(self, named: set[str], before: int) -> Iterator[str]:
         """What of RS-3 doesn't hold after a push; ``named`` are those whom its error names."""

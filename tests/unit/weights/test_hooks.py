@@ -31,7 +31,8 @@ class Engine(EngineHooks):
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
-        memory = [views["norm"].clone() for views in self.target._views]
+        slabs, layout = self.target._slabs, self.target._layout
+        memory = [slab.views(layout)["norm"].clone() for slab in slabs]
         self.seen[what] = self.target.version, memory
         if what in self.fails:
             raise RuntimeError(f"no {what} today")

@@ -1,0 +1,159 @@
+"""A rollout's own module, whose parameters are the version in use (RS-1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import LocalContainer
+from fabric_ray.weights.local import told
+from fabric_ray.weights.readers import ReaderGate, Reading
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Destination:
+    """Tensors that each version is copied into, when it is put into use.
+
+    Parameters keep their memory, so that whatever shares it (tied parameters, views, captured
+    graphs) is of the version in use as well.
+
+    Args:
+        into: a module, of which parameters and persistent buffers count, or tensors by name.
+        gate: a forward pass of the module is a reader at it.
+    """
+
+    def __init__(self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate) -> None:
+        self._into = into
+        self._removes: list[Callable[[], None]] = []
+        if not isinstance(into, Mapping):
+            guard = _ForwardGuard(gate)
+            before = into.register_forward_pre_hook(guard.before, prepend=True)
+            after = into.register_forward_hook(guard.after, always_call=True)
+            self._removes = [before.remove, after.remove]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors, looked up anew: a module's may have been replaced."""
+        if isinstance(self._into, Mapping):
+            named: dict[str, Any] = dict(self._into)
+        else:
+            named = _of_module(self._into)
+        return {name: getattr(t, "_local_tensor", t).detach() for name, t in named.items()}
+
+    def check(self, containers: Sequence[LocalContainer], rank: int) -> None:
+        """Compares names, shapes and dtypes with what arrives.
+
+        Raises:
+            InvalidArgument: the first tensor that differs or that nothing would fill.
+        """
+        tensors = self.tensors()
+        for c in containers:
+            if c.name not in tensors:
+                raise InvalidArgument(
+                    f"`{c.name}` of rank {rank} is in the side and not in `into`; give the module "
+                    "that the side describes"
+                )
+            tensor = tensors[c.name]
+            found, wanted = told(tensor.dtype, tensor.shape), told(c.dtype, c.shape)
+            if found != wanted or tensor.is_meta:
+                found += " without memory" if tensor.is_meta else ""
+                raise InvalidArgument(
+                    f"`{c.name}` of rank {rank} is {found} in `into` and {wanted} in the side; give "
+                    "the module that the side describes, with memory of its own"
+                )
+        filled = [tensors[c.name] for c in containers]
+        for name in tensors.keys() - {c.name for c in containers}:
+            if tensors[name].numel() and not any(_is_part(tensors[name], f) for f in filled):
+                raise InvalidArgument(
+                    f"`{name}` is in `into` and not in the side of rank {rank}, so no push would "
+                    "change it; add it to the side, or register a buffer with persistent=False"
+                )
+
+    def check_ties(self, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightSyncError if two containers with different bytes share memory here."""
+        import torch
+
+        tensors = self.tensors()
+        first: dict[int, str] = {}
+        for name, tensor in arrived.items():
+            at = tensors[name].data_ptr()
+            same = first.setdefault(at, name)
+            if at and same != name:
+                a, b = (arrived[n].contiguous().view(-1).view(torch.uint8) for n in (same, name))
+                if not torch.equal(a, b):
+                    raise WeightSyncError(
+                        f"`{same}` and `{name}` share memory in `into`, and what arrived for them "
+                        "differs; untie them in the rollout's module"
+                    )
+
+    def copy(self, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Fills the tensors. No reader may be inside the gate."""
+        import torch
+
+        tensors = self.tensors()
+        # Parameters that were made under inference mode can be changed there alone.
+        with torch.inference_mode():
+            for name, tensor in arrived.items():
+                tensors[name].copy_(tensor)
+
+    def close(self) -> None:
+        for remove in self._removes:
+            remove()
+
+
+class _ForwardGuard:
+    """Has a commit wait for a forward pass that it would otherwise change half of."""
+
+    def __init__(self, gate: ReaderGate | None) -> None:
+        self._gate = gate
+        self._inside = threading.local()
+
+    def before(self, *_: Any) -> None:
+        import torch
+
+        if self._gate is None or torch.compiler.is_compiling():
+            return
+        reading = Reading(self._gate, lambda _: {}, "a forward pass")
+        reading.name_thread()
+        self._gate.enter(reading)
+        self._stack.append(reading)
+
+    def after(self, *_: Any) -> None:
+        import torch
+
+        if self._gate is not None and not torch.compiler.is_compiling() and self._stack:
+            self._gate.leave(self._stack.pop())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module is filled by no push.
+        return _ForwardGuard, (None,)
+
+    @property
+    def _stack(self) -> list[Reading]:
+        if not hasattr(self._inside, "stack"):
+            self._inside.stack = []
+        stack: list[Reading] = self._inside.stack
+        return stack
+
+
+def _of_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters and persistent buffers, under all their names."""
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                named[f"{prefix}.{name}" if prefix else name] = buffer
+    return named
+
+
+def _is_part(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether all elements lie in the memory of a tensor without gaps."""
+    if not of.is_contiguous() or tensor.device != of.device:
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+    start = of.data_ptr()
+    return start <= tensor.data_ptr() and tensor.data_ptr() + nbytes <= start + of.nbytes

@@ -1,0 +1,271 @@
+"""Readers of a rollout's weights, and the gate at which a commit waits for them (RS-1)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+
+if TYPE_CHECKING:
+    import torch
+
+# A hook may wait for a reader, and the reader for the commit that runs the hook.
+_ENTER_S = 60.0
+_ASYNC_POLL_S = 0.002
+
+# The readings that the current thread or task, or the one that started it, has entered.
+_entered: ContextVar[tuple[Reading, ...]] = ContextVar("fabric_ray_readings", default=())
+
+
+class ReaderGate:
+    """Admits readers, except while a version is put into use.
+
+    Args:
+        held: describes tensors of the version in use that are held without a reading.
+    """
+
+    def __init__(self, held: Callable[[], tuple[str, ...]]) -> None:
+        self._held = held
+        self._changed = threading.Condition(threading.RLock())
+        self._readings: set[Reading] = set()
+        self._closed_until = 0.0
+        self._writer: int | None = None
+        self._ended = False
+
+    def close(self, seconds: float) -> tuple[str, ...]:
+        """Admits no further reader for ``seconds``; returns who reads still.
+
+        Raises:
+            WeightSyncError: the caller itself is inside ``reading()``.
+        """
+        with self._changed:
+            self._refuse_readers()
+            closed_before = self._is_closed
+            self._closed_until = time.monotonic() + seconds
+            if not self._readings and not closed_before and self._held():
+                gc.collect()  # cycles hold tensors that no code can reach
+            return self._inside()
+
+    def open(self) -> None:
+        with self._changed:
+            self._closed_until = 0.0
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Refuses all further readers. Those inside keep their tensors."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Keeps readers out until the block ends; the calling thread may read.
+
+        Raises:
+            WeightSyncError: somebody reads the version in use.
+        """
+        with self._changed:
+            self._refuse_readers()
+            self.check_unread()
+            self._writer = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writer = None
+            self.open()
+
+    def check_unread(self) -> None:
+        """Raises WeightSyncError if the version in use is read or its tensors are held."""
+        with self._changed:
+            if inside := self._inside():
+                raise WeightSyncError(f"the version in use is still read: {'; '.join(inside)}")
+
+    @contextmanager
+    def access(self, reading: Reading | None) -> Iterator[None]:
+        """Waits until the weights may be looked at, and keeps them as they are for the block."""
+        with self._changed:
+            if reading is None or not reading.depth:
+                self._wait("read the weights inside `async with target.reading()`")
+            yield
+
+    def enter(self, reading: Reading, *, block: bool = True) -> bool:
+        """Admits a reader; ``False`` if that would block and may not."""
+        with self._changed:
+            outer = self._outer()
+            if outer is None:
+                if not block and not self._ended and self._must_wait:
+                    return False
+                self._wait("use `async with target.reading()`")
+                self._readings.add(reading)
+                outer = reading
+                outer.since = time.monotonic()
+            outer.depth += 1
+            reading.stack.append(outer)
+            _entered.set((*(r for r in _entered.get() if r.depth), outer))
+            return True
+
+    def leave(self, reading: Reading) -> None:
+        with self._changed:
+            outer = reading.stack.pop()
+            outer.depth -= 1
+            if not outer.depth:
+                self._readings.discard(outer)
+            _entered.set(tuple(r for r in _entered.get() if r.depth))
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._writer is not None or time.monotonic() < self._closed_until
+
+    @property
+    def _must_wait(self) -> bool:
+        return self._is_closed and self._writer != threading.get_ident()
+
+    def _outer(self) -> Reading | None:
+        """The reading that the caller is inside of."""
+        return next((r for r in _entered.get() if r.depth and r in self._readings), None)
+
+    def _refuse_readers(self) -> None:
+        if outer := self._outer():
+            raise WeightSyncError(
+                f"a push was asked for inside reading(), by {outer}, and would wait for it; leave "
+                "reading() first"
+            )
+
+    def _inside(self) -> tuple[str, ...]:
+        return (*map(str, self._readings), *self._held())
+
+    def _wait(self, instead: str) -> None:
+        """Returns when the caller may read. The condition's lock is held."""
+        give_up = time.monotonic() + _ENTER_S
+        while not self._ended and self._must_wait and self._outer() is None:
+            if _in_event_loop():
+                raise WeightSyncError(
+                    f"a push is changing the weights, and an event loop can't wait here; {instead}"
+                )
+            now = time.monotonic()
+            if now > give_up:
+                raise WeightSyncError(
+                    f"a push has been changing the weights for {_ENTER_S:g} s; look for a hook that "
+                    "hangs or waits for a reader"
+                )
+            until = give_up if self._writer is not None else min(give_up, self._closed_until)
+            self._changed.wait(max(0.0, until - now) + 1e-3)
+        if self._ended:
+            raise WeightSyncError("this weight target is closed; make another one")
+
+
+class Reading:
+    """A span in which the weights don't change: ``with`` in threads, ``async with`` in event loops.
+
+    Args:
+        gate: where commits wait for it.
+        weights: makes what the span reads.
+        where: the caller, for errors.
+    """
+
+    def __init__(
+        self, gate: ReaderGate, weights: Callable[[Reading], Mapping[str, torch.Tensor]], where: str
+    ) -> None:
+        self._gate = gate
+        self._weights = weights
+        self._where = where
+        self._thread = ""
+        self.depth = 0
+        """How many blocks of the same thread or task are inside."""
+        self.stack: list[Reading] = []
+        self.since = 0.0
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self.since
+        return f"{self._where} in {self._thread} has been inside reading() for {seconds:.1f} s"
+
+    def __enter__(self) -> Mapping[str, torch.Tensor]:
+        if _in_event_loop() and not any(r.depth for r in _entered.get()):
+            raise InvalidArgument(
+                "`with target.reading()` runs in an event loop, which it would block; use "
+                "`async with target.reading()`"
+            )
+        self.name_thread()
+        self._gate.enter(self)
+        return self._admitted()
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.leave(self)
+
+    async def __aenter__(self) -> Mapping[str, torch.Tensor]:
+        self.name_thread()
+        give_up = time.monotonic() + _ENTER_S
+        while not self._gate.enter(self, block=False):
+            if time.monotonic() > give_up:
+                raise WeightSyncError(
+                    f"a push has been changing the weights for {_ENTER_S:g} s; look for a hook that "
+                    "hangs or waits for a reader"
+                )
+            await asyncio.sleep(_ASYNC_POLL_S)
+        return self._admitted()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave(self)
+
+    def name_thread(self) -> None:
+        self._thread = f"thread {threading.current_thread().name}"
+        if _in_event_loop() and (task := asyncio.current_task()):
+            self._thread = f"task {task.get_name()}"
+
+    def _admitted(self) -> Mapping[str, torch.Tensor]:
+        try:
+            return self._weights(self.stack[-1])
+        except BaseException:
+            self._gate.leave(self)
+            raise
+
+
+class LiveWeights(Mapping[str, "torch.Tensor"]):
+    """The containers of the version in use, looked up anew at each access.
+
+    Args:
+        names: of the containers.
+        look_up: returns one of them, for a reading or for none.
+        reading: the span that these are read in; afterwards they can't be.
+    """
+
+    def __init__(
+        self,
+        names: Callable[[], Mapping[str, Any]],
+        look_up: Callable[[str, Reading | None], torch.Tensor],
+        reading: Reading | None,
+    ) -> None:
+        self._names, self._look_up, self._reading = names, look_up, reading
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._reading is not None and not self._reading.depth:
+            raise WeightSyncError(
+                f"`{name}` was asked for after its `reading()` had ended; read it inside"
+            )
+        return self._look_up(name, self._reading)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+
+def caller(depth: int) -> str:
+    """The function that calls, and its line."""
+    frame = sys._getframe(depth + 1)
+    code = frame.f_code
+    return f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+
+
+def _in_event_loop() -> bool:
+    return asyncio._get_running_loop() is not None
