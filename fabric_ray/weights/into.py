@@ -26,7 +26,9 @@ class Destination:
         gate: a forward pass of the module is a reader at it.
     """
 
-    def __init__(self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate) -> None:
+    def __init__(
+        self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate
+    ) -> None:
         self._into = into
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
@@ -61,8 +63,8 @@ class Destination:
             if found != wanted or tensor.is_meta:
                 found += " without memory" if tensor.is_meta else ""
                 raise InvalidArgument(
-                    f"`{c.name}` of rank {rank} is {found} in `into` and {wanted} in the side; give "
-                    "the module that the side describes, with memory of its own"
+                    f"`{c.name}` of rank {rank} is {found} in `into` and {wanted} in the side; "
+                    "give the module that the side describes, with memory of its own"
                 )
         filled = [tensors[c.name] for c in containers]
         for name in tensors.keys() - {c.name for c in containers}:
@@ -78,7 +80,7 @@ class Destination:
 
         tensors = self.tensors()
         first: dict[int, str] = {}
-        for name, tensor in arrived.items():
+        for name in arrived:
             at = tensors[name].data_ptr()
             same = first.setdefault(at, name)
             if at and same != name:

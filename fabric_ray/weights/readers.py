@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 # A hook may wait for a reader, and the reader for the commit that runs the hook.
 _ENTER_S = 60.0
+_TOO_LONG = (
+    f"a push has been changing the weights for {_ENTER_S:g} s; look for a hook that hangs or waits "
+    "for a reader"
+)
 _ASYNC_POLL_S = 0.002
 
 # The readings that the current thread or task, or the one that started it, has entered.
@@ -153,10 +157,7 @@ class ReaderGate:
                 )
             now = time.monotonic()
             if now > give_up:
-                raise WeightSyncError(
-                    f"a push has been changing the weights for {_ENTER_S:g} s; look for a hook that "
-                    "hangs or waits for a reader"
-                )
+                raise WeightSyncError(_TOO_LONG)
             until = give_up if self._writer is not None else min(give_up, self._closed_until)
             self._changed.wait(max(0.0, until - now) + 1e-3)
         if self._ended:
@@ -206,10 +207,7 @@ class Reading:
         give_up = time.monotonic() + _ENTER_S
         while not self._gate.enter(self, block=False):
             if time.monotonic() > give_up:
-                raise WeightSyncError(
-                    f"a push has been changing the weights for {_ENTER_S:g} s; look for a hook that "
-                    "hangs or waits for a reader"
-                )
+                raise WeightSyncError(_TOO_LONG)
             await asyncio.sleep(_ASYNC_POLL_S)
         return self._admitted()
 

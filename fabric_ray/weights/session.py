@@ -256,7 +256,7 @@ class Session:
         Raises:
             WeightSyncError: somebody reads longer than the timeout.
         """
-        waits = {number: (self._id, before, self._timeout + _GATE_S) for number in numbers}
+        waits = dict.fromkeys(numbers, (self._id, before, self._timeout + _GATE_S))
         deadline, pause = time.monotonic() + self._timeout, 1e-3
         while waits:
             readers = self._rollouts.all(stages.target_quiesce, "wait for its readers", waits)

@@ -381,9 +381,9 @@ class WeightTarget:
         few = ", ".join(f"`{name}`" for name in list(lent)[:3])
         more = f" and {len(lent) - 3} more" if len(lent) > 3 else ""
         return (
-            f"{few}{more} of version {self.version} were read up to {max(lent.values()):.1f} s ago "
-            "and are still referred to; drop them when they are read, or give "
-            "WeightTarget(into=module)",
+            f"tensors of version {self.version}, taken up to {max(lent.values()):.1f} s ago, are "
+            f"still referred to: {few}{more}; read them inside `with target.reading()` and drop "
+            "them there, or bind the module by WeightTarget(into=module)",
         )
 
     def _routed(self) -> TargetShare:

@@ -116,12 +116,14 @@ class LocalSync(InProcess, WeightSync):
         timeout: float = 5.0,
         engines: int = 1,
         hooks: Callable[[int], EngineHooks] | None = None,
+        into: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
         trainers = [f"trainer {i}" for i in range(len(HELD))]
         rollouts = [f"rollout {i}" for i in range(engines * ROLLOUTS)]
         super().__init__(trainers, rollouts, timeout=timeout, calls=self, **options)
         self._staged, self._side, self._hooks = staged, side(engines), hooks
+        self._into = into
         self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
         everybody = (*trainers, *rollouts)
         self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
@@ -142,7 +144,13 @@ class LocalSync(InProcess, WeightSync):
         engine = self.engines[who]
         hooks = self._hooks(rank) if self._hooks else None
         return WeightTarget(
-            self._side, rank=rank, name=who, engine=engine, staged=self._staged, hooks=hooks
+            self._side,
+            rank=rank,
+            name=who,
+            engine=engine,
+            staged=self._staged,
+            into=self._into(rank) if self._into else None,
+            hooks=hooks,
         )
 
     def train(self, version: int) -> None:
