@@ -188,13 +188,15 @@ class Rollout:
     def wrong(self, way: str) -> list[str]:
         """Containers that way has brought other bytes in than a push of ours; forgets them."""
         loader = self._loaders.pop(way)
-        return loader.differs(self.target.weights)
+        with self.target.reading() as weights:
+            return loader.differs(weights)
 
     def wrong_push(self, reference: Path) -> list[str]:
         """Containers in which a push of ours differs from a checkpoint of the trainers' tensors."""
-        whole, held = Checkpoint(reference), self.target.weights
+        whole = Checkpoint(reference)
         expected = iter_expected(self.config, whole, tp=self.tp, rank=self.rank % self.tp)
-        return [name for name, tensor in expected if not torch.equal(held[name], tensor)]
+        with self.target.reading() as held:
+            return [name for name, tensor in expected if not torch.equal(held[name], tensor)]
 
     def _whole(self) -> Loader:
         if "whole" not in self._loaders:

@@ -40,7 +40,10 @@ class Rollout:
 
     def check(self, reference: Path) -> Checked:
         """Compares every byte with what the checkpoint of the trainers' tensors says."""
-        held = dict(self.target.weights)
+        with self.target.reading() as weights:
+            return self._check(dict(weights), reference)
+
+    def _check(self, held: dict[str, torch.Tensor], reference: Path) -> Checked:
         whole = Checkpoint(reference)
         nbytes, checksum = 0, 0
         wrong = []

@@ -12,7 +12,6 @@ from fabric_ray.integrations.link import STAGES, Server
 from fabric_ray.plan import Side
 from fabric_ray.tensors import check_memory
 from fabric_ray.weights import EngineHooks, WeightTarget
-from fabric_ray.weights.replica.sides import whole_plan
 
 if TYPE_CHECKING:
     import torch
@@ -81,36 +80,12 @@ class FabricWorker:
                 f"the layout of {engines} engines has {len(side.ranks)} ranks, and engines have "
                 f"{self._ranks} each"
             )
-        self._check(side, rank)
         if self._target is not None:
             self._target.close()
-        # The version in use is the copy: what arrives needs no second one to flip with.
+            self._target = None
         self._target = WeightTarget(
-            side, rank=rank, name=name, engine=self._engine, staged=False, hooks=self._hooks
+            side, rank=rank, name=name, engine=self._engine, into=self._weights, hooks=self._hooks
         )
-        self._target.on_commit(self._copy)
-
-    def _check(self, side: Side, rank: int) -> None:
-        """Raises unless the layout says of this rank what the engine has, no more and no less."""
-        said = {
-            c.name: (c.shape, f"torch.{c.dtype}")
-            for c in whole_plan(side).local_containers("target", rank)
-        }
-        held = {name: (tuple(w.shape), str(w.dtype)) for name, w in self._weights.items()}
-        for name in sorted(said.keys() | held.keys()):
-            if said.get(name) != held.get(name):
-                raise InvalidArgument(
-                    f"`{name}` is {held.get(name)} in the engine and {said.get(name)} in the "
-                    f"layout, at rank {rank}; let both say the same"
-                )
-
-    def _copy(self, version: int) -> None:
-        import torch
-
-        assert self._target is not None, "it was committed"
-        with torch.no_grad():
-            for name, arrived in self._target.weights.items():
-                self._weights[name].copy_(arrived)
 
 
 def attach(runner: Any, layout: Callable[[int], Side], **options: Any) -> FabricWorker:

@@ -38,7 +38,8 @@ class Slab:
 
     def lend(self, container: LocalContainer) -> torch.Tensor:
         """A container as a tensor for users. :meth:`lent` knows it as long as anything refers to
-        its memory: the tensor, views of it, arrays made of it."""
+        its memory: the tensor, views of it, arrays made of it. What is known is not written (RS-1).
+        """
         import torch
 
         known = self._lent.get(container.name)

@@ -53,12 +53,9 @@ def full(tensor: Tensor, version: int) -> np.ndarray:
 class NumpySlab(Slab):
     """Shows its memory as arrays: torch takes minutes to load on an emulated CPU."""
 
-    def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, np.ndarray]:  # type: ignore[override]
-        flat = self._memory.numpy()
-        return {
-            c.name: flat[self.offsets[c.index] :][: c.nbytes].view(np.float32).reshape(c.shape)
-            for c in containers
-        }
+    def lend(self, container: LocalContainer) -> np.ndarray:  # type: ignore[override]
+        part = self._memory.numpy()[self.offsets[container.index] :][: container.nbytes]
+        return part.view(np.float32).reshape(container.shape)
 
 
 class World:

@@ -57,10 +57,10 @@ def test_what_the_layout_says_must_be_what_the_engine_holds(engine: TransferEngi
 
     rows = torch.zeros(2, 3, dtype=torch.bfloat16)
     assert asked({"w": rows}) == "None"
-    assert "`w` is ((4, 3), 'torch.bfloat16') in the engine" in asked({"w": torch.cat([rows] * 2)})
-    assert "'torch.float32'" in asked({"w": rows.float()})
-    assert "`bias` is" in asked({"w": rows, "bias": rows[0]})
-    assert "`w` is None in the engine" in asked({})
+    assert "`w` of rank 3 is bfloat16 [4, 3] in `into`" in asked({"w": torch.cat([rows] * 2)})
+    assert "float32 [2, 3] in `into`" in asked({"w": rows.float()})
+    assert "`bias` is" in asked({"w": rows, "bias": rows[0].clone()})
+    assert "`w` of rank 3 is in the side and not" in asked({})
     assert "2 engines has 4 ranks, and engines have 3 each" in asked({"w": rows}, ranks=3)
 
 
