@@ -62,7 +62,7 @@ def actor(cls: type, node: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    ray.init(log_to_driver=False)
+    ray.init()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     prefiller, decoder = actor(Prefiller, nodes[0]), actor(Decoder, nodes[-1])
     request = decoder.ask.remote([40, 3, 17, 8, 22])

@@ -38,7 +38,7 @@ class Sender:
 
 
 def main() -> None:
-    ray.init(log_to_driver=False)
+    ray.init()
     receiver: Any = ray.remote(Receiver).remote()
     sender: Any = ray.remote(Sender).remote()
     offer = ray.get(receiver.offer.remote())  # descriptors pickle

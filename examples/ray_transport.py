@@ -40,7 +40,7 @@ class Rollout:
 
 def main() -> None:
     fabric_ray.register()
-    ray.init(log_to_driver=False)
+    ray.init()
     actor: Any = ray.remote(num_cpus=0, enable_tensor_transport=True)
     trainer, rollouts = actor(Trainer).remote(), [actor(Rollout).remote() for _ in range(2)]
     for step in (1, 2, 3):

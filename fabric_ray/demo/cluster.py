@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from fabric_ray.errors import FabricError, InvalidArgument, given_path
+from fabric_ray.runtime.causes import cause_of
 
 
 @contextmanager
@@ -57,9 +58,9 @@ def named_failures() -> Iterator[None]:
         yield
     except RayTaskError as error:
         cause = error.cause
-        raise cause if isinstance(cause, FabricError) else error from None
+        raise cause if isinstance(cause, FabricError) else error from error.__cause__
     except RayError as error:
-        raise FabricError(f"an actor of the demo failed: {error}") from None
+        raise FabricError(f"an actor of the demo failed: {cause_of(error)}") from error
 
 
 def make_output(directory: Path) -> None:

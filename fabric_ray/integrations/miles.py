@@ -227,14 +227,15 @@ class UpdateWeightFabric:
     def _get(self, refs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         import ray
 
+        from fabric_ray.runtime.causes import cause_of
+
         deadline = time.monotonic() + self._timeout
         answers, failed = dict[str, Any](), dict[str, str]()
         for who, ref in refs.items():
             try:
                 answers[who] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
             except ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None) or error
-                failed[who] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+                failed[who] = cause_of(error)
         return answers, failed
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
+
+from fabric_ray.runtime.causes import cause_of
 
 WATCH_S = 0.5
 """Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
@@ -65,9 +67,3 @@ def gather(
     for rank in waiting.values():
         failed[rank] = f"it gave no answer within {timeout} s, or the others had given it up"
     return said, failed
-
-
-def cause_of(error: RayError) -> str:
-    if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
-    return " ".join(str(error).split())[:300]

@@ -19,10 +19,11 @@ from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.asking import WATCH_S, cause_of, gather, given_up
+from fabric_ray.moe.asking import WATCH_S, gather, given_up
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import MoeModelConfig, likeliest
 from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
+from fabric_ray.runtime.causes import cause_of, original
 
 _CLOSE_S = 10.0
 
@@ -356,7 +357,7 @@ class ExpertGroup:
             ray.kill(actor)
             raise PeerLost(
                 f"rank {rank} did not come anew: {cause_of(error)}", peer=f"rank {rank}"
-            ) from None
+            ) from original(error)
         except BaseException:
             ray.kill(actor)
             raise

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from fabric_ray.runtime.causes import cause_of
 from fabric_ray.serve import openai
 from fabric_ray.serve.bodies import BodyReader
 from fabric_ray.serve.config import ServeArgs
@@ -176,7 +177,7 @@ class Router:
             yield Failed.of(Busy(f"all decoders are busy ({error}); try again later"))
             return
         except (RayError, RayServeException) as error:
-            cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            cause = f"{type(error).__name__}: {cause_of(error)}"
         finally:
             if not over:
                 response.cancel()

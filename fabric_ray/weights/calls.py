@@ -17,6 +17,8 @@ class Unanswered(NamedTuple):
     cause: str
     kind: str = ""
     """The error's class, by name, if there was one; ``DIED`` where its process has ended."""
+    error: BaseException | None = None
+    """What was raised, if it can be had here."""
 
 
 class Calls(Protocol):
@@ -105,23 +107,26 @@ def _asked(actor: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> A
             f"it can't be asked ({error}); if ray was restarted, make the actors and the "
             "WeightSync anew",
             type(error).__name__,
+            error,
         )
 
 
 def _unanswered(error: BaseException, timeout: float) -> Unanswered:
     from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
+    from fabric_ray.runtime.causes import cause_of, original
+
     if isinstance(error, ActorUnavailableError):
-        return Unanswered("its actor can't be reached at the moment", type(error).__name__)
+        return Unanswered("its actor can't be reached at the moment", type(error).__name__, error)
     if isinstance(error, RayActorError):
-        return Unanswered("its actor has died", DIED)
+        return Unanswered(f"its actor has died: {cause_of(error)}", DIED, error)
     if isinstance(error, GetTimeoutError):
         return Unanswered(f"it did not answer within {timeout:g} s; see whether it is stuck")
-    return unanswered(getattr(error, "cause", None) or error)
+    return unanswered(original(error))
 
 
 def unanswered(error: BaseException) -> Unanswered:
     """What to answer where a call has raised."""
     kind = type(error).__name__
     told = str(error) if isinstance(error, FabricError) else f"{kind}: {error}"
-    return Unanswered(told, kind)
+    return Unanswered(told, kind, error)

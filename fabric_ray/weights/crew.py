@@ -31,6 +31,8 @@ class Crew:
         self._timeout = timeout
         self.dead: dict[int, str] = {}
         """Whose process is known to have ended, and why."""
+        self.raised: BaseException | None = None
+        """What was raised first where the last call failed."""
 
     def each(self, *args: Any) -> dict[int, tuple[Any, ...]]:
         """The same arguments for everybody."""
@@ -51,13 +53,14 @@ class Crew:
         if failed:
             raise WeightSyncError(
                 f"{names(failed)} did not {what}: {causes(failed)}", failed=failed
-            )
+            ) from self.raised
         return results
 
     def some(
         self, function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]
     ) -> tuple[dict[int, Any], dict[str, str]]:
         """Results of those who answered, and who failed why."""
+        self.raised = None
         if not args:
             return {}, {}
         actors = [self.actors[number] for number in args]
@@ -74,6 +77,7 @@ class Crew:
                 results[number] = answer
         # Who only missed another comes last.
         silent.sort(key=lambda one: one[1].kind == ExchangeFailed.__name__)
+        self.raised = next((answer.error for _, answer in silent if answer.error), None)
         return results, {self.who(number): answer.cause for number, answer in silent}
 
 

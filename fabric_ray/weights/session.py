@@ -108,7 +108,7 @@ class Session:
         try:
             self._announce(arms)
         except WeightSyncError as error:
-            raise self._given_up(version, error, written=False) from None
+            raise self._given_up(version, error, written=False) from error.__cause__
         try:
             sent = self._write(version, arms)
             clock.lap("write")
@@ -121,7 +121,7 @@ class Session:
             clock.lap("confirm")
             self._quiesce("commit", self._rollouts.actors)
         except WeightSyncError as error:
-            raise self._given_up(version, error) from None
+            raise self._given_up(version, error) from error.__cause__
         clock.lap("quiesce")
         # From here the version is decided: who fails now is named, the others run it (RS-3).
         self.decided = True
@@ -132,7 +132,7 @@ class Session:
         if self._spare and self._arms:
             for number in self._rollouts.dead:
                 failed.pop(self._rollouts.who(number), None)
-        self._name_failures(version, failed)
+        self._name_failures(version, failed, self._rollouts.raised)
         for s in (*(s.spans for s in sent), *confirmed.values()):
             spans.extend(s)
         links = tuple(link for s in sent for link in s.links)
@@ -227,6 +227,7 @@ class Session:
         """Asks those again who didn't say where to write when they last could."""
         silent = {n: (self._id,) for n in self._rollouts.actors if n not in self._arms}
         arms, failed = self._rollouts.some(stages.target_abort, silent)
+        raised = self._rollouts.raised
         self._arms |= arms
         self._learn_version()
         if failed:
@@ -235,7 +236,7 @@ class Session:
                 "drop() what has died; what replaces it may join()",
                 version=self.version,
                 failed=failed,
-            )
+            ) from raised
 
     def _announce(self, arms: dict[int, Arm]) -> None:
         """Tells rollouts of a push; no byte is written before all of them are ready."""
@@ -307,14 +308,16 @@ class Session:
         text += str(error) + (f"; then {causes(hooks)}" if hooks else "")
         return WeightSyncError(text, version=version, failed=named)
 
-    def _name_failures(self, version: int, failed: dict[str, str]) -> None:
+    def _name_failures(
+        self, version: int, failed: dict[str, str], raised: BaseException | None
+    ) -> None:
         """Raises if a decided version isn't in use somewhere, or a hook didn't do its part."""
         if failed:
             raise WeightSyncError(
                 f"version {version} is in use, but not at {names(failed)}: {causes(failed)}",
                 version=version,
                 failed=failed,
-            )
+            ) from raised
         if hooks := self._failed_hooks():
             raise WeightSyncError(
                 f"version {version} is in use everywhere, but a hook failed at {names(hooks)}: "

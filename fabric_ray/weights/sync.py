@@ -12,6 +12,7 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Plan, Side, first_twins, plan
+from fabric_ray.plan.errors import DtypeMismatch
 from fabric_ray.plan.leaving import check_patterns
 from fabric_ray.plan.planner import left_of
 from fabric_ray.weights import stages
@@ -24,7 +25,7 @@ from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session
-from fabric_ray.weights.sides import converted, source_side, target_side
+from fabric_ray.weights.sides import converted, source_side, target_side, with_cast
 
 
 class WeightSync:
@@ -65,6 +66,12 @@ class WeightSync:
         timeout: float = 60.0,
         calls: Calls | None = None,
     ) -> None:
+        for role, actors in (("trainers", trainers), ("rollouts", rollouts)):
+            if not isinstance(actors, Sequence) or isinstance(actors, str):
+                raise InvalidArgument(
+                    f"{role} is {type(actors).__name__}, expected a list of actor handles; pass "
+                    f"[{role.removesuffix('s')}] for one actor"
+                )
         if not trainers or not rollouts:
             raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
         if lost not in ("raise", "drop"):
@@ -131,7 +138,10 @@ class WeightSync:
         else:
             source = source_side(said, self._given_side, needed)
             sent = converted(source, needed, self._formats)
-            routes = plan(sent, needed, leave=self._leave)
+            try:
+                routes = plan(sent, needed, leave=self._leave)
+            except DtypeMismatch as error:
+                raise with_cast(error, sent, needed) from error
             self._left = left_of(sent, needed, self._leave) if self._leave else ()
         feeding = Feeding(
             routes,
@@ -190,7 +200,7 @@ class WeightSync:
                     dead = self._leave_out_the_dead()
                     dropped |= dead
                     if not dead or (self._session is not None and self._session.decided):
-                        raise self._also(error, dropped) from None
+                        raise self._also(error, dropped) from error.__cause__
                     continue
                 dropped |= self._leave_out_the_dead()
                 return msgspec.structs.replace(report, dropped=dropped, left=self._left)
