@@ -112,7 +112,8 @@ class Server:
             result = self._functions[name](None, self._name, *values)
             return msgspec.msgpack.encode((True, result))
         except Exception as error:
-            return msgspec.msgpack.encode((False, tuple(unanswered(error))))
+            cause, kind, _ = unanswered(error)
+            return msgspec.msgpack.encode((False, (cause, kind)))
 
 
 def _hang_up(connection: Connection) -> None:

@@ -129,4 +129,4 @@ def _do(order: _Order | None) -> Any:
     try:
         return order.function(None, *order.args)
     except Exception as error:
-        return unanswered(error)
+        return unanswered(error)._replace(error=None)  # it need not pickle

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
 from fabric_ray.weights.local import told
+from fabric_ray.weights.modules import named
 from fabric_ray.weights.readers import ReaderGate, Reading
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ class Destination:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors, looked up anew: a module's may have been replaced."""
-        if isinstance(self._into, Mapping):
-            named: dict[str, Any] = dict(self._into)
-        else:
-            named = _of_module(self._into)
-        return {name: getattr(t, "_local_tensor", t).detach() for name, t in named.items()}
+        found = named(self._into)
+        if found.merges:
+            raise InvalidArgument(
+                f"`{next(iter(found.merges))}` of `into` has an active adapter, which no push "
+                "fills; merge or disable adapters in the rollout's module"
+            )
+        return {n: getattr(t, "_local_tensor", t).detach() for n, t in found.tensors.items()}
 
     def check(self, containers: Sequence[LocalContainer], rank: int) -> None:
         """Compares names, shapes and dtypes with what arrives.
@@ -139,16 +142,6 @@ class _ForwardGuard:
             self._inside.stack = []
         stack: list[Reading] = self._inside.stack
         return stack
-
-
-def _of_module(module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers, under all their names."""
-    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                named[f"{prefix}.{name}" if prefix else name] = buffer
-    return named
 
 
 def _is_part(tensor: torch.Tensor, of: torch.Tensor) -> bool:

@@ -450,3 +450,11 @@ def test_modules_made_under_inference_mode_are_filled(open_sync) -> None:
     sync.push()
     with torch.inference_mode():
         assert is_version(modules[0].state_dict(), 0, 1)
+
+
+def test_rs_1_names_are_those_of_the_plain_module(open_sync: Callable[..., LocalSync]) -> None:
+    modules = [Module(), Module()]
+    sync = open_sync(first=False, into=lambda rank: torch.compile(modules[rank]))
+    sync.train(1)
+    sync.push()
+    assert is_version(modules[0].state_dict(), 0, 1)
