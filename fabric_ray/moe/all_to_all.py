@@ -175,7 +175,7 @@ class AllToAll:
 
     def explain(self) -> str:
         """What the buffers are for, what makes them as large as they are, and which way rows go
-        to each other rank, and why."""
+        to each other rank, how many went that way, and why."""
         lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
         lines.append(f"{self.nbytes:>16,}  bytes in all")
         ways = [f"rows to rank {rank}: {way}" for rank, way in sorted(self._native.ways)]
@@ -249,6 +249,11 @@ class AllToAll:
             InvalidArgument: another thread is in a call.
         """
         self._native.finish()
+
+    def expect_departures(self) -> None:
+        """All calls of this rank are done: other ranks may leave from now on, and the log doesn't
+        report that as a loss."""
+        self._native.expect_departures()
 
     def close(self) -> None:
         """Ends the waits of the device; calls on it raise from then on. Others give this rank up

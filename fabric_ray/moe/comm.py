@@ -292,6 +292,7 @@ class Exchanges:
                 one.check()
             except FabricError as error:
                 wrong.append(error)
+            one.expect_departures()
         try:
             if not self.masked:
                 self.comm.all_gather(b"")

@@ -27,10 +27,11 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// `indices` are the experts of each token, `topk` of them; -1 for none.
+    /// `indices` are the experts of each token, `topk` of them; -1 for none. A token that names an expert twice sends it one
+    /// row, whose answer counts for both.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: too many tokens, an expert that there isn't, or one twice for a token.
+    /// [`EngineError::Invalid`]: too many tokens, or an expert that there isn't.
     pub fn new(shape: &Shape, indices: &[i64]) -> Result<Self> {
         let topk = shape.topk as usize;
         if !indices.len().is_multiple_of(topk) {
@@ -58,12 +59,9 @@ impl Routes {
                     shape.experts
                 )));
             };
-            if std::mem::replace(place, token) == token {
-                return Err(EngineError::Invalid(format!(
-                    "token {token} goes to expert {expert} twice; name each expert once"
-                )));
+            if std::mem::replace(place, token) != token {
+                counts[*expert as usize] += 1;
             }
-            counts[*expert as usize] += 1;
         }
         let mut next = running(&counts);
         let local = shape.local_experts() as usize;
@@ -71,6 +69,11 @@ impl Routes {
         let total = next[next.len() - 1] as usize;
         let (mut token_of, mut row_of) = (vec![0; total], vec![NONE; indices.len()]);
         for (i, expert) in indices.iter().enumerate().filter(|(_, e)| **e >= 0) {
+            let begin = i / topk * topk;
+            if let Some(earlier) = indices[begin..i].iter().position(|e| e == expert) {
+                row_of[i] = row_of[begin + earlier];
+                continue;
+            }
             let row = &mut next[*expert as usize];
             token_of[*row as usize] = (i / topk) as u32;
             row_of[i] = *row;
@@ -264,12 +267,19 @@ mod tests {
     }
 
     #[test]
+    fn an_expert_that_a_token_names_twice_gets_one_row() {
+        let routes = Routes::new(&shape(2, 2, 3, 2), &[3, 0, 3, 2, 2, -1]).unwrap();
+        assert_eq!(routes.counts, [1, 0, 1, 1]);
+        assert_eq!(routes.token_of, [0, 1, 0]);
+        assert_eq!(routes.row_of, [2, 0, 2, 1, 1, NONE]);
+    }
+
+    #[test]
     fn what_no_token_can_ask_for_is_refused() {
         let shape = shape(2, 2, 2, 2);
         for (indices, word) in [
             (&[0i64, 4][..], "expert 4"),
             (&[0, -2], "expert -2"),
-            (&[1, 1], "twice"),
             (&[0, 1, 2], "for each token"),
             (&[0, 1, 0, 1, 0, 1], "room for 2"),
         ] {

@@ -105,7 +105,7 @@ impl Shape {
         u64::from(self.max_tokens) * u64::from(self.topk)
     }
 
-    /// Rows from one rank to another, at most: a token has no expert twice, so that no more of its experts are on
+    /// Rows from one rank to another, at most: a token sends an expert one row, so that no more of its experts are on
     /// one rank than that hosts. (The paper's bound has the larger of the two numbers where this has the smaller.)
     pub fn pair_rows(&self) -> u64 {
         u64::from(self.max_tokens) * u64::from(self.topk.min(self.local_experts()))

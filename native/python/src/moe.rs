@@ -215,6 +215,11 @@ impl MoeExchange {
         py.detach(|| self.0.leave());
     }
 
+    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as a loss.
+    fn expect_departures(&self, py: Python<'_>) {
+        py.detach(|| self.0.expect_departures());
+    }
+
     /// Waits until others have what was handed in for them.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.finish()).or_raise(py)

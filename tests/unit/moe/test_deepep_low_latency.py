@@ -342,6 +342,26 @@ def test_events_and_static_calls_are_there() -> None:
     assert not Buffer.is_sm90_compiled()
 
 
+@pytest.mark.parametrize("topk", [TOPK, 4])
+def test_an_expert_that_a_token_names_twice_counts_twice(topk: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        for turn in range(3):
+            x, _, w = batch(comm.rank() + turn, M, 8, 3, 48)
+            g = torch.Generator().manual_seed(comm.rank() + 7 * turn)
+            # More places than a rank has experts, in any order.
+            idx = torch.randint(-1, 4, (M, topk), generator=g)
+            w = torch.rand(M, topk, generator=g)
+            recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 4, use_fp8=False)
+            kept = idx if turn else torch.where(torch.arange(topk) == 1, -1, idx)
+            y = answers(buffer, recv, counts)
+            sums, _, _ = buffer.low_latency_combine(y, kept, w, handle)
+            assert torch.equal(sums, unsharded(x, kept, w))
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
 def test_ranks_without_tokens_take_part() -> None:
     def work(comm: ThreadComm) -> None:
         buffer = low_latency(comm)

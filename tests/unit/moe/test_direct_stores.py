@@ -217,6 +217,27 @@ def test_rows_and_answers_go_straight_without_a_copy_between(host: Host) -> None
         assert any(all(together(ranks, work)) for _ in range(50))
 
 
+def test_rs_2_explain_counts_the_rows_that_kernels_stored(host: Host) -> None:
+    private = 4
+    with group(host, (DIRECT, DIRECT), private_rows=private) as ranks:
+        none = f"stored by this rank's kernels, at most {private} of a dispatch: 0 of 0 rows so far"
+        assert all(f"rows to rank {1 - a.rank}: {none}" in a.explain() for a in ranks)
+        local = EXPERTS // 2
+        x, idx, w = batch(0, TOKENS, EXPERTS, TOPK, HIDDEN)
+
+        def work(a: AllToAll) -> str:
+            for _ in range(2):
+                layer(a, x, idx, w)
+            return a.explain()
+
+        for rank, text in enumerate(together(ranks, work)):
+            away = int(((idx >= 0) & (idx // local != rank)).sum())
+            assert away > private
+            assert (
+                f": {2 * private} of {2 * away} rows so far, the engine writes the others" in text
+            )
+
+
 def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
     with group(host, (DIRECT, KERNELS, PLAIN)) as (direct, kernels, plain):
         assert "rows to rank 1: stored by this rank's kernels" in direct.explain()

@@ -12,6 +12,7 @@ import torch
 from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, ThroughputAllToAll
 from fabric_ray.moe.comm import Exchanges
+from fabric_ray.moe.deepep import Buffer
 from tests.moe_ranks import ThreadComm, batch, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M = 6, 3, 8, 40
@@ -82,3 +83,29 @@ def test_rs_1_answers_reach_who_asked_though_who_gave_them_is_gone(
         leave(comm, engine, {**shape, **kinds})
 
     on_ranks(3 if leave is destroyed else 2, work)
+
+
+@pytest.mark.parametrize("low_latency", [True, False])
+def test_a_healthy_destroy_reports_no_loss(
+    low_latency: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank leaves at another time, when all have their sums."""
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(None, low_latency_mode=True, comm=comm)
+        x, idx, w = batch(comm.rank(), 8, 8, 2, 64)
+        for _ in range(3):
+            if low_latency:
+                y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 8, use_fp8=False)
+                buffer.low_latency_combine(y, idx, w, handle)
+            else:
+                per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 8)
+                y, *_, way, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx)
+                buffer.combine(y, way)
+        buffer.destroy()
+        time.sleep(0.1 * comm.rank())
+
+    with caplog.at_level("WARNING"):
+        on_ranks(4, work)
+        time.sleep(0.5)  # records come from a thread of their own
+    assert [record.getMessage() for record in caplog.records] == []

@@ -120,6 +120,9 @@ pub struct Link {
     pub signs: Signs,
     pub out: Out,
     pub inward: In,
+    /// Rows to it so far, and those of them that this rank's device stored.
+    pub rows_out: u64,
+    pub rows_stored: u64,
 }
 
 /// What goes to a peer in one exchange.
@@ -185,6 +188,8 @@ impl Link {
             signs: Signs::default(),
             out: Out::default(),
             inward: In::default(),
+            rows_out: 0,
+            rows_stored: 0,
         }
     }
 

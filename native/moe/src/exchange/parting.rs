@@ -31,6 +31,11 @@ impl State {
 }
 
 impl AllToAll {
+    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as a loss.
+    pub fn expect_departures(&self) {
+        self.inner.state.lock().parting = true;
+    }
+
     /// Waits until others have what was handed in for them, or were given up since they don't take it: then the engine may be
     /// closed. An exchange that is dropped lingers as long, if its engine does.
     ///

@@ -96,6 +96,8 @@ pub struct State {
     pub beating: bool,
     /// The exchange was closed.
     pub left: bool,
+    /// All calls are done, and other ranks may leave: that is no failure to report.
+    pub parting: bool,
     /// Nobody holds on to the exchange any more but itself, until others have what was handed in.
     pub lingers: Option<Arc<Inner>>,
     /// Whoever carries the exchange out in place of the caller.
@@ -129,6 +131,7 @@ impl State {
             next_place: 0,
             beating: false,
             left: false,
+            parting: false,
             lingers: None,
             device: None,
             lives: 0,
@@ -441,7 +444,10 @@ impl State {
         let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
             return;
         };
-        tracing::warn!(rank, %cause, "a rank was given up");
+        match self.parting {
+            true => tracing::debug!(rank, %cause, "a rank has left"),
+            false => tracing::warn!(rank, %cause, "a rank was given up"),
+        }
         self.answers_out -= link.out.answers.len() as u32;
         self.waiting.retain(|waits| *waits != rank);
         self.revoke(rank, &link.wire.ours, acts);

@@ -59,12 +59,17 @@ impl State {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let mut ways = vec![RowWay::default(); shape.ranks as usize];
         for rank in self.others() {
-            let Some(link) = self.link(rank).filter(|l| l.out.routed) else { continue };
+            let Some(link) = self.link(rank) else { continue };
+            link.rows_out += link.out.rows;
+            if !link.out.routed {
+                continue;
+            }
             let rows = link.out.rows.min(shape.private_rows());
             let Some(stay) = (rows > 0).then(|| link.enter()).flatten() else { continue };
             let (offset, nbytes) = (memory.private(me, 0), rows * shape.row_stride());
             let Some(to) = stay.address(offset, nbytes) else { continue };
             link.out.stored = true;
+            link.rows_stored += rows;
             ways[rank as usize] = RowWay { to: to as u64, rows };
             stays.add(Told::Packed, stay);
         }
@@ -145,7 +150,14 @@ impl AllToAll {
                 (Some(Some(Err(why))), _) => format!("{sent}: {why}"),
                 (Some(Some(Ok(there))), _) => match there.shut_by() {
                     Some(cause) => format!("{sent}: {cause}"),
-                    None => "stored by this rank's kernels".into(),
+                    None => {
+                        let (stored, rows) = link.map_or((0, 0), |l| (l.rows_stored, l.rows_out));
+                        let most = state.shape.private_rows();
+                        format!(
+                            "stored by this rank's kernels, at most {most} of a dispatch: {stored} of {rows} rows so far, \
+                             the engine writes the others"
+                        )
+                    }
                 },
             }
         };
