@@ -31,9 +31,11 @@ class Destination:
         self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate
     ) -> None:
         self._into = into
+        self.partly_filled = False
+        """Whether the last :meth:`copy` failed, so that tensors of two versions lie here."""
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
-            guard = _ForwardGuard(gate)
+            guard = _ForwardGuard(gate, self.check_filled)
             before = into.register_forward_pre_hook(guard.before, prepend=True)
             after = into.register_forward_hook(guard.after, always_call=True)
             self._removes = [before.remove, after.remove]
@@ -99,10 +101,20 @@ class Destination:
         import torch
 
         tensors = self.tensors()
+        self.partly_filled = True
         # Parameters that were made under inference mode can be changed there alone.
         with torch.inference_mode():
             for name, tensor in arrived.items():
                 tensors[name].copy_(tensor)
+        self.partly_filled = False
+
+    def check_filled(self) -> None:
+        """Raises WeightSyncError if the tensors are of two versions (RS-1)."""
+        if self.partly_filled:
+            raise WeightSyncError(
+                "a version was copied into the module only in part, so its tensors are of two "
+                "versions; mend what the push's error named, and push again"
+            )
 
     def close(self) -> None:
         for remove in self._removes:
@@ -110,10 +122,16 @@ class Destination:
 
 
 class _ForwardGuard:
-    """Has a commit wait for a forward pass that it would otherwise change half of."""
+    """Has a commit wait for a forward pass that it would otherwise change half of.
 
-    def __init__(self, gate: ReaderGate | None) -> None:
+    Args:
+        gate: ``None`` in a copy of the module, which no push fills.
+        check: raises if the module can't be used.
+    """
+
+    def __init__(self, gate: ReaderGate | None, check: Callable[[], None] | None) -> None:
         self._gate = gate
+        self._check = check
         self._inside = threading.local()
 
     def before(self, *_: Any) -> None:
@@ -125,6 +143,8 @@ class _ForwardGuard:
         reading.name_thread()
         self._gate.enter(reading)
         self._stack.append(reading)
+        if self._check is not None:
+            self._check()
 
     def after(self, *_: Any) -> None:
         import torch
@@ -133,8 +153,7 @@ class _ForwardGuard:
             self._gate.leave(self._stack.pop())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module is filled by no push.
-        return _ForwardGuard, (None,)
+        return _ForwardGuard, (None, None)
 
     @property
     def _stack(self) -> list[Reading]:

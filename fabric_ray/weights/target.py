@@ -13,7 +13,7 @@ import msgspec
 from fabric_ray import observe
 from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
+from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
 from fabric_ray.weights.into import Destination
@@ -276,7 +276,9 @@ class WeightTarget:
             self._pause.begin()
             try:
                 self._gate.check_unread()  # by what the engine did to pause
-            except WeightSyncError:
+                if self._into is not None:
+                    self._into.check(self._layout, self.rank)
+            except FabricError:
                 self._pause.end()
                 raise
             self._live = self._next
@@ -320,7 +322,8 @@ class WeightTarget:
         self._announced = False
         self._lock_out()
         self._gate.open()
-        failed = None if self._torn else self._pause.end()
+        stands_still = self._torn or (self._into is not None and self._into.partly_filled)
+        failed = None if stands_still else self._pause.end()
         return msgspec.structs.replace(self._arm(), hook=failed)
 
     def check_session(self, session: str) -> None:
@@ -355,6 +358,8 @@ class WeightTarget:
         return not self._staged and self._into is None
 
     def _check_usable(self) -> None:
+        if self._into is not None:
+            self._into.check_filled()
         torn = self._torn and self._into is None
         if self.version is None or torn:
             what = "the version in use was overwritten by a push that is not over or has failed"

@@ -15,7 +15,7 @@ from fabric_ray.integrations.sglang import FabricWorker
 from fabric_ray.models import ModelConfig, parameter_shapes
 from fabric_ray.plan import Side
 from fabric_ray.runtime.token import cluster_token
-from fabric_ray.weights import WeightSource
+from fabric_ray.weights import EngineHooks, WeightSource
 from fabric_ray.weights.families import target_containers, target_side
 
 CONFIG = ModelConfig(
@@ -88,6 +88,17 @@ class Trainer:
         return actor.miles.update(seed)
 
 
+class ForgetfulHooks(EngineHooks):
+    """Loses a tensor when a version is about to be copied, after all have confirmed it."""
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+
+    def pause_generation(self) -> None:
+        if self._engine.forgetful == self._rank:
+            del self._engine.held[self._rank]["model.norm.weight"]
+
+
 class Engine:
     """Its methods are those of miles' ``SGLangEngine``; its workers share this process."""
 
@@ -102,6 +113,7 @@ class Engine:
         self.workers = [self._worker(rank) for rank in range(TP)]
         self.calls: list[str] = []
         self.broken = ""
+        self.forgetful: int | None = None
 
     def get_remote_instance_transfer_engine_info(self, rank: int) -> tuple[str, dict[str, Any]]:
         return self.workers[rank].session_id, self.workers[rank].weights_info
@@ -136,8 +148,8 @@ class Engine:
     def start_worker(self, rank: int) -> None:
         self.workers[rank] = self._worker(rank)
 
-    def forget(self, rank: int) -> None:
-        del self.held[rank]["model.norm.weight"]
+    def forget_at_next_commit(self, rank: int) -> None:
+        self.forgetful = rank
 
     def state(self) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
         """The calls since the last time, and the weights."""
@@ -145,7 +157,10 @@ class Engine:
         return calls, self.held
 
     def _worker(self, rank: int) -> FabricWorker:
-        return FabricWorker(self.held[rank], layout, rank=rank, ranks=TP, engine=engine())
+        hooks = ForgetfulHooks(self, rank)
+        return FabricWorker(
+            self.held[rank], layout, rank=rank, ranks=TP, engine=engine(), hooks=hooks
+        )
 
     def _call(self, call: str) -> None:
         self.calls.append(call)

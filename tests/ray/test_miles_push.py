@@ -97,7 +97,7 @@ def test_rs_3_engines_go_on_with_the_version_before_if_one_cant_take_part(team: 
 
 
 def test_rs_3_an_engine_with_half_a_version_stands_still_and_the_others_run_it(team: Team) -> None:
-    ray.get(team.engines[0].forget.remote(1))
+    ray.get(team.engines[0].forget_at_next_commit.remote(1))
     team.fails(4, "version 4 is in use", "rollout 1", "model.norm.weight")
     assert team.versions() == [4, 4]
     assert ray.get(team.engines[0].state.remote())[0] == BEFORE

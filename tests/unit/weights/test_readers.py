@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.weights import WeightTarget
+from fabric_ray.weights import EngineHooks, WeightTarget
 from fabric_ray.weights.target import TARGETS
 from tests.unit.weights.local_sync import SHAPES, Fault, LocalSync, expected, side
 
@@ -366,6 +366,40 @@ def test_rs_1_a_push_that_fails_leaves_a_module_whole(open_sync) -> None:
     sync.fault = None
     sync.push()
     assert is_version(modules[1].state_dict(), 1, 2)
+
+
+def test_rs_1_a_module_that_was_filled_in_part_computes_nothing_before_the_next_push(
+    open_sync,
+) -> None:
+    modules = [Module(), Module()]
+    modules[0].go_on.set()
+    sync = open_sync(first=False, into=modules.__getitem__)
+    sync.train(1)
+    sync.push()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        sync.targets[0]._into.copy({"w": expected(0, 2)["w"], "norm": torch.zeros(7)})
+    with pytest.raises(WeightSyncError, match="copied into the module only in part"):
+        modules[0]()
+    with pytest.raises(WeightSyncError, match="copied into the module only in part"):
+        _ = sync.targets[0].weights
+    sync.train(2)
+    sync.push()
+    assert torch.equal(modules[0]()[0], expected(0, 2)["norm"])
+
+
+def test_rs_1_a_parameter_that_was_replaced_after_confirming_leaves_the_module_whole(
+    open_sync,
+) -> None:
+    class Replaces(EngineHooks):
+        def pause_generation(self) -> None:
+            modules[0].norm = modules[0].norm.float()
+
+    modules = [Module(), Module()]
+    sync = open_sync(first=False, into=modules.__getitem__, hooks=lambda _: Replaces())
+    sync.train(1)
+    with pytest.raises(WeightSyncError, match="`norm` of rank 0 is float32"):
+        sync.push()
+    assert not modules[0].w.any()
 
 
 def test_rs_1_a_forward_pass_of_the_module_is_waited_for(open_sync) -> None:

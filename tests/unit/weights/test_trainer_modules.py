@@ -152,8 +152,8 @@ def test_a_tied_head_goes_to_engines_that_tie_it_and_to_others(
     sync = pushes.sync([held], side, make)
     for _ in range(2):
         assert sync.push().left == ()
-        for name, tensor in pushes.targets[0].weights.items():
-            assert torch.equal(tensor, model.state_dict()[name])
+        with pushes.targets[0].reading() as weights:
+            assert all(torch.equal(weights[name], model.state_dict()[name]) for name in weights)
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
 
@@ -239,8 +239,9 @@ def test_rs_1_adapters_arrive_merged_and_the_base_stays(
     sync = pushes.sync([model], side, **options)
     for _ in range(2):
         sync.push()
-        arrived = pushes.targets[0].weights["model.q_proj.weight"]
-        assert torch.equal(arrived, layer.merged().to(arrived.dtype))
+        with pushes.targets[0].reading() as weights:
+            dtype = weights["model.q_proj.weight"].dtype
+            assert torch.equal(weights["model.q_proj.weight"], layer.merged().to(dtype))
         assert torch.equal(layer.base_layer.weight, before)
         with torch.no_grad():
             layer.lora_B["other"].weight.mul_(3)
