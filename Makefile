@@ -112,6 +112,7 @@ lint: $(DONE)/native
 	cd native && cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/glossary.py
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest fabric_ray._native
