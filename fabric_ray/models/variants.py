@@ -34,12 +34,18 @@ _SUSPECT = re.compile(
     r"scal|multipl|_mult|mup_|_model_base|factor|cap$|capping|rope|rotary|ntk|logn|window|bias|norm"
     r"|attention|attn|(^|_)act(_|$)|activation|clip|limit|gate|router|routing|group|sink|alibi"
     r"|position_embed|residual|chunk|sparse|index|logit|softmax|temperature|shared|skip|share_|kv_"
+    r"|causal|direction|nope|linearity|parallel|sandwich|pre_ln|post_ln|loop|recur"
 )
 """What names of fields hold that may change arithmetic."""
 
+_ALWAYS_ON = re.compile(r"causal|^(use_)?(rope|rotary(_emb\w*)?|(rms_?|pre_)?norm|residual)$")
+"""Names of switches for what is always computed: off, they change arithmetic."""
+
 _INERT = re.compile(
     r"dropout|pdrop|_drop$|flash|sdpa|_to_keep$|loss|_implementation$|^initializer_range|^max_position_embeddings$|^rms_norm_eps$"
-    r"|^output_|^use_cache$|_token|^image_|^transformers_|^_name_or_path$|^auto_map$|^architectures$"
+    r"|^output_(attentions|hidden_states|router_logits|scores)$|^use_cache$"
+    r"|_token(_\w*(id|index)\w*)?$|^image_"
+    r"|^transformers_|^_name_or_path$|^auto_map$|^architectures$"
     r"|^router_jitter_noise$|quanti|compression"
 )
 """Names of fields that change nothing when a model computes logits."""
@@ -253,10 +259,12 @@ def _check_others(fields: dict[str, Any], read: Collection[str]) -> None:
     for field, value in sorted(fields.items()):
         if field in read or _INERT.search(field):
             continue
-        if _SUSPECT.search(field) and not _off(value):
+        if _SUSPECT.search(field) and not _inert(field, value):
             raise _Unread(f"{field} {value!r}, which isn't implemented")
 
 
-def _off(value: Any) -> bool:
-    """Whether a switch is off, or a factor 1."""
+def _inert(field: str, value: Any) -> bool:
+    """Whether a switch is as a plain model has it, or a factor 1."""
+    if _ALWAYS_ON.search(field):
+        return value is None or value is True
     return value is not True and value in (None, False, 0, 1, "", [], {})
