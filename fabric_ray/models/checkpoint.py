@@ -17,10 +17,12 @@ from fabric_ray.models.boxes import Box
 from fabric_ray.models.config import ModelConfig, Shape, parameter_dtype, parameter_shapes
 from fabric_ray.models.errors import CheckpointError
 from fabric_ray.models.hf import CONFIG_FILE, config_to_hf, read_config
-from fabric_ray.models.stored import PLAIN, check_companions, check_plain
+from fabric_ray.models.stored import HEAD, PLAIN, check_companions, check_plain, check_tied
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_ROWS = 4096
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -106,6 +108,16 @@ class Checkpoint(Mapping[str, Tensor]):
         for file, opened in self._open.items():
             # An index need not name all that its files hold.
             check_companions(self._shapes, opened.keys(), str(self.directory / file))
+        check_tied(self._shapes, self._files, str(self.directory), self._same)
+
+    def _same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same values; a part of them is held at a time."""
+        if self._slice(name).get_shape() != self._slice(other).get_shape():
+            return False
+        rows = self._slice(name).get_shape()[0]
+        parts = (slice(row, min(row + _ROWS, rows)) for row in range(0, rows, _ROWS))
+        with torch.device("cpu"):
+            return all(torch.equal(self._slice(name)[p], self._slice(other)[p]) for p in parts)
 
 
 def save_checkpoint(
@@ -205,7 +217,7 @@ def _checked(
 
 
 def _locate(directory: Path, shapes: dict[str, Shape]) -> dict[str, str]:
-    """The file of each parameter."""
+    """The file of each parameter, and of a head that is stored though it is tied."""
     index = directory / INDEX_FILE
     if index.exists():
         found = _read_index(index)
@@ -221,7 +233,7 @@ def _locate(directory: Path, shapes: dict[str, Shape]) -> dict[str, str]:
     missing = shapes.keys() - found.keys()
     if missing:
         raise _missing(directory, missing)
-    return {name: found[name] for name in shapes}
+    return {name: found[name] for name in (*shapes, HEAD) if name in found}
 
 
 def _read_index(index: Path) -> dict[str, str]:

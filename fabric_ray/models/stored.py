@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fabric_ray.models.errors import CheckpointError
 
 PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes whose elements are the values of a weight, by their name in safetensors headers."""
+
+HEAD = "lm_head.weight"
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """Fields of ``config.json`` that say how weights are quantised."""
@@ -30,6 +32,11 @@ _COMPANION = re.compile(
 
 _CACHE_SCALE = re.compile(r"(^|[._])(q|k|v|kv|prob)(_cache)?_scales?$|_proj\.output_scale$")
 """Scales of quantised key/value caches, which change no weight."""
+
+_LAYER = re.compile(r"^(.*\.)?layers\.\d+\.")
+
+_NO_ARITHMETIC = re.compile(r"(^|\.)(rotary_emb|indexer)\.|(^|[._])masks?$|position_ids$")
+"""Tensors of a layer that follow from its configuration, or that not all layers use."""
 
 _ADVICE = "use the unquantised checkpoint, or dequantise it with its scales first"
 
@@ -75,6 +82,7 @@ class PlainTensors(Mapping[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Any], names: Collection[str], where: str) -> None:
         check_companions(names, tensors, where)
+        check_tied(names, tensors, where, lambda a, b: bool((tensors[a] == tensors[b]).all()))
         self._tensors, self._where = tensors, where
 
     def __getitem__(self, name: str) -> Any:
@@ -94,7 +102,7 @@ class PlainTensors(Mapping[str, Any]):
 
 def check_companions(names: Collection[str], stored: Iterable[str], where: str) -> None:
     """Refuses what is stored for a weight that is read and would be ignored: its scales, packed
-    values in its place, a bias or adapter that the configuration doesn't have.
+    values in its place, a bias, adapter or norm that the configuration doesn't have.
 
     Args:
         names: of the weights that are read.
@@ -102,24 +110,57 @@ def check_companions(names: Collection[str], stored: Iterable[str], where: str) 
         where: what holds them, for the error.
 
     Raises:
-        CheckpointError: names the first weight and what belongs to it.
+        CheckpointError: names the first weight or layer and what belongs to it.
     """
     modules = {name.rpartition(".")[0]: name for name in sorted(names)}
+    layers = {at[0] for name in names if (at := _LAYER.match(name))}
     for name in stored:
         if name in names or _CACHE_SCALE.search(name):
             continue
         scales = bool(_COMPANION.search(name))
-        weight = next((w for w in _owners(name, modules, scales) if w in names), None)
-        if weight is not None:
+        owner = next((w for w in _owners(name, modules, scales) if w in names), None)
+        at = _LAYER.match(name)
+        if owner is None and at and at[0] in layers and not _NO_ARITHMETIC.search(name):
+            owner = at[0].removesuffix(".")
+        if owner is not None:
             advice = (
                 _ADVICE if scales else "use the config of this checkpoint, or merge or remove it"
             )
             raise CheckpointError(
-                f"{where}: {name} is stored with {weight} and would be ignored, which gives other "
+                f"{where}: {name} is stored with {owner} and would be ignored, which gives other "
                 f"results; {advice}",
                 path=where,
-                parameter=weight,
+                parameter=owner,
             )
+
+
+def check_tied(
+    names: Collection[str],
+    stored: Collection[str],
+    where: str,
+    same: Callable[[str, str], bool],
+) -> None:
+    """Refuses a head that is stored and isn't the embedding, which is read in its place.
+
+    Args:
+        names: of the weights that are read.
+        stored: names of all tensors that there are.
+        where: what holds them, for the error.
+        same: compares two tensors by their names.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if HEAD in names or HEAD not in stored:
+        return
+    embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
+    if not same(HEAD, embedding):
+        raise CheckpointError(
+            f"{where}: {HEAD} differs from {embedding}, and would be ignored, as the config says "
+            "tie_word_embeddings; set that to false, or remove the tensor",
+            path=where,
+            parameter=HEAD,
+        )
 
 
 def _owners(name: str, modules: Mapping[str, str], scales: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -104,6 +105,35 @@ def test_what_belongs_to_a_weight_is_not_ignored(name: str, without: str, tmp_pa
         Checkpoint(tmp_path)
     assert caught.value.parameter == WEIGHT
     assert MODULE + name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_norm.weight", "self_attn.sinks", "pre_feedforward_layernorm.weight"]
+)
+def test_rs_1_what_a_layer_computes_with_is_not_ignored(name: str, tmp_path: Path) -> None:
+    """It is another architecture's, and its config.json says that it is llama's."""
+    full = waves(CONFIG) | {f"model.layers.1.{name}": torch.ones(4)}
+    save_checkpoint(tmp_path, CONFIG, waves(CONFIG))
+    save_file(full, tmp_path / "model.safetensors")
+    for load in (lambda: Checkpoint(tmp_path), lambda: Model.of(CONFIG, full, revision="1")):
+        with pytest.raises(CheckpointError, match=rf"layers\.1\.{name} is stored"):
+            load()
+
+
+def test_rs_1_a_head_that_differs_from_the_embedding_is_not_ignored(tmp_path: Path) -> None:
+    tied = structs.replace(CONFIG, tied=True)
+    full = waves(tied)
+    save_checkpoint(tmp_path, tied, full)
+    full["lm_head.weight"] = full["model.embed_tokens.weight"].clone()
+    save_file(full, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path)
+    assert Model.of(tied, full, revision="1")
+    full["lm_head.weight"][-1, -1] += 1
+    save_file(full, tmp_path / "model.safetensors")
+    for load in (lambda: Checkpoint(tmp_path), lambda: Model.of(tied, full, revision="1")):
+        with pytest.raises(CheckpointError, match="tie_word_embeddings") as caught:
+            load()
+        assert caught.value.parameter == "lm_head.weight"
 
 
 def test_rs_1_scales_that_an_index_does_not_name_are_not_ignored(tmp_path: Path) -> None:
