@@ -22,7 +22,7 @@ from benchmarks.harness.cases import Case
 from benchmarks.harness.machine import machine
 from benchmarks.harness.page import write_page
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.harness.results import SCHEMA, Report, save
+from benchmarks.harness.results import SCHEMA, Report, Row, save
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.harness.table import print_absent, print_report
 from benchmarks.suites.registry import SUITES
@@ -71,6 +71,8 @@ def chosen_cases(options: Options) -> list[Case]:
 def run(options: Options, console: Console) -> Report:
     """Measure, save JSON and page below `options.out`, and print the table.
 
+    The JSON is saved after every case. An interrupted run prints and saves what it has measured.
+
     Raises:
         ValueError: for options that name nothing.
     """
@@ -78,39 +80,50 @@ def run(options: Options, console: Console) -> Report:
     here, absent = find_contenders(peers=options.peers, names=options.contenders)
     print_absent(absent, console)
     load, began, clock = os.getloadavg(), datetime.now(timezone.utc), time.monotonic()
-    adopt_orphans()
-    with ended_by_signals(), _progress(console) as bar:
-        task = bar.add_task("", total=len(cases))
-
-        keys = [case.key for case in cases]
-
-        def say(text: str) -> None:
-            bar.update(task, description=text)
-            if text in keys:
-                bar.update(task, completed=keys.index(text))
-                if not console.is_terminal:
-                    console.print(f"{keys.index(text) + 1}/{len(keys)} {text}", highlight=False)
-
-        rows, left_behind = run_cases(cases, here, options.plan, say)
-        bar.update(task, completed=len(cases), description="done")
-    report = Report(
-        schema=SCHEMA,
-        started=began.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - clock,
-        options=_shown(options),
-        machine=machine(load),
-        rows=rows,
-        absent=absent,
-        left_behind=left_behind,
-    )
-    options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"bench-{began:%Y%m%d-%H%M%S}"
-    save(report, stem.with_suffix(".json"))
-    write_page(report, stem.with_suffix(".html"))
-    print_report(report, console)
-    for suffix in (".json", ".html"):
-        console.print(f"saved {stem.with_suffix(suffix)}", highlight=False, soft_wrap=True)
-    return report
+    keys = [case.key for case in cases]
+    rows: list[Row] = []
+    left_behind: list[str] = []
+
+    def report() -> Report:
+        return Report(
+            schema=SCHEMA,
+            started=began.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - clock,
+            options=_shown(options),
+            machine=machine(load),
+            rows=rows,
+            absent=absent,
+            left_behind=left_behind,
+        )
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        save(report(), stem.with_suffix(".json"))
+
+    adopt_orphans()
+    try:
+        with ended_by_signals(), _progress(console) as bar:
+            task = bar.add_task("", total=len(cases))
+
+            def say(text: str) -> None:
+                bar.update(task, description=text)
+                if text in keys:
+                    bar.update(task, completed=keys.index(text))
+                    if not console.is_terminal:
+                        console.print(f"{keys.index(text) + 1}/{len(keys)} {text}", highlight=False)
+
+            left_behind += run_cases(cases, here, options.plan, say, keep)[1]
+    finally:
+        if rows:
+            save(report(), stem.with_suffix(".json"))
+            write_page(report(), stem.with_suffix(".html"))
+            print_report(report(), console)
+            if len(rows) < len(cases):
+                console.print(f"[yellow]interrupted[/] in case {len(rows)} of {len(cases)}")
+            for suffix in (".json", ".html"):
+                console.print(f"saved {stem.with_suffix(suffix)}", highlight=False, soft_wrap=True)
+    return report()
 
 
 def _shown(options: Options) -> dict[str, str]:

@@ -89,8 +89,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Processes and shared-memory files that contenders left and the harness removed."""
 
 
-def save(report: Report, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+def save(report: object, path: Path) -> None:
+    """Write JSON; an interruption leaves either the file of before or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    new.replace(path)
 
 
 def load(path: Path) -> Report:

@@ -33,18 +33,23 @@ class _Entry:
 
 
 def run_cases(
-    cases: Sequence[Case], contenders: Sequence[Contender], plan: Plan, say: Say
+    cases: Sequence[Case],
+    contenders: Sequence[Contender],
+    plan: Plan,
+    say: Say,
+    keep: Callable[[Row], None] = lambda row: None,
 ) -> tuple[list[Row], list[str]]:
     """Measure every case; returns the rows and what contenders left behind (now removed).
 
-    A contender runs from its first case to its last, paused except in its own turns.
+    A contender runs from its first case to its last, paused except in its own turns. `keep` gets
+    each row at once, also the one that an exception interrupts, with the turns it has.
     """
     remains = Remains()
     rows: list[Row] = []
     try:
         for number, case in enumerate(cases):
             say(case.key)
-            rows.append(_run_case(case, contenders, plan, say, remains))
+            rows.append(_run_case(case, contenders, plan, say, remains, keep))
             for contender in contenders:
                 if not any(contender.supports(later) for later in cases[number + 1 :]):
                     contender.stop()
@@ -56,7 +61,12 @@ def run_cases(
 
 
 def _run_case(
-    case: Case, contenders: Sequence[Contender], plan: Plan, say: Say, remains: Remains
+    case: Case,
+    contenders: Sequence[Contender],
+    plan: Plan,
+    say: Say,
+    remains: Remains,
+    keep: Callable[[Row], None],
 ) -> Row:
     failures: list[Failure] = []
     entries: list[_Entry] = []
@@ -86,15 +96,17 @@ def _run_case(
             if attempt(entry, begin):
                 entries.append(entry)
     remains.look()
-    for number in range(plan.turns):
-        shift = number % max(1, len(entries))
-        order = entries[shift:] + entries[:shift]
-        failed = [entry for entry in order if not attempt(entry, turn)]
-        entries = [entry for entry in entries if entry not in failed]
-    figures = [_figure(entry, case) for entry in entries]
-    return Row(
-        key=case.key, unit=case.unit, case=case, figures=_with_ratios(figures), failures=failures
-    )
+    try:
+        for number in range(plan.turns):
+            shift = number % max(1, len(entries))
+            order = entries[shift:] + entries[:shift]
+            failed = [entry for entry in order if not attempt(entry, turn)]
+            entries = [entry for entry in entries if entry not in failed]
+    finally:
+        figures = _with_ratios([_figure(entry, case) for entry in entries if entry.turns])
+        row = Row(key=case.key, unit=case.unit, case=case, figures=figures, failures=failures)
+        keep(row)
+    return row
 
 
 def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from benchmarks.contenders.ucx import UcxPut
 from benchmarks.harness import data, stats
 from benchmarks.harness.cases import KIB, MIB, Case, size
 from benchmarks.harness.contender import Effort, Measurement
+from benchmarks.harness.results import Row
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.harness.table import floor, ours
 from benchmarks.suites.registry import SUITES
@@ -119,6 +121,33 @@ def test_a_push_is_held_against_the_floor_of_the_same_push(monkeypatch: pytest.M
     assert mine.turns == pytest.approx([4.0, 20.0, 100.0])  # seconds for the bytes of the case
     assert plain.turns == pytest.approx([2.0, 10.0, 50.0])
     assert mine.of_floor == pytest.approx(0.5)
+
+
+def test_an_interrupted_run_keeps_what_it_has_measured() -> None:
+    class Interrupted:
+        name, family, threads, obtain = "floor", "floor", 1, ""
+        calls = 0
+
+        def measure(self, case: Case, effort: Effort) -> Measurement:
+            self.calls += 1
+            if self.calls == 7 + 2 + 4:  # a case takes two calls of calibration and five turns
+                raise KeyboardInterrupt
+            return Measurement(seconds=[1e-3] * effort.samples)
+
+        def describe(self, case: Case) -> str:
+            return "never ends"
+
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: True
+
+    cases = [WRITE, PAGES]
+    kept: list[Row] = []
+    plan = Plan(turns=5, turn_seconds=0.01)
+    contenders: list[Any] = [Interrupted()]
+    with pytest.raises(KeyboardInterrupt):
+        run_cases(cases, contenders, plan, lambda text: None, kept.append)
+    assert [row.key for row in kept] == [case.key for case in cases]
+    assert [len(row.figures[0].turns) for row in kept] == [5, 3]
 
 
 UCX = """iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr
