@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -132,35 +132,28 @@ class _ForwardGuard:
     def __init__(self, gate: ReaderGate | None, check: Callable[[], None] | None) -> None:
         self._gate = gate
         self._check = check
-        self._inside = threading.local()
 
     def before(self, *_: Any) -> None:
         import torch
 
         if self._gate is None or torch.compiler.is_compiling():
             return
-        reading = Reading(self._gate, lambda _: {}, "a forward pass")
+        # Of torch, and over when the pass is.
+        call = sys._getframe(1)
+        reading = Reading(self._gate, lambda _: {}, "a forward pass", call)
         reading.name_thread()
         self._gate.enter(reading)
-        self._stack.append(reading)
         if self._check is not None:
             self._check()
 
     def after(self, *_: Any) -> None:
         import torch
 
-        if self._gate is not None and not torch.compiler.is_compiling() and self._stack:
-            self._gate.leave(self._stack.pop())
+        if self._gate is not None and not torch.compiler.is_compiling():
+            self._gate.leave_call(sys._getframe(1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ForwardGuard, (None, None)
-
-    @property
-    def _stack(self) -> list[Reading]:
-        if not hasattr(self._inside, "stack"):
-            self._inside.stack = []
-        stack: list[Reading] = self._inside.stack
-        return stack
 
 
 def _is_part(tensor: torch.Tensor, of: torch.Tensor) -> bool:

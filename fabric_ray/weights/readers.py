@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
@@ -40,6 +41,7 @@ class ReaderGate:
         self._held = held
         self._changed = threading.Condition(threading.RLock())
         self._readings: set[Reading] = set()
+        self._calls: dict[FrameType, Reading] = {}
         self._closed_until = 0.0
         self._writer: int | None = None
         self._ended = False
@@ -51,6 +53,7 @@ class ReaderGate:
             WeightSyncError: the caller itself is inside ``reading()``.
         """
         with self._changed:
+            self._end_interrupted()
             self._refuse_readers()
             closed_before = self._is_closed
             self._closed_until = time.monotonic() + seconds
@@ -77,6 +80,7 @@ class ReaderGate:
             WeightSyncError: somebody reads the version in use.
         """
         with self._changed:
+            self._end_interrupted()
             self._refuse_readers()
             self.check_unread()
             self._writer = threading.get_ident()
@@ -104,6 +108,7 @@ class ReaderGate:
     def enter(self, reading: Reading, *, block: bool = True) -> bool:
         """Admits a reader; ``False`` if that would block and may not."""
         with self._changed:
+            self._end_interrupted()
             outer = self._outer()
             if outer is None:
                 if not block and not self._ended and self._must_wait:
@@ -114,16 +119,37 @@ class ReaderGate:
                 outer.since = time.monotonic()
             outer.depth += 1
             reading.stack.append(outer)
+            if reading.call is not None:
+                self._calls[reading.call] = reading
             _entered.set((*(r for r in _entered.get() if r.depth), outer))
             return True
 
     def leave(self, reading: Reading) -> None:
         with self._changed:
             outer = reading.stack.pop()
+            if reading.call is not None:
+                del self._calls[reading.call]
             outer.depth -= 1
             if not outer.depth:
                 self._readings.discard(outer)
             _entered.set(tuple(r for r in _entered.get() if r.depth))
+
+    def leave_call(self, call: FrameType) -> None:
+        """Ends the reader that lasts as long as a call, if there is one."""
+        with self._changed:
+            if reading := self._calls.get(call):
+                self.leave(reading)
+            self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
+        """Ends readers whose call is over without saying so: ``KeyboardInterrupt``, by which Ray
+        cancels as well, runs no hook of a module."""
+        for call, reading in list(self._calls.items()):
+            try:
+                call.clear()
+            except RuntimeError:  # raised for a call that goes on
+                continue
+            self.leave(reading)
 
     @property
     def _is_closed(self) -> bool:
@@ -171,12 +197,18 @@ class Reading:
         gate: where commits wait for it.
         weights: makes what the span reads.
         where: the caller, for errors.
+        call: ends it, too.
     """
 
     def __init__(
-        self, gate: ReaderGate, weights: Callable[[Reading], Mapping[str, torch.Tensor]], where: str
+        self,
+        gate: ReaderGate,
+        weights: Callable[[Reading], Mapping[str, torch.Tensor]],
+        where: str,
+        call: FrameType | None = None,
     ) -> None:
         self._gate = gate
+        self.call = call
         self._weights = weights
         self._where = where
         self._thread = ""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -422,6 +423,33 @@ def test_rs_1_a_forward_pass_of_the_module_is_waited_for(open_sync) -> None:
     copy.deepcopy(modules[0].w)
     sync.targets[0].close()
     assert not modules[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_pass_that_was_interrupted_delays_no_push(open_sync, inside: bool) -> None:
+    """``ray.cancel`` and Ctrl-C raise what is no ``Exception``, for which torch runs no hook."""
+    modules = [Module(), Module()]
+    sync = open_sync(first=False, into=modules.__getitem__, timeout=1.0)
+    sync.train(1)
+    sync.push()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    modules[0].inside.set = interrupt  # type: ignore[method-assign]
+    reading = sync.targets[0].reading() if inside else nullcontext()
+    with reading, pytest.raises(KeyboardInterrupt):
+        modules[0]()
+    sync.train(2)
+    assert sync.push().version == 2
+    del modules[0].inside.set
+    modules[0].go_on.set()
+    with sync.targets[0].reading():
+        before, _ = modules[0]()
+        assert torch.equal(before, expected(0, 2)["norm"])
+        sync.train(3)
+        with pytest.raises(WeightSyncError, match="did not stop reading"):
+            sync.push()
 
 
 def test_rs_1_a_module_that_a_push_would_fill_in_part_is_refused(open_sync) -> None:
