@@ -41,8 +41,8 @@ def look(a: AllToAll) -> None:
 
 
 LOOKED = {"card", "check", "explain", "set_timeout"}
-# Between exchanges alone; and what ends waits, which is tried below.
-APART = {"admit", "connect", "close", "mask"}
+# Between or after exchanges alone; and what ends waits, which is tried below.
+APART = {"admit", "connect", "close", "expect_departures", "mask"}
 
 
 def test_every_public_call_of_an_exchange_is_made() -> None:

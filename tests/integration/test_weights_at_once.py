@@ -59,6 +59,17 @@ def read(w: World, draw: random.Random) -> None:
     assert any(fits), f"RS-3: {target.name} has neither {before} nor {before + 1}"
 
 
+def read_inside(w: World, draw: random.Random) -> None:
+    """All that is read in one block is of one version (RS-1)."""
+    target = draw.choice(w.sync.targets[:2])
+    try:
+        with target.reading() as weights:
+            want = expected(target.rank, target.version or 0)
+            assert all(torch.equal(weights[name], want[name]) for name in want)
+    except WeightSyncError as error:
+        assert "no version has arrived" in str(error)  # while a controller connects
+
+
 def look(w: World, draw: random.Random) -> None:
     assert w.sync.rollouts[:2] == (0, 1)
     with suppress(InvalidArgument):  # there is no plan while it connects
@@ -109,6 +120,7 @@ def commit_what_was_not_confirmed(w: World, draw: random.Random) -> None:
 CALLS = [
     push,
     read,
+    read_inside,
     look,
     connect,
     join_and_drop,
@@ -128,6 +140,7 @@ MADE = {
     "WeightTarget.check_session",
     "WeightTarget.commit",
     "WeightTarget.on_commit",
+    "WeightTarget.reading",
 }
 # Stages of a push, which the controller asks for one by one: pushes, connects and joins make them.
 STAGES = {
@@ -139,6 +152,7 @@ STAGES = {
     "WeightTarget.feed",
     "WeightTarget.give",
     "WeightTarget.pass_on",
+    "WeightTarget.quiesce",
 }
 # With formats alone; and what ends what all others use.
 APART = {
