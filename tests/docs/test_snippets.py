@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +41,30 @@ def test_what_a_page_shows_runs(page: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_an_example_runs_and_says_that_the_bytes_arrived(example: Path) -> None:
     assert "arrived" in run("tests/docs/run_page.py", str(example))
+
+
+def code_lines(text: str) -> list[str]:
+    lines = (line.split("  #")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def test_the_three_lines_for_each_user_are_lines_of_programs_that_run() -> None:
+    text = (ROOT / "README.md").read_text()
+    fences = re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    programs = [line for kind, code in fences if kind == "python" for line in code_lines(code)]
+    excerpts = [code_lines(code) for kind, code in fences if kind == "py"]
+    assert [len(lines) for lines in excerpts] == [3, 3]
+    wrong = [line for lines in excerpts for line in lines if line not in programs]
+    assert not wrong
+
+
+def test_the_servers_of_the_first_screen_get_a_connector_that_exists() -> None:
+    text = (ROOT / "README.md").read_text()
+    [shell] = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    script = shell.replace("vllm serve MODEL --kv-transfer-config", "echo")
+    said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    configurations = [json.loads(line) for line in said.splitlines()]
+    assert [c["kv_role"] for c in configurations] == ["kv_producer", "kv_consumer"]
+    for found in configurations:
+        module = ROOT / (found["kv_connector_module_path"].replace(".", "/") + ".py")
+        assert f"class {found['kv_connector']}(" in module.read_text()
