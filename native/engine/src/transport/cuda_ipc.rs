@@ -1,7 +1,7 @@
-//! GPU memory between processes of one host: the links of the shm transport, over which an owner's
-//! allocations are mapped (CUDA IPC) and copied to and from by the copy engine.
+//! GPU memory between processes of one host. The transport uses the links of shm, maps the owner's
+//! allocations by CUDA IPC, and copies with the copy engine.
 //!
-//! Memory that can't be given to other processes (mapped piecewise, or from a pool) is staged.
+//! Memory that cannot be exported (mapped piecewise, or from a pool) is staged.
 
 use super::shm::ShmDomain;
 use crate::{
@@ -11,8 +11,8 @@ use crate::{
     wake::Waker,
 };
 
-/// Opens the transport. CUDA is started only for who asks for the transport by name: a process that
-/// has started it can't use it after a fork.
+/// Opens the transport. It starts CUDA only if the configuration names the transport, because a
+/// process that has started CUDA cannot use it after a fork.
 pub(super) fn open(
     id: EngineId,
     config: &EngineConfig,
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rs_2_without_cuda_it_is_left_out_in_words() {
+    fn rs_2_without_cuda_the_error_names_the_cause() {
         if Driver::in_use().is_some() || std::path::Path::new("/dev/nvidiactl").exists() {
             return;
         }

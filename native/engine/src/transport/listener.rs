@@ -1,5 +1,5 @@
-//! A listening socket: how many connections may be open before their peer is proven, and a pause while no
-//! more can be accepted. What isn't accepted stays ready, so that a worker would never sleep again.
+//! A listening socket. It bounds the connections whose peer is unproven, and pauses when no more
+//! can be accepted: unaccepted connections keep the socket readable and the worker awake.
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
@@ -18,24 +18,24 @@ use crate::{domain::DomainError, time::Time};
 
 const REST: Duration = Duration::from_millis(100);
 
-/// A connection has this long before a newer one may displace it, if its peer isn't proven by then. Peers of
-/// a burst wait in the kernel's queue meanwhile.
+/// Time that an unproven connection has before a newer one may displace it. Further peers of a
+/// burst wait in the kernel's queue meanwhile.
 const GRACE: Duration = Duration::from_millis(50);
-/// While all of the unproven are younger than that.
+/// Pause while all unproven connections are younger than [`GRACE`].
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Unproven connections of a listener: this part of the process's descriptors, within these bounds.
+/// Limit of unproven connections: this fraction of the descriptor limit, within these bounds.
 const PART: u64 = 8;
 const FEWEST: usize = 8;
 const MOST: usize = 1024;
-/// Descriptors that are kept for the application: beyond them only the fewest are unproven.
+/// Descriptors kept for the application. When fewer are free, the limit is [`FEWEST`].
 const RESERVE: u64 = 128;
 
-/// What is to be done before another connection is accepted.
+/// What to do before another connection is accepted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Admission<K> {
     Accept,
-    /// Close this one, which has had its time, and ask again.
+    /// Close this connection, whose time is over, and ask again.
     Displace(K),
     Wait,
 }
@@ -44,15 +44,15 @@ pub(crate) enum Admission<K> {
 pub(crate) struct Listener {
     socket: OwnedFd,
     tag: u64,
-    /// When it listens again; `Time::NEVER` while it does.
+    /// When listening resumes; `Time::NEVER` while it listens.
     pub wakes_at: Time,
-    /// The descriptor of the last connection: the kernel gives out the lowest that is free.
+    /// Descriptor of the last connection. The kernel assigns the lowest free number.
     newest: RawFd,
     log: LogLimit,
 }
 
 impl Listener {
-    /// `tag` is what `epoll` will report for it.
+    /// `tag` is the number that `epoll` reports for this socket.
     pub fn new(socket: OwnedFd, tag: u64, epoll: &OwnedFd) -> Result<Self, DomainError> {
         let data = epoll::EventData::new_u64(tag);
         epoll::add(epoll, &socket, data, epoll::EventFlags::IN)
@@ -60,8 +60,8 @@ impl Listener {
         Ok(Self { socket, tag, wakes_at: Time::NEVER, newest: 0, log: LogLimit::default() })
     }
 
-    /// Bounds the connections whose peers aren't proven: `unproven`, each with the time at which it was accepted,
-    /// of which one takes `each` descriptors.
+    /// Bounds the unproven connections. `unproven` yields each with the time at which it was
+    /// accepted; each takes `each` descriptors.
     pub fn admit<K>(
         &mut self,
         now: Time,
@@ -81,7 +81,7 @@ impl Listener {
                 if now >= at.after(GRACE) {
                     return Admission::Displace(key);
                 }
-                self.rest(now, PAUSE, epoll);
+                self.pause(now, PAUSE, epoll);
                 Admission::Wait
             }
             _ => Admission::Accept,
@@ -97,7 +97,7 @@ impl Listener {
         }
     }
 
-    /// The next connection, if any.
+    /// Accepts the next connection, if any.
     pub fn accept(&mut self, now: Time, epoll: &OwnedFd) -> Option<OwnedFd> {
         loop {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -106,25 +106,25 @@ impl Listener {
                     self.newest = connection.as_raw_fd();
                     Some(connection)
                 }
-                // It was gone before it was accepted.
+                // The peer closed it before it was accepted.
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(Errno::AGAIN) => None,
                 Err(error) => {
                     self.log.warn("connections wait; raise the open-file limit", &error);
                     self.newest = RawFd::MAX;
-                    self.rest(now, REST, epoll);
+                    self.pause(now, REST, epoll);
                     None
                 }
             };
         }
     }
 
-    fn rest(&mut self, now: Time, how_long: Duration, epoll: &OwnedFd) {
-        self.wakes_at = now.after(how_long);
+    fn pause(&mut self, now: Time, duration: Duration, epoll: &OwnedFd) {
+        self.wakes_at = now.after(duration);
         self.listen(epoll, epoll::EventFlags::empty());
     }
 
-    /// Ends the rest if it is over.
+    /// Ends the pause if it is over.
     pub fn tick(&mut self, now: Time, epoll: &OwnedFd) {
         if self.wakes_at <= now {
             self.wakes_at = Time::NEVER;
@@ -140,13 +140,14 @@ impl Listener {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::transport::sockets::{self, Demand};
+    use crate::transport::sockets::{self, AddressPolicy};
 
     #[test]
-    fn unproven_connections_are_bounded_and_the_oldest_makes_way() {
+    fn unproven_connections_are_bounded_and_the_oldest_is_displaced() {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let here = [std::net::Ipv4Addr::LOCALHOST.into()];
-        let (_, socket) = sockets::listen(&here, Demand::All, None).unwrap().sockets.remove(0);
+        let (_, socket) =
+            sockets::listen(&here, AddressPolicy::All, None).unwrap().sockets.remove(0);
         let mut listener = Listener::new(socket, 0, &epoll).unwrap();
         let most = listener.most();
         assert!((FEWEST..=MOST).contains(&most));
@@ -155,10 +156,10 @@ mod tests {
         let mut admit = |now, n| listener.admit(now, unproven(n), 1, &epoll);
         assert_eq!(admit(late, most - 1), Admission::Accept);
         assert_eq!(admit(late, most), Admission::Displace(0));
-        // A burst of peers: each has time to prove itself, and the worker sleeps meanwhile.
+        // In a burst each peer has time to prove itself, and the worker sleeps meanwhile.
         assert_eq!(admit(start, most), Admission::Wait);
         assert_eq!(listener.wakes_at, start.after(PAUSE));
-        // Where the process is short of descriptors.
+        // The process is short of descriptors.
         listener.newest = RawFd::MAX;
         assert_eq!(listener.admit(late, unproven(FEWEST), 1, &epoll), Admission::Displace(0));
         assert_eq!(listener.admit(late, unproven(FEWEST - 1), 1, &epoll), Admission::Accept);

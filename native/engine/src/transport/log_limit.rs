@@ -1,4 +1,5 @@
-//! What strangers can have logged: one line per cause and interval, with the number of those left out.
+//! Limits log lines that strangers can cause: one line per cause and interval, with a count of the
+//! lines left out.
 
 use std::{
     collections::HashMap,
@@ -8,7 +9,8 @@ use std::{
 use crate::domain::DomainError;
 
 const INTERVAL: Duration = Duration::from_secs(10);
-/// Different causes that get a line of their own in an interval; others share one. Their text may be a stranger's.
+/// Causes with a line of their own per interval; further causes share one. A stranger may choose
+/// their text.
 const MOST_CAUSES: usize = 16;
 
 #[derive(Debug)]
@@ -17,12 +19,13 @@ struct Cause {
     left_out: u64,
 }
 
-/// Of one listener or domain.
+/// The log limit of one listener or domain.
 #[derive(Debug, Default)]
 pub(crate) struct LogLimit(HashMap<String, Cause>);
 
 impl LogLimit {
-    /// Whether this line is written, and how many of its cause were left out since the last one.
+    /// Whether to write this line; if so, how many lines of its cause were left out since the last
+    /// one.
     fn admit(&mut self, now: Instant, cause: &str) -> Option<u64> {
         let over = |c: &Cause| now.saturating_duration_since(c.logged) >= INTERVAL;
         if !self.0.contains_key(cause) && self.0.len() >= MOST_CAUSES {
@@ -46,20 +49,23 @@ impl LogLimit {
         }
     }
 
-    /// Logs a connection that ended before its peer was proven. Peers that just go away are no news.
+    /// Logs a connection that ended before its peer was proven, at info level if the peer only
+    /// left.
     pub fn unproven(&mut self, peer: &str, cause: &DomainError) {
         let text = cause.to_string();
         let Some(left_out) = self.admit(Instant::now(), &text) else { return };
         let left_out = (left_out > 0).then_some(left_out);
         match cause {
             DomainError::LinkDown(_) | DomainError::Gone(_) => {
-                tracing::info!(%peer, error = %text, left_out, "a connection came to nothing");
+                tracing::info!(%peer, error = %text, left_out, "a connection ended before its peer was proven");
             }
-            _ => tracing::warn!(%peer, error = %text, left_out, "a connection came to nothing"),
+            _ => {
+                tracing::warn!(%peer, error = %text, left_out, "a connection ended before its peer was proven")
+            }
         }
     }
 
-    /// Warns of a fault that strangers can bring about.
+    /// Warns of a fault that strangers can cause.
     pub fn warn(&mut self, what: &'static str, error: &dyn std::fmt::Display) {
         if let Some(left_out) = self.admit(Instant::now(), what) {
             let left_out = (left_out > 0).then_some(left_out);
@@ -79,7 +85,7 @@ mod tests {
             .filter_map(|i| limit.admit(start + Duration::from_millis(i), "junk"))
             .collect();
         assert_eq!(lines, [0, 9_999, 9_999, 9_999, 9_999]);
-        assert_eq!(limit.admit(start, "another"), Some(0), "it was held back by the first");
+        assert_eq!(limit.admit(start, "another"), Some(0), "causes are limited separately");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The domains: one folder per kind of link.
+//! Implementations of `Domain`: one folder per transport.
 
 mod cuda_ipc;
 mod file;
@@ -29,20 +29,21 @@ use crate::{
     EngineError,
 };
 
-/// What handshakes use in place of the token: see [`handshake`]. For other channels that prove the same token.
+/// Derives the handshake key of a token ([`handshake`]), for other channels that prove the same
+/// token.
 ///
 /// # Errors
-/// [`EngineError::Resource`] if the system has no memory for it.
+/// [`EngineError::Resource`] if Argon2 cannot allocate its 19 MiB.
 pub fn stretched_token(token: &[u8]) -> Result<[u8; 32], EngineError> {
     handshake::stretched(token).map_err(|e| EngineError::Resource {
         call: "argon2",
         cause: e.to_string(),
-        hint: "the token's key takes 19 MiB for a moment".into(),
+        hint: "the token's key briefly takes 19 MiB".into(),
     })
 }
 
-/// The domains of one kind: one for each NIC that the engine is to drive. Libraries and their providers initialise
-/// here; the process's signal handlers stay as they are.
+/// Opens the domains of one kind, one for each NIC that the engine drives. Libraries and their
+/// providers initialise here; the process's signal handlers stay unchanged.
 pub(crate) fn open(
     kind: TransportKind,
     id: EngineId,
@@ -73,7 +74,7 @@ fn open_one(
             return Err(DomainError::Unavailable(why.into()));
         }
         TransportKind::Unknown(number) => {
-            let why = format!("this build has no transport of the number {number}");
+            let why = format!("this build has no transport number {number}");
             return Err(DomainError::Unavailable(why));
         }
     };

@@ -1,4 +1,4 @@
-//! Which NICs an engine drives, and where the threads that drive them run.
+//! Which NICs an engine drives, and on which CPUs their threads run.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use crate::{
 
 const SYSFS: &str = "/sys";
 
-/// The rails, in order, of the devices that a transport can open: those nearest to the memory that
-/// the engine serves, for engines whose user has named none.
+/// Usable devices nearest to the memory that the engine serves, in the order of the rails. For
+/// configurations that name no devices.
 pub(crate) fn nearest(usable: &[String], config: &NicConfig) -> Result<Vec<String>, DomainError> {
     let topology = Topology::read(Path::new(SYSFS)).map_err(DomainError::Unavailable)?;
     let location = location(&topology, config)?;
@@ -23,7 +23,7 @@ pub(crate) fn nearest(usable: &[String], config: &NicConfig) -> Result<Vec<Strin
     pairing_for(&topology, location, usable, most, &rules).map_err(DomainError::Unavailable)
 }
 
-/// How far devices are from the memory that the engine serves.
+/// The distance of devices from the memory that the engine serves.
 pub(crate) fn tiers(devices: &[String], config: &NicConfig) -> Vec<Tier> {
     let Ok(topology) = Topology::read(Path::new(SYSFS)) else { return Vec::new() };
     let location = location(&topology, config);
@@ -48,7 +48,7 @@ fn gpu_address(topology: &Topology, gpu: &str) -> Result<PciAddress, DomainError
     )))
 }
 
-/// The CPUs near these devices; `None` where it makes no difference.
+/// The CPUs near these devices; `None` if any CPU will do.
 pub(crate) fn cpus(devices: &[String]) -> Option<CpuSet> {
     if devices.is_empty() {
         return None;
@@ -61,15 +61,15 @@ pub(crate) fn cpus(devices: &[String]) -> Option<CpuSet> {
     (set.count() > 0).then_some(set)
 }
 
-/// While it lives, this thread runs near some devices, so that the memory that it touches first lies
-/// there too.
+/// Restricts the current thread to CPUs near some devices while it lives, so that memory that the
+/// thread touches first is allocated there.
 #[derive(Debug)]
-pub(crate) struct Near {
+pub(crate) struct AffinityGuard {
     before: Option<CpuSet>,
 }
 
-impl Near {
-    pub fn devices(devices: &[String]) -> Self {
+impl AffinityGuard {
+    pub fn near(devices: &[String]) -> Self {
         let before = cpus(devices).and_then(|near| {
             let before = sched_getaffinity(None).ok()?;
             sched_setaffinity(None, &near).ok().map(|()| before)
@@ -78,7 +78,7 @@ impl Near {
     }
 }
 
-impl Drop for Near {
+impl Drop for AffinityGuard {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
             let _ = sched_setaffinity(None, before);
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_that_is_not_there_is_named() {
+    fn a_missing_gpu_is_named() {
         let gpu = Some("0000:ff:1f.7".to_owned());
         let config = NicConfig { gpu, ..Default::default() };
         let error = nearest(&["mlx5_0".into()], &config).unwrap_err().to_string();
@@ -99,9 +99,9 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_comes_back_from_near_a_device() {
+    fn the_affinity_guard_restores_the_cpus() {
         let before = sched_getaffinity(None).unwrap();
-        drop(Near::devices(&["no such device".into()]));
+        drop(AffinityGuard::near(&["no such device".into()]));
         assert_eq!(sched_getaffinity(None).unwrap(), before);
     }
 }

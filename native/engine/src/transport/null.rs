@@ -1,5 +1,5 @@
-//! A link to nowhere: every work request is done at once and nothing moves. It measures what the
-//! engine itself costs.
+//! A transport that completes every work request at once and moves nothing. It measures the
+//! engine's own cost.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{
     time::Time,
 };
 
-/// See the module.
+/// The null transport; see the module.
 #[derive(Debug, Default)]
 pub struct NullDomain {
     up: Vec<(LinkId, PeerIdentity)>,
@@ -76,7 +76,7 @@ impl Domain for NullDomain {
             peer,
             endpoint: 0,
             name: 0,
-            note: "a link to nowhere".into(),
+            note: "null link".into(),
         }));
         out.len() > n
     }

@@ -1,4 +1,4 @@
-//! Listening sockets: at which addresses of this machine, and at which port.
+//! ListeningSockets sockets: their addresses and their common port.
 
 use std::{
     net::{IpAddr, Ipv6Addr, SocketAddr},
@@ -12,42 +12,42 @@ use rustix::{
 
 use crate::{api::Ports, domain::DomainError};
 
-/// How often the kernel is asked for a port that is free at all addresses.
+/// Attempts to find a port that is free at all addresses.
 const ATTEMPTS: u16 = 16;
 const BACKLOG: i32 = 4096;
 
-/// Sockets that listen, all at one port: one rule of a firewall lets in whoever means this engine.
+/// ListeningSockets sockets at one port, so that one firewall rule covers the engine.
 #[derive(Debug)]
-pub(crate) struct Listening {
+pub(crate) struct ListeningSockets {
     pub sockets: Vec<(IpAddr, OwnedFd)>,
     pub port: u16,
 }
 
-/// What it means if an address is not this machine's.
+/// What happens when an address is not this machine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Demand {
-    /// The user named all of them: an error.
+pub(crate) enum AddressPolicy {
+    /// It is an error: the user named all of the addresses.
     All,
-    /// The user named them for something else too: the others do.
+    /// It is skipped: the user named the addresses for other purposes too.
     Any,
-    /// They were found here, whether or not the kernel is done with checking that nobody else of the
-    /// network has them (duplicate address detection): one that is still in that is listened on too.
+    /// It is listened on all the same: discovery found the address, and the kernel may still be
+    /// checking that no other host has it (duplicate address detection).
     Found,
 }
 
 /// Listens at all of these addresses, at the first port that is free at each of them.
 ///
 /// # Errors
-/// [`DomainError::Ports`] if none of those that were named can be had.
+/// [`DomainError::Ports`] if none of the configured ports is free.
 pub(crate) fn listen(
     ips: &[IpAddr],
-    demand: Demand,
+    policy: AddressPolicy,
     ports: Option<Ports>,
-) -> Result<Listening, DomainError> {
+) -> Result<ListeningSockets, DomainError> {
     let attempts = ports.map_or(ATTEMPTS, Ports::count);
     for i in 0..attempts {
         let port = ports.map_or(0, |p| p.first() + i);
-        match at_port(ips, port, demand) {
+        match at_port(ips, port, policy) {
             Err(DomainError::Io { errno: Errno::ADDRINUSE, .. }) => {}
             settled => return settled,
         }
@@ -59,21 +59,25 @@ pub(crate) fn listen(
     })
 }
 
-/// With port 0 at one that the kernel chooses for the first address.
-fn at_port(ips: &[IpAddr], port: u16, demand: Demand) -> Result<Listening, DomainError> {
-    let mut listening = Listening { sockets: Vec::new(), port };
+/// With port 0, the kernel chooses a port for the first address.
+fn at_port(
+    ips: &[IpAddr],
+    port: u16,
+    policy: AddressPolicy,
+) -> Result<ListeningSockets, DomainError> {
+    let mut listening = ListeningSockets { sockets: Vec::new(), port };
     let mut missing = None;
     for ip in ips {
         if listening.sockets.iter().any(|(had, _)| had == ip) {
             continue;
         }
-        match listen_on(SocketAddr::new(*ip, listening.port), demand == Demand::Found) {
+        match listen_on(SocketAddr::new(*ip, listening.port), policy == AddressPolicy::Found) {
             Ok((socket, bound)) => {
                 listening.port = bound;
                 listening.sockets.push((*ip, socket));
             }
-            Err(e @ DomainError::Unavailable(_)) if demand != Demand::All => {
-                tracing::warn!(%ip, why = %e, "an address is not listened on");
+            Err(e @ DomainError::Unavailable(_)) if policy != AddressPolicy::All => {
+                tracing::warn!(%ip, why = %e, "skipping an address that can't be listened on");
                 missing = Some(e);
             }
             Err(e) => return Err(e),
@@ -103,11 +107,12 @@ fn listen_on(addr: SocketAddr, found: bool) -> Result<(OwnedFd, u16), DomainErro
         sockopt::set_ipv6_v6only(&socket, false).map_err(fail("setsockopt(IPV6_V6ONLY)"))?;
     }
     if addr.port() != 0 {
-        // Connections of an engine that was here before linger for a minute. Who listens now still keeps us out.
+        // Connections of an earlier engine linger for a minute. A socket that still listens
+        // conflicts all the same.
         sockopt::set_socket_reuseaddr(&socket, true).map_err(fail("setsockopt(SO_REUSEADDR)"))?;
     }
     if found {
-        // Where this isn't known, `bind` judges.
+        // Where freebind is not supported, `bind` reports the error.
         let _ = match ip {
             IpAddr::V4(_) => sockopt::set_ip_freebind(&socket, true),
             IpAddr::V6(_) => sockopt::set_ipv6_freebind(&socket, true),
@@ -120,7 +125,7 @@ fn listen_on(addr: SocketAddr, found: bool) -> Result<(OwnedFd, u16), DomainErro
     Ok((socket, bound.port()))
 }
 
-/// For an address of this family.
+/// A non-blocking TCP socket for the address's family.
 pub(crate) fn new_socket(addr: &SocketAddr) -> Result<OwnedFd, Errno> {
     let family = match addr {
         SocketAddr::V4(_) => AddressFamily::INET,
@@ -139,16 +144,16 @@ mod tests {
     const HERE: [IpAddr; 2] =
         [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2))];
 
-    /// A port that was free a moment ago, with that after it.
+    /// Two consecutive ports, the first of which was free a moment ago.
     fn two_ports() -> Ports {
-        let first = listen(&HERE, Demand::All, None).unwrap().port.min(65534);
+        let first = listen(&HERE, AddressPolicy::All, None).unwrap().port.min(65534);
         Ports::new(first, first + 1).unwrap()
     }
 
     #[test]
     fn all_addresses_have_one_port() {
         for ports in [None, Some(two_ports())] {
-            let listening = listen(&HERE, Demand::All, ports).unwrap();
+            let listening = listen(&HERE, AddressPolicy::All, ports).unwrap();
             assert_ne!(listening.port, 0);
             for (ip, socket) in &listening.sockets {
                 let bound = SocketAddr::try_from(net::getsockname(socket).unwrap()).unwrap();
@@ -160,13 +165,15 @@ mod tests {
 
     #[test]
     fn the_next_port_is_taken_until_there_is_none() {
-        // Somebody else may come between: then other ports show the same.
+        // Another process may take a port in between; then other ports show the same.
         let shown = (0..20).any(|_| {
             let ports = two_ports();
-            let Ok(first) = listen(&HERE, Demand::All, Some(ports)) else { return false };
-            // Taken at one of the addresses only.
-            let Ok(second) = listen(&HERE[1..], Demand::All, Some(ports)) else { return false };
-            let third = listen(&HERE, Demand::All, Some(ports)).unwrap_err();
+            let Ok(first) = listen(&HERE, AddressPolicy::All, Some(ports)) else { return false };
+            // The port is taken at one of the addresses only.
+            let Ok(second) = listen(&HERE[1..], AddressPolicy::All, Some(ports)) else {
+                return false;
+            };
+            let third = listen(&HERE, AddressPolicy::All, Some(ports)).unwrap_err();
             let words = third.to_string();
             assert!(matches!(third, DomainError::Ports(_)), "{words}");
             assert!(words.contains("127.0.0.1 and 127.0.0.2: taken already"), "{words}");
@@ -176,15 +183,15 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_is_not_usable_is_an_error_or_passed_over_or_waited_for() {
+    fn an_unusable_address_is_an_error_or_skipped_or_listened_on() {
         let ips = ["192.0.2.1".parse().unwrap(), HERE[0]];
-        let listening = listen(&ips, Demand::Any, None).unwrap();
+        let listening = listen(&ips, AddressPolicy::Any, None).unwrap();
         assert_eq!(listening.sockets.len(), 1);
-        // As it is while its duplicates are looked for.
-        let found = listen(&ips, Demand::Found, None).unwrap();
+        // The same as during duplicate address detection.
+        let found = listen(&ips, AddressPolicy::Found, None).unwrap();
         assert_eq!(found.sockets.iter().map(|(ip, _)| *ip).collect::<Vec<_>>(), ips);
-        let named = listen(&ips, Demand::All, None).unwrap_err();
-        let nothing = listen(&ips[..1], Demand::Any, None).unwrap_err();
+        let named = listen(&ips, AddressPolicy::All, None).unwrap_err();
+        let nothing = listen(&ips[..1], AddressPolicy::Any, None).unwrap_err();
         for e in [named, nothing] {
             assert!(e
                 .to_string()

@@ -1,12 +1,12 @@
-//! The side that is called. It proves itself last: a stranger that connects learns nothing to guess the token by. Only
-//! a proven initiator gets a link, and so counts or sends messages (IC-2).
+//! The passive side of a handshake. It proves itself last (see the module). Only a proven initiator
+//! gets a link and may count or send messages (IC-2).
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 use super::{
     failure::{claimed, decode, outdated, refused, unexpected, Failure},
-    keys::{mac, nonce, Secret, Session},
+    keys::{nonce, Secret, Session},
     messages::{Digest, Message, Welcome},
     Credentials,
 };
@@ -15,11 +15,11 @@ use crate::{
     domain::PeerIdentity,
 };
 
-/// Waits for the proof of the initiator.
+/// State between the welcome and the initiator's proof.
 pub(crate) struct Acceptor {
     secret: Secret,
     key: Digest,
-    /// What the initiator says that it proves itself by.
+    /// Kind of secret that the initiator claims, see `Secret::kind`.
     theirs: u8,
     hello: Vec<u8>,
     pub(super) welcome: Vec<u8>,
@@ -28,7 +28,7 @@ pub(crate) struct Acceptor {
 }
 
 impl Acceptor {
-    /// Returns what to answer.
+    /// Checks a hello; returns the welcome to send.
     pub fn on_hello(credentials: &Credentials, bytes: &[u8]) -> Result<(Self, Vec<u8>), Failure> {
         if let Some(refusal) = outdated(bytes) {
             return Err(refusal);
@@ -37,7 +37,7 @@ impl Acceptor {
         let (ours, theirs) =
             (credentials.versions, Versions { oldest: hello.oldest, newest: hello.newest });
         let Some(version) = ours.common(theirs) else {
-            // Both sides read it: here and there would mean something else to each.
+            // Both sides print this text, so it names the engines instead of "here" and "there".
             let (name, from) = (claimed(&(&credentials.own).into()), claimed(&hello.from));
             return Err(Failure::refuse(
                 false,
@@ -52,7 +52,7 @@ impl Acceptor {
             let now = credentials.own.label();
             return Err(Failure::refuse(
                 true,
-                format!("engine {to} is gone, {now} lives at its address now"),
+                format!("engine {to} has ended; engine {now} has its address now"),
             ));
         }
         let key = credentials.secret.key().map_err(Failure::silent)?;
@@ -71,28 +71,28 @@ impl Acceptor {
         Ok((this, welcome))
     }
 
-    fn sum(&self, role: &[u8]) -> Hmac<Sha256> {
-        mac(&self.key, role, &[&self.hello, &self.welcome])
+    fn mac(&self, role: &[u8]) -> Hmac<Sha256> {
+        super::keys::mac(&self.key, role, &[&self.hello, &self.welcome])
     }
 
-    /// Worth something once the proof was right.
+    /// The session's keys; trustworthy only after [`Self::on_proof`] succeeded.
     pub fn session(&self) -> Session {
-        self.sum(b"session").into()
+        self.mac(b"session").into()
     }
 
-    /// Returns the acceptance to send, which is this side's proof.
+    /// Checks the initiator's proof; returns the acceptance to send, which proves this side.
     pub fn on_proof(&self, bytes: &[u8]) -> Result<Vec<u8>, Failure> {
         let proof = match decode(bytes)? {
             Message::Proof(p) => p,
             Message::Refusal(r) => return Err(refused(r)),
             _ => return Err(unexpected("a proof")),
         };
-        match self.sum(b"initiator").verify_slice(&proof) {
+        match self.mac(b"initiator").verify_slice(&proof) {
             Ok(()) => {
-                let own = self.sum(b"acceptor").finalize().into_bytes().into();
+                let own = self.mac(b"acceptor").finalize().into_bytes().into();
                 Ok(Message::Accepted(own).encode())
             }
-            Err(_) => Err(Failure::refuse(false, self.secret.differs(self.theirs))),
+            Err(_) => Err(Failure::refuse(false, self.secret.mismatch_reason(self.theirs))),
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Handshakes that fail: what each side tells the other, and the log.
+//! Handshakes that fail: the reply to the other side, and the local error.
 
 use super::messages::{Message, Party, Refusal, OUTDATED};
 use crate::domain::DomainError;
 
-/// A handshake that failed: what to tell the other side, if anything, and what to report here.
+/// A failed handshake: the reply, if the other side gets one, and the error to report here.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub reply: Option<Vec<u8>>,
@@ -15,8 +15,8 @@ impl Failure {
         Self { reply: None, error }
     }
 
-    /// An error of ours that the other side should hear of: it has proven itself.
-    pub fn told(error: DomainError) -> Self {
+    /// A local error that the peer may learn, because it has proven itself.
+    pub fn with_reply(error: DomainError) -> Self {
         Self { error: error.clone(), ..Self::refuse(false, error.to_string()) }
     }
 
@@ -52,12 +52,12 @@ pub(super) fn refused(r: Refusal) -> Failure {
     })
 }
 
-/// An engine's label, before it has proven anything.
+/// Label of an engine that has not proven anything yet.
 pub(super) fn claimed(party: &Party) -> String {
     format!("{}#{}", printable(&party.name, 64), party.id())
 }
 
-/// What a stranger says, fit for a line of a log: short, and without what ends lines or turns them around.
+/// Text from an unproven peer, shortened and without characters that end or reorder log lines.
 fn printable(said: &str, longest: usize) -> String {
     let plain = |c: &char| {
         !c.is_control() && !matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

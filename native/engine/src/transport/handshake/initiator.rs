@@ -1,4 +1,4 @@
-//! The side that begins.
+//! The active side of a handshake.
 
 use hmac::Mac;
 
@@ -20,23 +20,23 @@ pub(crate) struct Initiator {
     hello: Vec<u8>,
 }
 
-/// Who the acceptor says that it is: send `proof`, then await its own.
+/// An unproven welcome: send `proof`, then wait for the acceptor's.
 pub(crate) struct Welcomed {
     pub proof: Vec<u8>,
-    /// For what only a peer that knows the key may read.
+    /// Encrypts data that only a holder of the key may read.
     pub session: Session,
     pub pending: Pending,
 }
 
-/// An acceptor that hasn't proven itself.
+/// An acceptor that has not proven itself yet.
 pub(crate) struct Pending {
     peer: PeerIdentity,
-    /// What it has to say.
+    /// The mac that the acceptor must send.
     expected: hmac::Hmac<sha2::Sha256>,
 }
 
 impl Initiator {
-    /// Returns the first message to send.
+    /// Returns the handshake and the hello to send.
     pub fn start(
         credentials: &Credentials,
         to: EngineId,
@@ -51,7 +51,7 @@ impl Initiator {
         Ok((Self { versions, key, to, hello: hello.clone() }, hello))
     }
 
-    /// Nothing of the welcome is proven yet.
+    /// Checks a welcome and returns this side's proof. The welcome itself is still unproven.
     pub fn on_welcome(&self, bytes: &[u8]) -> Result<Welcomed, Failure> {
         let welcome = match decode(bytes)? {
             Message::Welcome(w) => w,
@@ -82,7 +82,7 @@ impl Initiator {
 }
 
 impl Pending {
-    /// Returns the peer, proven.
+    /// Checks the acceptor's proof; returns the authenticated peer.
     pub fn on_accepted(&self, bytes: &[u8]) -> Result<PeerIdentity, Failure> {
         let proof = match decode(bytes)? {
             Message::Accepted(proof) => proof,
@@ -93,7 +93,7 @@ impl Pending {
             Ok(()) => Ok(self.peer.clone()),
             Err(_) => Err(Failure::refuse(
                 false,
-                "who answers does not know the key that it accepts: it is no peer".into(),
+                "the acceptor's proof is wrong: it does not know the key; check which process listens there".into(),
             )),
         }
     }

@@ -1,4 +1,4 @@
-//! What proves a peer (IC-2), macs over what was said, and keys that follow from it.
+//! Secrets that prove a peer (IC-2), macs, and keys derived from a handshake.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -10,29 +10,30 @@ use super::{
 };
 use crate::domain::DomainError;
 
-/// What a peer must know, or be.
+/// What a peer must know, or which user it must run as.
 #[derive(Clone)]
 pub(crate) enum Secret {
     /// The key of the configured token.
     Token(Digest),
     /// The key of this user on this host.
     User,
-    /// Nothing: the kernel has said that the process at the other end is this user's.
+    /// Nothing: the kernel reported that the peer's process belongs to this user.
     Kernel,
 }
 
 impl Secret {
-    /// Of a transport where the kernel doesn't say who is at the other end. Without a token, only processes of the same
-    /// user on the same host are peers.
+    /// For transports where the kernel does not report the peer's user. Without a token, only
+    /// processes of the same user on the same host are peers.
     pub fn new(token: Option<&[u8]>) -> Result<Self, DomainError> {
         match token {
             Some(token) => Ok(Self::Token(stretched(token)?)),
-            // A folder that is missing is better found now than by the first peer.
+            // Report a missing folder now rather than at the first handshake.
             None => user_key().map(|_| Self::User),
         }
     }
 
-    /// Of a transport that asks the kernel for the peer's user before the first byte, without a token.
+    /// For transports that ask the kernel for the peer's user before the first byte. They need no
+    /// secret without a token.
     pub fn or_kernel(token: Option<&[u8]>) -> Result<Self, DomainError> {
         token.map_or(Ok(Self::Kernel), |token| Ok(Self::Token(stretched(token)?)))
     }
@@ -49,7 +50,7 @@ impl Secret {
         }
     }
 
-    /// As handshakes tell it.
+    /// Number of this kind in handshake messages.
     pub(super) fn kind(&self) -> u8 {
         match self {
             Self::Kernel => 0,
@@ -58,9 +59,9 @@ impl Secret {
         }
     }
 
-    /// Why a peer with such a secret didn't prove this one.
-    pub(super) fn differs(&self, theirs: u8) -> String {
-        match (self.is_token(), theirs == 2) {
+    /// Why a peer with the kind of secret `theirs` failed to prove this one.
+    pub(super) fn mismatch_reason(&self, peer_kind: u8) -> String {
+        match (self.is_token(), peer_kind == 2) {
             (true, true) => "the tokens differ: give both engines the same token".into(),
             (true, false) | (false, true) => {
                 "one engine has a token and the other has none: give both the same token".into()
@@ -81,19 +82,19 @@ pub(super) fn nonce() -> Result<Nonce, DomainError> {
     Ok(n)
 }
 
-pub(super) fn mac(key: &Digest, role: &[u8], said: &[&[u8]]) -> Hmac<Sha256> {
+pub(super) fn mac(key: &Digest, role: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
     // HMAC takes keys of any length.
     let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key)
         .unwrap_or_else(|_| unreachable!("hmac takes any key"));
-    for part in std::iter::once(&role).chain(said) {
+    for part in std::iter::once(&role).chain(parts) {
         mac.update(&(part.len() as u64).to_le_bytes());
         mac.update(part);
     }
     mac
 }
 
-/// What both sides of one handshake know and nobody else: a key for what else they tell each other
-/// on a wire that strangers can write to.
+/// A key that only the two sides of one handshake know. It seals further data on a wire that
+/// strangers can write to.
 #[derive(Clone)]
 pub(crate) struct Session(Digest);
 
@@ -104,8 +105,8 @@ impl From<Hmac<Sha256>> for Session {
 }
 
 impl Session {
-    /// The bytes, hidden, with a mac behind them: the initiator says them before the acceptor has proven itself.
-    /// Once per handshake and `role`, which tells the two directions apart.
+    /// Encrypts bytes and appends a mac. Call it once per handshake and `role`; roles separate the
+    /// two directions. The initiator uses it before the acceptor has proven itself.
     pub fn seal(&self, role: &[u8], bytes: &[u8]) -> Vec<u8> {
         let mut sealed = self.masked(role, bytes);
         let sum = mac(&self.0, b"sealed", &[role, &sealed]).finalize().into_bytes();
@@ -113,7 +114,7 @@ impl Session {
         sealed
     }
 
-    /// The bytes before the mac, if it is right.
+    /// Decrypts what [`Self::seal`] made, if the mac is right.
     pub fn unseal(&self, role: &[u8], sealed: &[u8]) -> Result<Vec<u8>, DomainError> {
         let cut = sealed.len().checked_sub(size_of::<Digest>());
         let (bytes, sum) = cut.map(|n| sealed.split_at(n)).unwrap_or_default();
@@ -123,7 +124,7 @@ impl Session {
             .map_err(|_| DomainError::Handshake("a message was changed on its way".into()))
     }
 
-    /// The bytes under a stream of macs over a counter, or from under it.
+    /// XORs the bytes with a stream of macs over a counter.
     fn masked(&self, role: &[u8], bytes: &[u8]) -> Vec<u8> {
         let mut out = bytes.to_vec();
         for (block, number) in out.chunks_mut(size_of::<Digest>()).zip(0u64..) {

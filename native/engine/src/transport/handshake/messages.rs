@@ -1,7 +1,8 @@
-//! What is said in a handshake, for good: builds of all versions read it, so that they can refuse each other in words.
+//! Handshake messages. Their encoding never changes, so that builds of all versions can read each
+//! other's refusals.
 //!
-//! These types belong to the handshake alone. Whatever the engine's own become, these bytes stay, and so do the seeds
-//! of the fuzzer that are made of them.
+//! The types are separate from the engine's own for that reason; the fuzzer's seeds are made of
+//! them.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +15,8 @@ use crate::{
 
 const ENVELOPE: Envelope = envelope(2);
 
-/// Version 1 began with the acceptor's mac, by which who connected could guess tokens: it is refused, in its own words.
+/// Version 1 began with the acceptor's mac, by which a stranger could guess tokens. It is refused
+/// with a refusal of version 1.
 pub(super) const OUTDATED: Envelope = envelope(1);
 
 const fn envelope(version: u16) -> Envelope {
@@ -28,18 +30,18 @@ pub(crate) const MAX_MESSAGE: usize = 16 << 10;
 pub(super) type Nonce = [u8; 32];
 pub(super) type Digest = [u8; 32];
 
-/// An engine, as it tells of itself.
+/// An engine's identity and endpoints, as sent in a hello or a welcome.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Party {
     id: [u8; 16],
     pub name: String,
-    pub endpoints: Vec<Door>,
+    pub endpoints: Vec<PartyEndpoint>,
 }
 
-/// Where one of its transports listens. A kind that this build doesn't know is passed over, and keeps its place: links
-/// and keys name endpoints by it.
+/// Where one transport of the engine listens. Endpoints of unknown kinds keep their index, because
+/// links and keys name endpoints by index.
 #[derive(Clone, Serialize, Deserialize)]
-pub(super) struct Door {
+pub(super) struct PartyEndpoint {
     pub kind: u32,
     pub data: Vec<u8>,
 }
@@ -52,18 +54,19 @@ impl Party {
 
 impl From<&EngineAddress> for Party {
     fn from(address: &EngineAddress) -> Self {
-        let door = |e: &Endpoint| Door { kind: e.transport.into(), data: e.data.clone() };
+        let endpoint =
+            |e: &Endpoint| PartyEndpoint { kind: e.transport.into(), data: e.data.clone() };
         Self {
             id: address.id.0,
             name: address.name.clone(),
-            endpoints: address.endpoints.iter().map(door).collect(),
+            endpoints: address.endpoints.iter().map(endpoint).collect(),
         }
     }
 }
 
 impl From<Party> for EngineAddress {
     fn from(party: Party) -> Self {
-        let endpoint = |d: Door| Endpoint { transport: d.kind.into(), data: d.data };
+        let endpoint = |d: PartyEndpoint| Endpoint { transport: d.kind.into(), data: d.data };
         let endpoints = party.endpoints.into_iter().map(endpoint).collect();
         Self { id: EngineId(party.id), name: party.name, endpoints }
     }
@@ -76,7 +79,7 @@ pub(super) struct Hello {
     pub from: Party,
     pub to: [u8; 16],
     pub nonce: Nonce,
-    /// What it proves itself by: see `Secret::kind`.
+    /// Kind of secret: see `Secret::kind`.
     pub secret: u8,
     pub extra: Vec<u8>,
 }
@@ -114,13 +117,13 @@ impl Message {
     }
 }
 
-/// A message with this body, whatever it is.
+/// Seals arbitrary bytes as a message.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn sealed(body: &[u8]) -> Vec<u8> {
     ENVELOPE.seal(body)
 }
 
-/// One message of each kind, always the same.
+/// One message of each kind, with constant contents.
 #[cfg(all(test, not(loom)))]
 pub(crate) fn samples(a: Credentials, b: Credentials) -> [Vec<u8>; 5] {
     let (to, nonce, mac) = (b.own.id.0, [3; 32], [5; 32]);

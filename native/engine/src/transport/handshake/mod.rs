@@ -1,17 +1,18 @@
-//! How two engines become sure of each other before anything else is said: protocol version, whose
-//! life this is (MR-2), and that both know the same key. Used by every transport that reaches other processes.
+//! The handshake that authenticates two engines before any other message: protocol version,
+//! incarnation (MR-2) and the shared key. Every transport that reaches other processes uses it.
 //!
 //! ```text
-//! initiator -> Hello    { versions, me, whom I want, nonce, by what I prove myself, extra }
-//! acceptor  -> Welcome  { version, me, nonce, by what I prove myself }      or Refusal
+//! initiator -> Hello    { versions, own address, acceptor's id, nonce, kind of secret, extra }
+//! acceptor  -> Welcome  { version, own address, nonce, kind of secret }     or Refusal
 //! initiator -> Proof    { mac }
 //! acceptor  -> Accepted { mac }                                             or Refusal
 //! ```
-//! What these messages say stays as it is in all versions: [`messages`].
+//! [`messages`] stay the same in all versions.
 //!
-//! A mac is HMAC-SHA256 over the role, the hello and the welcome as they came: nobody on the way can change a version,
-//! a name or an endpoint. Its key is the token's, stretched ([`token`]), or without one the user's ([`user_key`]). The
-//! initiator proves itself first, so that a stranger that connects gets nothing to guess a token by.
+//! A mac is HMAC-SHA256 over the role, the hello and the welcome as received, so a third party
+//! cannot change a version, a name or an endpoint. Its key is the stretched token ([`token`]) or,
+//! without a token, the user's key ([`user_key`]). The initiator proves itself first, so a stranger
+//! that connects receives nothing to guess a token by.
 
 mod acceptor;
 mod failure;
@@ -37,7 +38,7 @@ pub(crate) use self::{
 };
 use crate::api::{EngineAddress, Versions, WIRE};
 
-/// What a side brings to a handshake.
+/// One side's address, secret and supported versions.
 #[derive(Clone)]
 pub(crate) struct Credentials {
     pub own: EngineAddress,

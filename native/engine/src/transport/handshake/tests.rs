@@ -20,7 +20,7 @@ fn with(secret: Secret, name: &str) -> Credentials {
     Credentials { secret, ..credentials(name, b"x") }
 }
 
-fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
+fn handshake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainError> {
     let (init, hello) = Initiator::start(a, to, vec![1]).unwrap();
     let (acc, welcome) = match Acceptor::on_hello(b, &hello) {
         Ok(x) => x,
@@ -45,13 +45,15 @@ fn shake(a: &Credentials, b: &Credentials, to: EngineId) -> Result<(), DomainErr
 #[test]
 fn the_same_token_is_needed() {
     let (a, b) = (credentials("a", b"x"), credentials("b", b"x"));
-    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+    assert_eq!(handshake(&a, &b, b.own.id), Ok(()));
     let c = credentials("c", b"y");
-    let Err(DomainError::Handshake(said)) = shake(&a, &c, c.own.id) else { panic!("they met") };
+    let Err(DomainError::Handshake(said)) = handshake(&a, &c, c.own.id) else { panic!("they met") };
     assert_eq!(said, "the tokens differ: give both engines the same token");
     let tokenless = with(Secret::User, "d");
     for (a, b) in [(&a, &tokenless), (&tokenless, &a)] {
-        let Err(DomainError::Handshake(said)) = shake(a, b, b.own.id) else { panic!("they met") };
+        let Err(DomainError::Handshake(said)) = handshake(a, b, b.own.id) else {
+            panic!("they met")
+        };
         assert!(said.starts_with("one engine has a token and the other has none"), "{said}");
     }
 }
@@ -59,11 +61,13 @@ fn the_same_token_is_needed() {
 #[test]
 fn ic_2_without_a_token_the_users_key_is_needed() {
     let (a, b) = (with(Secret::User, "a"), with(Secret::User, "b"));
-    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
-    // A process that can't open the file knows no more than that there is none.
+    assert_eq!(handshake(&a, &b, b.own.id), Ok(()));
+    // A process that cannot open the key file has no key.
     let stranger = with(Secret::Kernel, "c");
     for (a, b) in [(&stranger, &b), (&a, &stranger)] {
-        let Err(DomainError::Handshake(said)) = shake(a, b, b.own.id) else { panic!("they met") };
+        let Err(DomainError::Handshake(said)) = handshake(a, b, b.own.id) else {
+            panic!("they met")
+        };
         assert!(said.contains("of one user"), "{said}");
         assert!(said.contains("give both engines the same token"), "{said}");
     }
@@ -71,13 +75,13 @@ fn ic_2_without_a_token_the_users_key_is_needed() {
 
 #[test]
 fn an_initiator_that_has_not_proven_itself_gets_nothing_that_depends_on_the_token() {
-    // The same id, nonce aside: all that differs between welcomes under two tokens is random.
+    // Apart from the nonce, a welcome holds no bytes that depend on the token.
     let (a, b) = (credentials("a", b"one"), credentials("b", b"two"));
     let (_, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
     let (acceptor, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
     let Ok(Message::Welcome(said)) = decode(&welcome) else { panic!("no welcome") };
     let by_hand = Welcome { version: 1, from: (&b.own).into(), nonce: said.nonce, secret: 2 };
-    assert!(welcome == Message::Welcome(by_hand).encode(), "there is more in it");
+    assert!(welcome == Message::Welcome(by_hand).encode(), "the welcome has other fields");
     let refused = acceptor.on_proof(&Message::Proof([7; 32]).encode()).unwrap_err();
     let words = refused.error.to_string();
     assert!(words.contains("the tokens differ"), "{words}");
@@ -90,13 +94,13 @@ fn a_handshake_of_version_1_is_refused_in_its_own_words() {
     let hello = super::messages::OUTDATED.seal(&[0, 1, 1]);
     let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };
     let reply = refusal.reply.unwrap();
-    assert_eq!(reply[4..6], [1, 0], "it reads no other");
+    assert_eq!(reply[4..6], [1, 0], "the reply must have version 1");
     let words = b"the handshake has version 1 at the initiator and version 2 at the acceptor";
     assert!(reply.windows(words.len()).any(|w| w == words));
 }
 
 #[test]
-fn an_acceptor_that_skips_the_token_is_found_out_and_so_is_an_initiator() {
+fn an_acceptor_or_initiator_without_the_token_is_refused() {
     let (a, b, c) = (credentials("a", b"x"), credentials("b", b"x"), credentials("b", b"y"));
     let (_, hello) = Initiator::start(&c, b.own.id, vec![]).unwrap();
     let (acc, _) = Acceptor::on_hello(&b, &hello).unwrap();
@@ -110,22 +114,22 @@ fn an_acceptor_that_skips_the_token_is_found_out_and_so_is_an_initiator() {
 #[test]
 fn mr_2_a_restart_under_the_same_name_is_stale() {
     let (a, b, again) = (credentials("a", b""), credentials("b", b""), credentials("b", b""));
-    assert!(matches!(shake(&a, &again, b.own.id), Err(DomainError::Stale(_))));
+    assert!(matches!(handshake(&a, &again, b.own.id), Err(DomainError::Stale(_))));
 }
 
-/// What a build that speaks `oldest` to `newest` brings.
+/// Credentials of a build that supports versions `oldest` to `newest`.
 fn speaking(oldest: u16, newest: u16) -> Credentials {
     let versions = Versions { oldest, newest };
     Credentials { versions, ..credentials(&format!("v{newest}"), b"x") }
 }
 
 #[test]
-fn builds_one_version_apart_meet_whoever_begins() {
+fn builds_one_version_apart_connect_in_both_directions() {
     for ((a, b), met) in
         [(((1, 2), (2, 3)), 2), (((2, 3), (1, 2)), 2), (((1, 1), (1, 2)), 1), (((1, 2), (1, 1)), 1)]
     {
         let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
-        assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+        assert_eq!(handshake(&a, &b, b.own.id), Ok(()));
         let (_, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
         let (_, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
         let Ok(Message::Welcome(welcome)) = decode(&welcome) else { panic!("no welcome") };
@@ -134,7 +138,7 @@ fn builds_one_version_apart_meet_whoever_begins() {
 }
 
 #[test]
-fn builds_further_apart_refuse_each_other_with_the_same_words_on_both_sides() {
+fn builds_further_apart_refuse_each_other_with_the_same_text_on_both_sides() {
     for (a, b) in [((1, 1), (3, 3)), ((3, 4), (1, 2))] {
         let (a, b) = (speaking(a.0, a.1), speaking(b.0, b.1));
         let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
@@ -142,23 +146,23 @@ fn builds_further_apart_refuse_each_other_with_the_same_words_on_both_sides() {
         let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
         assert_eq!(refusal.error, heard.error);
         let said = heard.error.to_string();
-        for (who, versions) in [(&a, a.versions), (&b, b.versions)] {
+        for (side, versions) in [(&a, a.versions), (&b, b.versions)] {
             assert!(said.contains(&versions.to_string()), "{said}");
-            assert!(said.contains(&who.own.label()), "{said}");
+            assert!(said.contains(&side.own.label()), "{said}");
         }
         assert!(said.contains("upgrade the older side"), "{said}");
     }
 }
 
 #[test]
-fn an_endpoint_of_a_kind_that_is_unknown_here_keeps_its_place_and_bytes() {
+fn an_endpoint_of_unknown_kind_keeps_its_index_and_bytes() {
     let at = |transport| Endpoint { transport, data: vec![1, 2] };
     let (mut a, mut b) = (credentials("a", b"x"), credentials("b", b"x"));
     for kinds in [&mut a, &mut b] {
         kinds.own.endpoints =
             [TransportKind::Shm, TransportKind::Unknown(1000), TransportKind::Tcp].map(at).into();
     }
-    assert_eq!(shake(&a, &b, b.own.id), Ok(()));
+    assert_eq!(handshake(&a, &b, b.own.id), Ok(()));
     let sent = EngineAddress::from_bytes(&b.own.to_bytes()).unwrap();
     assert_eq!((sent.first_of(TransportKind::Tcp), &sent), (2, &b.own));
 }
@@ -202,12 +206,12 @@ fn a_welcome_that_was_changed_on_its_way_is_refused() {
 }
 
 #[test]
-fn proof_and_session_are_of_one_welcome() {
+fn proof_and_session_depend_on_the_welcome() {
     let (a, b) = (speaking(1, 3), speaking(1, 3));
     let (init, hello) = Initiator::start(&a, b.own.id, vec![]).unwrap();
     let (mut acc, welcome) = Acceptor::on_hello(&b, &hello).unwrap();
     let welcomed = init.on_welcome(&welcome).unwrap();
-    // The acceptor thinks that it said something else.
+    // The acceptor's copy of its welcome differs from what the initiator received.
     acc.welcome[12] ^= 1;
     assert!(acc.on_proof(&welcomed.proof).is_err());
     let sealed = acc.session().seal(b"setup", b"what else");
@@ -226,8 +230,8 @@ fn a_stranger_cannot_write_lines_into_the_log() {
     assert!(said.contains(&format!("3 is spoken by {name}#{id}, 1 to 2 by v2#")), "{said}");
     assert!(said.ends_with("upgrade the older side"), "{said}");
     let Err(heard) = init.on_welcome(&refusal.reply.unwrap()) else { panic!("welcomed") };
-    assert_eq!(heard.error, refusal.error, "it was cut on the other side");
-    // Nor can whoever answers in another's place.
+    assert_eq!(heard.error, refusal.error, "the initiator shortened the text");
+    // Neither can an acceptor with another identity.
     let (c, mut d) = (speaking(1, 1), speaking(1, 1));
     d.own.name = "z\nERROR".into();
     let (init, hello) = Initiator::start(&c, EngineId([9; 16]), vec![]).unwrap();

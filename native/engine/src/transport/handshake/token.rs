@@ -1,4 +1,5 @@
-//! From a token to the key of handshakes: stretched, so that who records a mac tries few guesses a second.
+//! Derives the handshake key from a token by Argon2id, so that guesses against a recorded mac are
+//! slow.
 
 use std::{
     collections::HashMap,
@@ -14,19 +15,19 @@ use crate::domain::DomainError;
 /// Argon2id: KiB of memory, passes, lanes.
 const COST: (u32, u32, u32) = (19 << 10, 2, 1);
 
-/// Both sides must come to the same key before either has said anything, and an acceptor must not run the function
-/// for each stranger that connects: so the salt names the protocol and nothing else.
+/// The salt is fixed: both sides derive the key before the first message, and an acceptor must not
+/// run the function for each stranger that connects.
 const SALT: &[u8] = b"fabric-ray handshake 2";
 
-/// Below this a token is warned about, bits.
+/// Bits of randomness below which a token is warned about.
 const STRONG: f64 = 128.0;
 
-/// The key of a token, computed once per process (some 20 ms and 19 MiB).
+/// The key of a token. Computed once per process (some 20 ms and 19 MiB).
 ///
 /// # Errors
 /// [`DomainError::Unavailable`] if the function refuses its input.
 pub(crate) fn stretched(token: &[u8]) -> Result<Digest, DomainError> {
-    // By digest: the table holds no token.
+    // Keyed by digest, so that the table holds no token.
     static KEYS: LazyLock<Mutex<HashMap<Digest, Digest>>> = LazyLock::new(Mutex::default);
     let name: Digest = Sha256::digest(token).into();
     let mut keys = KEYS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,8 +38,8 @@ pub(crate) fn stretched(token: &[u8]) -> Result<Digest, DomainError> {
     if bits < STRONG {
         tracing::warn!(
             bytes = token.len(),
-            "the token has at most {bits:.0} bits of randomness, expected {STRONG:.0}: a peer's \
-             handshake lets others guess it; draw one with `openssl rand -hex 32`"
+            "the token has at most {bits:.0} bits of randomness, expected {STRONG:.0}: a recorded \
+             handshake lets an attacker guess it; draw one with `openssl rand -hex 32`"
         );
     }
     let failed = |e: argon2::Error| DomainError::Unavailable(format!("token: argon2: {e}"));
@@ -52,7 +53,8 @@ pub(crate) fn stretched(token: &[u8]) -> Result<Digest, DomainError> {
     Ok(key)
 }
 
-/// The randomness of a token of this length and alphabet if each character is drawn at random, bits.
+/// Upper bound of a token's randomness, bits: all characters drawn from the smallest alphabet that
+/// holds them.
 fn most_bits(token: &[u8]) -> f64 {
     let all = |is: fn(&u8) -> bool| token.iter().all(is);
     let alphabet: usize = if all(u8::is_ascii_digit) {
@@ -73,7 +75,7 @@ fn most_bits(token: &[u8]) -> f64 {
     let mut seen = [false; 256];
     token.iter().for_each(|c| seen[usize::from(*c)] = true);
     let distinct = seen.iter().filter(|s| **s).count();
-    // Few different characters: no draw from an alphabet.
+    // With few distinct characters the token was not drawn from an alphabet.
     let alphabet = if distinct < 8 { distinct.max(1) } else { alphabet };
     token.len() as f64 * (alphabet as f64).log2()
 }
@@ -87,7 +89,7 @@ mod tests {
         let key = stretched(b"one").unwrap();
         assert_eq!(stretched(b"one").unwrap(), key);
         assert_ne!(stretched(b"two").unwrap(), key);
-        // Every build computes the same: a change is a new handshake version.
+        // Every build derives the same key; a change needs a new handshake version.
         let hex: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(hex, "65c4f281a8fb415a1146ca7414bfd624d9a858ffd0cea3e515dfca2e3aff5010");
     }

@@ -1,5 +1,6 @@
-//! The key of one user on one host: 32 random bytes in a file that only this user can open. Without a token it proves
-//! that a peer runs as the same user, over transports where the kernel doesn't say who is at the other end.
+//! The key of one user on one host: 32 random bytes in a file with mode 600. Without a token it
+//! proves that a peer runs as the same user, over transports where the kernel does not report the
+//! peer's user.
 
 use std::path::Path;
 
@@ -13,11 +14,11 @@ use crate::domain::DomainError;
 
 const FOLDER: &str = "/dev/shm";
 
-/// Reads the key, and makes it if there is none. Read anew for each handshake: whoever cleans the folder
-/// while engines run leaves them with one key.
+/// Reads the key; creates it if it is missing. Each handshake reads it again, so that engines agree
+/// on one key after the folder was cleaned.
 ///
 /// # Errors
-/// [`DomainError::Unavailable`] if the file can't be made, or may be known to other users.
+/// [`DomainError::Unavailable`] if the file cannot be created or other users may know it.
 pub(super) fn user_key() -> Result<Digest, DomainError> {
     key_in(Path::new(FOLDER))
 }
@@ -62,7 +63,7 @@ fn key_in(folder: &Path) -> Result<Digest, DomainError> {
     Ok(key)
 }
 
-/// Of several that make it at once, the first one's stays.
+/// Creates the key file. If several processes race, the first file wins.
 fn make(folder: &Path, path: &Path) -> Result<(), Errno> {
     let random = |bytes: &mut [u8]| getrandom::fill(bytes).map_err(|_| Errno::IO);
     let (mut key, mut name): (Digest, [u8; 8]) = Default::default();
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_ask_at_once_get_one_key() {
+    fn concurrent_readers_get_one_key() {
         let folder = Folder::new("keys");
         let ask = || key_in(&folder.0).unwrap();
         let keys: Vec<Digest> = std::thread::scope(|s| {

@@ -29,7 +29,7 @@ const SOON: Duration = Duration::from_millis(1);
 
 /// Whether a frame carries more than its header.
 fn says_something(bytes: &[u8]) -> bool {
-    !matches!(frame::decode(bytes), Ok((_, Body::Alive)))
+    !matches!(frame::decode(bytes), Ok((_, Body::Heartbeat)))
 }
 
 /// Which frames have come.
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn a_frame_that_says_nothing_waits_until_a_later_one_has_come() {
         let mut sent = Sent::default();
-        let numbers = [(); 2].map(|()| sent.enter(&bytes(&Body::Alive)));
+        let numbers = [(); 2].map(|()| sent.enter(&bytes(&Body::Heartbeat)));
         numbers.iter().for_each(|n| sent.landed(Time(0), *n, true));
         assert_eq!(sent.next_due(), Time::NEVER);
         let mut seen = Seen::default();
@@ -261,7 +261,7 @@ mod tests {
         let mut sent = Sent::default();
         let mut numbers = Vec::new();
         while sent.has_room() {
-            numbers.push(sent.enter(&bytes(&Body::Alive)));
+            numbers.push(sent.enter(&bytes(&Body::Heartbeat)));
         }
         assert_eq!(numbers.len() as u32, SPAN);
         numbers.iter().for_each(|n| sent.landed(Time(0), *n, true));
@@ -309,7 +309,7 @@ mod tests {
                     }
                     // The other side's confirmations need somebody to carry them.
                     if going.is_empty() && end.sent.has_room() {
-                        let frame = bytes(&Body::Alive);
+                        let frame = bytes(&Body::Heartbeat);
                         going.push((end.sent.enter(&frame), frame));
                     }
                     for (number, frame) in going {

@@ -34,7 +34,7 @@ impl LibfabricDomain {
         let (offset, len) = if first { (0, offset.saturating_add(len)) } else { (offset, len) };
         if let Some(link) = self.link(id) {
             (link.asking.asked, link.asking.outdated) = (true, false);
-            link.mail.ask(key, offset, len);
+            link.channel.query_access(key, offset, len);
         }
         self.pump(id);
     }
@@ -92,7 +92,7 @@ impl LibfabricDomain {
         }
         if let Some(link) = self.link(id) {
             link.fences.due = None;
-            link.mail.fenced(number);
+            link.channel.fenced(number);
         }
     }
 }

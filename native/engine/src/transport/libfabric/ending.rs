@@ -43,7 +43,7 @@ impl LibfabricDomain {
             }
             let Some(link) = self.link(id) else { continue };
             if now >= link.spoke_at.after(timeout / 4) || now >= link.confirm_at {
-                link.mail.beat();
+                link.channel.heartbeat();
                 (link.spoke_at, link.confirm_at) = (now, Time::NEVER);
                 moved |= self.pump(id);
             }
@@ -60,7 +60,7 @@ impl LibfabricDomain {
             let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
             let clean = if busy { "" } else { CLEAN };
             if let Some(link) = self.link(id) {
-                link.mail.bye(false, &format!("{clean}{cause}"));
+                link.channel.close(false, &format!("{clean}{cause}"));
             }
             self.pump(id);
         }
@@ -108,7 +108,7 @@ impl LibfabricDomain {
             let result = Err(cause.clone());
             self.news.push(Completion::Done { link: id, token: op.token, result });
         }
-        for token in link.mail.abandon() {
+        for token in link.channel.abandon() {
             let result = Err(cause.clone());
             self.news.push(Completion::Done { link: id, token, result });
         }

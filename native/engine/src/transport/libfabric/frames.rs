@@ -15,7 +15,7 @@ use crate::{
     time::Time,
     transport::nic::{
         frame::{self, Body, Header},
-        mail::Heard,
+        message_channel::FrameEvent,
     },
 };
 
@@ -27,7 +27,7 @@ impl LibfabricDomain {
         frame.extend_from_slice(self.rx.bytes(slot as usize, len));
         if let Some((seal, bytes)) = frame.split_first_chunk::<SEAL>() {
             match frame::decode(bytes) {
-                Ok((_, Body::Piece(piece))) => self.hear_piece(&piece),
+                Ok((_, Body::HandshakeFragment(piece))) => self.hear_piece(&piece),
                 Ok((header, body)) => self.hear_frame(*seal, &header, &body, bytes),
                 // Whoever sent it, it was no peer: those are known by what their frames say.
                 Err(_) => {}
@@ -42,7 +42,7 @@ impl LibfabricDomain {
         let seal = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
         let number = u32::from_le_bytes([n0, n1, n2, n3]);
         // Nobody would say good-bye again.
-        let may_lose = !matches!(body, Body::Bye { .. });
+        let may_lose = !matches!(body, Body::Close { .. });
         let lost = may_lose && self.shuffle.as_mut().is_some_and(Shuffle::loses);
         let Some(link) = self.link(id).filter(|l| l.seal_in == seal && !lost) else { return };
         link.heard_at = now;
@@ -60,28 +60,28 @@ impl LibfabricDomain {
                 return self.take_down(id, DomainError::LinkDown(why.into()), true);
             }
         }
-        if !matches!(body, Body::Alive) {
+        if !matches!(body, Body::Heartbeat) {
             link.confirm_at = link.confirm_at.min(now.after(CONFIRM));
         }
-        link.mail.slot_freed();
+        link.channel.slot_freed();
         let first = !std::mem::replace(&mut link.confirmed, true);
-        let heard = link.mail.hear(bytes);
+        let heard = link.channel.on_frame(bytes);
         if first {
             self.report_up(id);
         }
         match heard {
-            Ok(Heard::Nothing) => {}
-            Ok(Heard::Ask { key, offset, len }) => {
+            Ok(FrameEvent::Handled) => {}
+            Ok(FrameEvent::AccessQuery { key, offset, len }) => {
                 let Some(peer) = self.link(id).map(|l| l.peer.id()) else { return };
                 let verdict = self.regions.verdict(peer, key, (offset, len));
                 let why = verdict.err().unwrap_or(DomainError::Refused(BLAMELESS.into()));
                 if let Some(link) = self.link(id) {
-                    link.mail.answer(&why);
+                    link.channel.answer_access(&why);
                 }
             }
-            Ok(Heard::Verdict(verdict)) => self.judged(id, verdict),
-            Ok(Heard::Fence(number)) => self.fence_asked(id, number),
-            Ok(Heard::Fenced(number)) => {
+            Ok(FrameEvent::AccessAnswer(verdict)) => self.judged(id, verdict),
+            Ok(FrameEvent::Fence(number)) => self.fence_asked(id, number),
+            Ok(FrameEvent::Fenced(number)) => {
                 let Some(link) = self.link(id) else { return };
                 let fences = &mut link.fences;
                 if number != fences.sent || fences.done == number {
@@ -94,8 +94,8 @@ impl LibfabricDomain {
                 self.fences_passed(id, number);
                 self.laid_to_rest();
             }
-            Ok(Heard::Note(_)) => {}
-            Ok(Heard::Bye { reason, .. }) => {
+            Ok(FrameEvent::Note(_)) => {}
+            Ok(FrameEvent::Close { reason, .. }) => {
                 let (clean, reason) = match reason.strip_prefix(CLEAN) {
                     Some(rest) => (true, rest.to_owned()),
                     None => (false, reason),
@@ -111,7 +111,7 @@ impl LibfabricDomain {
     /// What became of messages of ours.
     fn report_messages(&mut self, id: LinkId) {
         let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return };
-        let done = link.mail.finished();
+        let done = link.channel.finished();
         self.news.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
     }
 
@@ -127,7 +127,7 @@ impl LibfabricDomain {
             let Some(Slot::Up(link)) = self.links.get(i) else { continue };
             if !link.pending.is_empty()
                 || link.sent.next_due() <= self.now
-                || (link.mail.has_frame() && link.sent.has_room())
+                || (link.channel.has_frame() && link.sent.has_room())
             {
                 let id = link.id;
                 moved |= self.pump(id);
@@ -197,7 +197,7 @@ impl LibfabricDomain {
         if let Some(frame) = link.pending.pop_front() {
             return Some(frame);
         }
-        let is_new = link.sent.has_room() && link.mail.has_frame();
+        let is_new = link.sent.has_room() && link.channel.has_frame();
         let waits = is_new || link.sent.next_due() <= self.now;
         if !waits || link.frames >= self.table.slot_share() {
             return None;
@@ -206,7 +206,7 @@ impl LibfabricDomain {
         let out = &mut self.tx.fill(self.table.slot_of(context))[SEAL..];
         let again = link.sent.again(self.now, out);
         let filled = again.or_else(|| {
-            let n = if is_new { link.mail.next_frame(out) } else { None }?;
+            let n = if is_new { link.channel.next_frame(out) } else { None }?;
             Some((link.sent.enter(&out[..n]), n))
         });
         let Some((number, n)) = filled else {
@@ -259,7 +259,7 @@ impl LibfabricDomain {
             let slot = self.tx.fill(self.table.slot_of(context));
             slot[..SEAL].fill(0);
             slot[SEAL..SEAL + piece.len()].copy_from_slice(&piece);
-            match self.send_slot(context, SEAL + piece.len(), address, Use::Letter) {
+            match self.send_slot(context, SEAL + piece.len(), address, Use::HandshakeMessage) {
                 Ok(true) => {
                     moved = true;
                     self.addresses.release(address);

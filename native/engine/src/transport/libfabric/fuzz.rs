@@ -10,7 +10,7 @@ use crate::{
     fuzzing::{pieces, sealed},
     transport::nic::{
         frame::{self, Body},
-        pieces::{Pieces, LIMIT},
+        handshake_fragments::{Reassembly, MAX_EXCHANGE_MESSAGE},
     },
 };
 
@@ -22,7 +22,7 @@ pub fn peer_says(bytes: &[u8]) {
         0 => place(&sealed(b"FRlf", said)),
         1 => {
             let Ok(terms) = Terms::decode(&sealed(b"FRlt", said)) else { return };
-            assert!(terms.places.check().is_ok());
+            assert!(terms.receive_limits.check().is_ok());
             assert_eq!(Terms::decode(&terms.encode()), Ok(terms));
         }
         2 => letters(said),
@@ -38,12 +38,12 @@ fn place(bytes: &[u8]) {
 
 /// What is whole of them comes apart into what makes it up, and no letter is longer than any may be.
 fn letters(said: &[u8]) {
-    let mut message = Pieces::default();
+    let mut message = Reassembly::default();
     for f in pieces(said) {
         let Some((_, bytes)) = f.split_first_chunk::<SEAL>() else { continue };
-        let Ok((_, Body::Piece(p))) = frame::decode(bytes) else { continue };
+        let Ok((_, Body::HandshakeFragment(p))) = frame::decode(bytes) else { continue };
         let Ok(Some(whole)) = message.take(&p) else { continue };
-        assert!(whole.len() <= LIMIT);
+        assert!(whole.len() <= MAX_EXCHANGE_MESSAGE);
         if let Ok((first, second)) = unpack(&whole) {
             assert_eq!(2 + first.len() + second.len(), whole.len());
             place(first);
@@ -77,7 +77,7 @@ fn frames(said: &[u8]) {
 #[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     use super::{link, setup::pack};
-    use crate::transport::nic::{frame::Header, pieces::Letter};
+    use crate::transport::nic::{frame::Header, handshake_fragments::HandshakeMessage};
     let place = Place {
         provider: "efa".into(),
         protocol: 19,
@@ -90,7 +90,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         endpoint: 3,
         link: 1 << 16,
         seal: 1 << 40,
-        places: link::places(),
+        receive_limits: link::receive_limits(),
         scratch: 1 << 47,
         scratch_key: 9,
     };
@@ -99,7 +99,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let before = |number: u32, seen: &Seen| {
         [&terms.seal.to_le_bytes()[..], &number.to_le_bytes(), &seen.encode()].concat()
     };
-    let letter = Letter {
+    let letter = HandshakeMessage {
         exchange: [7; 16],
         to_initiator: false,
         step: 1,
@@ -111,7 +111,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut seen = Seen::default();
     let mut said = vec![3];
     for (number, frame) in
-        [(0, Body::Alive), (2, Body::Fence(7)), (1, Body::Fenced(7)), (2, Body::Alive)]
+        [(0, Body::Heartbeat), (2, Body::Fence(7)), (1, Body::Fenced(7)), (2, Body::Heartbeat)]
     {
         let mut out = [0; 64];
         let n = frame::encode(&Header::default(), &frame, &mut out);
@@ -121,7 +121,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     vec![
         ("place", body(0, place.encode())),
         ("terms", body(1, terms.encode())),
-        ("letters", [&[2][..], &letters].concat()),
+        ("fragments", [&[2][..], &letters].concat()),
         ("frames", said),
     ]
 }

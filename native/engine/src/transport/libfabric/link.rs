@@ -18,8 +18,8 @@ use crate::{
     time::Time,
     transport::nic::{
         frame::Exchange,
-        mail::{Mail, Places, SPARE},
-        pieces::Letter,
+        handshake_fragments::HandshakeMessage,
+        message_channel::{MessageChannel, ReceiveLimits, SPARE},
     },
 };
 
@@ -34,8 +34,8 @@ pub(super) const LINK_SLOTS: usize = (FRAGMENTS + SPARE) as usize;
 pub(super) const SEAL: usize = 8 + 4 + Seen::BYTES;
 
 /// Where one side takes frames.
-pub(super) fn places() -> Places {
-    Places { slot_bytes: (super::slots::SLOT - SEAL) as u32, slots: FRAGMENTS, imms: 0 }
+pub(super) fn receive_limits() -> ReceiveLimits {
+    ReceiveLimits { slot_bytes: (super::slots::SLOT - SEAL) as u32, slots: FRAGMENTS, imms: 0 }
 }
 
 /// Questions about accesses that the NIC has refused, in their order.
@@ -84,12 +84,12 @@ pub(super) struct Link {
     pub addr: FiAddr,
     pub exchange: Exchange,
     /// The acceptor's last word, to be repeated if it was lost.
-    pub accepted: Option<Letter>,
+    pub accepted: Option<HandshakeMessage>,
     /// The other side is known to know that the link is up.
     pub confirmed: bool,
     pub seal_in: u64,
     pub terms: Terms,
-    pub mail: Mail,
+    pub channel: MessageChannel,
     /// Frames that the provider had no room for.
     pub pending: VecDeque<Filled>,
     /// What it said when it failed to deliver a frame.

@@ -50,8 +50,8 @@ use crate::{
     transport::{
         handshake::{Credentials, Secret},
         log_limit::LogLimit,
-        nic::{frame::Exchange, mail, pieces::Pieces},
-        nics::Near,
+        nic::{frame::Exchange, handshake_fragments::Reassembly, message_channel},
+        nics::AffinityGuard,
     },
 };
 use addresses::Addresses;
@@ -75,7 +75,7 @@ const PIECES: usize = 1024;
 /// Pages of one work request.
 const PAGES: u32 = 16;
 /// Bytes of one piece. Longer ones would keep signs of life waiting behind them.
-const PIECE: u64 = 32 << 20;
+const HANDSHAKE_FRAGMENT_HEADER: u64 = 32 << 20;
 /// Counters, handshakes and heartbeats are looked after so often.
 const TICK: Duration = Duration::from_millis(1);
 /// Between polls of a provider that has nothing to sleep on: at first, and after a long silence.
@@ -108,7 +108,7 @@ pub struct LibfabricDomain {
     /// Handshakes by exchange and whether we began them.
     setups: HashMap<(Exchange, bool), Setup>,
     /// Hellos of which not all pieces are there.
-    strangers: Vec<(Exchange, Pieces, Time)>,
+    strangers: Vec<(Exchange, Reassembly, Time)>,
     /// Letters' pieces on their way to an address.
     outbox: VecDeque<(usize, Vec<u8>)>,
     /// Work requests of which the provider took a part.
@@ -156,7 +156,7 @@ pub(crate) fn open(
     let chosen = discover::choose(&api, &config.nics, secret)?;
     // Queues are allocated where they are used from.
     let devices: Vec<String> = chosen.iter().map(|i| i.offer.domain.clone()).collect();
-    let _near = Near::devices(&devices);
+    let _near = AffinityGuard::near(&devices);
     let mut domains: Vec<Box<dyn Domain>> = Vec::new();
     for (rail, info) in chosen.into_iter().enumerate() {
         let name = format!("{} ({})", info.offer.domain, info.offer.provider);
@@ -307,9 +307,9 @@ impl Domain for LibfabricDomain {
     fn caps(&self) -> Caps {
         let max_pages = PAGES.min(self.table.capacity() as u32);
         Caps {
-            max_bytes: self.offer.max_bytes.min(PIECE),
+            max_bytes: self.offer.max_bytes.min(HANDSHAKE_FRAGMENT_HEADER),
             max_pages,
-            max_message: mail::MAX_MESSAGE,
+            max_message: message_channel::MAX_MESSAGE,
         }
     }
 

@@ -20,7 +20,7 @@ pub(super) enum Use {
     /// A frame of a link, by its number there, in the transmit slot that goes with the context.
     Frame(LinkId, u32),
     /// A handshake's piece, in the transmit slot of the same number.
-    Letter,
+    HandshakeMessage,
     /// A piece of an operation whose link is gone.
     Orphan,
 }
@@ -143,7 +143,7 @@ impl Table {
     /// Transmit slots that letters hold.
     pub fn letters(&self) -> usize {
         let slots = self.receives as usize..(self.receives + self.slots) as usize;
-        self.flights[slots].iter().filter(|f| f.what == Use::Letter).count()
+        self.flights[slots].iter().filter(|f| f.what == Use::HandshakeMessage).count()
     }
 
     /// Transmit slots that one link may hold.
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!((t.room(), t.capacity()), (3, 3));
         let (slot, piece) = (t.take_slot().unwrap(), t.take_piece().unwrap());
         assert!(t.slot_of(slot) < 2 && piece >= 6);
-        t.launch(slot, InFlight { what: Use::Letter, ..IDLE });
+        t.launch(slot, InFlight { what: Use::HandshakeMessage, ..IDLE });
         t.launch(piece, InFlight { what: Use::Op(0), address: 7, ..IDLE });
         assert!(t.is_busy() && t.uses_address(7) && !t.uses_address(8));
         assert_eq!(t.land(piece).what, Use::Op(0));

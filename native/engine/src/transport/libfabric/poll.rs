@@ -162,7 +162,7 @@ impl LibfabricDomain {
                     link.sent.landed(now, number, well);
                 }
             }
-            Use::Orphan | Use::Letter | Use::Free => {}
+            Use::Orphan | Use::HandshakeMessage | Use::Free => {}
         }
         flight
     }
@@ -171,7 +171,7 @@ impl LibfabricDomain {
         let flight = self.landed(context, false);
         match flight.what {
             Use::Op(op) => self.pieces_over(op, 1, Some(DomainError::LinkDown(words))),
-            Use::Letter => self.undelivered(flight.address, &words),
+            Use::HandshakeMessage => self.undelivered(flight.address, &words),
             Use::Frame(id, _) => {
                 if let Some(link) = self.link(id) {
                     link.trouble = Some(words);
@@ -203,11 +203,11 @@ impl LibfabricDomain {
         let before = out.len();
         for (_, slot) in &mut self.links {
             let Slot::Up(link) = slot else { continue };
-            if !link.mail.holds_messages() {
+            if !link.channel.holds_messages() {
                 continue;
             }
             // One each time: there is less room once it is taken.
-            if let Some(message) = link.mail.take_message(room) {
+            if let Some(message) = link.channel.take_message(room) {
                 out.push(Completion::Message { link: link.id, message });
                 break;
             }

@@ -72,7 +72,7 @@ impl LibfabricDomain {
             WorkRequest::Prepare { .. } => return Ok(Post::Done),
             WorkRequest::Send(message) => {
                 let link = self.link(id).ok_or_else(down)?;
-                if !link.mail.submit(token, message) {
+                if !link.channel.submit(token, message) {
                     return Ok(Post::Full);
                 }
                 self.pump(id);

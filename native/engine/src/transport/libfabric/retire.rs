@@ -353,7 +353,7 @@ impl LibfabricDomain {
         if fences.wanted != fences.sent && fences.sent == fences.done {
             fences.sent = fences.wanted;
             fences.losses = losses;
-            link.mail.fence(fences.sent);
+            link.channel.fence(fences.sent);
         }
     }
 

@@ -25,8 +25,8 @@ use crate::{
         handshake::{Acceptor, Failure, Initiator, Pending, Session},
         nic::{
             frame::{self, Exchange},
-            mail::{Mail, Places},
-            pieces::{Letter, Pieces},
+            handshake_fragments::{HandshakeMessage, Reassembly},
+            message_channel::{MessageChannel, ReceiveLimits},
         },
     },
 };
@@ -48,7 +48,7 @@ pub(super) struct Terms {
     /// What it calls the link, and the number that frames to it must bear.
     pub link: LinkId,
     pub seal: u64,
-    pub places: Places,
+    pub receive_limits: ReceiveLimits,
     /// Where writes go that only count: a valid key is needed even for no bytes.
     pub scratch: u64,
     pub scratch_key: u64,
@@ -62,7 +62,7 @@ impl Terms {
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
         let terms: Self =
             ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
-        terms.places.check()?;
+        terms.receive_limits.check()?;
         Ok(terms)
     }
 }
@@ -80,9 +80,9 @@ pub(super) struct Setup {
     endpoint: usize,
     place: Place,
     address: usize,
-    pieces: Pieces,
+    pieces: Reassembly,
     /// What was said last, by which it is known what is to come.
-    letter: Letter,
+    letter: HandshakeMessage,
     /// The acceptor that has welcomed us, and the key of this handshake.
     welcomed: Option<(Pending, Session)>,
     seal: u64,
@@ -131,7 +131,7 @@ impl LibfabricDomain {
             self.addresses.release(address);
         })?;
         let bytes = pack(&self.place.encode(), &hello);
-        let letter = Letter { exchange, to_initiator: false, step: 1, bytes };
+        let letter = HandshakeMessage { exchange, to_initiator: false, step: 1, bytes };
         let role = Role::Initiator(initiator);
         let setup = self.setup(now, role, link, (endpoint, place, address), letter);
         self.setups.insert((exchange, true), setup);
@@ -145,7 +145,7 @@ impl LibfabricDomain {
         role: Role,
         link: LinkId,
         (endpoint, place, address): (usize, Place, usize),
-        letter: Letter,
+        letter: HandshakeMessage,
     ) -> Setup {
         Setup {
             role,
@@ -153,7 +153,7 @@ impl LibfabricDomain {
             endpoint,
             place,
             address,
-            pieces: Pieces::default(),
+            pieces: Reassembly::default(),
             letter,
             welcomed: None,
             seal: super::random(),
@@ -182,7 +182,7 @@ impl LibfabricDomain {
                 let sealed =
                     welcomed.session.seal(b"initiator", &self.terms(link, own_seal).encode());
                 let bytes = pack(&sealed, &welcomed.proof);
-                let letter = Letter { exchange, to_initiator: false, step: 3, bytes };
+                let letter = HandshakeMessage { exchange, to_initiator: false, step: 3, bytes };
                 let (now, Some(setup)) = (self.now, self.setups.get_mut(&key)) else {
                     return Ok(());
                 };
@@ -219,7 +219,7 @@ impl LibfabricDomain {
                 let link = self.reserve().map_err(silent)?;
                 let sealed = session.seal(b"acceptor", &self.terms(link, own_seal).encode());
                 let bytes = pack(&sealed, &accepted);
-                let letter = Letter { exchange, to_initiator: true, step: 4, bytes };
+                let letter = HandshakeMessage { exchange, to_initiator: true, step: 4, bytes };
                 let Some(setup) = self.setups.remove(&key) else { return Ok(()) };
                 let setup = Setup { link, endpoint: terms.endpoint.into(), ..setup };
                 self.mail_letter(setup.address, &letter);
@@ -235,7 +235,7 @@ impl LibfabricDomain {
             endpoint: self.own_endpoint as u8,
             link,
             seal,
-            places: link::places(),
+            receive_limits: link::receive_limits(),
             scratch: if self.virtual_addresses() { self.scratch.addr(0) as u64 } else { 0 },
             scratch_key: self.scratch.key(),
         }
@@ -249,14 +249,15 @@ impl LibfabricDomain {
         setup: Setup,
         peer: PeerIdentity,
         terms: Terms,
-        accepted: Option<Letter>,
+        accepted: Option<HandshakeMessage>,
     ) {
         let slot = Self::slot(setup.link);
         let addr = self.addresses.addr(setup.address);
         let confirmed = accepted.is_none();
-        let mut mail = Mail::new(link::places(), terms.places, terms.link);
+        let mut channel =
+            MessageChannel::new(link::receive_limits(), terms.receive_limits, terms.link);
         if confirmed {
-            mail.beat();
+            channel.heartbeat();
         }
         let link = Link {
             id: setup.link,
@@ -270,7 +271,7 @@ impl LibfabricDomain {
             confirmed,
             seal_in: setup.seal,
             terms,
-            mail,
+            channel,
             pending: Default::default(),
             trouble: None,
             sent: Default::default(),
@@ -305,7 +306,7 @@ impl LibfabricDomain {
     fn setup_failed(&mut self, key: (Exchange, bool), failure: Failure) {
         let Some(setup) = self.setups.remove(&key) else { return };
         if let Some(refusal) = failure.reply {
-            let letter = Letter {
+            let letter = HandshakeMessage {
                 exchange: key.0,
                 to_initiator: !key.1,
                 step: setup.letter.step + 2,
@@ -398,7 +399,7 @@ mod tests {
             endpoint: 3,
             link: 1 << 16,
             seal: u64::MAX,
-            places: link::places(),
+            receive_limits: link::receive_limits(),
             scratch: 1 << 47,
             scratch_key: 9,
         }
@@ -407,8 +408,8 @@ mod tests {
     #[test]
     fn terms_survive_and_impossible_ones_are_refused() {
         assert_eq!(Terms::decode(&terms().encode()), Ok(terms()));
-        let places = Places { slot_bytes: 8, ..link::places() };
-        assert!(Terms::decode(&Terms { places, ..terms() }.encode()).is_err());
+        let receive_limits = ReceiveLimits { slot_bytes: 8, ..link::receive_limits() };
+        assert!(Terms::decode(&Terms { receive_limits, ..terms() }.encode()).is_err());
         let cut = terms().encode();
         assert!(Terms::decode(&cut[..cut.len() - 1]).is_err());
     }

@@ -1,18 +1,18 @@
-//! Files, which no NIC reaches.
+//! Regions in files, which NICs cannot reach.
 
 use crate::{
     domain::{Data, DomainError},
     memory::device::Nature,
 };
 
-/// Why there is no key for `data`, if it is that a file has none.
+/// An error if `data` lies in a file, which has no NIC key.
 pub(crate) fn refuse_files(data: &Data) -> Result<(), DomainError> {
     if data.remote.nature() != Nature::File {
         return Ok(());
     }
     Err(DomainError::Refused(
-        "the region is a file of the peer's, which NICs don't reach: let the two engines meet over \
-         shm or tcp"
+        "the region is a file of the peer's, which NICs can't reach; connect the engines by shm or \
+        tcp"
             .into(),
     ))
 }

@@ -1,7 +1,7 @@
-//! What the NIC transports share: small frames, messages in fragments, handshakes in pieces. No
-//! I/O here: transports carry the bytes.
+//! Shared by the NIC transports: frames, messages in fragments, handshake fragments. No I/O; the
+//! transports carry the bytes.
 
 pub(crate) mod files;
 pub(crate) mod frame;
-pub(crate) mod mail;
-pub(crate) mod pieces;
+pub(crate) mod handshake_fragments;
+pub(crate) mod message_channel;

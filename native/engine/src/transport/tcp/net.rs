@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     api::{EngineConfig, Envelope},
     domain::DomainError,
-    transport::sockets::{self, new_socket, Demand},
+    transport::sockets::{self, new_socket, AddressPolicy},
 };
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
@@ -82,10 +82,10 @@ pub(super) fn host_identity() -> [u8; 16] {
     id
 }
 
-/// Listening sockets and what to tell others of them.
+/// ListeningSockets sockets and what to tell others of them.
 pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), DomainError> {
-    let (ips, demand) = wanted(config);
-    let listening = sockets::listen(&ips, demand, config.ports)?;
+    let (ips, policy) = wanted(config);
+    let listening = sockets::listen(&ips, policy, config.ports)?;
     let port = listening.port;
     let mut place = Where { host: host_identity(), ..Where::default() };
     for (ip, _) in &listening.sockets {
@@ -105,16 +105,16 @@ pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), Dom
 
 /// The addresses to listen on: those that are named, or, for peers with the token, those that they
 /// are told; always loopback beside these.
-fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, Demand) {
+fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, AddressPolicy) {
     let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
     match (config.bind.as_slice(), &config.token) {
-        ([], None) => (vec![loopback], Demand::All),
+        ([], None) => (vec![loopback], AddressPolicy::All),
         ([], Some(_)) => {
             let mut ips = few(own_addresses(true), IpAddr::is_ipv6);
             ips.push(loopback);
-            (ips, Demand::Found)
+            (ips, AddressPolicy::Found)
         }
-        (named, _) => (without_covered(named), Demand::All),
+        (named, _) => (without_covered(named), AddressPolicy::All),
     }
 }
 

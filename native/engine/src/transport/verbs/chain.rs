@@ -1,18 +1,18 @@
-//! The unsafe half of the verbs transport, part three: handing work to the NIC.
+//! Unsafe code of the verbs transport, part 3: posting requests.
 //!
-//! Requests are built from templates, four to a doorbell; only addresses, lengths, keys and
-//! immediates change from one to the next.
+//! Requests are built in templates, four per doorbell; only addresses, lengths, keys and immediates
+//! change between them.
 
 use fabric_sys::ibverbs as sys;
 
 use super::raw::{Ah, Qp};
 use crate::domain::DomainError;
 
-/// Requests that go to the NIC together.
+/// Requests per doorbell.
 pub(super) const LENGTH: usize = 4;
 
-/// One request. What `local` names stays registered until the completion is seen, or the queue
-/// pair has been destroyed: whoever posts vouches for it.
+/// One request. The caller guarantees that the memory behind `local` stays registered until the
+/// completion is seen or the queue pair is destroyed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Wr {
     pub id: u64,
@@ -24,7 +24,7 @@ pub(super) struct Wr {
     pub imm: u32,
 }
 
-/// Templates for one queue pair.
+/// Request templates of one queue pair.
 #[derive(Debug)]
 pub(super) struct Chain {
     wrs: Box<[sys::SendWr; LENGTH]>,
@@ -49,7 +49,7 @@ impl Chain {
         this
     }
 
-    /// Adds a request; a full chain goes to the NIC at once.
+    /// Adds a request; a full chain is posted at once.
     #[inline]
     pub fn push(&mut self, qp: &Qp, wr: &Wr) -> Result<(), DomainError> {
         let to = &mut self.wrs[self.n];
@@ -67,18 +67,18 @@ impl Chain {
         }
     }
 
-    /// Hands what is in the chain to the NIC.
+    /// Posts the requests of the chain.
     #[inline]
     pub fn ring(&mut self, qp: &Qp) -> Result<(), DomainError> {
         let n = std::mem::take(&mut self.n);
         if n == 0 {
             return Ok(());
         }
-        // Derived anew each time, so that no use in between can have made the links stale.
+        // Derived anew each time, so that no use in between can invalidate the pointers.
         let wrs = self.wrs.as_mut_ptr();
         let sges = self.sges.as_mut_ptr();
-        // SAFETY: `n` requests of this chain's own, linked to each other; the memory they name is
-        // vouched for (see `Wr`). The NIC has copied the requests when the call returns.
+        // SAFETY: `n` requests of this chain, linked to each other; their memory is valid by `Wr`'s
+        // contract. The NIC has copied the requests when the call returns.
         unsafe {
             for i in 0..n {
                 (*wrs.add(i)).sg_list = sges.add(i);
@@ -90,10 +90,10 @@ impl Chain {
 }
 
 /// # Safety
-/// A valid list of requests, whose memory is vouched for.
+/// `first` is a valid list of requests whose memory stays registered.
 unsafe fn post_send(qp: &Qp, first: *mut sys::SendWr) -> Result<(), DomainError> {
     let (qp, mut bad) = (qp.ptr(), std::ptr::null_mut());
-    // SAFETY: the pair and its context exist; the list is valid as the caller says.
+    // SAFETY: the pair and its context exist; the list is valid by this function's contract.
     let rc = unsafe { ((*(*qp).context).ops.post_send)(qp, first, &mut bad) };
     posted("ibv_post_send", rc)
 }
@@ -125,7 +125,7 @@ pub(super) fn datagram(
     unsafe { post_send(qp, &mut wr) }
 }
 
-/// Waits for one frame in a slot.
+/// Posts a receive request for one frame.
 pub(super) fn receive(qp: &Qp, id: u64, mut local: sys::Sge) -> Result<(), DomainError> {
     let mut wr =
         sys::RecvWr { wr_id: id, next: std::ptr::null_mut(), sg_list: &mut local, num_sge: 1 };
@@ -133,7 +133,7 @@ pub(super) fn receive(qp: &Qp, id: u64, mut local: sys::Sge) -> Result<(), Domai
     unsafe { post_receive(qp, &mut wr) }
 }
 
-/// Waits for `n` immediates, which need no memory.
+/// Posts receive requests for `n` immediates, which need no memory.
 pub(super) fn receive_imms(qp: &Qp, id: u64, n: u32) -> Result<(), DomainError> {
     const MOST: usize = 32;
     let blank = sys::RecvWr {
@@ -147,7 +147,7 @@ pub(super) fn receive_imms(qp: &Qp, id: u64, n: u32) -> Result<(), DomainError> 
         let mut wrs = [blank; MOST];
         let n = left.min(MOST);
         let first = wrs.as_mut_ptr();
-        // SAFETY: `n` requests of the array, linked to each other; they name no memory.
+        // SAFETY: `n` requests of the array, linked to each other; they use no memory.
         unsafe {
             for i in 1..n {
                 (*first.add(i - 1)).next = first.add(i);
@@ -160,10 +160,10 @@ pub(super) fn receive_imms(qp: &Qp, id: u64, n: u32) -> Result<(), DomainError> 
 }
 
 /// # Safety
-/// A valid list of requests, whose memory is vouched for.
+/// `first` is a valid list of requests whose memory stays registered.
 unsafe fn post_receive(qp: &Qp, first: *mut sys::RecvWr) -> Result<(), DomainError> {
     let (qp, mut bad) = (qp.ptr(), std::ptr::null_mut());
-    // SAFETY: the pair and its context exist; the list is valid as the caller says.
+    // SAFETY: the pair and its context exist; the list is valid by this function's contract.
     let rc = unsafe { ((*(*qp).context).ops.post_recv)(qp, first, &mut bad) };
     posted("ibv_post_recv", rc)
 }

@@ -1,5 +1,5 @@
-//! Handshakes by datagram: nothing is set up before, and nothing is promised. Whoever sends sends
-//! again until there is an answer.
+//! Handshakes by datagram (UD). Datagrams may be lost; the sender repeats them until it has an
+//! answer.
 
 use std::sync::Arc;
 
@@ -15,28 +15,28 @@ use super::{
 use crate::{domain::DomainError, transport::log_limit::LogLimit};
 
 const DEPTH: u32 = 64;
-/// A datagram begins with the global header, or room for it.
+/// Every received datagram begins with room for the global routing header.
 const GRH: usize = 40;
 
-/// Where to answer.
+/// Where to send datagrams.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
     pub ah: Arc<Ah>,
     pub qpn: u32,
     pub qkey: u32,
-    /// Bytes that both ends take.
+    /// Largest datagram that both ends take, bytes.
     pub mtu: usize,
 }
 
 pub(super) struct Datagrams {
-    // Before the slots, so that the NIC is done with them.
+    // Dropped first, so that the NIC is done with the slots.
     qp: Qp,
     cq: Arc<Cq>,
     slots: Slots,
     mtu: usize,
     pub qkey: u32,
     free: Vec<u32>,
-    /// Address handles in use by what is under way.
+    /// Address handles of datagrams under way.
     held: Vec<Option<Arc<Ah>>>,
     log: LogLimit,
 }
@@ -46,7 +46,7 @@ impl Datagrams {
         let mut random = [0; 4];
         getrandom::fill(&mut random)
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
-        // The highest bit would mean the queue pair's own.
+        // The highest bit selects the queue pair's own qkey.
         let qkey = u32::from_le_bytes(random) & 0x7FFF_FFFF;
         let cq = Cq::new(&device.channel, 2 * DEPTH)?;
         let qp = device.datagram_pair(&cq, DEPTH, qkey)?;
@@ -64,7 +64,7 @@ impl Datagrams {
         self.qp.number()
     }
 
-    /// Sends a frame if there is room; if not, it is as good as lost.
+    /// Sends a frame; drops it if no slot is free.
     pub fn send(&mut self, to: &Target, frame: &[u8]) {
         let Some(i) = self.free.pop() else { return };
         let n = frame.len().min(self.mtu);
@@ -79,7 +79,7 @@ impl Datagrams {
         }
     }
 
-    /// Frames that have come, to `heard`.
+    /// Passes each received frame to `heard`.
     pub fn poll(&mut self, mut heard: impl FnMut(&[u8])) -> bool {
         let mut wcs = [sys::Wc::default(); 16];
         let n = self.cq.poll(&mut wcs);
@@ -89,8 +89,8 @@ impl Datagrams {
                 self.held[i as usize] = None;
                 self.free.push(i);
                 if wc.status != sys::WC_SUCCESS {
-                    // A datagram that could not leave may have stopped the queue; what comes is
-                    // not concerned. Whoever sent it sends again.
+                    // A failed send may have stopped the send queue; receives go on. Its sender
+                    // repeats the datagram.
                     let attr = sys::QpAttr { qp_state: sys::QPS_RTS, ..Default::default() };
                     let _ = self.qp.modify(attr, sys::qp_mask::STATE);
                 }
@@ -101,7 +101,7 @@ impl Datagrams {
                 heard(&self.slots.read(i as usize, n)[GRH..]);
             }
             if wc.status == sys::WC_WR_FLUSH_ERR {
-                // The queue pair is of no use any more; handshakes go by TCP.
+                // The queue pair has failed; handshakes go by TCP.
                 continue;
             }
             let _ = chain::receive(&self.qp, u64::from(i), self.slots.whole(i as usize));

@@ -1,4 +1,4 @@
-//! One NIC as this engine drives it: its limits, its completion queues, its queue pairs.
+//! One NIC: its limits, and the creation of queue pairs.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,28 +15,29 @@ use super::{
 use crate::{
     api::NicConfig,
     domain::{DomainError, LinkId},
-    transport::nic::mail::{Places, SPARE},
+    transport::nic::message_channel::{ReceiveLimits, SPARE},
 };
 
 /// Requests under way on one queue pair.
 const SEND_DEPTH: u32 = 256;
-/// Immediates that may come before credits are returned.
+/// Immediates that may arrive before credits are returned.
 const IMMS: u32 = 512;
 /// Receive slots for fragments, and bytes of each.
 const SLOTS: u32 = 24;
 const SLOT_BYTES: u32 = 4096;
 /// Frames under way to a peer.
-pub(super) const MAIL_DEPTH: u32 = 32;
-/// Small writes carry their bytes with the request.
+pub(super) const FRAME_DEPTH: u32 = 32;
+/// Bytes up to which a write carries its data inline.
 const INLINE: u32 = 220;
-/// The vendor of hfi1 and qib, whose driver (`rdmavt`) looks for local memory by its address, whatever
-/// name it was given.
+/// Vendor of hfi1 and qib, whose driver (`rdmavt`) looks up local memory by its virtual address
+/// even if it was registered with an iova.
 const RDMAVT: u32 = 0x1175;
-/// The vendor that soft-RoCE (`rdma_rxe`) gives itself.
+/// Vendor id of soft-RoCE (`rdma_rxe`).
 const SOFT_ROCE: u32 = 0xFF_FFFF;
-/// Its longest message: some tens of milliseconds on slow processors, in which no heartbeat leaves.
+/// Longest message of soft-RoCE: tens of milliseconds on slow processors, during which no heartbeat
+/// leaves.
 const SOFT_MESSAGE: u64 = 1 << 20;
-/// Retries of a packet; the time between them follows from how soon a peer must be found dead.
+/// Retries of a packet. Their interval follows from the peer timeout.
 const RETRIES: u32 = 7;
 
 #[derive(Clone, Copy, Debug)]
@@ -47,9 +48,9 @@ pub(super) struct Limits {
     pub reads_in: u8,
     pub reads_out: u8,
     pub max_cqe: u32,
-    /// Memory can be given names; see `regions`.
+    /// Whether memory can be registered with an iova; see `regions`.
     pub names: bool,
-    /// It is a driver without hardware, which carries out what is posted within the call.
+    /// Whether the driver has no hardware and carries out requests within the call.
     pub software: bool,
 }
 
@@ -60,16 +61,16 @@ pub(super) struct Device {
     pub pd: Arc<Pd>,
     pub channel: Arc<Channel>,
     pub limits: Limits,
-    pub own: Places,
+    pub own: ReceiveLimits,
     pub route: Route,
     pub mtu: u8,
-    /// The partition's key and its place in the port's table.
+    /// The partition key and its index in the port's table.
     pub pkey: u16,
     pkey_index: u16,
     timeout: u8,
 }
 
-/// A limit that tests lower, to reach code that large limits hide.
+/// A limit that tests lower to reach code behind large limits.
 fn lowered(name: &str, limit: u64) -> u64 {
     let wanted = std::env::var(name).ok().and_then(|v| v.parse().ok());
     wanted.map_or(limit, |w: u64| w.clamp(4096, limit))
@@ -110,7 +111,7 @@ impl Device {
             reads_out: small(attr.max_qp_init_rd_atom),
             max_cqe: positive(attr.max_cqe),
         };
-        let own = Places { slot_bytes: SLOT_BYTES, slots: SLOTS, imms: IMMS.min(max_wr) };
+        let own = ReceiveLimits { slot_bytes: SLOT_BYTES, slots: SLOTS, imms: IMMS.min(max_wr) };
         if max_wr < SLOTS + SPARE {
             return Err(DomainError::Unavailable(format!(
                 "{} allows {max_wr} requests on a queue pair, {} are needed",
@@ -138,9 +139,9 @@ impl Device {
         })
     }
 
-    /// Completions that one link can have waiting.
+    /// Completions that one link can have outstanding.
     pub fn completions_per_link(&self) -> u32 {
-        self.limits.send_depth + self.own.imms + MAIL_DEPTH + SLOTS + SPARE
+        self.limits.send_depth + self.own.imms + FRAME_DEPTH + SLOTS + SPARE
     }
 
     pub fn words(&self) -> String {
@@ -159,7 +160,7 @@ impl Device {
         qp.modify(attr, STATE | PKEY_INDEX | PORT | ACCESS_FLAGS)
     }
 
-    /// The queue pair for datagrams, ready to send and receive.
+    /// Creates the queue pair for datagrams, ready to send and receive.
     pub fn datagram_pair(&self, cq: &Arc<Cq>, depth: u32, qkey: u32) -> Result<Qp, DomainError> {
         use qp_mask::{PKEY_INDEX, PORT, QKEY, SQ_PSN, STATE};
         let cap = sys::QpCap {
@@ -186,27 +187,27 @@ impl Device {
     }
 }
 
-/// The exponent whose retries end within three fifths of `peer_timeout`: 4.096 us x 2^n each.
+/// The exponent n such that all retries, 4.096 us x 2^n each, end within 3/5 of `peer_timeout`.
 pub(super) fn ack_timeout(peer_timeout: Duration) -> u8 {
     let budget = peer_timeout.as_nanos() * 3 / 5;
     let total = |n: u8| u128::from(RETRIES + 1) * (4096u128 << n);
     (8..=20).rev().find(|n| total(*n) <= budget).unwrap_or(8)
 }
 
-/// The queue pairs of one link, and the buffers of its mail. Made by a thread that may wait.
+/// The queue pairs of one link, and its frame buffers. Created by a helper thread.
 #[derive(Debug)]
 pub(super) struct Pair {
     pub data: Qp,
-    pub mail: Qp,
-    /// First those that receive, then those that send.
+    pub messages: Qp,
+    /// Receive slots, then send slots.
     pub slots: Slots,
     pub inline: u32,
     data_psn: u32,
-    mail_psn: u32,
+    message_psn: u32,
 }
 
 impl Pair {
-    /// Two queue pairs that can't reach, or be reached by, anybody yet.
+    /// Creates two unconnected queue pairs.
     pub fn build(device: &Device, cq: &Arc<Cq>, link: LinkId) -> Result<Self, DomainError> {
         let cap = |send, recv, inline| sys::QpCap {
             max_send_wr: send,
@@ -216,7 +217,7 @@ impl Pair {
             max_inline_data: inline,
         };
         let recv = device.own.slots + SPARE;
-        // Some devices take no inline data, or less.
+        // Some devices support less inline data, or none.
         let made = [INLINE, 64, 0].into_iter().map(|inline| {
             let cap = cap(device.limits.send_depth, device.own.imms, inline);
             Qp::new(&device.pd, cq, sys::QPT_RC, cap)
@@ -226,38 +227,38 @@ impl Pair {
         let Some((data, given)) = made else {
             return Err(error.unwrap_or_else(|| DomainError::Unavailable("no queue pair".into())));
         };
-        let (mail, _) = Qp::new(&device.pd, cq, sys::QPT_RC, cap(MAIL_DEPTH, recv, 0))?;
+        let (messages, _) = Qp::new(&device.pd, cq, sys::QPT_RC, cap(FRAME_DEPTH, recv, 0))?;
         let slots =
-            Slots::new(&device.pd, (recv + MAIL_DEPTH) as usize, device.own.slot_bytes as usize)?;
+            Slots::new(&device.pd, (recv + FRAME_DEPTH) as usize, device.own.slot_bytes as usize)?;
         device.init(&data, super::memory::PEERS)?;
-        device.init(&mail, sys::ACCESS_LOCAL_WRITE)?;
+        device.init(&messages, sys::ACCESS_LOCAL_WRITE)?;
         chain::receive_imms(&data, work_id(Kind::Imm, 0, link), device.own.imms)?;
         for i in 0..recv {
-            let id = work_id(Kind::Frame, i, link);
-            chain::receive(&mail, id, slots.whole(i as usize))?;
+            let id = work_id(Kind::FrameReceived, i, link);
+            chain::receive(&messages, id, slots.whole(i as usize))?;
         }
         let mut psns = [0; 8];
         getrandom::fill(&mut psns)
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
         let psn = |i: usize| u32::from_le_bytes([psns[i], psns[i + 1], psns[i + 2], 0]);
-        let (data_psn, mail_psn) = (psn(0), psn(4));
-        Ok(Self { data, mail, slots, inline: given.max_inline_data, data_psn, mail_psn })
+        let (data_psn, message_psn) = (psn(0), psn(4));
+        Ok(Self { data, messages, slots, inline: given.max_inline_data, data_psn, message_psn })
     }
 
-    /// What the other side needs to know.
+    /// What the peer needs to connect.
     pub fn setup(&self, device: &Device) -> Setup {
         Setup {
             data_qpn: self.data.number(),
-            mail_qpn: self.mail.number(),
+            message_qpn: self.messages.number(),
             data_psn: self.data_psn,
-            mail_psn: self.mail_psn,
+            message_psn: self.message_psn,
             mtu: device.mtu,
             reads: device.limits.reads_in,
-            places: device.own,
+            receive_limits: device.own,
         }
     }
 
-    /// Connects them. Only after the peer has proven itself: from here on its keys work.
+    /// Connects the queue pairs. Call it only for a proven peer: from here on its keys work.
     pub fn join(
         &self,
         device: &Device,
@@ -268,7 +269,7 @@ impl Pair {
         let flow = theirs.data_qpn.rotate_left(8) ^ self.data.number().wrapping_mul(0x9E37_79B1);
         let ends = [
             (&self.data, theirs.data_qpn, theirs.data_psn, self.data_psn, flow),
-            (&self.mail, theirs.mail_qpn, theirs.mail_psn, self.mail_psn, flow ^ 1),
+            (&self.messages, theirs.message_qpn, theirs.message_psn, self.message_psn, flow ^ 1),
         ];
         for (qp, dest, rq_psn, sq_psn, flow) in ends {
             let mut attr = sys::QpAttr {
@@ -297,15 +298,13 @@ impl Pair {
     }
 }
 
-/// Why the kernel finds no way to a peer.
+/// The error if a peer's address can't be resolved or connected.
 pub(super) fn unreachable_words(e: &DomainError, here: &Place, there: &Place) -> DomainError {
     use rustix::io::Errno;
     let why = match e {
         DomainError::Io {
             errno: Errno::TIMEDOUT | Errno::HOSTUNREACH | Errno::NETUNREACH, ..
-        } => {
-            "its address does not answer from there: another subnet, or its link is down".to_owned()
-        }
+        } => "its address does not answer: it is in another subnet, or its link is down".to_owned(),
         e => e.to_string(),
     };
     DomainError::LinkDown(format!("from {} to {}: {why}", here.words(), there.words()))
@@ -316,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rs_4_retries_end_before_the_peer_is_given_up() {
+    fn rs_4_retries_end_before_the_peer_timeout() {
         for millis in [200u64, 2_000, 10_000] {
             let limit = Duration::from_millis(millis);
             let one = Duration::from_nanos(4096 << ack_timeout(limit));

@@ -1,6 +1,6 @@
-//! Which devices, ports and GIDs there are, which of them are used, and why the others aren't.
+//! Devices, ports and GIDs, and why each is used or not.
 //!
-//! All from sysfs, so that it can be told without opening a device and tried on recorded trees.
+//! Reads sysfs only, so that it needs no device and works on recorded trees.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ pub struct GidReport {
     pub kind: &'static str,
     pub netdev: Option<String>,
     pub chosen: bool,
-    /// In words.
+    /// Why it is or isn't chosen.
     pub why: String,
 }
 
@@ -32,18 +32,18 @@ pub struct GidReport {
 pub struct DeviceReport {
     pub device: String,
     pub port: u8,
-    /// As the kernel calls it: "ACTIVE", "DOWN".
+    /// As in sysfs: "ACTIVE", "DOWN".
     pub state: String,
     /// "InfiniBand" or "Ethernet".
     pub link_layer: String,
     pub lid: u16,
     pub gids: Vec<GidReport>,
     pub chosen: bool,
-    /// Why it is or isn't used, in words.
+    /// Why it is or isn't used.
     pub why: String,
 }
 
-/// A port to be driven.
+/// A port to drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Chosen {
     pub device: String,
@@ -55,10 +55,10 @@ pub(super) struct Chosen {
     pub netdev: Option<String>,
 }
 
-/// The library that was opened, or why none can be.
+/// The file name of the libibverbs that was opened, or why there is none.
 pub fn version() -> Result<String, String> {
     fabric_sys::ibverbs::Ibverbs::get().map_err(|e| e.to_string())?;
-    // It doesn't tell its version, but its file's name does.
+    // The library does not report its version, but its file name has it.
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| line.split_ascii_whitespace().nth(5));
     let file = paths.filter_map(|path| Path::new(path).file_name()?.to_str());
@@ -66,17 +66,17 @@ pub fn version() -> Result<String, String> {
     Ok(name.unwrap_or("libibverbs").to_owned())
 }
 
-/// Every device, port and GID of this machine, chosen or not, and why.
+/// All devices, ports and GIDs of this machine, and why each is used or not.
 pub fn discover(config: &NicConfig) -> Vec<DeviceReport> {
     machine(config).0
 }
 
-/// What [`discover`] reports, and the ports to be driven in the order of the rails.
+/// The reports of [`discover`], and the chosen ports in the order of the rails.
 pub(super) fn machine(config: &NicConfig) -> (Vec<DeviceReport>, Vec<Chosen>) {
     survey(Path::new("/sys/class/infiniband"), config, &|usable| nearest(usable, config))
 }
 
-/// Names in order of preference, where the user names none.
+/// Orders device names by preference, where the user names none.
 type Prefer<'a> = &'a dyn Fn(&[String]) -> Result<Vec<String>, DomainError>;
 
 fn survey(root: &Path, config: &NicConfig, prefer: Prefer<'_>) -> (Vec<DeviceReport>, Vec<Chosen>) {
@@ -88,9 +88,9 @@ fn survey(root: &Path, config: &NicConfig, prefer: Prefer<'_>) -> (Vec<DeviceRep
             found.push(examine(&ports.join(&port), &device, number, config));
         }
     }
-    let mut left_out = "usable, but no name or pattern of `nics` takes it".to_owned();
+    let mut left_out = "usable, but no name or pattern of `nics` matches it".to_owned();
     let order = if config.names.is_empty() {
-        left_out = "usable, but other NICs are nearer to the memory that is served".into();
+        left_out = "usable, but other NICs are nearer to the engine's memory".into();
         let usable = found.iter().filter(|(_, c)| c.is_some()).map(|(r, _)| r.device.clone());
         let mut usable: Vec<String> = usable.collect();
         usable.dedup();
@@ -124,7 +124,7 @@ fn survey(root: &Path, config: &NicConfig, prefer: Prefer<'_>) -> (Vec<DeviceRep
     (found.into_iter().map(|(r, _)| r).collect(), chosen)
 }
 
-/// The places of usable ports in the order of the patterns that take them.
+/// Indices of usable ports in the order of the patterns that match them.
 fn order(found: &[(DeviceReport, Option<Chosen>)], patterns: &[String]) -> Vec<usize> {
     let mut order = Vec::new();
     for pattern in patterns {
@@ -137,13 +137,13 @@ fn order(found: &[(DeviceReport, Option<Chosen>)], patterns: &[String]) -> Vec<u
     order
 }
 
-/// Patterns name devices, or ports as `mlx5_0:1`.
+/// Whether a pattern matches. Patterns name devices, or ports as `mlx5_0:1`.
 fn takes(pattern: &str, report: &DeviceReport) -> bool {
     let with_port = format!("{}:{}", report.device, report.port);
     matches_glob(pattern, &report.device) || matches_glob(pattern, &with_port)
 }
 
-/// Patterns that no device bears the name of.
+/// Patterns that match no device.
 pub(super) fn idle_patterns<'a>(
     reports: &[DeviceReport],
     patterns: &'a [String],
@@ -159,7 +159,7 @@ fn sorted(folder: &Path) -> Vec<String> {
         .flatten()
         .map(|e| e.file_name().to_string_lossy().into_owned())
         .collect();
-    // mlx5_10 comes after mlx5_9.
+    // Numeric order: mlx5_10 comes after mlx5_9.
     names.sort_by_key(|n| {
         let digits = n.len() - n.trim_end_matches(|c: char| c.is_ascii_digit()).len();
         let (stem, number) = n.split_at(n.len() - digits);
@@ -204,7 +204,7 @@ fn examine(
             format!("the port is {}; see `ip link` or the subnet manager", report.state)
         }
         None if report.gids.is_empty() => {
-            "its port has no GID: give its interface an address".into()
+            "the port has no GID; give its interface an address".into()
         }
         None => report
             .gids
@@ -212,7 +212,7 @@ fn examine(
             .map(|g| format!("GID {}: {}", g.index, g.why))
             .collect::<Vec<_>>()
             .join("; "),
-        Some(_) if infiniband && lid == 0 => "the subnet manager has given it no LID".into(),
+        Some(_) if infiniband && lid == 0 => "the subnet manager has assigned no LID".into(),
         Some((gid, g)) => {
             let fabric = match g.kind {
                 "InfiniBand" => Fabric::Infiniband,
@@ -259,7 +259,7 @@ fn gids(at: &Path, infiniband: bool) -> Vec<Gid> {
     all
 }
 
-/// How well a GID suits: the lower the better. None: not at all.
+/// How well a GID suits, lower is better; `None` if it does not. And the reason.
 fn rank(gid: &[u8; 16], kind: &str) -> (Option<u8>, &'static str) {
     let link_local = gid[0] == 0xFE && gid[1] & 0xC0 == 0x80;
     match kind {
@@ -267,7 +267,7 @@ fn rank(gid: &[u8; 16], kind: &str) -> (Option<u8>, &'static str) {
         "RoCE v2" if is_ipv4(gid) => (Some(0), "IPv4: routed, and the usual choice"),
         "RoCE v2" if !link_local => (Some(1), "IPv6: routed"),
         "RoCE v2" => (Some(2), "link-local: reaches one Ethernet only"),
-        _ => (None, "RoCE v1 is not routed: name its index to use it all the same"),
+        _ => (None, "RoCE v1 is not routed; set gid_index to use it all the same"),
     }
 }
 
@@ -275,13 +275,13 @@ fn is_seen(netdev: Option<&str>) -> bool {
     netdev.is_none_or(|n| Path::new("/sys/class/net").join(n).exists())
 }
 
-/// Notes for each GID why it is or isn't chosen; the place of the one that is.
+/// Marks the GID to use and gives a reason for each; returns its index in `gids`.
 fn choose_gid(gids: &mut [Gid], asked: Option<u8>) -> Option<usize> {
     let best = match asked {
         Some(index) => gids.iter().position(|(_, g)| g.index == index),
         None => (0..gids.len())
             .filter(|i| rank(&gids[*i].0, gids[*i].1.kind).0.is_some())
-            // An interface of another network namespace can't be used from here.
+            // An interface of another network namespace can't be used.
             .min_by_key(|i| {
                 let (gid, report) = &gids[*i];
                 (!is_seen(report.netdev.as_deref()), rank(gid, report.kind).0, report.index)
@@ -303,7 +303,7 @@ fn choose_gid(gids: &mut [Gid], asked: Option<u8>) -> Option<usize> {
     best
 }
 
-/// The reports in one sentence, for errors.
+/// All reports in one line, for errors.
 pub(super) fn summary(reports: &[DeviceReport]) -> String {
     let each = reports.iter().map(|r| format!("{} port {}: {}", r.device, r.port, r.why));
     match reports.is_empty() {

@@ -1,6 +1,6 @@
 use super::*;
 
-/// A tree like the kernel's, in a folder that goes away.
+/// A sysfs tree in a temporary folder.
 struct Tree(PathBuf);
 
 impl Tree {
@@ -81,7 +81,7 @@ fn the_gid_that_is_routed_is_preferred() {
 }
 
 #[test]
-fn each_port_that_is_not_used_says_why() {
+fn each_unused_port_has_a_reason() {
     let tree = Tree::new("why");
     let v2 = [(V4, "RoCE v2")];
     tree.port("mlx5_0", "4: ACTIVE", "Ethernet", &v2)

@@ -1,4 +1,4 @@
-//! Completions and events of the device, one by one.
+//! Handlers of single completions and device events.
 
 use fabric_sys::ibverbs as sys;
 
@@ -10,7 +10,7 @@ use super::{
 use crate::{
     api::Imm,
     domain::{Completion, Count, DomainError, LinkId},
-    transport::nic::mail::Heard,
+    transport::nic::message_channel::FrameEvent,
 };
 
 impl VerbsDomain {
@@ -19,8 +19,9 @@ impl VerbsDomain {
         let (kind, number, id) = read_work_id(wc.wr_id);
         let now = self.now;
         let Some(link) = self.link(id) else {
-            // Of a link that is down, and means nothing any more (IC-6); but a farewell may be over.
-            if kind == Kind::Mail {
+            // The link is closed and the completion is void (IC-6), but a close frame may have been
+            // sent.
+            if kind == Kind::FrameSent {
                 self.farewell_sent(id);
             }
             return;
@@ -39,7 +40,7 @@ impl VerbsDomain {
                 });
             }
             Kind::Imm if wc.opcode != sys::WC_RECV_RDMA_WITH_IMM => {
-                self.fail(id, "the peer sent what is no immediate");
+                self.fail(id, "the peer sent a message on the queue pair for immediates");
             }
             Kind::Imm => {
                 let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
@@ -49,13 +50,13 @@ impl VerbsDomain {
                 self.touch(id);
                 self.first_use(id);
             }
-            Kind::Mail => {
+            Kind::FrameSent => {
                 link.slot_sent(number);
-                if link.mail.has_frame() {
+                if link.channel.has_frame() {
                     self.touch(id);
                 }
             }
-            Kind::Frame => {
+            Kind::FrameReceived => {
                 if let Err(e) = self.frame(id, number, wc.byte_len as usize) {
                     self.failing.push((id, e));
                 }
@@ -65,12 +66,12 @@ impl VerbsDomain {
         }
     }
 
-    /// An accepted link is up when its initiator uses it.
+    /// An accepted link is up once its initiator uses it.
     fn first_use(&mut self, id: LinkId) {
         let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
         link.announced = true;
         let (peer, endpoint, name) = (link.peer.clone(), link.endpoint, link.name);
-        // Its handshake is over: what it said last is not asked for again.
+        // The handshake is done: the initiator has the last answer.
         self.visits.retain(|_, v| !v.led_to(id));
         let Some(link) = self.link(id) else { return };
         let note = format!("{} connected", link.there.words());
@@ -79,16 +80,16 @@ impl VerbsDomain {
 
     fn frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
         let Some(link) = self.link(id) else { return Ok(()) };
-        let heard = link.mail.hear(link.slots.read(slot as usize, len))?;
+        let heard = link.channel.on_frame(link.slots.read(slot as usize, len))?;
         chain::receive(
-            &link.mail_qp,
-            work_id(Kind::Frame, slot, id),
+            &link.message_qp,
+            work_id(Kind::FrameReceived, slot, id),
             link.slots.whole(slot as usize),
         )?;
-        link.mail.slot_freed();
+        link.channel.slot_freed();
         match heard {
-            Heard::Nothing => Ok(()),
-            Heard::Ask { key, offset, len } => {
+            FrameEvent::Handled => Ok(()),
+            FrameEvent::AccessQuery { key, offset, len } => {
                 let peer = link.peer.id();
                 let why = match self.regions.book.resolve(peer, key, offset, len) {
                     Err(why) => why,
@@ -99,11 +100,11 @@ impl VerbsDomain {
                     ),
                 };
                 if let Some(link) = self.link(id) {
-                    link.mail.answer(&why);
+                    link.channel.answer_access(&why);
                 }
                 Ok(())
             }
-            Heard::Verdict(why) => {
+            FrameEvent::AccessAnswer(why) => {
                 if let Some(b) = self.link(id).and_then(|l| l.broken.as_mut()) {
                     let cause = b.cause.clone();
                     if let Some((_, verdict)) = &mut b.refused {
@@ -113,29 +114,29 @@ impl VerbsDomain {
                 }
                 Ok(())
             }
-            Heard::Bye { gone, reason } => {
-                let text = format!("the peer dropped the link: {reason}");
+            FrameEvent::Close { gone, reason } => {
+                let text = format!("the peer closed the link: {reason}");
                 Err(if gone { DomainError::Gone(text) } else { DomainError::LinkDown(text) })
             }
-            Heard::Note(frame) => {
+            FrameEvent::Note(frame) => {
                 self.news.push(Completion::Note { link: id, frame });
                 Ok(())
             }
-            // Reliable connections keep order: nobody has a reason to ask.
-            Heard::Fence(_) | Heard::Fenced(_) => {
-                Err(DomainError::LinkDown("the peer asks for a fence, which verbs has not".into()))
-            }
+            // Reliable connections keep order, so a peer has no reason to send fences.
+            FrameEvent::Fence(_) | FrameEvent::Fenced(_) => Err(DomainError::LinkDown(
+                "the peer sent a fence, which verbs does not support".into(),
+            )),
         }
     }
 
-    /// A request came to nothing; the first one of a queue pair says why.
+    /// A request failed; the first failure of a queue pair gives the reason.
     fn failed(&mut self, wc: &sys::Wc) {
         let (kind, number, id) = read_work_id(wc.wr_id);
         let flushed = wc.status == sys::WC_WR_FLUSH_ERR;
         let Some(link) = self.link(id) else { return };
         match kind {
-            Kind::Mail | Kind::Frame => {
-                if kind == Kind::Mail {
+            Kind::FrameSent | Kind::FrameReceived => {
+                if kind == Kind::FrameSent {
                     link.slot_sent(number);
                 }
                 self.fail(id, &words::status(wc));
@@ -147,7 +148,8 @@ impl VerbsDomain {
                 match asked {
                     _ if link.broken.is_some() => {}
                     true => self.broke(id, &words::status(wc), Some(number)),
-                    // Our own end failed because the peer's access was refused: it will tell.
+                    // The local queue pair failed because the peer's access was refused; the peer
+                    // will ask why.
                     false if flushed => {
                         self.broke(id, words::event(sys::EVENT_QP_ACCESS_ERR), None);
                     }
@@ -157,8 +159,8 @@ impl VerbsDomain {
         }
     }
 
-    /// The data queue pair has failed over an access that a NIC refused. The one who made the
-    /// request asks the other why, by the mail's queue pair, which is in order.
+    /// The data queue pair failed because a NIC refused an access. The side that made the request
+    /// asks the other for the reason over the message queue pair, which still works.
     fn broke(&mut self, id: LinkId, why: &str, request: Option<u32>) {
         let (here, until) = (self.device.words(), self.now.after(self.peer_timeout / 4));
         let Some(link) = self.link(id) else { return };
@@ -168,11 +170,12 @@ impl VerbsDomain {
         let cause = DomainError::LinkDown(format!("from {here} to {}: {why}", link.there.words()));
         let blamed = request.and_then(|number| link.blamed(number));
         if let Some(e) = blamed {
-            link.mail.ask(e.region, e.from, e.to.saturating_sub(e.from));
+            link.channel.query_access(e.region, e.from, e.to.saturating_sub(e.from));
         }
         let refused = blamed.map(|e| (e.token, None));
         link.broken = Some(Broken { cause, refused, until });
-        // From here on the NIC accepts nothing for it. It goes when its completions are in.
+        // From here on the NIC accepts nothing for it. It is destroyed after its completions were
+        // taken.
         link.stop();
         link.unflushed = None;
         self.touch(id);
@@ -203,7 +206,7 @@ impl VerbsDomain {
             _ => None,
         });
         let found: Option<(LinkId, bool)> = links
-            .map(|l| (l.id, is(l), l.mail_qp.number() == number))
+            .map(|l| (l.id, is(l), l.message_qp.number() == number))
             .find_map(|(id, data, mail)| (data || mail).then_some((id, data)));
         match found {
             Some((id, true)) if kind == sys::EVENT_QP_ACCESS_ERR => {
@@ -215,7 +218,7 @@ impl VerbsDomain {
     }
 
     pub(super) fn everything_failed(&mut self, why: &str) {
-        tracing::warn!(nic = %self.device.words(), why, "its links go down");
+        tracing::warn!(nic = %self.device.words(), why, "closing all links of a NIC");
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         ids.into_iter().for_each(|id| self.fail(id, why));
     }
@@ -226,8 +229,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_completion_names_its_link_and_its_request() {
-        for kind in [Kind::Data, Kind::Imm, Kind::Mail, Kind::Frame] {
+    fn a_work_id_names_kind_request_and_link() {
+        for kind in [Kind::Data, Kind::Imm, Kind::FrameSent, Kind::FrameReceived] {
             let id = work_id(kind, super::super::SEQ_MASK, 0xFFFF_0001);
             assert_eq!(read_work_id(id), (kind, super::super::SEQ_MASK, 0xFFFF_0001));
         }

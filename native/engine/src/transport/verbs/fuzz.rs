@@ -1,12 +1,12 @@
-//! Whatever strangers and peers say to this transport before it becomes a write.
+//! Fuzz target of bytes from strangers and peers.
 
 use super::place::{Intro, Place, Setup};
 use crate::{
     fuzzing::{pieces, sealed},
     transport::nic::{
         frame::{self, Body},
-        mail::{Mail, Places, WINDOW},
-        pieces::{Pieces, LIMIT},
+        handshake_fragments::{Reassembly, MAX_EXCHANGE_MESSAGE},
+        message_channel::{MessageChannel, ReceiveLimits, WINDOW},
     },
 };
 
@@ -22,8 +22,8 @@ impl crate::domain::MessageRoom for Room {
     }
 }
 
-/// Frames of a peer that has proven itself, pieces of strangers' handshakes, endpoints and queue
-/// pairs. Holds that what decodes is bounded, and encodes to the same.
+/// Frames of a proven peer, handshake fragments of strangers, endpoints and queue pairs. Checks
+/// that decoded values are bounded and encode to the same bytes.
 pub fn peer_says(bytes: &[u8]) {
     let Some((kind, said)) = bytes.split_first() else { return };
     match kind % 5 {
@@ -37,7 +37,7 @@ pub fn peer_says(bytes: &[u8]) {
             assert_eq!(Intro::decode(&i.encode()), Ok(i));
         }
         3 => handshake(said),
-        _ => mail(said),
+        _ => frames(said),
     }
 }
 
@@ -48,18 +48,18 @@ fn place(bytes: &[u8]) {
 }
 
 fn handshake(said: &[u8]) {
-    let mut message = Pieces::default();
+    let mut message = Reassembly::default();
     for f in pieces(said) {
-        let Ok((_, Body::Piece(p))) = frame::decode(f) else { continue };
+        let Ok((_, Body::HandshakeFragment(p))) = frame::decode(f) else { continue };
         if let Ok(Some(whole)) = message.take(&p) {
-            assert!(whole.len() <= LIMIT);
+            assert!(whole.len() <= MAX_EXCHANGE_MESSAGE);
         }
     }
 }
 
-fn mail(said: &[u8]) {
-    let places = Places { slot_bytes: 300, slots: 4, imms: 8 };
-    let mut end = Mail::new(places, places, 0);
+fn frames(said: &[u8]) {
+    let receive_limits = ReceiveLimits { slot_bytes: 300, slots: 4, imms: 8 };
+    let mut end = MessageChannel::new(receive_limits, receive_limits, 0);
     for slot in 0..4u32 {
         let token = crate::domain::Token { slot, ..Default::default() };
         end.submit(token, &std::sync::Arc::from(vec![1; 400 * slot as usize]));
@@ -68,7 +68,7 @@ fn mail(said: &[u8]) {
     let (mut ended, mut sent) = (Vec::new(), [0; 300]);
     for f in pieces(said) {
         while end.next_frame(&mut sent).is_some() {}
-        let heard = end.hear(f);
+        let event = end.on_frame(f);
         end.slot_freed();
         let mut taken = 0;
         while let Some(m) = end.take_message(&Room) {
@@ -77,7 +77,7 @@ fn mail(said: &[u8]) {
         }
         assert!(taken <= WINDOW && end.imm_room() <= 8);
         ended.extend(end.finished().map(|(t, _)| t.slot));
-        if heard.is_err() {
+        if event.is_err() {
             break;
         }
     }
@@ -90,12 +90,19 @@ fn mail(said: &[u8]) {
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     use super::place::tests::a_place;
     use crate::transport::nic::{
-        frame::{taken_entry, Header},
-        pieces::Letter,
+        frame::{result_entry, Header},
+        handshake_fragments::HandshakeMessage,
     };
-    let places = Places { slot_bytes: 4096, slots: 24, imms: 512 };
-    let setup =
-        Setup { data_qpn: 18, mail_qpn: 19, data_psn: 1, mail_psn: 2, mtu: 3, reads: 16, places };
+    let receive_limits = ReceiveLimits { slot_bytes: 4096, slots: 24, imms: 512 };
+    let setup = Setup {
+        data_qpn: 18,
+        message_qpn: 19,
+        data_psn: 1,
+        message_psn: 2,
+        mtu: 3,
+        reads: 16,
+        receive_limits,
+    };
     let intro = Intro { exchange: [7; 16], from_endpoint: 1 };
     let body = |kind: u8, sealed: Vec<u8>| [&[kind], &sealed[10..]].concat();
     let piece = |f: &[u8]| [&[f.len() as u8], f].concat();
@@ -104,25 +111,26 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         let n = frame::encode(&header, &body, &mut out);
         piece(&out[..n])
     };
-    let letter = Letter { exchange: [7; 16], to_initiator: false, step: 1, bytes: vec![5; 300] };
+    let letter =
+        HandshakeMessage { exchange: [7; 16], to_initiator: false, step: 1, bytes: vec![5; 300] };
     let letters: Vec<u8> = letter.frames(200).flat_map(|f| piece(&f)).collect();
     let plain = Header::default();
-    let credits = Header { heard: 2, counted: 3, ..plain };
+    let credits = Header { frame_credits: 2, imm_credits: 3, ..plain };
     let fragment = |message, total: u32, offset: u32, bytes| {
         frame(plain, Body::Fragment { message, total, offset, bytes })
     };
-    let mails = [
-        frame(credits, Body::Alive),
+    let frames = [
+        frame(credits, Body::Heartbeat),
         fragment(0, 5, 0, b"hello"),
         fragment(1, 150, 0, &[1; 150]),
-        frame(plain, Body::Taken(&[taken_entry(0, None), taken_entry(1, Some(9))].concat())),
-        frame(plain, Body::Bye { gone: true, reason: b"gone" }),
+        frame(plain, Body::Results(&[result_entry(0, None), result_entry(1, Some(9))].concat())),
+        frame(plain, Body::Close { gone: true, reason: b"gone" }),
     ];
     vec![
         ("place", body(0, a_place("::ffff:10.0.0.1").encode())),
         ("setup", body(1, setup.encode())),
         ("intro", body(2, intro.encode())),
-        ("pieces", [&[3][..], &letters].concat()),
-        ("mail", [&[4][..], &mails.concat()].concat()),
+        ("fragments", [&[3][..], &letters].concat()),
+        ("frames", [&[4][..], &frames.concat()].concat()),
     ]
 }

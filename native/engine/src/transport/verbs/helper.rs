@@ -1,5 +1,5 @@
-//! Calls that may block for a second (address resolution, connection set-up) are made by threads
-//! that come and go, so that the one that moves the group on never waits.
+//! Helper threads for calls that may block for a second (address resolution, connection set-up), so
+//! that the polling thread never waits.
 
 use std::{
     collections::VecDeque,
@@ -9,14 +9,14 @@ use std::{
 
 use crate::domain::DomainError;
 
-/// Threads at a time for one's own links, and for those of strangers: however many addresses
-/// strangers make up, one's own are not kept waiting.
+/// Threads for local requests and for strangers' requests. Each has its own limit, so that
+/// strangers can't delay local connections.
 const MOST: [usize; 2] = [12, 4];
 
-/// Strangers' jobs that wait.
+/// Strangers' jobs that may wait.
 const MOST_WAITING: usize = 256;
 
-/// For whom a job is done.
+/// The origin of a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Whose {
     Own,
@@ -30,7 +30,7 @@ pub(super) struct Helper<T> {
     running: [usize; 2],
     done: mpsc::Receiver<(Whose, T)>,
     report: mpsc::Sender<(Whose, T)>,
-    /// Readable when something is done.
+    /// Readable when a job is done.
     pub bell: Arc<OwnedFd>,
 }
 
@@ -44,8 +44,8 @@ impl<T: Send + 'static> Helper<T> {
         Ok(Self { waiting, running: [0; 2], done, report, bell: Arc::new(bell) })
     }
 
-    /// Has `job` done some time; its outcome comes out of [`Helper::next`]. Of strangers' jobs the
-    /// oldest are dropped when too many wait: they will have been given up.
+    /// Queues `job`; [`Helper::next`] returns its result. If too many jobs of strangers wait, the
+    /// oldest is dropped: its deadline is over anyway.
     pub fn run(&mut self, whose: Whose, job: impl FnOnce() -> T + Send + 'static) {
         if whose == Whose::Stranger && self.waiting[whose as usize].len() >= MOST_WAITING {
             self.waiting[whose as usize].pop_front();
@@ -58,7 +58,7 @@ impl<T: Send + 'static> Helper<T> {
         let i = whose as usize;
         while self.running[i] < MOST[i] {
             let Some(job) = self.waiting[i].pop_front() else { return };
-            // Shared, so that it isn't lost with a thread that doesn't start.
+            // Shared, so that the job is kept if the thread does not start.
             let slot = Arc::new(parking_lot::Mutex::new(Some(job)));
             let job = Arc::clone(&slot);
             let (report, bell) = (self.report.clone(), Arc::clone(&self.bell));
@@ -70,7 +70,7 @@ impl<T: Send + 'static> Helper<T> {
             match std::thread::Builder::new().name("fabric-verbs".into()).spawn(work) {
                 Ok(_) => self.running[i] += 1,
                 Err(error) => {
-                    tracing::warn!(%error, "no thread for a connection's set-up: it waits");
+                    tracing::warn!(%error, "can't start a thread for a connection's set-up; it is retried later");
                     self.waiting[i].extend(slot.lock().take());
                     return;
                 }
@@ -78,12 +78,12 @@ impl<T: Send + 'static> Helper<T> {
         }
     }
 
-    /// Makes the bell ring anew for what is done from now on. Call before [`Helper::next`].
+    /// Clears the event. Call it before [`Helper::next`].
     pub fn quiet(&self) {
         let _ = rustix::io::read(&*self.bell, &mut [0u8; 8]);
     }
 
-    /// The next outcome, if one is there.
+    /// The next result, if any.
     pub fn next(&mut self) -> Option<T> {
         let (whose, outcome) = self.done.try_recv().ok()?;
         self.running[whose as usize] -= 1;
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strangers_that_block_keep_nobody_waiting() {
+    fn strangers_that_block_delay_no_local_job() {
         let mut helper = Helper::new().unwrap();
         let (open, shut) = mpsc::channel::<()>();
         let shut = Arc::new(parking_lot::Mutex::new(shut));

@@ -1,4 +1,4 @@
-//! A link: two queue pairs to one peer, and what is under way over them.
+//! A link: two queue pairs to one peer, and the work under way on them.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -6,7 +6,7 @@ use fabric_sys::ibverbs as sys;
 
 use super::{
     chain::{Chain, Wr},
-    device::{Device, Pair, MAIL_DEPTH},
+    device::{Device, Pair, FRAME_DEPTH},
     memory::Slots,
     place::{Place, Setup},
     raw::Qp,
@@ -17,32 +17,31 @@ use crate::{
     api::RegionKey,
     domain::{DomainError, LinkId, LinkName, PeerIdentity, Token},
     time::Time,
-    transport::nic::mail::{Mail, SPARE},
+    transport::nic::message_channel::{MessageChannel, SPARE},
 };
 
-/// Work of the group's on the data queue pair: requests `first` to `last`.
+/// A work request on the data queue pair: its requests `first` to `last`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub token: Token,
     pub first: u32,
-    /// With this one it is done.
+    /// The request whose completion completes the entry.
     pub last: u32,
-    /// Which bytes of which region it touches at the peer.
+    /// The bytes that it touches in the peer's region.
     pub region: RegionKey,
     pub from: u64,
     pub to: u64,
 }
 
-/// Uncounted writes that are not known to be readable yet: a read of the last one's last byte
-/// tells. The peer's NIC answers it only after its writes have passed the bus: on PCIe a read
-/// pushes the writes before it (PCIe 2.4.1, table 2-40, C2a), and an acknowledgement alone doesn't
-/// say that they are there (InfiniBand 9.7.5.1.2).
+/// Uncounted writes that are not known to be readable yet. A read of the last byte of the last one
+/// shows it: on PCIe a read pushes the writes before it (PCIe 2.4.1, table 2-40, C2a). An
+/// acknowledgement alone does not (InfiniBand 9.7.5.1.2).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unflushed {
-    /// How many, and their bytes.
+    /// Number of writes, and their bytes.
     pub writes: usize,
     pub bytes: u64,
-    /// Where the last byte of the last one lies.
+    /// Position of the last byte of the last write.
     pub region: RegionKey,
     pub addr: u64,
     pub rkey: u32,
@@ -52,12 +51,12 @@ pub(super) struct Unflushed {
 #[derive(Debug)]
 pub(super) struct Broken {
     pub cause: DomainError,
-    /// The request that the peer's NIC refused, and why as soon as the peer has said it.
+    /// The request that the peer's NIC refused, and the peer's reason once it has answered.
     pub refused: Option<(Token, Option<DomainError>)>,
     pub until: Time,
 }
 
-/// What a new link is made of, besides its queue pairs.
+/// Identity of a new link.
 pub(super) struct Origin {
     pub id: LinkId,
     pub peer: PeerIdentity,
@@ -74,35 +73,35 @@ pub(super) struct Link {
     pub there: Place,
     pub seat: Seat,
     pub mtu: u8,
-    /// None once it has failed: nothing can touch memory on its behalf then (MR-1).
+    /// `None` once it has failed: nothing can touch memory on its behalf then (MR-1).
     pub data: Option<Qp>,
-    pub mail_qp: Qp,
+    pub message_qp: Qp,
     pub slots: Slots,
-    pub mail: Mail,
+    pub channel: MessageChannel,
     pub chain: Chain,
-    mail_chain: Chain,
+    message_chain: Chain,
     pub inline: u32,
     pub depth: u32,
-    /// Requests posted and retired on the data queue pair; both only grow, and wrap.
+    /// Requests posted and retired on the data queue pair. Both only grow, and wrap.
     pub posted: u32,
     pub retired: u32,
     pub entries: VecDeque<Entry>,
-    /// Entries at the end that wait for a read to be posted, and which.
+    /// The last entries, which wait for a flush read.
     pub unflushed: Option<Unflushed>,
-    /// Where such a read puts its byte.
+    /// Target of flush reads.
     pub scratch: sys::Sge,
-    /// Immediates whose places are to be given back.
+    /// Immediates whose receive requests must be posted again.
     pub imms_used: u32,
-    /// Writes of the peer's that were counted over this link.
+    /// Counted writes of the peer that arrived over this link.
     pub counted: u64,
-    /// What both ends call it.
+    /// The link's name at both ends.
     pub name: LinkName,
     imms: u32,
     frames: u32,
     free_slots: Vec<u32>,
-    /// It has been reported; an acceptor's is when the initiator has first used it.
+    /// Whether `LinkUp` was reported. An acceptor reports it once the initiator uses the link.
     pub announced: bool,
-    /// Something waits to be done in the next poll.
+    /// Whether the next poll must advance this link.
     pub dirty: bool,
     pub broken: Option<Broken>,
     pub heard_at: Time,
@@ -112,8 +111,8 @@ pub(super) struct Link {
 impl Link {
     pub fn new(device: &Device, origin: Origin, pair: Pair, theirs: &Setup, now: Time) -> Self {
         let frames = device.own.slots + SPARE;
-        // The last slot of those that send is for the byte that a flush reads.
-        let scratch = pair.slots.sge((frames + MAIL_DEPTH - 1) as usize, 1);
+        // The last send slot receives the byte of flush reads.
+        let scratch = pair.slots.sge((frames + FRAME_DEPTH - 1) as usize, 1);
         Self {
             id: origin.id,
             peer: origin.peer,
@@ -122,11 +121,11 @@ impl Link {
             seat: origin.seat,
             mtu: device.mtu.min(theirs.mtu),
             data: Some(pair.data),
-            mail_qp: pair.mail,
+            message_qp: pair.messages,
             slots: pair.slots,
-            mail: Mail::new(device.own, theirs.places, 0),
+            channel: MessageChannel::new(device.own, theirs.receive_limits, 0),
             chain: Chain::new(),
-            mail_chain: Chain::new(),
+            message_chain: Chain::new(),
             inline: pair.inline,
             depth: device.limits.send_depth,
             posted: 0,
@@ -139,7 +138,7 @@ impl Link {
             name: origin.name,
             imms: device.own.imms,
             frames,
-            free_slots: (frames..frames + MAIL_DEPTH - 1).collect(),
+            free_slots: (frames..frames + FRAME_DEPTH - 1).collect(),
             announced: false,
             dirty: false,
             broken: None,
@@ -148,13 +147,13 @@ impl Link {
         }
     }
 
-    /// Requests that the data queue pair has room for; one is kept for a flush.
+    /// Free requests of the data queue pair; one is kept for a flush read.
     #[inline]
     pub fn room(&self) -> u32 {
         (self.depth - 1).saturating_sub(self.posted.wrapping_sub(self.retired))
     }
 
-    /// Puts a request into the chain; its number.
+    /// Adds a request to the chain; returns its number.
     #[inline]
     pub fn push(&mut self, mut wr: Wr) -> Result<u32, DomainError> {
         let number = self.posted;
@@ -175,7 +174,7 @@ impl Link {
         }
     }
 
-    /// Has uncounted writes end with a read that shows that they are readable (IC-2).
+    /// Posts the read that shows that uncounted writes are readable (IC-2).
     pub fn settle_writes(&mut self) -> Result<(), DomainError> {
         let Some(u) = self.unflushed.take() else { return Ok(()) };
         let wr = Wr {
@@ -193,7 +192,7 @@ impl Link {
         Ok(())
     }
 
-    /// Enters work of which only a part was handed to the NIC; false if none of it was.
+    /// Enters a work request of which the NIC took a part; false if it took none.
     pub fn own_up(&mut self, token: Token, before: Option<u32>) -> bool {
         let (Some(first), last) = (before, self.posted.wrapping_sub(1)) else { return false };
         let some = self.posted != first;
@@ -204,13 +203,13 @@ impl Link {
         some
     }
 
-    /// The number of the request behind a completion.
+    /// The full number of a completed request.
     #[inline]
     pub fn number(&self, seq: u32) -> u32 {
         self.retired.wrapping_add(seq.wrapping_sub(self.retired) & super::SEQ_MASK)
     }
 
-    /// A request is complete, and with it all before it: what is done with that.
+    /// Retires a request and all before it; calls `done` for each completed entry.
     #[inline]
     pub fn retire(&mut self, number: u32, mut done: impl FnMut(Token)) {
         self.retired = number.wrapping_add(1);
@@ -225,31 +224,32 @@ impl Link {
         }
     }
 
-    /// The work that a failed request belongs to.
+    /// The entry that a failed request belongs to.
     pub fn blamed(&self, number: u32) -> Option<Entry> {
         let at = |e: &&Entry| number.wrapping_sub(e.first) < u32::MAX / 2;
-        // The last one that begins at or before it; a flush's read belongs to the last it settles.
+        // The last entry that begins at or before it; a flush read belongs to the last entry it
+        // covers.
         self.entries.iter().rev().find(at).copied()
     }
 
-    /// Sends the frames that may go.
+    /// Sends frames while slots and credits last.
     pub fn pump(&mut self, now: Time) -> Result<bool, DomainError> {
         let mut moved = false;
-        while self.mail.has_frame() {
+        while self.channel.has_frame() {
             let Some(slot) = self.free_slots.pop() else { break };
-            let Some(n) = self.mail.next_frame(self.slots.fill(slot as usize)) else {
+            let Some(n) = self.channel.next_frame(self.slots.fill(slot as usize)) else {
                 self.free_slots.push(slot);
                 break;
             };
             let wr = Wr {
-                id: work_id(Kind::Mail, slot, self.id),
+                id: work_id(Kind::FrameSent, slot, self.id),
                 opcode: sys::WR_SEND,
                 flags: sys::SEND_SIGNALED,
                 local: self.slots.sge(slot as usize, n),
                 ..Wr::default()
             };
-            self.mail_chain.push(&self.mail_qp, &wr)?;
-            self.mail_chain.ring(&self.mail_qp)?;
+            self.message_chain.push(&self.message_qp, &wr)?;
+            self.message_chain.ring(&self.message_qp)?;
             self.spoke_at = now;
             moved = true;
         }
@@ -257,24 +257,24 @@ impl Link {
     }
 
     pub fn slot_sent(&mut self, slot: u32) {
-        debug_assert!(slot >= self.frames && self.free_slots.len() < MAIL_DEPTH as usize);
+        debug_assert!(slot >= self.frames && self.free_slots.len() < FRAME_DEPTH as usize);
         self.free_slots.push(slot);
     }
 
-    /// Has the NIC accept no more writes and carry out no more of ours.
+    /// Stops the data queue pair: the NIC accepts no more writes and carries out no more requests.
     pub fn stop(&self) {
         if let Some(Err(error)) = self.data.as_ref().map(super::raw::Qp::stop) {
-            // It is destroyed soon, which does the same.
-            tracing::debug!(%error, "a queue pair can't be stopped");
+            // It will be destroyed, which does the same.
+            tracing::debug!(%error, "can't stop a queue pair");
         }
     }
 
-    /// Frames of ours that the NIC still has.
+    /// Frames that the NIC is still sending.
     pub fn frames_under_way(&self) -> usize {
-        MAIL_DEPTH as usize - 1 - self.free_slots.len()
+        FRAME_DEPTH as usize - 1 - self.free_slots.len()
     }
 
-    /// Gives the places of immediates back once there are enough to be worth it.
+    /// Posts receive requests for immediates again, an eighth of them at a time.
     pub fn replace_imms(&mut self) -> Result<(), DomainError> {
         let n = self.imms_used;
         if n < (self.imms / 8).max(1) {
@@ -282,20 +282,20 @@ impl Link {
         }
         if let Some(qp) = self.data.as_ref().filter(|_| self.broken.is_none()) {
             super::chain::receive_imms(qp, work_id(Kind::Imm, 0, self.id), n)?;
-            self.mail.imms_freed(n);
+            self.channel.imms_freed(n);
             self.imms_used = 0;
         }
         Ok(())
     }
 
-    /// Everything under way, to be failed.
+    /// Removes all work under way, to be failed.
     pub fn abandon(&mut self) -> Vec<Token> {
         let mut tokens: Vec<Token> = self.entries.drain(..).map(|e| e.token).collect();
-        tokens.extend(self.mail.abandon());
+        tokens.extend(self.channel.abandon());
         tokens
     }
 
-    /// When it wants attention even if nothing happens: to show life, to miss it, to end.
+    /// The next time for a heartbeat, for the peer's timeout, or for the end of a failed link.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
         let end = self.broken.as_ref().map_or(Time::NEVER, |b| b.until);
         self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout)).min(end)

@@ -1,4 +1,4 @@
-//! The unsafe half of the verbs transport, part two: memory that the NIC knows.
+//! Unsafe code of the verbs transport, part 2: registered memory.
 
 use std::{os::fd::RawFd, ptr::NonNull, sync::Arc};
 
@@ -8,18 +8,18 @@ use rustix::io::Errno;
 use super::raw::Pd;
 use crate::domain::DomainError;
 
-/// Memory of ours in which peers write and read.
+/// Access rights of memory that peers write and read.
 pub(super) const PEERS: i32 =
     sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE | sys::ACCESS_REMOTE_READ;
 
-/// A registration. When it has been dropped without a complaint, the NIC can't reach the memory.
+/// A registration. After a drop without an error, the NIC can't reach the memory.
 #[derive(Debug)]
 pub(super) struct Mr {
     raw: Option<NonNull<sys::Mr>>,
     pd: Arc<Pd>,
     pub lkey: u32,
     pub rkey: u32,
-    /// What the NIC calls the first byte.
+    /// The NIC's address of the first byte.
     pub iova: u64,
 }
 
@@ -30,10 +30,10 @@ unsafe impl Sync for Mr {}
 
 impl Mr {
     /// Registers `len` bytes at `addr`, which stay allocated until [`Mr::release`]. The NIC may
-    /// order its writes freely where it can: an immediate's completion is itself an ordered write,
-    /// which PCIe lets pass no earlier one (PCIe 2.4.1, table 2-40, A2a).
+    /// reorder its writes where it can: the completion of an immediate is an ordered write, which
+    /// does not pass earlier ones on PCIe (PCIe 2.4.1, table 2-40, A2a).
     ///
-    /// The NIC calls the first byte `iova`, if the library can tell it so, and else by its address.
+    /// The NIC addresses the first byte by `iova` if the library supports it, else by its address.
     pub fn new(
         pd: &Arc<Pd>,
         addr: usize,
@@ -42,8 +42,8 @@ impl Mr {
     ) -> Result<Self, DomainError> {
         let (at, n, lib) = (addr as *mut libc::c_void, len as usize, pd.context.lib);
         let named = lib.reg_mr_iova2.filter(|_| access != sys::ACCESS_LOCAL_WRITE);
-        // SAFETY: registering pins pages and touches no byte; an address that is not mapped is an
-        // error. That the memory stays allocated is the caller's promise.
+        // SAFETY: registering pins pages and touches no byte; an unmapped address is an error. The
+        // caller guarantees that the memory stays allocated.
         let raw = unsafe {
             match named {
                 Some(reg) => {
@@ -56,7 +56,7 @@ impl Mr {
         Self::made(pd, raw, (named.map_or(addr as u64, |_| iova), len))
     }
 
-    /// Registers memory by a dma-buf: `len` bytes from `offset` on, which the NIC calls `iova`.
+    /// Registers `len` bytes from `offset` of a dma-buf; the NIC addresses them by `iova`.
     pub fn of_dmabuf(
         pd: &Arc<Pd>,
         (fd, offset): (RawFd, u64),
@@ -68,7 +68,7 @@ impl Mr {
                 "this libibverbs has no ibv_reg_dmabuf_mr; rdma-core 34 or later does".into(),
             ));
         };
-        // SAFETY: the kernel checks descriptor and range; no address of ours is involved.
+        // SAFETY: the kernel checks descriptor and range; the call uses no address of this process.
         let raw = unsafe { reg(pd.ptr(), offset, len as usize, iova, fd, PEERS) };
         Self::made(pd, raw, (iova, len))
     }
@@ -84,7 +84,8 @@ impl Mr {
         Ok(Self { raw: Some(raw), pd: Arc::clone(pd), lkey, rkey, iova })
     }
 
-    /// Ends it. An error means that the NIC may still reach the memory, which must be kept (MR-1).
+    /// Ends the registration. On an error the NIC may still reach the memory, which must be kept
+    /// (MR-1).
     pub fn release(&mut self) -> Result<(), DomainError> {
         let Some(raw) = self.raw else { return Ok(()) };
         // SAFETY: the registration exists.
@@ -104,12 +105,12 @@ impl Mr {
 impl Drop for Mr {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::error!(%error, "a registration can't be ended");
+            tracing::error!(%error, "can't end a registration");
         }
     }
 }
 
-/// Why memory can't be registered, and what to do.
+/// Why memory can't be registered, and a remedy.
 pub(super) fn refusal(errno: Errno, len: u64) -> DomainError {
     let hint = match errno {
         Errno::NOMEM | Errno::PERM => {
@@ -132,9 +133,9 @@ pub(super) fn refusal(errno: Errno, len: u64) -> DomainError {
     DomainError::Unavailable(format!("the NIC can't register {len} bytes: {errno}; {hint}"))
 }
 
-/// Registered buffers of this transport's own, all of one size.
+/// Registered buffers of the transport itself, all of one size.
 pub(super) struct Slots {
-    // The registration ends before the memory goes.
+    // Dropped first: the registration ends before the memory is freed.
     mr: Mr,
     base: NonNull<u8>,
     layout: std::alloc::Layout,
@@ -176,19 +177,20 @@ impl Slots {
         sys::Sge { addr, length: len as u32, lkey: self.mr.lkey }
     }
 
-    /// The whole slot, for a request to receive.
+    /// The whole slot, for a receive request.
     pub fn whole(&self, i: usize) -> sys::Sge {
         self.sge(i, self.each)
     }
 
-    /// What is in a slot. The NIC must not be writing there: its completion has been seen.
+    /// The bytes of a slot. The caller has seen the completion, so the NIC is not writing to it.
     pub fn read(&self, i: usize, len: usize) -> &[u8] {
         assert!(i < self.n && len <= self.each);
-        // SAFETY: inside the allocation, as asserted; nobody writes, as the caller has seen.
+        // SAFETY: inside the allocation, as asserted; the caller has seen that the NIC is done
+        // writing.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(i * self.each), len) }
     }
 
-    /// A slot to be filled. The NIC must not be reading it: its completion has been seen.
+    /// A slot to fill. The caller has seen the completion, so the NIC is not reading it.
     pub fn fill(&mut self, i: usize) -> &mut [u8] {
         assert!(i < self.n);
         // SAFETY: inside the allocation, as asserted, and borrowed from `self`.
@@ -198,9 +200,9 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // Memory that the NIC may still write to is never given back.
+        // Memory that the NIC may still write to is leaked.
         if self.mr.release().is_ok() {
-            // SAFETY: allocated with this layout, and out of the NIC's reach.
+            // SAFETY: allocated with this layout; the NIC can't reach it.
             unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
         }
     }

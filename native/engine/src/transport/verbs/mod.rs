@@ -1,8 +1,8 @@
-//! Links between RDMA NICs, through libibverbs: any NIC with reliable connections.
+//! Links between RDMA NICs through libibverbs. Works with any NIC that has reliable connections.
 //!
-//! One domain drives one port of one NIC. A link is two queue pairs, one for messages and credits,
-//! one for writes and reads; nothing that peers send is ever refused for want of a place, because
-//! places are counted. Handshakes go by datagram, or by TCP where datagrams don't get through.
+//! One domain drives one port of one NIC. A link is two queue pairs: one for frames, one for writes
+//! and reads. Credits count receive requests, so a peer never finds the receiver not ready.
+//! Handshakes go by datagram, or by TCP where datagrams do not get through.
 
 mod chain;
 mod datagrams;
@@ -62,29 +62,29 @@ use crate::{
     transport::{
         handshake::Credentials,
         log_limit::LogLimit,
-        nic::{frame::Exchange, mail::MAX_MESSAGE},
+        nic::{frame::Exchange, message_channel::MAX_MESSAGE},
     },
 };
 
 /// Pages of one work request.
 const MAX_PAGES: u32 = 32;
 
-/// Whose completion it is.
+/// What a completion belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// A write or a read.
     Data,
-    /// A peer's immediate.
+    /// An immediate of the peer.
     Imm,
-    /// A frame of ours.
-    Mail,
-    /// A peer's frame.
-    Frame,
+    /// A local frame, sent.
+    FrameSent,
+    /// A frame of the peer.
+    FrameReceived,
 }
 
 const SEQ_MASK: u32 = (1 << 30) - 1;
 
-/// What comes back with a completion: kind, number, link.
+/// The work id of a request: kind, number, link.
 #[inline]
 fn work_id(kind: Kind, number: u32, link: LinkId) -> u64 {
     (kind as u64) << 62 | u64::from(number & SEQ_MASK) << 32 | u64::from(link)
@@ -92,11 +92,11 @@ fn work_id(kind: Kind, number: u32, link: LinkId) -> u64 {
 
 #[inline]
 fn read_work_id(id: u64) -> (Kind, u32, LinkId) {
-    let kind = [Kind::Data, Kind::Imm, Kind::Mail, Kind::Frame][(id >> 62) as usize];
+    let kind = [Kind::Data, Kind::Imm, Kind::FrameSent, Kind::FrameReceived][(id >> 62) as usize];
     (kind, (id >> 32) as u32 & SEQ_MASK, id as u32)
 }
 
-/// A link's place in the table, for as long as it has any state.
+/// A link's entry in the table, in any state.
 struct Slot {
     id: LinkId,
     state: State,
@@ -108,13 +108,13 @@ enum State {
     Up(Box<Link>),
 }
 
-/// See the module.
+/// One port of one NIC; see the module.
 pub struct VerbsDomain {
     credentials: Credentials,
     log: LogLimit,
     own_endpoint: u8,
     place: Place,
-    /// GIDs of this machine: peers behind them are on this host.
+    /// GIDs of this machine. Peers with one of them run on this host.
     own_gids: Vec<[u8; 16]>,
     peer_timeout: Duration,
     slots: Slab<Slot>,
@@ -125,24 +125,24 @@ pub struct VerbsDomain {
     failing: Vec<(LinkId, DomainError)>,
     /// Links with something to do in the next poll.
     dirty: Vec<LinkId>,
-    /// Links whose messages wait for room.
+    /// Links with messages that wait for room.
     holding: Vec<LinkId>,
     news: Vec<Completion>,
     helper: Helper<Outcome>,
     side: Side,
     epoll: OwnedFd,
-    // What others are made of comes last: it goes last.
+    // Dropped last, because the fields above depend on them.
     regions: Regions,
     shelves: Shelves,
     datagrams: Datagrams,
     device: Arc<Device>,
-    /// Why the device is of no use any more.
+    /// Why the device is unusable.
     dead: Option<DomainError>,
-    /// Since when this thread has been posting to a driver that works within the call.
+    /// Since when this thread has been posting to a software driver.
     posting_since: Option<Time>,
     look_at: Time,
     tick_at: Time,
-    /// The time of the last poll, for those who post between polls.
+    /// Time of the last poll, for posts between polls.
     now: Time,
 }
 
@@ -152,7 +152,7 @@ impl std::fmt::Debug for VerbsDomain {
     }
 }
 
-/// How long such a driver may be kept posting before others have their turn.
+/// Time that one call may post to a software driver, which carries out requests within the call.
 const POSTING: Duration = Duration::from_millis(20);
 
 const BELL: u64 = 1 << 60;
@@ -189,7 +189,7 @@ impl VerbsDomain {
         Ok(id)
     }
 
-    /// The queue pairs are there.
+    /// Stores a link whose queue pairs are connected.
     fn set_up(&mut self, id: LinkId, link: Link) {
         if let Some(slot) = self.slot(id) {
             slot.state = State::Up(Box::new(link));
@@ -197,7 +197,7 @@ impl VerbsDomain {
         }
     }
 
-    /// Has the next poll see to a link.
+    /// Has the next poll advance a link.
     #[inline]
     fn touch(&mut self, id: LinkId) {
         if let Some(link) = self.link(id) {
@@ -207,7 +207,7 @@ impl VerbsDomain {
         }
     }
 
-    /// Why that place can't be reached, or must not be.
+    /// Why a peer's NIC can't be reached, or must not be.
     fn unfit_place(&self, there: &Place) -> Option<String> {
         if !self.credentials.secret.is_token() && !self.own_gids.contains(&there.gid) {
             return Some(
@@ -219,7 +219,7 @@ impl VerbsDomain {
         self.place.unfit(there)
     }
 
-    /// What the group asks for, on a link that is up.
+    /// Posts a work request on a link that is up.
     #[inline]
     fn hand_over(
         &mut self,
@@ -246,7 +246,7 @@ impl VerbsDomain {
             WorkRequest::Send(message) if message.len() > MAX_MESSAGE => {
                 Err(DomainError::Refused(format!("a message is {MAX_MESSAGE} bytes at most")))
             }
-            WorkRequest::Send(message) => match link.mail.submit(token, message) {
+            WorkRequest::Send(message) => match link.channel.submit(token, message) {
                 true => link.pump(now).map(|_| Post::Queued),
                 false => Ok(Post::Full),
             },
@@ -348,7 +348,7 @@ impl Domain for VerbsDomain {
 
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
         if let Some(l) = self.link(link) {
-            l.mail.note(frame);
+            l.channel.note(frame);
             self.touch(link);
         }
     }
@@ -366,7 +366,7 @@ impl Domain for VerbsDomain {
         if self.device.limits.software {
             let now = Time::now();
             if now.since(*self.posting_since.get_or_insert(now)) > POSTING {
-                // A poll comes first, with its heartbeats; the rest is posted after it.
+                // The next poll sends heartbeats; the rest is posted after it.
                 return Ok(Post::Full);
             }
         }
@@ -374,12 +374,13 @@ impl Domain for VerbsDomain {
         let mut posted = self.hand_over(id, token, wr);
         if let Err(e @ (DomainError::Io { .. } | DomainError::LinkDown(_))) = &posted {
             self.failing.push((id, e.clone()));
-            // The NIC may have taken a part of it: it ends with its link, and no other carries it before.
+            // The NIC may have taken a part. The token then ends with this link, before another
+            // link carries it.
             if self.link(id).is_some_and(|l| l.own_up(token, before)) {
                 posted = Ok(Post::Queued);
             }
         }
-        // An uncounted write's read is posted by `flush`, or by the next poll.
+        // `flush`, or the next poll, posts the read that flushes uncounted writes.
         if matches!(wr, WorkRequest::Write { count: None, .. }) {
             self.touch(id);
         }

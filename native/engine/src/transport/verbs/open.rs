@@ -1,4 +1,4 @@
-//! From a configuration to the domains of the chosen NICs.
+//! Opens the domains of the chosen NICs.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -24,11 +24,11 @@ use crate::{
     transport::{
         handshake::{Credentials, Secret},
         log_limit::LogLimit,
-        nics::Near,
+        nics::AffinityGuard,
     },
 };
 
-/// The domains of this kind, one for each NIC.
+/// Opens one domain for each chosen NIC.
 pub(crate) fn open(
     id: EngineId,
     config: &EngineConfig,
@@ -53,9 +53,9 @@ pub(crate) fn open(
             std::net::IpAddr::V6(v6) => v6.octets(),
         })
         .collect();
-    // Queues are allocated where they are used from.
+    // Allocates queues on the NICs' NUMA node.
     let devices: Vec<String> = chosen.iter().map(|c| c.device.clone()).collect();
-    let _near = Near::devices(&devices);
+    let _near = AffinityGuard::near(&devices);
     let mut rails: Vec<Box<dyn Domain>> = Vec::new();
     let mut refused = Vec::new();
     for port in chosen {
@@ -63,7 +63,7 @@ pub(crate) fn open(
         match VerbsDomain::open(id, config, port, own_gids.clone()) {
             Ok(domain) => rails.push(Box::new(domain)),
             Err(e @ DomainError::Ports(_)) => return Err(e),
-            // A NIC that was asked for by name must work; of the others some may not.
+            // A NIC named by the user must work; others may fail.
             Err(e) if !config.nics.names.is_empty() => return Err(e),
             Err(e) => refused.push(format!("{name}: {e}")),
         }

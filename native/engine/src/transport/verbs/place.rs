@@ -1,4 +1,4 @@
-//! What the two ends tell each other: where a NIC is reached, and which queue pairs make a link.
+//! What two ends exchange: NIC addresses, link requests and queue pairs.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 use crate::{
     api::{EngineAddress, Envelope, TransportKind},
     domain::DomainError,
-    transport::nic::{frame::Exchange, mail::Places},
+    transport::nic::{frame::Exchange, message_channel::ReceiveLimits},
 };
 
 const PLACE: Envelope = Envelope::new(*b"FRve", "a verbs endpoint", 1024);
-const INTRO: Envelope = Envelope::new(*b"FRvi", "a link's introduction", 128);
+const INTRO: Envelope = Envelope::new(*b"FRvi", "a link request", 128);
 const SETUP: Envelope = Envelope::new(*b"FRvs", "a link's queue pairs", 256);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,7 +20,7 @@ pub(super) enum Fabric {
     Infiniband,
     /// RDMA over Converged Ethernet, version 2.
     Roce,
-    /// Version 1: not routed, and only used when its GID was asked for by number.
+    /// RoCE version 1. It is not routed, and used only if the configuration names its GID.
     RoceV1,
 }
 
@@ -42,20 +42,20 @@ pub(super) struct Place {
     pub fabric: Fabric,
     pub gid: [u8; 16],
     pub lid: u16,
-    /// Its partition; the highest bit says that it is a full member.
+    /// The partition key; its highest bit marks a full member.
     pub pkey: u16,
-    /// As the library numbers them: 256 << (n - 1) bytes.
+    /// MTU code of libibverbs: 256 << (n - 1) bytes.
     pub mtu: u8,
     /// The queue pair for datagrams.
     pub qpn: u32,
     pub qkey: u32,
-    /// Where its TCP side channel listens.
+    /// Where the TCP side channel listens.
     pub side: Vec<SocketAddr>,
-    /// The same at 127.0.0.1, for those on the same host.
+    /// Port of the side channel at 127.0.0.1, for peers on the same host.
     pub loopback: Option<u16>,
 }
 
-/// The bits of a partition key that name the partition.
+/// Bits of a partition key that name the partition.
 const PARTITION: u16 = 0x7FFF;
 
 pub(super) fn mtu_bytes(mtu: u8) -> usize {
@@ -78,14 +78,15 @@ impl Place {
         }
     }
 
-    /// The endpoint of a peer's address.
+    /// The address at one endpoint of a peer.
     pub fn of(peer: &EngineAddress, endpoint: usize) -> Result<Self, DomainError> {
         let e = peer.endpoints.get(endpoint).filter(|e| e.transport == TransportKind::Verbs);
-        let e = e.ok_or_else(|| DomainError::Handshake("that endpoint is not of verbs".into()))?;
+        let e =
+            e.ok_or_else(|| DomainError::Handshake("the endpoint is not a verbs endpoint".into()))?;
         Self::decode(&e.data)
     }
 
-    /// The address to people.
+    /// The address in readable form.
     pub fn words(&self) -> String {
         let at = match self.fabric {
             Fabric::Infiniband => format!("LID {}", self.lid),
@@ -94,8 +95,8 @@ impl Place {
         format!("{} port {} ({}, {at})", self.device, self.port, self.fabric.name())
     }
 
-    /// Addresses of the side channel to try, best first. What a peer says is not to be trusted to
-    /// be remote.
+    /// Addresses of the side channel to try, best first. A remote peer's loopback addresses are
+    /// left out.
     pub fn side_candidates(&self, same_host: bool) -> Vec<SocketAddr> {
         let loopback = self.loopback.filter(|_| same_host);
         let loopback = loopback.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
@@ -103,16 +104,16 @@ impl Place {
         loopback.into_iter().chain(others).take(4).collect()
     }
 
-    /// Why datagrams and packets from `self` can't reach `there`, as far as the addresses show.
+    /// Why packets from `self` can't reach `there`, judged by the addresses alone.
     pub fn unfit(&self, there: &Self) -> Option<String> {
         if self.fabric != there.fabric {
             let (here, there) = (self.fabric.name(), there.fabric.name());
-            return Some(format!("{here} here and {there} there don't mix"));
+            return Some(format!("{here} here can't reach {there} at the peer"));
         }
         let both = (self.pkey, there.pkey);
         if (both.0 ^ both.1) & PARTITION != 0 || (both.0 | both.1) & !PARTITION == 0 {
             return Some(format!(
-                "partition key {:#06x} here and {:#06x} there don't let them talk: they must be of one \
+                "partition key {:#06x} here and {:#06x} at the peer don't match: both must name one \
                  partition, and one of them a full member (0x8000); see pkey_index and the subnet \
                  manager's partitions",
                 both.0, both.1
@@ -129,7 +130,7 @@ impl Place {
         None
     }
 
-    /// Whether packets need the global header to get there.
+    /// Whether packets need the global routing header.
     pub fn is_global(&self, there: &Self) -> bool {
         self.fabric != Fabric::Infiniband || self.gid[..8] != there.gid[..8]
     }
@@ -147,7 +148,7 @@ pub(super) fn gid_words(gid: &[u8; 16]) -> String {
     gid_ip(gid).to_string()
 }
 
-/// Which ends the initiator wants to join; goes with its hello.
+/// The link that the initiator requests; travels with its hello.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Intro {
     pub exchange: Exchange,
@@ -168,13 +169,13 @@ impl Intro {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Setup {
     pub data_qpn: u32,
-    pub mail_qpn: u32,
+    pub message_qpn: u32,
     pub data_psn: u32,
-    pub mail_psn: u32,
+    pub message_psn: u32,
     pub mtu: u8,
-    /// Reads that it serves at once.
+    /// Reads that this side serves at once.
     pub reads: u8,
-    pub places: Places,
+    pub receive_limits: ReceiveLimits,
 }
 
 impl Setup {
@@ -184,12 +185,14 @@ impl Setup {
 
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
         let s: Self = SETUP.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
-        s.places.check()?;
-        if s.places.imms < 32 {
-            return Err(DomainError::Handshake("it has too few places for immediates".into()));
+        s.receive_limits.check()?;
+        if s.receive_limits.imms < 32 {
+            return Err(DomainError::Handshake(
+                "the peer receives too few immediates at once: got fewer than 32".into(),
+            ));
         }
         let small = |n: u32| n < 1 << 24;
-        let sane = [s.data_qpn, s.mail_qpn, s.data_psn, s.mail_psn].into_iter().all(small);
+        let sane = [s.data_qpn, s.message_qpn, s.data_psn, s.message_psn].into_iter().all(small);
         match sane && (1..=5).contains(&s.mtu) {
             true => Ok(s),
             false => Err(DomainError::Handshake("impossible queue pairs".into())),
@@ -197,7 +200,7 @@ impl Setup {
     }
 }
 
-/// How packets leave here.
+/// Header fields of outgoing packets.
 #[derive(Clone, Debug)]
 pub(super) struct Route {
     pub gid_index: u8,
@@ -205,8 +208,8 @@ pub(super) struct Route {
     pub traffic_class: u8,
 }
 
-/// The way from `here` to `there`. On RoCE v2 the flow label becomes the UDP source port, by which
-/// switches spread links over equal paths: `flow` differs from link to link.
+/// The address vector from `here` to `there`. On RoCE v2 the flow label becomes the UDP source
+/// port, by which switches spread links over equal paths, so `flow` differs between links.
 pub(super) fn path(here: &Place, there: &Place, route: &Route, flow: u32) -> sys::AhAttr {
     let mut attr = sys::AhAttr {
         dlid: there.lid,
@@ -248,7 +251,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_place_survives_and_an_impossible_one_is_refused() {
+    fn an_address_survives_encoding_and_an_impossible_one_is_refused() {
         let p = a_place("::ffff:10.0.0.1");
         assert_eq!(Place::decode(&p.encode()), Ok(p.clone()));
         assert_eq!(p.words(), "mlx5_0 port 1 (RoCE v2, 10.0.0.1)");
@@ -265,7 +268,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_does_not_mix_is_said() {
+    fn addresses_that_cannot_reach_each_other_name_the_reason() {
         let (a, b) = (a_place("::ffff:10.0.0.1"), a_place("::ffff:10.0.0.2"));
         assert_eq!(a.unfit(&b), None);
         assert!(a.is_global(&b));
@@ -285,14 +288,21 @@ pub(super) mod tests {
 
     #[test]
     fn impossible_queue_pairs_are_refused() {
-        let places = Places { slot_bytes: 4096, slots: 24, imms: 128 };
-        let s =
-            Setup { data_qpn: 1, mail_qpn: 2, data_psn: 3, mail_psn: 4, mtu: 3, reads: 16, places };
+        let receive_limits = ReceiveLimits { slot_bytes: 4096, slots: 24, imms: 128 };
+        let s = Setup {
+            data_qpn: 1,
+            message_qpn: 2,
+            data_psn: 3,
+            message_psn: 4,
+            mtu: 3,
+            reads: 16,
+            receive_limits,
+        };
         assert_eq!(Setup::decode(&s.encode()), Ok(s.clone()));
         for bad in [
             Setup { data_psn: 1 << 24, ..s.clone() },
             Setup { mtu: 0, ..s.clone() },
-            Setup { places: Places { slot_bytes: 10, ..places }, ..s },
+            Setup { receive_limits: ReceiveLimits { slot_bytes: 10, ..receive_limits }, ..s },
         ] {
             assert!(Setup::decode(&bad.encode()).is_err());
         }

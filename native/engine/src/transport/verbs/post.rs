@@ -1,4 +1,4 @@
-//! From the group's work to the NIC's requests.
+//! Turns work requests into requests of the NIC.
 
 use fabric_sys::ibverbs as sys;
 
@@ -13,34 +13,34 @@ use crate::{
     transport::nic::files::refuse_files,
 };
 
-/// Uncounted writes of so many bytes are settled without waiting for more: whoever divides work among
-/// links wants to see it done bit by bit. A read for each is a hundredth of what the wire carries.
+/// Bytes of uncounted writes after which a flush read is posted without waiting for more, so that
+/// the spray policy sees progress. One read per so many bytes takes 1% of the wire.
 const FLUSH: u64 = 256 << 10;
 
-/// What the NIC is shown instead of a region's random key alone: its own key, masked with that one.
-/// Whoever has one of the two has nothing (MR-2).
+/// Mask of a NIC's key in a descriptor. It derives from the region's random key, so that neither
+/// key alone opens the region (MR-2).
 #[inline]
 pub(super) fn mask(region: RegionKey) -> u32 {
     (region.rkey as u32) ^ (region.rkey >> 32) as u32
 }
 
-/// One contiguous piece for the NIC.
+/// One contiguous request.
 #[derive(Clone, Copy)]
-struct Piece {
+struct Chunk {
     local: sys::Sge,
-    /// Where the local bytes are, by this process's addresses; the NIC calls them otherwise.
+    /// Address of the local bytes in this process; `local` has the NIC's address.
     address: u64,
     remote: u64,
     rkey: u32,
 }
 
-/// Cuts the pages of `data` where a registration of either side, or a message's longest, ends.
+/// Cuts the pages of `data` at the ends of registrations and at the longest message.
 fn cut(
     data: &Data,
     rail: u8,
     regions: &Regions,
     longest: u64,
-    mut each: impl FnMut(Piece) -> Result<(), DomainError>,
+    mut each: impl FnMut(Chunk) -> Result<(), DomainError>,
 ) -> Result<(), DomainError> {
     let unmask = mask(data.remote);
     for page in 0..data.pages {
@@ -57,7 +57,7 @@ fn cut(
             };
             let (lkey, addr, here) = regions.local(data.local_region, local)?;
             let n = left.min(next - offset).min(here).min(longest);
-            each(Piece {
+            each(Chunk {
                 local: sys::Sge { addr, length: n as u32, lkey },
                 address: local,
                 remote: key.base.wrapping_add(offset - key.offset),
@@ -70,7 +70,7 @@ fn cut(
 }
 
 impl Link {
-    /// How many requests `data` takes, or `most` if it is more.
+    /// The number of requests that `data` takes; an error above `most`.
     fn requests(
         data: &Data,
         rail: u8,
@@ -97,9 +97,9 @@ impl Link {
         Entry { token, first, last, region: data.remote, from, to }
     }
 
-    /// Pages first, then their count: the peer's NIC takes them in this order, and an immediate is
-    /// delivered after the bytes before it (IC-2). A write without a count waits for a read, see
-    /// [`Unflushed`].
+    /// Posts pages, then their count. The peer's NIC processes them in order, and delivers an
+    /// immediate after the bytes before it (IC-2). A write without a count completes after a read,
+    /// see [`Unflushed`].
     pub fn write(
         &mut self,
         token: Token,
@@ -110,15 +110,15 @@ impl Link {
         let rail = self.endpoint as u8;
         let imms = count.map_or(0, |c| Imm::weighted(c.imm, c.n).count() as u32);
         let writes = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
-        if imms > self.mail.imm_places() {
+        if imms > self.channel.imm_places() {
             return Err(DomainError::Refused("the peer takes too few immediates".into()));
         }
-        // A read settles the writes to one region only: others may lie on another device.
+        // A flush read covers writes to one region only: others may lie on another device.
         let other = |u: Unflushed| count.is_some() || u.region != data.remote;
         if self.unflushed.is_some_and(|u| other(u) || u.bytes >= FLUSH) {
             self.settle_writes()?;
         }
-        if self.room() < writes + imms || self.mail.imm_room() < imms {
+        if self.room() < writes + imms || self.channel.imm_room() < imms {
             self.settle_writes()?;
             return Ok(Post::Full);
         }
@@ -143,7 +143,7 @@ impl Link {
                 ..Wr::default()
             };
             if u64::from(p.local.length) <= inline {
-                // The library copies them itself.
+                // The library copies inline bytes itself.
                 wr.flags |= sys::SEND_INLINE;
                 wr.local.addr = p.address;
             }
@@ -161,7 +161,7 @@ impl Link {
         if imms > 1 {
             self.push_imms(wire.into_iter().flatten(), imms - 1)?;
         }
-        self.mail.imms_sent(imms);
+        self.channel.imms_sent(imms);
         self.ring()?;
         let last = self.posted.wrapping_sub(1);
         let entry = self.entry(token, data, first, last);
@@ -172,7 +172,7 @@ impl Link {
         Ok(Post::Queued)
     }
 
-    /// Immediates without bytes; the last is signalled.
+    /// Posts immediates without bytes; the last one is signalled.
     fn push_imms(&mut self, imms: impl Iterator<Item = u32>, n: u32) -> Result<(), DomainError> {
         for (i, imm) in (1..).zip(imms) {
             let flags = if i == n { sys::SEND_SIGNALED } else { 0 };
@@ -188,12 +188,12 @@ impl Link {
             return Ok(Post::Done);
         }
         self.settle_writes()?;
-        if self.room() < n || self.mail.imm_room() < n {
+        if self.room() < n || self.channel.imm_room() < n {
             return Ok(Post::Full);
         }
         let first = self.posted;
         self.push_imms(Imm::weighted(count.imm, count.n), n)?;
-        self.mail.imms_sent(n);
+        self.channel.imms_sent(n);
         self.ring()?;
         let last = self.posted.wrapping_sub(1);
         let region = RegionKey::default();

@@ -1,4 +1,4 @@
-//! What a poll does: completions, frames, events of the device, timers, the end of links.
+//! What a poll does: completions, frames, device events, timers, closing of links.
 
 use std::time::Duration;
 
@@ -17,19 +17,19 @@ use crate::{
 
 /// How often a polling thread asks the kernel about sockets and events.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
-/// How long a farewell may take.
+/// Time for the close frame of a link.
 const FAREWELL: Duration = Duration::from_millis(200);
-/// Completions of one queue in one poll, so that a flood on it doesn't starve the rest.
+/// Completions of one queue per poll, so that one queue does not starve the others.
 const BATCH: usize = 32;
 const BATCHES: usize = 16;
 
-/// The mail of a link that is down, for as long as its farewell is under way.
+/// The message queue pair of a closed link, until its close frame is sent.
 pub(super) struct Farewell {
     id: LinkId,
     frames: usize,
     until: Time,
     seat: Seat,
-    // The queue pair goes before the memory.
+    // Dropped before the memory.
     _mail: Qp,
     _slots: Slots,
 }
@@ -57,7 +57,7 @@ impl VerbsDomain {
         for id in std::mem::take(&mut self.holding) {
             self.touch(id);
         }
-        // A link is up before its first message is handed up.
+        // Report a link as up before its first message.
         out.append(&mut self.news);
         let dirty = std::mem::take(&mut self.dirty);
         for id in &dirty {
@@ -68,8 +68,8 @@ impl VerbsDomain {
             self.dirty.clear();
         }
         if !self.failing.is_empty() {
-            // What was acknowledged before a link failed still counts (IC-4), and nothing more is:
-            // with a queue pair, some NICs forget its completions.
+            // Counts that were acknowledged before the failure still count (IC-4). The queue pair
+            // is stopped first, because some NICs drop the completions of a destroyed queue pair.
             for i in 0..self.failing.len() {
                 let id = self.failing[i].0;
                 if let Some(link) = self.link(id) {
@@ -109,9 +109,9 @@ impl VerbsDomain {
         moved
     }
 
-    /// IC-2 for GPU memory: the NIC's completion doesn't say that the GPU sees the bytes, neither those
-    /// that a peer wrote nor those that were read from it. What can't be made visible is not counted,
-    /// or has failed, and the device is given up.
+    /// IC-2 for GPU memory: the NIC's completion does not mean that the GPU sees bytes that a peer
+    /// wrote or that a read returned. If the flush fails, counts are withheld, operations fail, and
+    /// the device is unusable.
     fn flush_gpus(&mut self, out: &mut Vec<Completion>, from: usize) {
         let tells = |c: &Completion| {
             matches!(c, Completion::Count(_) | Completion::Done { result: Ok(()), .. })
@@ -144,7 +144,7 @@ impl VerbsDomain {
     }
 
     fn hear_handshake(&mut self, side: Option<usize>, frame: &[u8]) {
-        let Ok((_, Body::Piece(piece))) = frame::decode(frame) else { return };
+        let Ok((_, Body::HandshakeFragment(piece))) = frame::decode(frame) else { return };
         match piece.to_initiator {
             true => {
                 if let Some(id) = self.attempts.get(&piece.exchange).copied() {
@@ -156,7 +156,7 @@ impl VerbsDomain {
         self.tick_at = Time(0);
     }
 
-    /// Asks the kernel what is ready, without waiting.
+    /// Asks the kernel which descriptors are ready, without waiting.
     fn look(&mut self) -> bool {
         let blank =
             epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -166,7 +166,7 @@ impl VerbsDomain {
         let mut moved = false;
         for event in &events[..n] {
             match event.data.u64() {
-                // Completions are polled for anyway; the descriptor is drained before a sleep.
+                // Completions are polled anyway; the descriptor is drained before sleeping.
                 COMPLETIONS => continue,
                 EVENTS => self.device_events(),
                 BELL => self.outcomes(),
@@ -213,22 +213,22 @@ impl VerbsDomain {
         self.tick_at = Time(0);
     }
 
-    /// Does what a link has waiting.
+    /// Advances a link that has work pending.
     fn serve(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let now = self.now;
         let Some(link) = self.link(id) else { return false };
         link.dirty = false;
         let before = out.len();
-        // One in each poll: the room that the next one finds is known only when it has been taken.
+        // One message per poll: the room is known again only after the message was taken.
         if !out.iter().any(|c| matches!(c, Completion::Message { .. })) {
-            let message = link.mail.take_message(room);
+            let message = link.channel.take_message(room);
             out.extend(message.map(|message| Completion::Message { link: id, message }));
         }
-        let done = link.mail.finished();
+        let done = link.channel.finished();
         out.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
         let served =
             link.settle_writes().and_then(|()| link.replace_imms()).and_then(|()| link.pump(now));
-        let holds = link.mail.holds_messages();
+        let holds = link.channel.holds_messages();
         if holds {
             self.holding.push(id);
         }
@@ -241,7 +241,7 @@ impl VerbsDomain {
         }
     }
 
-    /// Heartbeats, silence, handshakes, farewells: whatever is due.
+    /// Sends heartbeats, detects silent peers, and advances handshakes and closing links.
     fn tick(&mut self, now: Time) {
         self.tick_attempts(now);
         self.tick_visits(now);
@@ -259,10 +259,10 @@ impl VerbsDomain {
             } else if now >= link.heard_at.after(timeout) {
                 let there = link.there.words();
                 let here = self.device.words();
-                let why = format!("from {here} to {there}: nothing heard for {timeout:?}");
+                let why = format!("from {here} to {there}: no frame for {timeout:?}");
                 self.failing.push((id, DomainError::Gone(why)));
             } else if link.announced && now >= link.spoke_at.after(timeout / 4) {
-                link.mail.beat();
+                link.channel.heartbeat();
                 self.touch(id);
             }
         }
@@ -292,7 +292,7 @@ impl VerbsDomain {
         self.tick_at.max(self.now)
     }
 
-    /// From now on descriptors tell of everything; false if there is something to do first.
+    /// Arms all descriptors; false if there is work to do first.
     pub(super) fn get_ready_to_sleep(&mut self) -> bool {
         self.look_at = Time(0);
         if !(self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()) {
@@ -301,14 +301,14 @@ impl VerbsDomain {
         self.device.channel.drain();
         self.shelves.notify();
         self.datagrams.notify();
-        // What came between the last poll and now has no event.
+        // Completions between the last poll and now raise no event.
         let mut out = Vec::new();
         let missed = self.drain(&mut out) | self.hear_datagrams();
         self.news.append(&mut out);
         !missed && self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()
     }
 
-    /// A farewell's frame has been sent.
+    /// A close frame has been sent.
     pub(super) fn farewell_sent(&mut self, id: LinkId) {
         if let Some(f) = self.farewells.iter_mut().find(|f| f.id == id) {
             f.frames = f.frames.saturating_sub(1);
@@ -318,8 +318,8 @@ impl VerbsDomain {
         }
     }
 
-    /// Ends a link: nothing can touch memory on its behalf any more, all its work is completed with
-    /// an error (RS-4), and the peer is told.
+    /// Closes a link: nothing can touch memory on its behalf any more, all its work fails (RS-4),
+    /// and the peer is told.
     pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
         if self.slot(id).is_some_and(|s| matches!(s.state, State::Opening(_))) {
             return self.give_up(id, cause);
@@ -329,10 +329,10 @@ impl VerbsDomain {
         }
         let State::Up(link) = self.slots.remove(Self::index(id)).state else { return };
         let mut link: Link = *link;
-        // The NIC is done with the data queue pair when it has been destroyed (MR-1).
+        // After the data queue pair is destroyed the NIC no longer uses it (MR-1).
         link.data = None;
         let refused = link.broken.take().and_then(|b| b.refused);
-        for (token, result) in link.mail.finished() {
+        for (token, result) in link.channel.finished() {
             self.news.push(Completion::Done { link: id, token, result });
         }
         for token in link.abandon() {
@@ -348,8 +348,8 @@ impl VerbsDomain {
             self.news.push(Completion::Done { link: id, token, result: Err(why) });
         }
         let announced = link.announced;
-        // Its queue pair is gone, and all its completions were taken. Counts that a GPU's memory may not
-        // show are not reported, but are in the number.
+        // The queue pair is destroyed and all its completions were taken. Counts withheld for GPU
+        // memory are in the number, hence `Unknown`.
         let receipt = match self.dead {
             Some(_) => Receipt::Unknown,
             None => Receipt::InOrder(link.counted),
@@ -367,18 +367,18 @@ impl VerbsDomain {
             self.news.push(Completion::Unused { peer, name, receipt });
         }
         if tell {
-            link.mail.bye(matches!(cause, DomainError::Gone(_)), &cause.to_string());
+            link.channel.close(matches!(cause, DomainError::Gone(_)), &cause.to_string());
             let _ = link.pump(self.now);
         }
         let frames = link.frames_under_way();
-        let Link { mail_qp, slots, seat, .. } = link;
+        let Link { message_qp, slots, seat, .. } = link;
         let until = self.now.after(FAREWELL);
-        let farewell = Farewell { id, frames, until, seat, _mail: mail_qp, _slots: slots };
+        let farewell = Farewell { id, frames, until, seat, _mail: message_qp, _slots: slots };
         self.farewells.push(farewell);
         self.tick_at = Time(0);
     }
 
-    /// A link is of no use any more; the peer, the port and the cause are named.
+    /// Closes a link after a failure; the error names the peer, the port and the cause.
     pub(super) fn fail(&mut self, id: LinkId, why: &str) {
         let here = self.device.words();
         let Some(link) = self.link(id) else { return };
@@ -386,7 +386,7 @@ impl VerbsDomain {
         self.failing.push((id, DomainError::LinkDown(cause)));
     }
 
-    /// Ends everything in good order, with a moment for the farewells.
+    /// Closes all links, and waits for their close frames.
     pub(super) fn shut(&mut self) {
         self.side.close();
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
@@ -404,9 +404,9 @@ impl VerbsDomain {
 }
 
 impl Kind {
-    /// Whether the completion shows that the peer is alive. That its NIC acknowledges what we send
-    /// doesn't: a process that hangs, or whose queue pairs a forked child still has, is to be missed.
+    /// Whether the completion shows that the peer's process runs. An acknowledgement by its NIC
+    /// does not: the process may hang, or a forked child may hold the queue pairs.
     pub(super) fn is_heard(self) -> bool {
-        matches!(self, Self::Imm | Self::Frame)
+        matches!(self, Self::Imm | Self::FrameReceived)
     }
 }

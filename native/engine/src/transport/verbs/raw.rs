@@ -1,5 +1,5 @@
-//! The unsafe half of the verbs transport, part one: the library's objects. Each owns what it was
-//! made from, so that nothing is destroyed before what depends on it.
+//! Unsafe code of the verbs transport, part 1: the library's objects. Each holds the objects it was
+//! created from, so they are destroyed in order.
 
 use std::{
     ffi::CStr,
@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::domain::DomainError;
 
-/// The library, or why there is none.
+/// The library, or why it is missing.
 pub(super) fn library() -> Result<&'static Ibverbs, DomainError> {
     Ibverbs::get().map_err(|e| {
         DomainError::Unavailable(format!("{e}; install libibverbs1 and ibverbs-providers"))
@@ -27,7 +27,7 @@ fn errno() -> Errno {
 fn check(call: &'static str, rc: i32) -> Result<(), DomainError> {
     match rc {
         0 => Ok(()),
-        // Most calls return the error, some set it.
+        // Most calls return the error; some set errno.
         rc if rc > 0 => Err(DomainError::Io { call, errno: Errno::from_raw_os_error(rc) }),
         _ => Err(DomainError::Io { call, errno: errno() }),
     }
@@ -49,7 +49,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// What the device tells out of turn.
+/// An asynchronous event of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     Port { port: u32, kind: u32 },
@@ -67,7 +67,7 @@ impl Context {
         let found = (0..n as usize).map(|i| unsafe { *list.as_ptr().add(i) }).find(|d| unsafe {
             CStr::from_ptr((lib.get_device_name)(*d)).to_bytes() == name.as_bytes()
         });
-        // SAFETY: the device is from the list, which is freed after it.
+        // SAFETY: the device is from the list, which is freed later.
         let raw = found.map(|d| unsafe { (lib.open_device)(d) });
         let error = errno();
         // SAFETY: the list is not used any more.
@@ -79,7 +79,7 @@ impl Context {
                  writable"
             ))),
             None => Err(DomainError::Unavailable(format!(
-                "{name} is not known to libibverbs: install its provider (ibverbs-providers)"
+                "{name} is unknown to libibverbs; install its provider (ibverbs-providers)"
             ))),
         }
     }
@@ -116,7 +116,7 @@ impl Context {
         unsafe { (*self.ptr()).async_fd }
     }
 
-    /// The next event, if there is one. The descriptor must not block.
+    /// The next event, if any. The descriptor must be non-blocking.
     pub fn next_event(&self) -> Option<Event> {
         let mut e =
             sys::AsyncEvent { element: sys::EventElement { port_num: 0 }, event_type: u32::MAX };
@@ -136,7 +136,7 @@ impl Context {
             }
             kind => Event::Device(kind),
         };
-        // SAFETY: `e` is as the library filled it in.
+        // SAFETY: the library filled `e` in.
         unsafe { (self.lib.ack_async_event)(&mut e) };
         Some(event)
     }
@@ -144,30 +144,30 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: whatever was made from it holds it, so nothing is left.
+        // SAFETY: objects created from it hold it, so none is left.
         unsafe { (self.lib.close_device)(self.ptr()) };
     }
 }
 
-/// Has reads of a descriptor of the library's return at once.
+/// Makes a descriptor of the library non-blocking.
 pub(super) fn unblock(fd: RawFd) -> Result<(), DomainError> {
-    // SAFETY: the descriptor belongs to an open object of the caller's.
+    // SAFETY: the descriptor belongs to an open object of the caller.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = rustix::fs::fcntl_getfl(fd).map_err(DomainError::io("fcntl"))?;
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)
         .map_err(DomainError::io("fcntl"))
 }
 
-/// Has `epoll` watch a descriptor of the library's, which its object closes.
+/// Adds a descriptor of the library to `epoll`. Its object closes it.
 pub(super) fn watch(epoll: &std::os::fd::OwnedFd, fd: RawFd, tag: u64) -> Result<(), DomainError> {
     use rustix::event::epoll;
-    // SAFETY: the descriptor belongs to an object that is open now; epoll forgets it with its end.
+    // SAFETY: the descriptor belongs to an open object; epoll drops it when it is closed.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     epoll::add(epoll, fd, epoll::EventData::new_u64(tag), epoll::EventFlags::IN)
         .map_err(DomainError::io("epoll_ctl"))
 }
 
-/// An object of the library, and how it ends.
+/// An object of the library with its destructor.
 macro_rules! owned {
     ($(#[$doc:meta])* $name:ident($raw:ty) { $($field:ident: $ty:ty),* } by $destroy:ident) => {
         $(#[$doc])*
@@ -184,11 +184,11 @@ macro_rules! owned {
 
         impl Drop for $name {
             fn drop(&mut self) {
-                // SAFETY: made by the library and destroyed once; what it was made from is still
-                // there, and what was made from it holds it.
+                // SAFETY: created by the library and destroyed once. The objects it was created
+                // from exist, and the objects created from it hold it.
                 let rc = unsafe { (self.lib().$destroy)(self.raw.as_ptr()) };
                 if rc != 0 {
-                    tracing::error!(object = stringify!($name), rc, "it can't be destroyed");
+                    tracing::error!(object = stringify!($name), rc, "can't destroy an object of libibverbs");
                 }
             }
         }
@@ -217,7 +217,7 @@ impl Pd {
 }
 
 owned! {
-    /// Tells of completions by a descriptor.
+    /// Reports completions by a descriptor.
     Channel(sys::CompChannel) { context: Arc<Context> } by destroy_comp_channel
 }
 
@@ -240,7 +240,7 @@ impl Channel {
         unsafe { (*self.raw.as_ptr()).fd }
     }
 
-    /// Takes and acknowledges what the descriptor tells of.
+    /// Takes and acknowledges pending events of the descriptor.
     pub fn drain(&self) {
         let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the out parameters outlive the call; a queue whose event is not acknowledged
@@ -278,17 +278,17 @@ impl Cq {
         self.channel.lib()
     }
 
-    /// Completions that it can hold.
+    /// Completions that the queue can hold.
     pub fn capacity(&self) -> u32 {
         // SAFETY: the queue exists.
         unsafe { (*self.raw.as_ptr()).cqe.max(0) as u32 }
     }
 
-    /// Takes completions; how many came.
+    /// Takes completions; returns their number.
     #[inline]
     pub fn poll(&self, into: &mut [sys::Wc]) -> usize {
         let cq = self.raw.as_ptr();
-        // SAFETY: the queue and its context exist; `into` has room for what is asked for.
+        // SAFETY: the queue and its context exist; the length passed is that of `into`.
         let n = unsafe { ((*(*cq).context).ops.poll_cq)(cq, into.len() as i32, into.as_mut_ptr()) };
         n.max(0) as usize
     }
@@ -302,7 +302,7 @@ impl Cq {
 }
 
 owned! {
-    /// A queue pair. When it has been dropped, the NIC touches nothing on its behalf (MR-1).
+    /// A queue pair. After it is dropped, the NIC touches no memory on its behalf (MR-1).
     Qp(sys::Qp) { pd: Arc<Pd>, _cq: Arc<Cq> } by destroy_qp
 }
 
@@ -343,7 +343,7 @@ impl Qp {
         unsafe { (*self.ptr()).qp_num }
     }
 
-    /// Ends its work; what was under way comes out as failed completions.
+    /// Puts the queue pair into the error state; requests under way complete as failed.
     pub fn stop(&self) -> Result<(), DomainError> {
         let attr = sys::QpAttr { qp_state: sys::QPS_ERR, ..Default::default() };
         self.modify(attr, sys::qp_mask::STATE)
@@ -356,7 +356,7 @@ impl Qp {
 }
 
 owned! {
-    /// Where datagrams go.
+    /// A datagram destination.
     Ah(sys::Ah) { pd: Arc<Pd> } by destroy_ah
 }
 

@@ -1,4 +1,4 @@
-//! Registered memory: what peers are shown, and what local requests need.
+//! Registered memory: keys for peers, and keys for local requests.
 
 use std::{
     os::fd::{AsRawFd, RawFd},
@@ -19,25 +19,25 @@ use crate::{
     memory::{device::Driver, RegionBook, RegionMemory, HIDDEN},
 };
 
-/// Registrations of at least so many bytes are ended by a thread that may take its time: many may end
-/// at once, and all under one lock.
+/// Bytes from which a registration is ended on a helper thread: ending one takes long, and many may
+/// end at once under one lock.
 const LARGE: u64 = 1 << 20;
 
-/// A region that the NIC knows. Fields in the order in which they go: the NIC lets go of the memory
-/// before we do.
+/// A region that is registered with the NIC. Field order is drop order: the registrations end
+/// before the memory is released.
 pub(super) struct Registered {
-    /// Each `part` bytes long, but for the last.
+    /// Registrations of `part` bytes each; the last may be shorter.
     parts: Vec<Mr>,
     part: u64,
-    /// What the NIC calls the region's first byte.
+    /// The NIC's address of the region's first byte.
     iova: u64,
-    /// Whether the GPU that the memory lies on must be flushed before what was written counts.
+    /// Whether the memory's GPU must be flushed before a write counts.
     flush: bool,
     region: Arc<RegionMemory>,
 }
 
 impl Registered {
-    /// Registers a region, in several parts if it is larger than the NIC takes at once.
+    /// Registers a region, in several parts if it exceeds the NIC's limit.
     fn new(device: &Device, region: &Arc<RegionMemory>) -> Result<Self, DomainError> {
         let part = device.limits.max_mr.max(4096);
         let base = region.base as u64;
@@ -58,7 +58,7 @@ impl Registered {
             });
             offset += n;
         }
-        // An old library has no names but addresses.
+        // Without iova support the NIC uses the addresses of this process.
         let iova = parts.first().map_or(iova, |mr| mr.iova);
         Ok(Self { parts, part, iova, flush, region: Arc::clone(region) })
     }
@@ -73,11 +73,12 @@ impl Registered {
         keys.collect()
     }
 
-    /// Ends it; true if the NIC has let go of the memory (MR-1). If not, it is kept for good.
+    /// Ends the registrations; true if the NIC has released the memory (MR-1). Otherwise it is
+    /// leaked.
     pub fn end(mut self) -> bool {
         let released = self.parts.iter_mut().try_for_each(Mr::release);
         if let Err(error) = released {
-            tracing::error!(region = ?self.region, %error, "the NIC keeps it; so do we");
+            tracing::error!(region = ?self.region, %error, "the NIC still holds a region; leaking its memory");
             std::mem::forget(self);
             return false;
         }
@@ -85,9 +86,9 @@ impl Registered {
     }
 }
 
-/// What the NIC shall call memory at `base`: a NIC may give a later registration of the same memory
-/// the key of an earlier one, and then only the name tells their holders apart (MR-2). Bits that
-/// decide how large pages can be are left alone.
+/// A random NIC address for memory at `base`. A NIC may give a later registration the key of an
+/// earlier one; the address then keeps holders of the old key out (MR-2). The low 30 bits, which
+/// determine the page size, are kept.
 fn name_of(base: u64) -> Result<u64, DomainError> {
     let mut random = [0; 8];
     getrandom::fill(&mut random)
@@ -98,7 +99,7 @@ fn name_of(base: u64) -> Result<u64, DomainError> {
 
 const GIGABYTE: u64 = 1 << 30;
 
-/// Registers memory, by any thread.
+/// Registers memory on any thread.
 pub(super) struct VerbsPinner(pub Arc<Device>);
 
 impl Pinner for VerbsPinner {
@@ -107,29 +108,29 @@ impl Pinner for VerbsPinner {
     }
 }
 
-/// What becomes of a deregistration.
+/// Result of a deregistration.
 pub(super) enum Removed {
     Now,
-    /// When this has ended.
+    /// Once this registration has been ended by a helper thread.
     Slowly(Box<Registered>),
-    /// The NIC keeps the memory.
+    /// Never: the NIC still holds the memory.
     Never,
 }
 
 #[derive(Default)]
 pub(super) struct Regions {
     by_index: Vec<Option<Registered>>,
-    /// Those of transports' own, whose indices begin elsewhere.
+    /// Regions of the transports themselves, whose indices start elsewhere.
     hidden: Vec<Option<Registered>>,
-    /// GPUs whose memory must be flushed before what was written to it counts. Also when it is no
-    /// longer registered: what was written before may be told of after.
+    /// GPUs that must be flushed before writes to them count. They stay listed after
+    /// deregistration, because earlier writes may be reported later.
     gpus: SmallVec<[i32; 1]>,
-    /// The same, for the questions of peers whose access was refused.
+    /// The regions again, to answer access queries of peers.
     pub book: RegionBook,
 }
 
 impl Regions {
-    /// Takes in what the pinner has made.
+    /// Adds a region that the pinner has registered, or registers it now.
     pub fn add(
         &mut self,
         device: &Device,
@@ -166,7 +167,7 @@ impl Regions {
         slots.get((index & !HIDDEN) as usize)?.as_ref()
     }
 
-    /// Takes a registration out, and ends it if that is quick.
+    /// Removes a registration, and ends it if that is quick.
     pub fn remove(&mut self, index: u32) -> Removed {
         self.book.remove(index);
         let (slots, i) = self.slots(index);
@@ -183,14 +184,14 @@ impl Regions {
         !self.gpus.is_empty()
     }
 
-    /// Waits until what NICs have written to GPU memory is visible to the GPUs.
+    /// Waits until the GPUs see what NICs have written to them.
     pub fn flush_gpus(&self) -> Result<(), DomainError> {
         let Some(driver) = Driver::in_use() else { return Ok(()) };
         self.gpus.iter().try_for_each(|device| driver.flush_rdma_writes(*device))
     }
 
-    /// The local key for `addr` in a registration, what the NIC calls it, and how many bytes the key
-    /// is good for.
+    /// The local key for `addr` in a region, the NIC's address, and the number of bytes that the
+    /// key covers from there.
     #[inline]
     pub fn local(&self, index: u32, addr: u64) -> Result<(u32, u64, u64), DomainError> {
         let at = |r: &Registered| {
@@ -204,22 +205,21 @@ impl Regions {
         };
         self.get(index).and_then(at).ok_or_else(|| {
             DomainError::Refused(
-                "the local memory is not registered with this NIC; files never are, they go over \
-                 shm or tcp"
+                "the local memory is not registered with this NIC; files are sent over shm or tcp"
                     .into(),
             )
         })
     }
 
-    /// Whether the CPU may read the region, so that small writes can carry its bytes.
+    /// Whether the CPU can read the region, so that small writes can be inlined.
     #[inline]
     pub fn is_readable(&self, index: u32) -> bool {
         self.get(index).is_some_and(|r| r.region.location.cuda().is_none())
     }
 }
 
-/// Registers device memory: by its dma-buf, or, where the kernel or the NIC has no such thing, by
-/// its address, which the driver's peer memory module must then know.
+/// Registers device memory by its dma-buf. If the kernel or the NIC has no dma-buf support,
+/// registers it by address, which needs the driver's peer memory module.
 fn register_dmabuf(
     pd: &Arc<Pd>,
     dmabuf: Result<(RawFd, u64), DomainError>,
@@ -242,10 +242,11 @@ fn register_dmabuf(
 mod tests {
     use super::*;
 
-    /// Needs a NIC; soft-RoCE takes no dma-buf, so that both ways fail and both reasons are told.
+    /// Needs a NIC. Soft-RoCE takes no dma-buf, so both attempts fail and the error has both
+    /// reasons.
     #[test]
     #[ignore = "needs an RDMA device"]
-    fn memory_that_no_way_leads_to_says_both_reasons() {
+    fn unregistrable_device_memory_names_both_reasons() {
         let config = crate::api::NicConfig::default();
         let (_, chosen) = super::super::discover::machine(&config);
         let chosen = chosen.into_iter().next().expect("a device");

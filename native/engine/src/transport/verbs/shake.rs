@@ -1,15 +1,15 @@
-//! From an address to a link: who begins.
+//! The active side of a connection.
 //!
 //! ```text
-//! 1 hello   who I am, whom I want, where to answer      by datagram, or TCP after a while
+//! 1 hello   own address, acceptor's id           by datagram, later also by TCP
 //! 2 welcome the acceptor's name and nonce
-//! 3 proof   and, sealed, my queue pairs                 made only now
-//! 4 acceptor's proof and, sealed, its queue pairs       joined already
+//! 3 proof   and, sealed, the queue pairs         created after the welcome
+//! 4 acceptor's proof and, sealed, its queue pairs, connected already
 //! - a first frame by the new queue pairs
 //! ```
-//! The initiator sends each message again until it is answered; the acceptor answers whatever comes
-//! again with what it said before. An exchange is named at random and engines by their lives, so
-//! that two that begin at once make two links, and a restarted peer makes none (MR-2).
+//! The initiator repeats each message until it is answered; the acceptor repeats its answer to a
+//! repetition. An exchange has a random number and engine ids name incarnations, so two engines
+//! that connect to each other at once make two links, and a restarted peer makes none (MR-2).
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,7 +31,7 @@ use crate::{
         handshake::{Failure, Initiator, Welcomed},
         nic::{
             frame::{link_name, new_exchange, Exchange},
-            pieces::{Letter, Pieces},
+            handshake_fragments::{HandshakeMessage, Reassembly},
         },
     },
 };
@@ -39,13 +39,13 @@ use crate::{
 const FIRST_WAIT: Duration = Duration::from_millis(25);
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
-/// What the helper's threads come back with.
+/// Results of the helper threads.
 pub(super) enum Outcome {
     Reached(Who, Result<Target, DomainError>),
     Built(LinkId, Seat, Result<Box<Pair>, DomainError>),
     Joined(LinkId, Seat, Result<Box<(Pair, Setup)>, DomainError>),
     Side(LinkId, Result<std::net::TcpStream, String>),
-    /// A large registration has ended, or not.
+    /// Whether a large registration has ended.
     Released(u32, bool),
 }
 
@@ -59,11 +59,11 @@ enum Stage {
     Hello,
     Building(Welcomed),
     Proof(Welcomed, Box<Pair>),
-    /// The acceptor is proven too.
+    /// The acceptor is proven.
     Joining(PeerIdentity),
 }
 
-/// A link that we began.
+/// A link that this side is opening.
 pub(super) struct Attempt {
     peer: EngineAddress,
     endpoint: usize,
@@ -71,16 +71,16 @@ pub(super) struct Attempt {
     exchange: Exchange,
     initiator: Initiator,
     stage: Stage,
-    letter: Option<Letter>,
+    letter: Option<HandshakeMessage>,
     again_at: Time,
     wait: Duration,
     side_at: Time,
     deadline: Time,
     target: Option<Target>,
     side: Option<usize>,
-    pieces: Pieces,
+    pieces: Reassembly,
     pub seat: Option<Seat>,
-    /// What went wrong on the way, for the error.
+    /// Failures on the way, for the error.
     notes: Vec<String>,
 }
 
@@ -103,7 +103,7 @@ pub(super) fn take_apart(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
     cut.ok_or_else(|| DomainError::Handshake("a message of the handshake is cut off".into()))
 }
 
-/// Finds the way for datagrams. May wait for an address to be resolved.
+/// Resolves the peer's datagram address. Blocks during address resolution.
 pub(super) fn reach(device: &Device, here: &Place, there: &Place) -> Result<Target, DomainError> {
     let attr = path(here, there, &device.route, there.qpn);
     let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_words(&e, here, there))?;
@@ -125,7 +125,7 @@ impl VerbsDomain {
         let exchange = new_exchange()?;
         let intro = Intro { exchange, from_endpoint: self.own_endpoint };
         let (initiator, hello) = Initiator::start(&self.credentials, peer.id, intro.encode())?;
-        let letter = Letter {
+        let letter = HandshakeMessage {
             exchange,
             to_initiator: false,
             step: 1,
@@ -145,7 +145,7 @@ impl VerbsDomain {
             deadline: now.after(self.peer_timeout * 3 / 2),
             target: None,
             side: None,
-            pieces: Pieces::default(),
+            pieces: Reassembly::default(),
             seat: None,
             notes: Vec::new(),
         };
@@ -165,7 +165,7 @@ impl VerbsDomain {
         }
     }
 
-    /// Has the current message sent, now and until it is answered.
+    /// Sends the current message, and schedules its repetition.
     fn speak(&mut self, id: LinkId) {
         let now = self.now;
         let Some(State::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
@@ -191,7 +191,7 @@ impl VerbsDomain {
                 a.target = Some(target);
                 self.speak(id);
             }
-            // Where no datagram finds the way, no queue pair does.
+            // If datagrams have no route, queue pairs have none either.
             Err(e) => self.give_up(id, e),
         }
     }
@@ -218,8 +218,12 @@ impl VerbsDomain {
         }
     }
 
-    /// The acceptor's messages.
-    pub(super) fn answered(&mut self, id: LinkId, piece: &crate::transport::nic::frame::Piece<'_>) {
+    /// Handles a fragment of the acceptor.
+    pub(super) fn answered(
+        &mut self,
+        id: LinkId,
+        piece: &crate::transport::nic::frame::HandshakeFragment<'_>,
+    ) {
         let Some(a) = self.attempt(id) else { return };
         let awaited = match a.stage {
             Stage::Hello => 2,
@@ -231,7 +235,7 @@ impl VerbsDomain {
         }
         let result = match a.pieces.take(piece) {
             Ok(None) => return,
-            // A stranger's garbage; the answer may still come.
+            // A stranger may have sent it; the answer may still arrive.
             Err(_) => return,
             Ok(Some(bytes)) if awaited == 2 => self.welcomed(id, &bytes),
             Ok(Some(bytes)) => self.accepted(id, &bytes),
@@ -239,7 +243,7 @@ impl VerbsDomain {
         if let Err(Failure { reply, error }) = result {
             if let (Some(reply), Some(a)) = (reply, self.attempt(id)) {
                 let (exchange, bytes) = (a.exchange, pair_up(&reply, &[]));
-                a.letter = Some(Letter { exchange, to_initiator: false, step: 3, bytes });
+                a.letter = Some(HandshakeMessage { exchange, to_initiator: false, step: 3, bytes });
                 self.speak(id);
             }
             self.give_up(id, error);
@@ -265,7 +269,7 @@ impl VerbsDomain {
         let pair = match (self.attempt(id).is_some(), pair) {
             (true, Ok(pair)) => pair,
             (_, result) => {
-                // Nothing was ever posted to be completed on what is dropped here.
+                // The dropped pair has no posted requests that could complete.
                 self.shelves.leave(seat);
                 return result.err().into_iter().for_each(|e| self.give_up(id, e));
             }
@@ -277,7 +281,8 @@ impl VerbsDomain {
         };
         let sealed = welcomed.session.seal(b"initiator", &pair.setup(&device).encode());
         let bytes = pair_up(&welcomed.proof, &sealed);
-        a.letter = Some(Letter { exchange: a.exchange, to_initiator: false, step: 3, bytes });
+        a.letter =
+            Some(HandshakeMessage { exchange: a.exchange, to_initiator: false, step: 3, bytes });
         a.wait = FIRST_WAIT;
         a.stage = Stage::Proof(welcomed, pair);
         self.speak(id);
@@ -307,7 +312,7 @@ impl VerbsDomain {
         Ok(())
     }
 
-    /// The initiator's queue pairs are joined to the acceptor's: the link is up.
+    /// The queue pairs are connected to the acceptor's: the link is up.
     pub(super) fn joined(
         &mut self,
         id: LinkId,
@@ -339,15 +344,15 @@ impl VerbsDomain {
         self.side.drop_link(id);
         let mut link = Link::new(&self.device, origin, pair, &theirs, now);
         link.announced = true;
-        // The first frame tells the acceptor that its answer has come.
-        link.mail.beat();
-        let way = if by_tcp { "by TCP" } else { "by datagram" };
-        let note = format!("the handshake with {} {way} worked", link.there.words());
+        // The first frame confirms the acceptor's answer.
+        link.channel.heartbeat();
+        let transport = if by_tcp { "TCP" } else { "datagram" };
+        let note = format!("handshake with {} by {transport}", link.there.words());
         self.set_up(id, link);
         self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
     }
 
-    /// An attempt has come to nothing.
+    /// Drops an attempt and reports its link as down.
     pub(super) fn give_up(&mut self, id: LinkId, cause: DomainError) {
         let Some(a) = self.attempt(id) else { return };
         let (exchange, seat) = (a.exchange, a.seat.take());
@@ -365,7 +370,7 @@ impl VerbsDomain {
         });
     }
 
-    /// Speaks again, tries the side channel, gives up: whatever is due.
+    /// Repeats messages, opens the side channel, and drops attempts after their deadline.
     pub(super) fn tick_attempts(&mut self, now: Time) {
         let due: Vec<LinkId> = self.attempts.values().copied().collect();
         for id in due {

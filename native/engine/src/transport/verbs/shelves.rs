@@ -1,4 +1,4 @@
-//! Where completions wait.
+//! Completion queues.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use fabric_sys::ibverbs as sys;
 use super::{device::Device, raw::Cq};
 use crate::domain::DomainError;
 
-/// Completion queues, each with room for whole links: none can overflow, because a link's queues
-/// are counted against it before they are made.
+/// Completion queues, each with room for several links. A link reserves room before its queue pairs
+/// are created, so no queue can overflow.
 #[derive(Debug, Default)]
 pub(super) struct Shelves {
     all: Vec<Shelf>,
@@ -18,11 +18,11 @@ pub(super) struct Shelves {
 struct Shelf {
     cq: Arc<Cq>,
     taken: u32,
-    /// Places of links whose last completions may still be in the queue.
+    /// Entries of closed links whose last completions may still be in the queue.
     leaving: u32,
 }
 
-/// A link's places in a completion queue.
+/// A link's reservation in a completion queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seat {
     shelf: usize,
@@ -48,7 +48,8 @@ impl Shelves {
         Ok((Seat { shelf, n }, Arc::clone(&s.cq)))
     }
 
-    /// The link's queue pairs are gone; what they left in the queue is not.
+    /// Gives a reservation back after the link's queue pairs were destroyed. Its completions may
+    /// still be in the queue, so the room is free once the queue has been drained.
     pub fn leave(&mut self, seat: Seat) {
         self.all[seat.shelf].leaving += seat.n;
     }
@@ -57,7 +58,7 @@ impl Shelves {
         self.all.len()
     }
 
-    /// Takes completions of one queue; how many came.
+    /// Takes completions of one queue; returns their number.
     #[inline]
     pub fn poll(&mut self, shelf: usize, into: &mut [sys::Wc]) -> usize {
         let s = &mut self.all[shelf];

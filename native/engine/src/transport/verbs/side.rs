@@ -1,5 +1,4 @@
-//! Handshakes by TCP, for where datagrams don't get through: the same messages, each behind its
-//! length.
+//! Handshakes by TCP where datagrams do not get through: the same messages, each after its length.
 
 use std::{
     io::{ErrorKind, Read, Write},
@@ -18,12 +17,12 @@ use crate::{
     time::Time,
     transport::{
         listener::Listener,
-        nic::{frame::PIECE, pieces::LIMIT},
-        sockets::{self, Demand},
+        nic::{frame::HANDSHAKE_FRAGMENT_HEADER, handshake_fragments::MAX_EXCHANGE_MESSAGE},
+        sockets::{self, AddressPolicy},
     },
 };
 
-/// Connections of strangers at a time.
+/// Connections of unproven peers at a time.
 const STRANGERS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -31,7 +30,7 @@ struct Stream {
     socket: TcpStream,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
-    /// The link that we want over it, if we began it.
+    /// The link that this side opens over the connection, if any.
     link: Option<LinkId>,
     deadline: Time,
 }
@@ -44,8 +43,8 @@ pub(super) struct Side {
 }
 
 impl Side {
-    /// Listens on the NIC's address, or those that the configuration names. Without a token only
-    /// on loopback. A machine where that fails has no side channel.
+    /// Listens at the NIC's address or at the configured ones; without a token only on loopback. On
+    /// a machine where listening fails there is no side channel.
     pub fn open(
         config: &EngineConfig,
         gid: &[u8; 16],
@@ -63,8 +62,8 @@ impl Side {
             wanted.into_iter().filter(|ip| !ip.is_unspecified()).take(4).collect();
         let mut this =
             Self { listeners: Vec::new(), streams: Slab::new(), addrs: Vec::new(), loopback: None };
-        let demand = if config.bind.is_empty() { Demand::Found } else { Demand::Any };
-        let listening = match sockets::listen(&wanted, demand, config.ports) {
+        let policy = if config.bind.is_empty() { AddressPolicy::Found } else { AddressPolicy::Any };
+        let listening = match sockets::listen(&wanted, policy, config.ports) {
             Ok(listening) => listening,
             Err(e @ DomainError::Ports(_)) => return Err(e),
             Err(_) => return Ok(this),
@@ -90,7 +89,7 @@ impl Side {
         }
     }
 
-    /// Takes a connected, non-blocking socket.
+    /// Adds a connected, non-blocking socket.
     pub fn add(
         &mut self,
         now: Time,
@@ -131,15 +130,15 @@ impl Side {
         let _ = epoll::modify(epoll, &s.socket, epoll::EventData::new_u64(key as u64), flags);
     }
 
-    /// What has come on a stream: whole frames. One that has ended, or breaks the rules, is gone
-    /// after this.
+    /// Returns the whole frames that have arrived. A stream that ended or violated the protocol is
+    /// removed.
     pub fn ready(&mut self, key: usize, epoll: &OwnedFd) -> Vec<Vec<u8>> {
         self.push_out(key, epoll);
         let Some(s) = self.streams.get_mut(key) else { return Vec::new() };
         let mut open = true;
         let mut some = [0; 4096];
-        // Not more than one message and a half at a time, whatever the other side does.
-        while s.inbox.len() < 2 * LIMIT {
+        // Bounds the buffer at two messages, whatever the peer sends.
+        while s.inbox.len() < 2 * MAX_EXCHANGE_MESSAGE {
             match s.socket.read(&mut some) {
                 Ok(0) => open = false,
                 Ok(n) => {
@@ -154,7 +153,7 @@ impl Side {
         let mut frames = Vec::new();
         while let Some((len, rest)) = s.inbox.split_first_chunk::<4>() {
             let len = u32::from_le_bytes(*len) as usize;
-            if len > LIMIT + PIECE {
+            if len > MAX_EXCHANGE_MESSAGE + HANDSHAKE_FRAGMENT_HEADER {
                 open = false;
                 break;
             }
@@ -188,7 +187,7 @@ impl Side {
     }
 }
 
-/// Connects to the first address that answers. May wait: not for the thread that polls.
+/// Connects to the first address that answers. Blocks; not for the polling thread.
 pub(super) fn connect(candidates: &[SocketAddr]) -> Result<TcpStream, String> {
     let mut tried = Vec::new();
     for addr in candidates {

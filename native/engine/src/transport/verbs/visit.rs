@@ -1,4 +1,4 @@
-//! From an address to a link: who is asked. See [`super::shake`] for the messages.
+//! The passive side of a connection. See [`super::shake`] for the messages.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use crate::{
     transport::{
         handshake::{Acceptor, Failure, Session},
         nic::{
-            frame::{link_name, Exchange, Piece},
-            pieces::{Letter, Pieces},
+            frame::{link_name, Exchange, HandshakeFragment},
+            handshake_fragments::{HandshakeMessage, Reassembly},
         },
     },
 };
 
-/// Exchanges that others began, at a time.
+/// Handshakes of unproven initiators at a time.
 const MOST: usize = 128;
 
 enum Stage {
-    /// The way back is being found.
+    /// The initiator's datagram address is being resolved.
     Reaching(Vec<u8>),
     AwaitProof(Box<Acceptor>, Intro),
-    /// Proven; its queue pairs are being made.
+    /// The initiator is proven; the queue pairs are being created.
     Joining(Box<Proven>),
-    /// All has been said: whatever comes again gets the same answer.
+    /// The last answer is out; repetitions get it again.
     Over,
 }
 
@@ -45,14 +45,14 @@ struct Proven {
     there: Place,
 }
 
-/// An exchange that somebody else began.
+/// A handshake that a peer began.
 pub(super) struct Visit {
     there: Place,
     stage: Stage,
-    pieces: Pieces,
+    pieces: Reassembly,
     target: Option<Target>,
     side: Option<usize>,
-    answer: Option<Letter>,
+    answer: Option<HandshakeMessage>,
     link: Option<LinkId>,
     pub deadline: Time,
 }
@@ -62,15 +62,15 @@ impl Visit {
         self.link.is_some()
     }
 
-    /// Whether it has become this link, and is over.
+    /// Whether the handshake is done and led to this link.
     pub fn led_to(&self, id: LinkId) -> bool {
         self.link == Some(id) && matches!(self.stage, Stage::Over)
     }
 }
 
 impl VerbsDomain {
-    /// A piece of an initiator's message.
-    pub(super) fn visited(&mut self, side: Option<usize>, piece: &Piece<'_>) {
+    /// Handles a fragment of an initiator.
+    pub(super) fn visited(&mut self, side: Option<usize>, piece: &HandshakeFragment<'_>) {
         let exchange = piece.exchange;
         if !self.visits.contains_key(&exchange) {
             if piece.step != 1 || !self.make_room() {
@@ -79,7 +79,7 @@ impl VerbsDomain {
             let visit = Visit {
                 there: self.place.clone(),
                 stage: Stage::Reaching(Vec::new()),
-                pieces: Pieces::default(),
+                pieces: Reassembly::default(),
                 target: None,
                 side,
                 answer: None,
@@ -96,7 +96,7 @@ impl VerbsDomain {
         let result = match (&v.stage, piece.step) {
             (Stage::Reaching(hello), 1) if hello.is_empty() => self.hello(exchange, &bytes),
             (Stage::AwaitProof(..), 3) => self.proof(exchange, &bytes),
-            // The answer is on its way, or was lost.
+            // The answer is under way, or was lost.
             (Stage::Over, _) | (Stage::AwaitProof(..), 1) => {
                 self.answer(exchange);
                 Ok(())
@@ -108,8 +108,7 @@ impl VerbsDomain {
         }
     }
 
-    /// Makes room for a stranger at the cost of the oldest one. Those that have proven themselves
-    /// don't take strangers' places.
+    /// Makes room for an unproven initiator by dropping the oldest. Proven initiators do not count.
     fn make_room(&mut self) -> bool {
         let strangers = || self.visits.iter().filter(|(_, v)| !v.is_proven());
         if strangers().count() < MOST {
@@ -131,7 +130,7 @@ impl VerbsDomain {
         v.stage = Stage::Over;
         v.answer = reply.map(|r| {
             let bytes = if step == 4 { pair_up(&r, &[]) } else { r };
-            Letter { exchange, to_initiator: true, step, bytes }
+            HandshakeMessage { exchange, to_initiator: true, step, bytes }
         });
         self.answer(exchange);
     }
@@ -176,7 +175,7 @@ impl VerbsDomain {
         let intro =
             Intro::decode(&acceptor.extra).map_err(|error| Failure { reply: None, error })?;
         v.stage = Stage::AwaitProof(Box::new(acceptor), intro);
-        v.answer = Some(Letter { exchange, to_initiator: true, step: 2, bytes: welcome });
+        v.answer = Some(HandshakeMessage { exchange, to_initiator: true, step: 2, bytes: welcome });
         self.answer(exchange);
         Ok(())
     }
@@ -192,17 +191,17 @@ impl VerbsDomain {
         let theirs = theirs.and_then(|setup| Setup::decode(&setup));
         let theirs = theirs.map_err(silent)?;
         if intro.exchange != exchange {
-            return Err(silent(DomainError::Handshake("the hello of another exchange".into())));
+            return Err(silent(DomainError::Handshake("the hello names another exchange".into())));
         }
         let (peer, endpoint) = (acceptor.peer.clone(), usize::from(intro.from_endpoint));
-        // Queue pairs go by the proven address, not by the one that asked for an answer.
-        let there = Place::of(&peer.address, endpoint).map_err(Failure::told)?;
-        let (seat, cq) = self.shelves.seat(&self.device).map_err(Failure::told)?;
+        // Queue pairs connect to the proven address, not to the one that asked for an answer.
+        let there = Place::of(&peer.address, endpoint).map_err(Failure::with_reply)?;
+        let (seat, cq) = self.shelves.seat(&self.device).map_err(Failure::with_reply)?;
         let id = match self.add_slot(State::Accepting(exchange)) {
             Ok(id) => id,
             Err(e) => {
                 self.shelves.leave(seat);
-                return Err(Failure::told(e));
+                return Err(Failure::with_reply(e));
             }
         };
         let Some(v) = self.visits.get_mut(&exchange) else { return Ok(()) };
@@ -221,7 +220,7 @@ impl VerbsDomain {
         Ok(())
     }
 
-    /// The acceptor's queue pairs are joined to the initiator's, which may use them once it knows.
+    /// The queue pairs are connected to the initiator's. The link is up once the initiator uses it.
     pub(super) fn joined_visit(
         &mut self,
         id: LinkId,
@@ -238,14 +237,14 @@ impl VerbsDomain {
             Ok(made) => *made,
             Err(e) => {
                 self.forget_slot(id, seat);
-                let Failure { reply, error } = Failure::told(e);
+                let Failure { reply, error } = Failure::with_reply(e);
                 return self.refuse(exchange, 4, reply, &error);
             }
         };
         let setup = proven.session.seal(b"acceptor", &pair.setup(&self.device).encode());
         let bytes = pair_up(&proven.accepted, &setup);
-        v.answer = Some(Letter { exchange, to_initiator: true, step: 4, bytes });
-        // For as long as the initiator may ask again.
+        v.answer = Some(HandshakeMessage { exchange, to_initiator: true, step: 4, bytes });
+        // The initiator may repeat its message until then.
         v.deadline = now.after(self.peer_timeout * 3 / 2);
         let Proven { peer, endpoint, there, .. } = *proven;
         let name = link_name(&exchange);
@@ -262,7 +261,7 @@ impl VerbsDomain {
         self.shelves.leave(seat);
     }
 
-    /// Says what was said last.
+    /// Sends the last answer again.
     fn answer(&mut self, exchange: Exchange) {
         let Some(v) = self.visits.get(&exchange) else { return };
         let Some(letter) = &v.answer else { return };
@@ -279,7 +278,7 @@ impl VerbsDomain {
     }
 
     pub(super) fn tick_visits(&mut self, now: Time) {
-        // One whose queue pairs are being made is needed until they are.
+        // A handshake whose queue pairs are being created stays past its deadline.
         self.visits.retain(|_, v| v.deadline > now || matches!(v.stage, Stage::Joining(_)));
     }
 }

@@ -1,8 +1,8 @@
-//! Statuses and events in words, with what to look at next.
+//! Texts for completion statuses and device events, with a hint for the user.
 
 use fabric_sys::ibverbs as sys;
 
-/// What a completion's status means.
+/// Text of a completion's status.
 pub(super) fn status(wc: &sys::Wc) -> String {
     let what = match wc.status {
         0 => "success",
@@ -12,7 +12,7 @@ pub(super) fn status(wc: &sys::Wc) -> String {
         5 => "flushed: the queue pair had failed before",
         7 => "bad response from the peer's NIC",
         8 => "local access error: the peer's message did not fit its slot",
-        9 => "the peer's NIC says that the request is invalid",
+        9 => "the peer's NIC reports an invalid request",
         10 => "remote access error: the peer's NIC refuses the key or the range",
         11 => "the peer's NIC could not carry out the request",
         12 => {
@@ -27,7 +27,7 @@ pub(super) fn status(wc: &sys::Wc) -> String {
     format!("{what} (status {}, vendor 0x{:x})", wc.status, wc.vendor_err)
 }
 
-/// What the device's event means.
+/// Text of a device event.
 pub(super) fn event(kind: u32) -> &'static str {
     match kind {
         sys::EVENT_CQ_ERR => "a completion queue failed",
@@ -36,7 +36,7 @@ pub(super) fn event(kind: u32) -> &'static str {
         sys::EVENT_QP_ACCESS_ERR => "the peer's access was refused: its key or range is wrong",
         sys::EVENT_DEVICE_FATAL => "the NIC failed: see dmesg",
         sys::EVENT_PORT_ERR => "the port went down: see `ibv_devinfo` and `ip link`",
-        _ => "the NIC told of a change",
+        _ => "the NIC reported an event",
     }
 }
 
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_says_what_happened_and_the_vendors_code() {
+    fn a_status_has_a_text_and_the_vendor_code() {
         let wc = sys::Wc { status: sys::WC_RETRY_EXC_ERR, vendor_err: 0x81, ..Default::default() };
         let words = status(&wc);
         assert!(words.contains("did not acknowledge") && words.contains("vendor 0x81"), "{words}");

@@ -7,8 +7,8 @@ use crate::{
         handshake::{Acceptor, Failure},
         libfabric::{link, place::Place, slots, LibfabricDomain, Slot},
         nic::{
-            frame::{Exchange, Piece},
-            pieces::{Letter, Pieces},
+            frame::{Exchange, HandshakeFragment},
+            handshake_fragments::{HandshakeMessage, Reassembly},
         },
     },
 };
@@ -19,7 +19,7 @@ const STRANGERS: usize = 64;
 const OUTBOX: usize = 256;
 
 impl LibfabricDomain {
-    pub(in super::super) fn mail_letter(&mut self, address: usize, letter: &Letter) {
+    pub(in super::super) fn mail_letter(&mut self, address: usize, letter: &HandshakeMessage) {
         for piece in letter.frames(slots::SLOT - link::SEAL) {
             if self.outbox.len() >= OUTBOX {
                 return;
@@ -31,7 +31,7 @@ impl LibfabricDomain {
     }
 
     /// A piece of somebody's letter. Strangers get no further than their manners allow.
-    pub(in super::super) fn hear_piece(&mut self, piece: &Piece<'_>) {
+    pub(in super::super) fn hear_piece(&mut self, piece: &HandshakeFragment<'_>) {
         if self.closing {
             return;
         }
@@ -50,7 +50,7 @@ impl LibfabricDomain {
                     return;
                 }
                 let deadline = self.now.after(self.peer_timeout);
-                self.strangers.push((piece.exchange, Pieces::default(), deadline));
+                self.strangers.push((piece.exchange, Reassembly::default(), deadline));
             }
             let Some((_, pieces, _)) =
                 self.strangers.iter_mut().find(|(e, _, _)| *e == piece.exchange)
@@ -84,7 +84,7 @@ impl LibfabricDomain {
     }
 
     /// An initiator that has not heard our last word says its own again.
-    fn repeat_acceptance(&mut self, piece: &Piece<'_>) -> bool {
+    fn repeat_acceptance(&mut self, piece: &HandshakeFragment<'_>) -> bool {
         if piece.to_initiator {
             return false;
         }
@@ -118,7 +118,7 @@ impl LibfabricDomain {
             Ok(opened) => opened,
             Err(e) => return self.log.unproven("a stranger", &e),
         };
-        let reply = |bytes: &[u8]| Letter {
+        let reply = |bytes: &[u8]| HandshakeMessage {
             exchange,
             to_initiator: true,
             step: 2,

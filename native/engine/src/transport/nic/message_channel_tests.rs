@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const PLACES: Places = Places { slot_bytes: 300, slots: 4, imms: 8 };
+const LIMITS: ReceiveLimits = ReceiveLimits { slot_bytes: 300, slots: 4, imms: 8 };
 
 struct Room {
     limit: usize,
@@ -23,7 +23,7 @@ const OPEN: Room = Room { limit: 10_000, open: true };
 
 /// Two ends, and the frames between them.
 struct Pair {
-    ends: [Mail; 2],
+    ends: [MessageChannel; 2],
     wires: [Vec<Vec<u8>>; 2],
     got: [Vec<Box<[u8]>>; 2],
     done: [Vec<(u32, bool)>; 2],
@@ -31,7 +31,7 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        let end = || Mail::new(PLACES, PLACES, 0);
+        let end = || MessageChannel::new(LIMITS, LIMITS, 0);
         let (wires, got, done) = Default::default();
         Self { ends: [end(), end()], wires, got, done }
     }
@@ -46,14 +46,14 @@ impl Pair {
             self.wires[from].push(slot[..n].to_vec());
             // The receiver is never not ready.
             let under_way = self.wires[from].len() as u32;
-            assert!(under_way <= PLACES.slots + SPARE);
+            assert!(under_way <= LIMITS.slots + SPARE);
         }
     }
 
     fn arrive(&mut self, from: usize, which: usize, room: &Room) {
         let to = 1 - from;
         let frame = self.wires[from].remove(which);
-        assert_eq!(self.ends[to].hear(&frame), Ok(Heard::Nothing));
+        assert_eq!(self.ends[to].on_frame(&frame), Ok(FrameEvent::Handled));
         self.ends[to].slot_freed();
         self.collect(to, room);
     }
@@ -133,7 +133,7 @@ fn immediates_come_back_as_credits() {
     p.settle(&OPEN);
     assert_eq!(p.ends[0].imm_room(), 2);
     p.ends[1].imms_freed(1);
-    p.ends[1].beat();
+    p.ends[1].heartbeat();
     p.settle(&OPEN);
     assert_eq!(p.ends[0].imm_room(), 3, "a sign of life tells as well");
 }
@@ -142,62 +142,65 @@ fn immediates_come_back_as_credits() {
 fn questions_answers_and_farewells_are_heard() {
     let mut p = Pair::new();
     let (key, mut slot) = (RegionKey { index: 3, rkey: 4 }, [0; 300]);
-    p.ends[0].ask(key, 5, 6);
+    p.ends[0].query_access(key, 5, 6);
     let n = p.ends[0].next_frame(&mut slot).unwrap();
-    assert_eq!(p.ends[1].hear(&slot[..n]), Ok(Heard::Ask { key, offset: 5, len: 6 }));
+    assert_eq!(
+        p.ends[1].on_frame(&slot[..n]),
+        Ok(FrameEvent::AccessQuery { key, offset: 5, len: 6 })
+    );
     for why in [DomainError::Stale("gone".into()), DomainError::Refused("outside".into())] {
-        p.ends[1].answer(&why);
+        p.ends[1].answer_access(&why);
         let n = p.ends[1].next_frame(&mut slot).unwrap();
-        assert_eq!(p.ends[0].hear(&slot[..n]), Ok(Heard::Verdict(why)));
+        assert_eq!(p.ends[0].on_frame(&slot[..n]), Ok(FrameEvent::AccessAnswer(why)));
     }
-    p.ends[1].bye(true, &"x".repeat(1000));
+    p.ends[1].close(true, &"x".repeat(1000));
     let n = p.ends[1].next_frame(&mut slot).unwrap();
     assert!(
-        matches!(p.ends[0].hear(&slot[..n]), Ok(Heard::Bye { gone: true, reason: why }) if why.len() > 200)
+        matches!(p.ends[0].on_frame(&slot[..n]), Ok(FrameEvent::Close { gone: true, reason: why }) if why.len() > 200)
     );
 }
 
 #[test]
 fn what_a_flood_of_frames_leaves_is_bounded() {
-    let mut end = Mail::new(PLACES, PLACES, 0);
+    let mut end = MessageChannel::new(LIMITS, LIMITS, 0);
     (0..1000).for_each(|n| end.fenced(n));
     let mut slot = [0; 300];
     let n = end.next_frame(&mut slot).unwrap();
     assert_eq!(frame::decode(&slot[..n]).unwrap().1, Body::Fenced(999));
     assert!(!end.has_frame(), "the last answer holds for all questions before");
     // Messages that are taken and not answered yet: a peer can't have heard that there is room.
-    let mut hear = |message| {
+    let mut receive = |message| {
         let body = Body::Fragment { message, total: 1, offset: 0, bytes: b"x" };
         let n = frame::encode(&Header::default(), &body, &mut slot);
-        end.hear(&slot[..n])?;
+        end.on_frame(&slot[..n])?;
         end.slot_freed();
         assert!(end.take_message(&OPEN).is_some());
         Ok::<_, DomainError>(())
     };
-    assert!((0..WINDOW as u32).all(|message| hear(message).is_ok()));
-    assert!(matches!(hear(WINDOW as u32), Err(DomainError::LinkDown(_))));
+    assert!((0..WINDOW as u32).all(|message| receive(message).is_ok()));
+    assert!(matches!(receive(WINDOW as u32), Err(DomainError::LinkDown(_))));
 }
 
 #[test]
 fn a_peer_that_breaks_the_rules_is_found_out() {
-    let hear = |header: Header, body: Body<'_>| {
-        let mut end = Mail::new(PLACES, PLACES, 0);
+    let receive = |header: Header, body: Body<'_>| {
+        let mut end = MessageChannel::new(LIMITS, LIMITS, 0);
         let mut slot = [0; 400];
         let n = frame::encode(&header, &body, &mut slot);
-        end.hear(&slot[..n])
+        end.on_frame(&slot[..n])
     };
     let plain = Header::default();
     let part = |message, total, offset, bytes| Body::Fragment { message, total, offset, bytes };
     let bad = [
-        hear(Header { heard: 1, ..plain }, Body::Alive),
-        hear(Header { counted: 1, ..plain }, Body::Alive),
-        hear(plain, Body::Taken(&taken_entry(0, None))),
-        hear(plain, part(WINDOW as u32, 1, 0, b"x")),
-        hear(plain, part(0, MAX_MESSAGE as u32 + 1, 0, &[0; 272])),
-        hear(plain, part(0, 3, 0, b"x")),
-        hear(plain, part(0, 500, 271, &[0; 229])),
-        hear(plain, part(0, 0, 272, b"")),
-        hear(plain, part(u32::MAX, 1, 0, b"x")),
+        receive(Header { frame_credits: 1, ..plain }, Body::Heartbeat),
+        receive(Header { imm_credits: 1, ..plain }, Body::Heartbeat),
+        receive(plain, Body::Results(&result_entry(0, None))),
+        receive(plain, part(WINDOW as u32, 1, 0, b"x")),
+        receive(plain, part(0, MAX_MESSAGE as u32 + 1, 0, &[0; 272])),
+        receive(plain, part(0, 3, 0, b"x")),
+        receive(plain, part(0, 500, 271, &[0; 229])),
+        receive(plain, part(0, 0, 272, b"")),
+        receive(plain, part(u32::MAX, 1, 0, b"x")),
     ];
     for b in bad {
         assert!(matches!(b, Err(DomainError::LinkDown(_))), "{b:?}");
