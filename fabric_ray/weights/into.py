@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Any element begins at a multiple of its size, which divides it.
+_ALIGN = 16
+
+
 class Destination:
     """Tensors that each version is copied into, when it is put into use.
 
@@ -64,6 +68,13 @@ class Destination:
                     "that the side describes"
                 )
             tensor = tensors[c.name]
+            if any(
+                n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                raise InvalidArgument(
+                    f"`{c.name}` of rank {rank} has the same memory for several elements in `into` "
+                    f"(strides {list(tensor.stride())}); give its contiguous()"
+                )
             found, wanted = told(tensor.dtype, tensor.shape), told(c.dtype, c.shape)
             if found != wanted or tensor.is_meta:
                 found += " without memory" if tensor.is_meta else ""
@@ -80,17 +91,14 @@ class Destination:
                 )
 
     def check_ties(self, arrived: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightSyncError if two containers with different bytes share memory here."""
-        import torch
-
+        """Raises WeightSyncError if containers that share memory here would not all keep what
+        arrived for them."""
         tensors = self.tensors()
-        first: dict[int, str] = {}
-        for name in arrived:
-            at = tensors[name].data_ptr()
-            same = first.setdefault(at, name)
-            if at and same != name:
-                a, b = (arrived[n].contiguous().view(-1).view(torch.uint8) for n in (same, name))
-                if not torch.equal(a, b):
+        for names in _sharing({name: tensors[name] for name in arrived}):
+            kept = _filled({name: tensors[name] for name in names}, arrived)
+            for name in names:
+                if not _same_bytes(kept[name], arrived[name]):
+                    same = next(other for other in names if other != name)
                     raise WeightSyncError(
                         f"`{same}` and `{name}` share memory in `into`, and what arrived for them "
                         "differs; untie them in the rollout's module"
@@ -156,11 +164,58 @@ class _ForwardGuard:
         return _ForwardGuard, (None, None)
 
 
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of tensors whose memory overlaps, from the first byte to the last, in order."""
+    spans = sorted(
+        (str(tensor.device), *_span(tensor), place, name)
+        for place, (name, tensor) in enumerate(tensors.items())
+        if tensor.numel() and tensor.data_ptr()
+    )
+    groups: list[list[tuple[int, str]]] = []
+    reach: tuple[str, int] = ("", 0)
+    for device, start, end, place, name in spans:
+        if device != reach[0] or start >= reach[1]:
+            reach = (device, end)
+            groups.append([])
+        reach = (device, max(end, reach[1]))
+        groups[-1].append((place, name))
+    return [[name for _, name in sorted(group)] for group in groups if len(group) > 1]
+
+
+def _filled(
+    tensors: Mapping[str, torch.Tensor], arrived: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What would be in tensors that share memory if each were filled, tried out in a copy."""
+    import torch
+
+    spans = [_span(tensor) for tensor in tensors.values()]
+    first = min(start for start, _ in spans) // _ALIGN * _ALIGN
+    memory = torch.zeros(max(end for _, end in spans) - first, dtype=torch.uint8, device="cpu")
+    made = {}
+    for name, tensor in tensors.items():
+        start, end = _span(tensor)
+        part = memory[start - first : end - first].view(tensor.dtype)
+        made[name] = part.as_strided(tensor.shape, tensor.stride())
+        made[name].copy_(arrived[name])
+    return made
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    import torch
+
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and behind its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + nbytes
+
+
 def _is_part(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     """Whether all elements lie in the memory of a tensor without gaps."""
     if not of.is_contiguous() or tensor.device != of.device:
         return False
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
-    start = of.data_ptr()
-    return start <= tensor.data_ptr() and tensor.data_ptr() + nbytes <= start + of.nbytes
+    (start, end), (first, last) = _span(tensor), _span(of)
+    return first <= start and end <= last

@@ -67,7 +67,8 @@ def read_inside(w: World, draw: random.Random) -> None:
             want = expected(target.rank, target.version or 0)
             assert all(torch.equal(weights[name], want[name]) for name in want)
     except WeightSyncError as error:
-        assert "no version has arrived" in str(error)  # while a controller connects
+        if "no version has arrived" not in str(error):  # while a controller connects
+            raise
 
 
 def look(w: World, draw: random.Random) -> None:

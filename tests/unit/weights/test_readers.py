@@ -17,6 +17,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights import EngineHooks, WeightTarget
+from fabric_ray.weights.replica.sides import whole_plan
 from fabric_ray.weights.target import TARGETS
 from tests.unit.weights.local_sync import SHAPES, Fault, LocalSync, expected, side
 
@@ -500,8 +501,39 @@ def test_rs_1_containers_that_share_memory_in_the_module_must_be_equal(open_sync
     shared = torch.zeros(4)
     tied = Destination({"a": shared, "b": shared}, None)  # type: ignore[arg-type]
     tied.check_ties({"a": torch.ones(4), "b": torch.ones(4)})
-    with pytest.raises(WeightSyncError, match="`a` and `b` share memory"):
+    with pytest.raises(WeightSyncError, match="`b` and `a` share memory"):
         tied.check_ties({"a": torch.ones(4), "b": torch.zeros(4)})
+
+
+def test_rs_1_containers_that_share_a_part_of_their_memory_must_agree_there() -> None:
+    from fabric_ray.weights.into import Destination
+
+    def into(**tensors: torch.Tensor) -> Destination:
+        return Destination(tensors, None)  # type: ignore[arg-type]
+
+    base = torch.zeros(6, 4)
+    new = torch.randn(6, 4)
+    rows = into(a=base[:4], b=base[2:])
+    rows.check_ties({"a": new[:4], "b": new[2:]})
+    with pytest.raises(WeightSyncError, match="`b` and `a` share memory"):
+        rows.check_ties({"a": new[:4], "b": torch.randn(4, 4)})
+    turned = into(embedding=base, head=base.t())
+    turned.check_ties({"embedding": new, "head": new.t()})
+    with pytest.raises(WeightSyncError, match="`head` and `embedding` share memory"):
+        turned.check_ties({"embedding": new, "head": torch.randn(4, 6)})
+    # Columns beside each other share no element.
+    into(a=base[:, :2], b=base[:, 2:]).check_ties({"a": torch.ones(6, 2), "b": torch.zeros(6, 2)})
+    assert not base.any()
+
+
+def test_a_destination_that_repeats_its_memory_is_refused() -> None:
+    from fabric_ray.weights.into import Destination
+
+    rows, columns = SHAPES["w"]
+    one = torch.zeros(1, columns, dtype=torch.int16).expand(rows // 2, columns)
+    repeated = Destination({"w": one, "norm": torch.zeros(6, dtype=torch.int16)}, None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="`w` of rank 0 has the same memory"):
+        repeated.check(whole_plan(side()).local_containers("target", 0), 0)
 
 
 def test_modules_made_under_inference_mode_are_filled(open_sync) -> None:
