@@ -34,7 +34,8 @@ class EngineConfig(BaseModel):
     (``rail_rules`` is ``FABRIC_RAY_RAILS``).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # What a field was given may be a token under a name that there isn't.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     name: str = Field(default_factory=lambda: f"engine-{os.getpid()}", max_length=128)
     """For people and logs; two engines may share one."""
@@ -257,14 +258,17 @@ def _complaint(
 ) -> str:
     """What is wrong with each field, one after the other."""
     causes: dict[str, list[str]] = {}
+    # A token may have come under a name that there isn't.
+    hidden = {"token"}
     for wrong in error.errors(include_url=False, include_context=False):
         field, cause = str(wrong["loc"][0]), wrong["msg"].removeprefix("Value error, ")
         if wrong["type"] == "extra_forbidden":
+            hidden.add(field)
             near = get_close_matches(field, EngineConfig.model_fields, n=1)
             cause = f"there is no such option{''.join(f'; did you mean {n}?' for n in near)}"
         causes.setdefault(field, []).append(cause[0].lower() + cause[1:])
     return "; ".join(
         f"{_variable(field) if field in environment else field}"
-        f"{'' if field == 'token' else f'={reprlib.repr(values[field])}'}: {', or '.join(said)}"
+        f"{'' if field in hidden else f'={reprlib.repr(values[field])}'}: {', or '.join(said)}"
         for field, said in causes.items()
     )

@@ -16,7 +16,7 @@ class KvConnectorConfig(BaseModel):
     """Every field has a default; both ends of a transfer need the same :attr:`model` and beats
     that fit."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str | None = None
     """What the pages are of; ends that differ in it refuse each other. By default the model's name

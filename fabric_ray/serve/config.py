@@ -13,7 +13,10 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class _Args(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # What a field was given may be a token that stands in the wrong place.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 class CacheArgs(_Args):

@@ -44,6 +44,20 @@ def test_a_token_is_shown_to_nobody() -> None:
     assert "12345678" not in str(wrong.value)
 
 
+def test_a_token_in_the_wrong_place_is_shown_to_nobody() -> None:
+    for fields in ({"fabric": {"tokn": "hush"}}, {"fabric": "hush"}, {"token": "hush"}):
+        with pytest.raises(ValidationError) as wrong:
+            ServeArgs.model_validate(fields)
+        assert "hush" not in str(wrong.value)
+    for option in ({"tokn": "hush"}, {"engine": {"token": "hush"}}):
+        with pytest.raises(InvalidArgument, match="there is no such option") as e:
+            TransferEngine(**option)
+        assert "hush" not in str(e.value)
+    with pytest.raises(ValidationError) as wrong:
+        KvConnectorConfig(token="hush")
+    assert "hush" not in str(wrong.value)
+
+
 def test_a_token_gets_to_where_an_engine_is_opened(tmp_path: Path) -> None:
     config = EngineConfig(token=b"hush", transport=("tcp",))
     assert EngineConfig(**config.revealed()) == config

@@ -229,7 +229,7 @@ def test_every_address_that_was_tried_is_named(open_engine: Callable[..., Transf
         ({"transport": "rdma"}, "transport='rdma': unknown transport.*require='rdma'"),
         ({"transport": "tpc"}, "did you mean 'tcp'"),
         ({"transports": ["tcp"]}, "no such option; did you mean transport"),
-        ({"colour": "blue"}, "colour='blue': there is no such option$"),
+        ({"colour": "blue"}, "colour: there is no such option$"),
         ({"tcp_streams": 0, "spin": "x"}, r"tcp_streams=0: .*; spin='x': .*'always'"),
         ({"inline_bytes": 1 << 70}, "inline_bytes"),
         ({"op_timeout": float("inf")}, "op_timeout=inf"),
