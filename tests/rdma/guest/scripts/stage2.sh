@@ -21,9 +21,9 @@ $bb ln -sf /proc/self/fd /dev/fd
 $bb ln -sf fd/0 /dev/stdin
 $bb ln -sf fd/1 /dev/stdout
 $bb ln -sf fd/2 /dev/stderr
-# Modules are loaded on demand even where this root has no kmod.
+# Modules are loaded on demand by busybox: kmod needs binary indices, which busybox's depmod does not write.
 $bb ln -s busybox $rg/bin/modprobe
-[ -x /sbin/modprobe ] || echo $rg/bin/modprobe >/proc/sys/kernel/modprobe
+echo $rg/bin/modprobe >/proc/sys/kernel/modprobe
 $bb hostname rdma-guest
 
 # Folders of the host that the guest may write to, at their own paths.
