@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,17 +116,6 @@ class TransferEngine:
 
         with self._opening:  # two threads that call it get one engine, and one of them -1
             return self._tried("initialize", open_engine, _FAILED)
-
-    def initialize_ext(
-        self,
-        local_hostname: str,
-        metadata_server: str,
-        protocol: str,
-        device_name: str,
-        metadata_type: str,
-    ) -> int:
-        """As :meth:`initialize`; ``metadata_type`` is of no use without a metadata server."""
-        return self.initialize(local_hostname, metadata_server, protocol, device_name)
 
     def get_rpc_port(self) -> int:
         """The port of this engine's session id."""
@@ -267,57 +256,10 @@ class TransferEngine:
 
         return self._tried("batch_transfer_sync", transfer, _FAILED)
 
-    def transfer_sync_write(
-        self,
-        target_hostname: str,
-        buffer: int,
-        peer_buffer_address: int,
-        length: int,
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`transfer_sync` to the peer."""
-        return self.batch_transfer_sync(
-            target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write
-        )
-
-    def transfer_sync_read(
-        self,
-        target_hostname: str,
-        buffer: int,
-        peer_buffer_address: int,
-        length: int,
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`transfer_sync` from the peer, which takes no part."""
-        return self.batch_transfer_sync(
-            target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Read
-        )
-
-    def batch_transfer_sync_write(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`batch_transfer_sync` to the peer."""
-        return self.batch_transfer_sync(
-            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write
-        )
-
-    def batch_transfer_sync_read(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`batch_transfer_sync` from the peer."""
-        return self.batch_transfer_sync(
-            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read
-        )
+    transfer_sync_write = partialmethod(transfer_sync, opcode=TransferOpcode.Write)
+    transfer_sync_read = partialmethod(transfer_sync, opcode=TransferOpcode.Read)
+    batch_transfer_sync_write = partialmethod(batch_transfer_sync, opcode=TransferOpcode.Write)
+    batch_transfer_sync_read = partialmethod(batch_transfer_sync, opcode=TransferOpcode.Read)
 
     def batch_transfer_async(
         self,
@@ -341,31 +283,8 @@ class TransferEngine:
 
         return self._tried("batch_transfer_async", begin, 0)
 
-    def batch_transfer_async_write(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`batch_transfer_async` to the peer."""
-        return self.batch_transfer_async(
-            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write
-        )
-
-    def batch_transfer_async_read(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        """:meth:`batch_transfer_async` from the peer."""
-        return self.batch_transfer_async(
-            target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read
-        )
+    batch_transfer_async_write = partialmethod(batch_transfer_async, opcode=TransferOpcode.Write)
+    batch_transfer_async_read = partialmethod(batch_transfer_async, opcode=TransferOpcode.Read)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Waits for all of them: 0 if they succeeded, -1 if one failed. Forgets them."""
@@ -377,12 +296,7 @@ class TransferEngine:
         return self._tried("get_batch_transfer_status", wait, _FAILED)
 
     def transfer_submit_write(
-        self,
-        target_hostname: str,
-        buffer: int,
-        peer_buffer_address: int,
-        length: int,
-        transport_hint: str = "",
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
     ) -> int:
         """Begins a write; returns a number for :meth:`transfer_check_status`, or 0."""
         return self.batch_transfer_async_write(

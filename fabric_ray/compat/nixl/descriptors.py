@@ -70,8 +70,6 @@ class DescriptorList:
         if self.labelled:
             self._labels.append(label)
 
-    append = addDesc
-
     def index(self, desc: tuple[Any, ...]) -> int:
         """
         Raises:
@@ -83,18 +81,6 @@ class DescriptorList:
             raise nixlNotFoundError(f"{desc} is not in the list")
         return int(found[0])
 
-    def remDesc(self, index: int) -> None:
-        self[index]
-        self._rows = np.delete(self.rows(), index, axis=0)
-        if self.labelled:
-            del self._labels[index]
-
-    def clear(self) -> None:
-        self._rows, self._added, self._labels = self._rows[:0], [], []
-
-    def print(self) -> None:
-        print(self)
-
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         if not 0 <= index < self.descCount():
             raise IndexError(f"there is no descriptor {index} among {self.descCount()}")
@@ -102,15 +88,6 @@ class DescriptorList:
         if self.labelled:
             return first, nbytes, device, self._labels[index]
         return first, nbytes, device
-
-    def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
-        self[index]
-        row, label = self._parted(desc)
-        rows = self.rows().copy()
-        rows[index] = row
-        self._rows = rows
-        if self.labelled:
-            self._labels[index] = label
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -171,20 +148,13 @@ class nixlRegDList(DescriptorList):
         return nixlXferDList(self._type, self.rows().copy())
 
 
-class nixlRemoteDList(DescriptorList):
-    """Pieces of memory of several agents, whose names are the labels."""
-
-    kind = "nixlRemoteDList"
-    labelled = True
-
-
 def descriptors_from_bytes(data: bytes) -> DescriptorList:
     """Decodes.
 
     Raises:
         nixlMismatchError: anything but an encoding of a list.
     """
-    kinds: Sequence[type[DescriptorList]] = (nixlXferDList, nixlRegDList, nixlRemoteDList)
+    kinds: Sequence[type[DescriptorList]] = (nixlXferDList, nixlRegDList)
     try:
         encoded = from_msgpack(data, _Encoded)
         if encoded.version != _VERSION:

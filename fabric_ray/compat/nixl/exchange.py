@@ -25,7 +25,7 @@ class Errand(msgspec.Struct, frozen=True, array_like=True):
 class Attending(Protocol):
     """An agent that can be asked."""
 
-    def attend(self, errand: Errand) -> bytes: ...
+    def _attend(self, errand: Errand) -> bytes: ...
 
 
 def listen(agent: Attending, port: int) -> None:
@@ -40,7 +40,7 @@ def listen(agent: Attending, port: int) -> None:
         alive = me()
         if alive is None:
             raise InvalidArgument("the agent is gone")
-        return alive.attend(from_msgpack(request, Errand))
+        return alive._attend(from_msgpack(request, Errand))
 
     try:
         config = EngineConfig.resolve(None, {})

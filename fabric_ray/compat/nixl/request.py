@@ -62,7 +62,7 @@ class Request:
         size: bytes, and descriptors.
         notify: tells the remote agent.
         message: what it is told when nothing else is said at the post; nothing if empty.
-        backend: the handle to be named as its backend.
+        backend: the name of its backend.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Request:
         size: tuple[int, int],
         notify: Notify,
         message: bytes,
-        backend: int,
+        backend: str,
     ) -> None:
         self._engine, self._batch, self._size, self._notify = engine, batch, size, notify
         self.message, self.backend = message, backend

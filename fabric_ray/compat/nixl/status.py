@@ -31,10 +31,6 @@ class nixl_xfer_op_t(enum.IntEnum):
     NIXL_WRITE = 1
 
 
-class nixl_cost_t(enum.IntEnum):
-    NIXL_COST_ANALYTICAL_BACKEND = 0
-
-
 class nixl_thread_sync_t(enum.IntEnum):
     """All are served alike: an agent may be used from any thread."""
 

@@ -39,7 +39,7 @@ def test_the_garbage_collector_may_drop_a_handle_while_its_request_is_busy(
     agent: nixl_agent, memory: np.ndarray[Any, Any]
 ) -> None:
     handles = [posted(agent, memory)]
-    [request] = agent.agent._requests.values()
+    request = handles[0]._made
     dropped = threading.Event()
 
     def collect() -> None:
@@ -49,8 +49,9 @@ def test_the_garbage_collector_may_drop_a_handle_while_its_request_is_busy(
 
     threading.Thread(target=collect, daemon=True).start()
     assert dropped.wait(20)
+    assert list(agent._dropped) == [request]
     agent.get_new_notifs()
-    assert not agent.agent._requests
+    assert not agent._dropped
 
 
 def test_dropped_handles_are_released_by_the_next_that_is_made(
@@ -59,5 +60,6 @@ def test_dropped_handles_are_released_by_the_next_that_is_made(
     for _ in range(3):
         side = agent.prep_xfer_dlist("", [(memory.ctypes.data, SIZE, 0)], "DRAM")
         handle = posted(agent, memory)
-        assert len(agent.agent._requests) == len(agent.agent._prepared) == 1
+        assert not agent._dropped
         del side, handle
+        assert len(agent._dropped) == 1

@@ -18,8 +18,6 @@ from fabric_ray.compat.nixl.bindings import (
     DRAM_SEG,
     VRAM_SEG,
     descriptors_from_bytes,
-    nixlAgent,
-    nixlAgentConfig,
     nixlInvalidParamError,
     nixlMismatchError,
     nixlNotFoundError,
@@ -111,14 +109,14 @@ def test_an_agent_says_what_it_lacks() -> None:
 
 
 def test_registering_all_or_nothing() -> None:
-    agent = nixlAgent("careful", nixlAgentConfig())
-    agent.createBackend("UCX", {})
+    agent = nixl_agent("careful")
     memory = np.zeros(4096, dtype=np.uint8)
     at = memory.ctypes.data
     good, bad = (at, 4096, 0, ""), (at, 0, 0, "")
     with pytest.raises(nixlInvalidParamError):
-        agent.registerMem(nixlRegDList(DRAM_SEG, [good, bad]))
+        agent.register_memory([good, bad], "DRAM")
+    descs = agent.get_reg_descs([good], "DRAM")
+    assert descs is not None
     with pytest.raises(nixlNotFoundError):
-        agent.deregisterMem(nixlRegDList(DRAM_SEG, [good]))
-    agent.registerMem(nixlRegDList(DRAM_SEG, [good]))
-    agent.deregisterMem(nixlRegDList(DRAM_SEG, [good]))
+        agent.deregister_memory(descs)
+    agent.deregister_memory(agent.register_memory(descs) or descs)
