@@ -1,5 +1,6 @@
 # make demo    set up, then push the weights of a training model into rollout workers
-# make test    set up, then run every test
+# make test    set up, then run the tests that a change must pass
+# make check   the tests of what one is at, by ARGS
 # make bench   set up, then measure everything beside peers and floors (bench-results/)
 # make lint    formats, lints and types;  make docs   the documentation site (site/)
 # make wheel   a wheel in dist/, tried by itself;          make wheel-demo  the demo from it, as user 1000
@@ -10,8 +11,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := .make
 EXTRA ?=
-# STRIP=--strip builds what is tested as wheels are built, without lines for profilers: then a wheel takes no second build.
-STRIP ?=
 
 # uv doesn't read pip's settings; whoever has set an index for pip wants it here too.
 ifdef PIP_INDEX_URL
@@ -21,32 +20,38 @@ export UV_LINK_MODE ?= copy
 # The tests start hundreds of processes, most of which import torch: half of that time is compiling it, unless it is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Tests measure nothing: they run the load generator that is built with them.
+TESTED := check test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma
+$(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
+
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
 export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/native
 	$(BIN)/fabric-ray demo weights $(ARGS)
 
-# What is tested is built side by side: either build alone leaves a core idle for a third of its time.
+# Rust tests, the load generator and the core that Python loads are one build, in the dev profile: optimised little, with
+# all assertions.
 test: $(DONE)/tools
-	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/native $(DONE)/perf
+	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/venv
+	$(MAKE) --no-print-directory $(DONE)/native-dev
 	$(MAKE) --no-print-directory test-rust
 	$(MAKE) --no-print-directory test-python
 
 build-rust-tests: $(DONE)/tools
-	cd native && cargo test --workspace --exclude fabric-python --quiet --no-run
+	cd native && cargo test --workspace --exclude fabric-python --exclude fabric-microbench --quiet --no-run
 
 test-rust: $(DONE)/tools
-	cd native && cargo test --workspace --exclude fabric-python --quiet
+	cd native && cargo test --workspace --exclude fabric-python --exclude fabric-microbench --quiet
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
-# closely runs alone after them. With ARGS only what it selects, one by one.
+# closely runs alone after them.
 SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
 ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
@@ -60,32 +65,32 @@ LANES := test-guests test-units test-actors test-pages test-experts test-serve t
 
 # What was left out by any of them for want of a tool is listed at last.
 test-python: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
-test-python: $(DONE)/native $(DONE)/perf
+test-python: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-ifdef ARGS
-	$(BIN)/python -m pytest -q $(ARGS)
-else
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
 	$(BIN)/python -m pytest -q --ignore tests/ray --ignore tests/docs $(addprefix --ignore ,$(GUESTS) $(UNITS) $(EXPERTS))
 	@sort $(FABRIC_RAY_LEFT_OUT)
-endif
 
-$(LANES): test-%: $(DONE)/native $(DONE)/perf
+# The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
+check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
+	$(if $(CRATE),cd native && cargo test --quiet -p $(CRATE) --lib --tests -- $(ARGS),$(BIN)/python -m pytest -q $(ARGS))
+
+$(LANES): test-%: $(DONE)/native-dev
 	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.
-test-long: $(DONE)/native $(DONE)/perf
+test-long: $(DONE)/native-dev
 	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
-test-rdma: $(DONE)/native $(DONE)/perf
+test-rdma: $(DONE)/native-dev
 	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
 # they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
 # miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL. Real vLLM servers run in an
 # environment of their own, for vLLM's CPU build pins a torch: build/vllm, or the Python that FABRIC_RAY_VLLM_PYTHON names.
-test-adapters: $(DONE)/native $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON),,$(DONE)/vllm)
+test-adapters: $(DONE)/native-dev $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON),,$(DONE)/vllm)
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
@@ -96,6 +101,7 @@ test-all:
 	$(MAKE) --no-print-directory test-long
 	$(MAKE) --no-print-directory test-rdma
 	$(MAKE) --no-print-directory test-adapters
+	$(MAKE) --no-print-directory wheel
 
 # Processes that are killed and frozen, sockets that are reset, disks that are full; `make test` runs a
 # short version. ARGS="--seed 7" draws the same again, ARGS=--kv plays decoders and prefillers.
@@ -107,7 +113,8 @@ chaos: $(DONE)/native
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)
 
-lint: $(DONE)/native
+# Either build will do.
+lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	cd native && cargo fmt --all --check
 	cd native && cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
@@ -212,8 +219,14 @@ $(DONE)/venv: $(DONE)/tools pyproject.toml
 	@touch $@
 
 $(DONE)/native: $(DONE)/venv $(NATIVE)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release $(STRIP) --uv --quiet
-	@touch $@
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv --quiet
+	@rm -f $(DONE)/native-dev && touch $@
+
+# The core and the load generator as tests run them. Whichever of the two was built last is in place.
+$(DONE)/native-dev: $(DONE)/venv $(NATIVE)
+	cd native && cargo build --quiet -p fabric-perf
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --uv --quiet
+	@rm -f $(DONE)/native && touch $@
 
 $(DONE)/perf: $(DONE)/tools $(NATIVE)
 	cd native && cargo build --release --quiet -p fabric-perf

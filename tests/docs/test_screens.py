@@ -87,6 +87,7 @@ def test_a_simulation_is_drawn_as_curves(window: Browser, pages: Path) -> None:
     assert colours(shown) > 5
 
 
+@pytest.mark.long
 def test_a_measurement_is_drawn_as_curves(window: Browser, pages: Path) -> None:
     page = pages / "bench.html"
     run(*COMMAND, "bench", "--sizes", "16KiB,256KiB,4MiB", "--turns", "3", "--picture", str(page))
@@ -97,6 +98,7 @@ def test_a_measurement_is_drawn_as_curves(window: Browser, pages: Path) -> None:
     assert colours(shown) > 5
 
 
+@pytest.mark.long
 def test_a_benchmarks_report_has_its_plots_and_its_tables(
     window: Browser, pages: Path, tmp_path: Path
 ) -> None:
@@ -150,6 +152,7 @@ def test_the_documentation_is_built_without_a_complaint(site: Path) -> None:
     assert [f for f in folders if not (site / f / "index.html").exists()] == []
 
 
+@pytest.mark.long
 def test_the_documentation_is_drawn_page_by_page(window: Browser, site: Path) -> None:
     wanted = {
         "index.html": ("fabric-ray", "The engine in fifteen lines"),

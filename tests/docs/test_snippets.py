@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,23 @@ from tests.docs.run_page import blocks
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if any(blocks(p))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+# They take more than ten seconds each; the README and shorter pages show the same calls.
+SLOW = {
+    "docs/inference.md",
+    "docs/moe.md",
+    "docs/quickstart.md",
+    "docs/ray-transport.md",
+    "docs/weights.md",
+    "examples/kv_two_hosts.py",
+    "examples/ray_actors.py",
+    "examples/ray_transport.py",
+}
+
+
+def params(paths: list[Path]) -> Iterator[Any]:
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        yield pytest.param(path, id=name, marks=[pytest.mark.long] if name in SLOW else [])
 
 
 def run(*command: str) -> str:
@@ -33,12 +52,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", params(PAGES))
 def test_what_a_page_shows_runs(page: Path) -> None:
     run("tests/docs/run_page.py", str(page))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+@pytest.mark.parametrize("example", params(EXAMPLES))
 def test_an_example_runs_and_says_that_the_bytes_arrived(example: Path) -> None:
     assert "arrived" in run("tests/docs/run_page.py", str(example))
 

@@ -68,6 +68,7 @@ def test_the_prompt_of_deepseek_r1_is_61_layers_of_32_pages_of_144_kib() -> None
     assert shape.layout().buffers == (61 * 32 * 144 * 1024,)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("program")
 def test_pages_are_compared_and_held_against_the_floor() -> None:
     sheet = pages(1, quiet, quick=True)
@@ -95,6 +96,7 @@ def test_the_way_from_a_store_to_the_first_post_has_tails() -> None:
     assert any(name.startswith("floor") for name in us)
 
 
+@pytest.mark.long
 def test_first_tokens_are_those_of_the_engine_that_is_whole() -> None:
     small = msgspec.structs.replace(MODEL, hidden=64, layers=2, vocab=300, intermediate=64)
     sheet = ttft([40], 1, quiet, chunk_tokens=24, config=small)
@@ -106,6 +108,7 @@ def test_first_tokens_are_those_of_the_engine_that_is_whole() -> None:
     assert row[sheet.columns.index("steps")] == "2"
 
 
+@pytest.mark.long
 def test_all_requests_end_when_prefillers_are_killed() -> None:
     asked = Load(
         requests=120,
@@ -128,6 +131,7 @@ def test_all_requests_end_when_prefillers_are_killed() -> None:
     assert ("requests that ended", "120 of 120") in sheet.rows
 
 
+@pytest.mark.long
 def test_the_command_line_prints_a_table_to_paste_and_keeps_figures(tmp_path: Path) -> None:
     path = tmp_path / "out" / "load.json"
     command = [sys.executable, "-m", "benchmarks.kvcache", "load", "--requests", "6"]

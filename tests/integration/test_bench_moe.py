@@ -13,6 +13,7 @@ from benchmarks.moe.ways import check
 SMALL = Shape(ranks=2, tokens=6, hidden=256, experts=8, private_rows=2)
 
 
+@pytest.mark.long
 def test_everybody_exchanges_the_same_tokens() -> None:
     times = measure(SMALL, ["shm", "tcp", "gloo", "floor"], 1)
     assert {name: len(turns) for name, turns in times.items()} == dict.fromkeys(times, 1)

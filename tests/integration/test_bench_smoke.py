@@ -90,6 +90,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     return load(saved), page.read_text()
 
 
+@pytest.mark.long
 def test_every_case_has_its_floor_and_the_contenders_that_support_it(
     result: tuple[Report, str],
 ) -> None:

@@ -119,7 +119,9 @@ def test_another_token_is_a_handshake_error_that_both_sides_hear_of(
     with caplog.at_level(logging.WARNING, logger="fabric_ray.native"):
         with pytest.raises(HandshakeError, match="give both engines the same token") as e:
             a.write(a.alloc(8), there).wait(10)
-        within(5, "a warning", lambda: "a connection ended before its peer was proven" in caplog.text)
+        within(
+            5, "a warning", lambda: "a connection ended before its peer was proven" in caplog.text
+        )
     assert e.value.peer.startswith("b#")
 
 
@@ -286,9 +288,15 @@ def test_a_flood_of_junk_is_a_few_lines_of_the_log(
             stranger = Stranger("tcp", engine.address.id, port)
             stranger.say(b"junk")
             stranger.socket.close()
-        within(10, "a warning", lambda: "a connection ended before its peer was proven" in caplog.text)
+        within(
+            10, "a warning", lambda: "a connection ended before its peer was proven" in caplog.text
+        )
         time.sleep(0.2)
-    lines = [r for r in caplog.records if "a connection ended before its peer was proven" in r.getMessage()]
+    lines = [
+        r
+        for r in caplog.records
+        if "a connection ended before its peer was proven" in r.getMessage()
+    ]
     assert 1 <= len(lines) <= 20
 
 

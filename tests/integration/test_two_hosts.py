@@ -103,6 +103,7 @@ def invited(process: subprocess.Popen[str]) -> str:
     raise AssertionError("no doctor waits")
 
 
+@pytest.mark.long
 def test_what_the_page_says_works_as_it_is_typed(desk: Desk) -> None:
     printed = []
     doctor = None

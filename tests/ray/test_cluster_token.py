@@ -21,6 +21,7 @@ def theirs() -> bytes:
     return cluster_token()
 
 
+@pytest.mark.long
 def test_a_cluster_has_one_secret_and_rays_token_goes_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -32,6 +33,7 @@ def test_a_cluster_has_one_secret_and_rays_token_goes_before_it(
     assert cluster_token() == ray_token() != drawn
 
 
+@pytest.mark.long
 def test_engines_of_a_cluster_that_ray_guards_by_a_token_share_it() -> None:
     """A cluster of its own: whether Ray asks for tokens is settled when it starts."""
     program = [sys.executable, "-m", "tests.ray.token_world"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from fabric_ray.demo.moe.options import Outcome
 from fabric_ray.demo.moe.show import summary
 
 
+@pytest.mark.long
 def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list[str]) -> None:
     command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "moe", "--json"]
     address = ray.get_runtime_context().gcs_address

@@ -15,6 +15,7 @@ from fabric_ray.demo.rl.loop import run
 from fabric_ray.demo.rl.options import Options
 
 
+@pytest.mark.long
 def test_the_command_learns_and_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "rl", "--json"]
     address = ray.get_runtime_context().gcs_address

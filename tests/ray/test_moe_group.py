@@ -116,6 +116,7 @@ def test_a_death_in_the_middle_mixes_no_experts(group: ExpertGroup) -> None:
     check(group.forward(asked), asked)
 
 
+@pytest.mark.long
 def test_two_may_die_and_come_again(group: ExpertGroup) -> None:
     asked = prompts(4, seed=6)
     for m in group.members[1:]:
@@ -156,6 +157,7 @@ def test_a_death_between_calls_is_found_as_another_joins(group: ExpertGroup) -> 
     check(group.forward(asked), asked)
 
 
+@pytest.mark.long
 def test_who_stalls_is_named_by_the_others(cluster: list[str]) -> None:
     asked = prompts(4, seed=9)
     with ExpertGroup(CONFIG, timeout=10.0, **OPTIONS) as group:

@@ -22,6 +22,7 @@ CONFIG = MoeModelConfig(
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8]]
 
 
+@pytest.mark.long
 def test_actors_on_kernels_say_what_is_said_in_one_place(
     cluster: list[str], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.long
 def test_after_ray_has_ended_a_push_says_what_to_do() -> None:
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(

@@ -38,6 +38,7 @@ def told(node: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.long
 def test_what_an_engine_counts_is_exported_by_its_node() -> None:
     worker = Worker.remote()
     node = ray.get(worker.write.remote(), timeout=120)

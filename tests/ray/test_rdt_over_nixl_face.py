@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_rays_own_nixl_transport_moves_tensors_over_our_face() -> None:
     """A cluster of its own: its workers must find the face."""
     face = [sys.executable, "-m", "fabric_ray.compat", "nixl"]

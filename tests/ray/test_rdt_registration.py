@@ -83,6 +83,7 @@ def test_a_first_result_works_however_late_rays_own_registration_is(unregistered
     ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_restarted_actor_that_registers_nothing_puts_again(unregistered: None) -> None:
     actor = fresh_class(max_restarts=1, max_task_retries=3).remote()
     first = ray.get(actor.pid.remote())
@@ -92,6 +93,7 @@ def test_a_restarted_actor_that_registers_nothing_puts_again(unregistered: None)
     ray.kill(actor)
 
 
+@pytest.mark.long
 def test_many_fresh_actors_put_with_their_first_call() -> None:
     made = [fresh_class().remote() for _ in range(12)]
     assert [first_total(actor) for actor in made] == [9.0] * 12
@@ -99,6 +101,7 @@ def test_many_fresh_actors_put_with_their_first_call() -> None:
         ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_class_that_was_exported_before_it_had_the_transport_has_it_from_then_on(
     unregistered: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

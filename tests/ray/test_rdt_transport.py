@@ -351,6 +351,7 @@ def test_a_restarted_actor_makes_and_takes_objects_again(peers: list[Any]) -> No
     ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_restarted_actor_that_registers_nothing_can_still_take_objects() -> None:
     # Local classes travel by value, so that no module of theirs is imported.
     @ray.remote(num_cpus=0, enable_tensor_transport=True)

@@ -77,6 +77,7 @@ def sync_of(rollout: Any, timeout: float = 30.0) -> tuple[WeightSync, Any]:
     return WeightSync([trainer], [rollout], timeout=timeout), trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["threads", "event loop"])
 def test_rs_1_a_generation_of_several_pushes_length_sees_one_version(kind: str) -> None:
     if kind == "threads":

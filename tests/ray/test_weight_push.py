@@ -121,6 +121,7 @@ def test_rs_3_a_dead_rollout_is_named_and_nobody_advances(
         stop(trainers, rollouts)
 
 
+@pytest.mark.long
 def test_rs_3_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
     """Whoever dies while: those who live hold exactly one version, and the push says who died."""
     chance = random.Random(7)
@@ -152,6 +153,7 @@ def test_rs_3_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> Non
             stop(trainers, rollouts)
 
 
+@pytest.mark.long
 def test_rs_3_a_rollout_that_hangs_is_named_and_catches_up_later(cluster: list[str]) -> None:
     trainers, rollouts = start(cluster, rollouts=2)
     try:

@@ -16,7 +16,7 @@ NATIVE = ROOT / "native"
 
 
 # What `make test-rust` selects: with other crates, other features and everything built anew.
-_WORKSPACE = ["--workspace", "--exclude", "fabric-python"]
+_WORKSPACE = ["--workspace", "--exclude", "fabric-python", "--exclude", "fabric-microbench"]
 
 
 @cache
@@ -27,8 +27,8 @@ def native_test(test: str) -> Path:
 
 @cache
 def program(name: str, *, package: str | None = None) -> Path:
-    """A program of the workspace, as released."""
-    return _executable(["build", "--release", "-p", package or name, "--bin", name], name)
+    """A program of the workspace."""
+    return _executable(["build", "-p", package or name, "--bin", name], name)
 
 
 def cases_of(binary: Path, module: str) -> list[str]:

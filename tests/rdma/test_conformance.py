@@ -62,8 +62,8 @@ def _unequal(module: str, a: int) -> Run:
     return Run(module, 4, 1, nics[:a], nics[a:])
 
 
-ALWAYS = [_between_hosts("verbs", 1)]
-IN_FULL = [
+RUNS = [
+    _between_hosts("verbs", 1),
     _between_hosts("libfabric_verbs", 1),
     *(
         run
@@ -170,10 +170,7 @@ def guests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.timeout(2 * _BOOT_SECONDS + 4 * _SECONDS_PER_RUN)
 @pytest.mark.parametrize(
     "run",
-    [
-        *(pytest.param(run, id=run.name, marks=pytest.mark.rdma) for run in ALWAYS),
-        *(pytest.param(run, id=run.name, marks=pytest.mark.rdma_full) for run in IN_FULL),
-    ],
+    [pytest.param(run, id=run.name, marks=pytest.mark.rdma_full) for run in RUNS],
 )
 def test_every_promise_holds_between_nics(run: Run, guests: Guests) -> None:
     need_guest("libfabric1")

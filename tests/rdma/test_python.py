@@ -76,7 +76,7 @@ def _run(steps: dict[str, str], folder: Path, *, rails: int, timeout: float) -> 
     return _Steps(folder, outcome.stderr)
 
 
-@pytest.mark.rdma
+@pytest.mark.rdma_full
 def test_weights_are_pushed_over_two_rails(tmp_path: Path) -> None:
     push = _push("verbs", "rxe_h0r0,rxe_h0r1", "rxe_h1r0,rxe_h1r1")
     steps = _run({"push": push}, tmp_path, rails=2, timeout=300)

@@ -48,6 +48,7 @@ CRATES_MAY_USE = {
     "fabric-proxy": {"fabric-engine"},
     "fabric-simulate": {"fabric-engine", "fabric-plan"},
     "fabric-perf": {"fabric-engine", "fabric-kvcache", "fabric-moe"},
+    "fabric-microbench": {"fabric-engine", "fabric-moe", "fabric-proxy"},
     "fabric-engine": {"fabric-sys"},
     "fabric-plan": set[str](),
     "fabric-sys": set[str](),

@@ -291,6 +291,7 @@ def test_whoever_waits_at_a_terminal_sees_what_is_being_done(arguments: str, wor
     json.loads(printed)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_measurement_in_words_not_in_a_traceback() -> None:
     with subprocess.Popen(
         [*PROGRAM, "bench", "--turns", "100000"],

@@ -11,6 +11,7 @@ from benchmarks.plan import PAPER, measure
 from fabric_ray.plan import DType, ParamMeta, Shard, side_from_param_meta
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "nbytes"),
     [

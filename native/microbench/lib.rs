@@ -1,0 +1,1 @@
+//! Benchmarks of criterion: `cargo bench -p fabric-microbench --bench overhead`.
