@@ -91,7 +91,7 @@ def test_rs_4_the_receiver_learns_of_its_writers_death(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_mr_2_a_restart_under_the_same_name_is_somebody_else(
+def test_mr_2_a_restart_under_the_same_name_is_another_peer(
     transport: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
     a = open_engine("a", transport=transport)
