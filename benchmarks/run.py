@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -21,7 +16,7 @@ from benchmarks.contenders.registry import contenders as find_contenders
 from benchmarks.harness.cases import Case
 from benchmarks.harness.machine import machine
 from benchmarks.harness.page import write_page
-from benchmarks.harness.processes import adopt_orphans
+from benchmarks.harness.processes import adopt_orphans, ended_by_signals
 from benchmarks.harness.results import SCHEMA, Report, Row, save
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.harness.table import print_absent, print_report
@@ -149,20 +144,3 @@ def _progress(console: Console) -> Progress:
         transient=True,
         refresh_per_second=2,
     )
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exit that unwinds, so that contenders are ended."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        sys.exit(128 + number)
-
-    numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, leave) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

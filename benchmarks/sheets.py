@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.processes import ended_by_signals
+from benchmarks.harness.results import save
 
-class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
+Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
+
+
+class Sheet(msgspec.Struct, kw_only=True):
     """One table."""
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: list[tuple[str, ...]] = []
     notes: tuple[str, ...] = ()
     figures: dict[str, object] = {}
     """What it was made from, by name, with units in the names."""
@@ -31,7 +43,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The machine's load average when the run began."""
 
 
-def show(sheet: Sheet, console: Console) -> None:
+def show(sheet: Sheet) -> None:
+    console = Console(width=None if Console().is_terminal else 160)
     table = Table(title=sheet.title, title_justify="left")
     for number, column in enumerate(sheet.columns):
         table.add_column(column, justify="right" if number else "left")
@@ -84,12 +97,29 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-class Output:
-    """Where a run's tables go."""
+@contextmanager
+def keeping(make: Callable[[], Sheet]) -> Iterator[None]:
+    """Has an exception that ends the block carry the sheet of what was measured before it."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):  # where nothing was measured, there is no sheet
+            error.sheet = make()  # type: ignore[attr-defined]
+        raise
 
-    def __init__(self, json: Path | None, *, markdown: bool) -> None:
-        self._json, self._markdown = json, markdown
-        self._console = Console(width=None if Console().is_terminal else 160)
+
+class Output:
+    """Where a run's tables go. The file is written after each, also after one that was interrupted.
+
+    Args:
+        name: of the run, and of its file in `bench-results` where no other is named.
+        json: the file.
+        markdown: whether tables are printed to be pasted.
+    """
+
+    def __init__(self, name: str, json: Path | None = None, *, markdown: bool = False) -> None:
+        self._json = json or Path("bench-results") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}.json"
+        self._markdown = markdown
         self._progress = Console(stderr=True)
         self._report = Report(sheets=[], load=os.getloadavg())
 
@@ -97,20 +127,25 @@ class Output:
         self._progress.print(text, highlight=False)
 
     def add(self, make: Callable[[], Sheet]) -> None:
-        sheet = make()
+        try:
+            with ended_by_signals():
+                sheet = make()
+        except BaseException as error:
+            if (found := getattr(error, "sheet", None)) is not None:
+                self._put(found)
+                self.say("it ended early; what was measured before is kept")
+                self.end()
+            raise
+        self._put(sheet)
+
+    def end(self) -> None:
+        print(load_note(self._report.load))
+        self.say(f"figures: {self._json}")
+
+    def _put(self, sheet: Sheet) -> None:
         self._report.sheets.append(sheet)
+        save(self._report, self._json)
         if self._markdown:
             print(markdown(sheet), end="\n\n")
         else:
-            show(sheet, self._console)
-
-    def end(self) -> None:
-        note = load_note(self._report.load)
-        if self._markdown:
-            print(note)
-        else:
-            self._console.print(note, highlight=False)
-        if self._json is not None:
-            self._json.parent.mkdir(parents=True, exist_ok=True)
-            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(self._report), indent=1))
-            self.say(f"figures: {self._json}")
+            show(sheet)

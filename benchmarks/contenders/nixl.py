@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness.cases import Case
+from benchmarks.harness.cases import Case, Link
 from benchmarks.harness.data import ordinary_memory, pages_in, step
 from benchmarks.harness.pair import PairContender
 from benchmarks.harness.roles import PATIENCE, Role, Stamps, Sync, spin
@@ -28,9 +28,15 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, str] = {}
 
 
-class _Nixl(PairContender):
+class Nixl(PairContender):
     obtain = "pip install -e '.[bench]'"
-    link = "shm"
+    sender = "benchmarks.contenders.nixl:Sender"
+    target = "benchmarks.contenders.nixl:Target"
+
+    def __init__(self, name: str, config: _Config, link: Link = "shm") -> None:
+        super().__init__()
+        self.name, self.link, self.arguments = name, link, (config,)
+        self.env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"} if link == "tcp" else {}
 
     def available(self) -> str | None:
         return None if importlib.util.find_spec("nixl") else "nixl is not installed"
@@ -50,61 +56,28 @@ class _Nixl(PairContender):
         return "prepared transfers, ordinary memory"
 
 
-class NixlDefault(_Nixl):
-    """As installed: the progress thread is on."""
-
-    name = "nixl"
-    sender = "benchmarks.contenders.nixl:DefaultSender"
-    target = "benchmarks.contenders.nixl:DefaultTarget"
-
-
-class NixlNoThread(_Nixl):
-    """The fastest that notices a dead peer."""
-
-    name = "nixl no-thread"
-    sender = "benchmarks.contenders.nixl:NoThreadSender"
-    target = "benchmarks.contenders.nixl:NoThreadTarget"
-
-
-class NixlFastest(_Nixl):
-    """No progress thread and no error handling, so a dead peer is not noticed."""
-
-    name = "nixl fastest"
-    sender = "benchmarks.contenders.nixl:FastestSender"
-    target = "benchmarks.contenders.nixl:FastestTarget"
-
-
-class NixlTcp(_Nixl):
-    name = "nixl tcp"
-    link = "tcp"
-    env: ClassVar[Mapping[str, str]] = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
-    sender = "benchmarks.contenders.nixl:NoThreadSender"
-    target = "benchmarks.contenders.nixl:NoThreadTarget"
-
-
-class NixlTcpFastest(_Nixl):
-    name = "nixl tcp fastest"
-    link = "tcp"
-    env: ClassVar[Mapping[str, str]] = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
-    sender = "benchmarks.contenders.nixl:FastestSender"
-    target = "benchmarks.contenders.nixl:FastestTarget"
-
-
-NIXL_VARIANTS = (NixlDefault, NixlNoThread, NixlFastest, NixlTcp, NixlTcpFastest)
-
-_DEFAULT = _Config(progress_thread=True)
-_NO_THREAD = _Config(progress_thread=False)
-_FASTEST = _Config(progress_thread=False, parameters={"ucx_error_handling_mode": "none"})
+def variants() -> list[Nixl]:
+    """As installed, with the progress thread on; the fastest that notices a dead peer; and without
+    error handling, so that a dead peer is not noticed."""
+    no_thread = _Config(progress_thread=False)
+    fastest = _Config(progress_thread=False, parameters={"ucx_error_handling_mode": "none"})
+    return [
+        Nixl("nixl", _Config(progress_thread=True)),
+        Nixl("nixl no-thread", no_thread),
+        Nixl("nixl fastest", fastest),
+        Nixl("nixl tcp", no_thread, "tcp"),
+        Nixl("nixl tcp fastest", fastest, "tcp"),
+    ]
 
 
 class _End(Role):
     """An agent with one registered region; both ends can write to the other."""
 
-    config: _Config
     name: str
 
-    def __init__(self, sync: Sync) -> None:
+    def __init__(self, sync: Sync, config: _Config) -> None:
         super().__init__(sync)
+        self.config = config
         self._peer = ""
         self._registered: Any = None
         self._lists: list[Any] = []
@@ -198,7 +171,7 @@ class _End(Role):
                 raise TimeoutError(f"{left} of {count} notifications did not arrive")
 
 
-class _Sender(_End):
+class Sender(_End):
     name = "sender"
 
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
@@ -254,7 +227,7 @@ class _Sender(_End):
         return Stamps(starts=starts)
 
 
-class _Target(_End):
+class Target(_End):
     name = "target"
 
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
@@ -275,27 +248,3 @@ class _Target(_End):
         if answer is not None:
             self.release([answer])
         return Stamps(ends=ends)
-
-
-class DefaultSender(_Sender):
-    config = _DEFAULT
-
-
-class DefaultTarget(_Target):
-    config = _DEFAULT
-
-
-class NoThreadSender(_Sender):
-    config = _NO_THREAD
-
-
-class NoThreadTarget(_Target):
-    config = _NO_THREAD
-
-
-class FastestSender(_Sender):
-    config = _FASTEST
-
-
-class FastestTarget(_Target):
-    config = _FASTEST

@@ -10,18 +10,18 @@ import contextlib
 import importlib
 import importlib.util
 import shutil
-import socket
 import tempfile
 import time
 from typing import Any, Literal
 
 import msgspec
 
-from benchmarks.harness import data, worker
+from benchmarks.harness import data
 from benchmarks.harness.cases import MIB, Case
+from benchmarks.harness.child import Child
 from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
-from benchmarks.harness.pair import WorkerProcess, seconds_of
-from benchmarks.harness.roles import Role, Stamps
+from benchmarks.harness.pair import seconds_of
+from benchmarks.harness.roles import Stamps
 
 Flavour = Literal["numpy", "torch"]
 
@@ -39,24 +39,19 @@ class _Host:
 
     def __init__(self) -> None:
         self._users: set[str] = set()
-        self._process: WorkerProcess | None = None
+        self._child: Child | None = None
 
-    def ask(self, user: str, command: worker.Command) -> worker.Reply:
-        if self._process is None:
-            near, far = socket.socketpair()
-            with near, far:
-                self._process = WorkerProcess("benchmarks.contenders.ray_store:Driver", far, _ENV)
-            self._process.tell(worker.Open())
-            self._process.hear(120.0)
+    def ask(self, user: str, method: str, *arguments: Any) -> Any:
+        if self._child is None:
+            self._child = Child("benchmarks.contenders.ray_store:Driver", env=_ENV)
         self._users.add(user)
-        self._process.tell(command)
-        return self._process.hear()
+        return self._child.call(method, *arguments)
 
     def leave(self, user: str) -> None:
         self._users.discard(user)
-        if not self._users and self._process is not None:
-            self._process.end(patience=15.0)
-            self._process = None
+        if not self._users and self._child is not None:
+            self._child.close(patience=15.0)
+            self._child = None
 
 
 _HOST = _Host()
@@ -96,19 +91,21 @@ class RayStore:
 
     def start(self, case: Case) -> None:
         try:
-            _HOST.ask(self.name, worker.Prepare(self._own(case), True))
+            _HOST.ask(self.name, "prepare", self._own(case))
         except ContenderError:
             self.stop()
             raise
 
     def verify(self, case: Case) -> bool:
         self.measure(case, Effort(operations=1, samples=1))
-        _HOST.ask(self.name, worker.Check(self._own(case), 1))
+        if fault := _HOST.ask(self.name, "check", self._own(case), 1):
+            raise ContenderError(fault)
         return True
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
-        command = worker.Run(self._own(case), effort.operations, effort.samples)
-        stamps = _HOST.ask(self.name, command).stamps or Stamps()
+        stamps: Stamps = _HOST.ask(
+            self.name, "run", self._own(case), effort.operations, effort.samples
+        )
         return Measurement(seconds=seconds_of(stamps, stamps.ends, effort))
 
     def pause(self) -> None:
@@ -125,10 +122,10 @@ class RayStore:
         return msgspec.structs.replace(case, label=self._flavour)
 
 
-class Driver(Role):
-    """Starts Ray and pairs of actors, and passes commands on to them."""
+class Driver:
+    """Starts Ray and pairs of actors, and passes calls on to them."""
 
-    def open(self) -> bytes:
+    def __init__(self) -> None:
         self._ray: Any = importlib.import_module("ray")
         self._folder = tempfile.mkdtemp(prefix="bench-ray-")
         self._ray.init(
@@ -140,19 +137,11 @@ class Driver(Role):
             _temp_dir=self._folder,
         )
         self._pairs: list[tuple[Any, Any]] = []
-        return b""
 
-    def connect(self, peer: bytes) -> None:
-        """The actors know each other through Ray."""
-
-    def prepare(self, case: Case) -> bytes:
+    def prepare(self, case: Case) -> None:
         self._use(2 if case.operation == "push" else 1)
         count = self._share(case).region
         self._get(*(end.prepare.remote(count) for pair in self._pairs for end in pair))
-        return b""
-
-    def lay_out(self, *, sender: bool) -> None:
-        """`prepare` of the actors did it."""
 
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
         encoded = msgspec.msgpack.encode(self._share(case))

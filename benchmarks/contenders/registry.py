@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.contenders import nixl
 from benchmarks.contenders.fabric import FabricPython, FabricRust
 from benchmarks.contenders.fabric_nics import FabricLibfabric
 from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
@@ -11,7 +12,6 @@ from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
 from benchmarks.contenders.libfabric import DeliveredFabTests, FabTests, PingPong
 from benchmarks.contenders.mooncake import Mooncake
-from benchmarks.contenders.nixl import NIXL_VARIANTS
 from benchmarks.contenders.ray_store import RayStore
 from benchmarks.contenders.ucx import UcxPut, UcxTag
 from benchmarks.harness.contender import Contender
@@ -62,7 +62,7 @@ def _ours() -> list[Contender]:
 
 def _peers() -> list[Contender]:
     return [
-        *(variant() for variant in NIXL_VARIANTS),
+        *nixl.variants(),
         Mooncake(),
         Gloo(),
         RayStore("numpy"),

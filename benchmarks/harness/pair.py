@@ -3,81 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import IO, Any, ClassVar
+from multiprocessing.connection import wait
+from typing import Any
 
-import msgspec
-
-from benchmarks.harness import worker
 from benchmarks.harness.cases import Case
+from benchmarks.harness.child import Child
 from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
-from benchmarks.harness.processes import kill, signal_group, spawn
+from benchmarks.harness.processes import signal_group
 from benchmarks.harness.roles import Stamps
 
 _PATIENCE = 60.0
-_ROOT = str(Path(__file__).resolve().parents[2])
-
-
-class WorkerProcess:
-    """One worker process and the line to it."""
-
-    def __init__(self, role: str, sync: socket.socket, env: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        self.role = role
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
-        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "benchmarks.harness.worker", role]
-        with theirs:
-            self.process: subprocess.Popen[bytes] = spawn(
-                [*command, str(theirs.fileno()), str(sync.fileno())],
-                env={**env, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno(), sync.fileno()],
-                stdout=self.log,
-                stderr=self.log,
-            )
-        self.line: Connection[Any, Any] = Connection(ours.detach())
-
-    def tell(self, command: worker.Command) -> None:
-        try:
-            self.line.send_bytes(msgspec.msgpack.encode(command))
-        except OSError as error:
-            raise ContenderError(f"{self.role} has gone: {self.last_words()}") from error
-
-    def hear(self, patience: float = _PATIENCE) -> worker.Reply:
-        if not self.line.poll(patience):
-            raise ContenderError(f"{self.role} did not answer within {patience:.0f} s")
-        try:
-            reply = msgspec.msgpack.decode(self.line.recv_bytes(), type=worker.Reply)
-        except (EOFError, OSError) as error:
-            raise ContenderError(f"{self.role} has gone: {self.last_words()}") from error
-        if reply.error is not None:
-            raise ContenderError(f"{self.role}: {reply.error}")
-        return reply
-
-    def last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1)
-        self.log.seek(0)
-        lines = [line for line in self.log.read().decode(errors="replace").splitlines() if line]
-        ended = f"exit status {self.process.returncode}"
-        return f"{ended}, {lines[-1].strip()[:300]}" if lines else ended
-
-    def end(self, patience: float = 2.0) -> None:
-        """Ask it to close (it may have been told already), then see that it is gone."""
-        with contextlib.suppress(ContenderError):
-            self.tell(worker.Close())
-            self.hear(patience)
-        kill(self.process, grace=0.5)
-        self.line.close()
-        self.log.close()
+_ROLE = "benchmarks.harness.roles:make_role"
 
 
 def seconds_of(sent: Stamps, ends: list[int], effort: Effort) -> list[float]:
@@ -97,8 +36,9 @@ def seconds_of(sent: Stamps, ends: list[int], effort: Effort) -> list[float]:
 class PairContender:
     """Drives a sender and a target role (see `roles.Role`); a subclass names them.
 
-    `sender` and `target` are `module:Class`. Idle processes are stopped by a signal, so that a
-    library with busy threads costs the others nothing; `pausable = False` leaves them running.
+    `sender` and `target` are `module:Class`, `arguments` are their constructors'. Idle processes
+    are stopped by a signal, so that a library with busy threads costs the others nothing;
+    `pausable = False` leaves them running.
     """
 
     name: str
@@ -107,11 +47,12 @@ class PairContender:
     obtain = ""
     sender: str
     target: str
-    env: ClassVar[Mapping[str, str]] = {}
+    arguments: tuple[Any, ...] = ()
+    env: Mapping[str, str] = {}
     pausable = True
 
     def __init__(self) -> None:
-        self._ends: tuple[WorkerProcess, WorkerProcess] | None = None
+        self._ends: tuple[Child, Child] | None = None
 
     def start(self, case: Case) -> None:
         try:
@@ -132,11 +73,11 @@ class PairContender:
         self._prepare(case)
         self._run(case, Effort(operations=operations, samples=1))
         _, target = self._both()
-        if case.operation in ("write", "pages"):
-            target.tell(worker.Check(case, operations))
-            target.hear()
+        compared = case.operation in ("write", "pages")
+        if compared and (fault := target.call("check", case, operations)):
+            raise ContenderError(f"{self.target}: {fault}")
         self.pause()
-        return case.operation in ("write", "pages")
+        return compared
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
         sent, received = self._run(case, effort)
@@ -154,9 +95,9 @@ class PairContender:
         # Some libraries only close when both ends do.
         for end in ends or ():
             with contextlib.suppress(ContenderError):
-                end.tell(worker.Close())
+                end.begin("close")
         for end in ends or ():
-            end.end()
+            end.close()
 
     def _signal(self, number: signal.Signals) -> None:
         if self.pausable and self._ends is not None:
@@ -166,35 +107,40 @@ class PairContender:
     def _bring_up(self) -> None:
         near, far = socket.socketpair()
         with near, far:
-            self._ends = (
-                WorkerProcess(self.sender, near, self.env),
-                WorkerProcess(self.target, far, self.env),
-            )
-        sender, target = self._exchange(worker.Open(), worker.Open())
-        self._exchange(worker.Connect(target.blob), worker.Connect(sender.blob))
+            self._ends = self._end(self.sender, near), self._end(self.target, far)
+        for end in self._ends:
+            end.end_call(_PATIENCE)
+        sender, target = self._exchange("open")
+        self._exchange("connect", (target,), (sender,))
+
+    def _end(self, role: str, sync: socket.socket) -> Child:
+        number = sync.fileno()
+        made = (_ROLE, role, number, *self.arguments)
+        return Child(*made, name=role, env=self.env, fds=[number])
 
     def _prepare(self, case: Case) -> None:
-        sender, target = self._exchange(worker.Prepare(case, True), worker.Prepare(case, False))
-        self._exchange(worker.Bind(case, target.blob), worker.Bind(case, sender.blob))
+        sender, target = self._exchange("begin", (case, True), (case, False))
+        self._exchange("bind", (case, target), (case, sender))
 
     def _run(self, case: Case, effort: Effort) -> tuple[Stamps, Stamps]:
-        command = worker.Run(case, effort.operations, effort.samples)
-        sent, received = self._exchange(command, command)
-        return sent.stamps or Stamps(), received.stamps or Stamps()
+        arguments = (case, effort.operations, effort.samples)
+        sent, received = self._exchange("run", arguments, arguments)
+        return sent, received
 
     def _exchange(
-        self, to_sender: worker.Command, to_target: worker.Command
-    ) -> tuple[worker.Reply, worker.Reply]:
+        self, method: str, to_sender: tuple[Any, ...] = (), to_target: tuple[Any, ...] = ()
+    ) -> tuple[Any, Any]:
         sender, target = self._both()
-        target.tell(to_target)
-        sender.tell(to_sender)
-        # Whichever speaks first is heard first: one end's error should not wait for the other.
-        first = sender.line in wait([sender.line, target.line], _PATIENCE)
-        near = sender.hear() if first else None
-        far = target.hear()
-        return near or sender.hear(), far
+        target.begin(method, *to_target)
+        sender.begin(method, *to_sender)
+        # Whichever answers first is read first: one end's error should not wait for the other.
+        if sender.line in wait([sender.line, target.line], _PATIENCE):
+            near = sender.end_call(_PATIENCE)
+            return near, target.end_call(_PATIENCE)
+        far = target.end_call(_PATIENCE)
+        return sender.end_call(_PATIENCE), far
 
-    def _both(self) -> tuple[WorkerProcess, WorkerProcess]:
+    def _both(self) -> tuple[Child, Child]:
         if self._ends is None:
             raise ContenderError(f"{self.name} is not running")
         return self._ends

@@ -13,9 +13,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 _SET_PDEATHSIG = 1
@@ -188,3 +190,20 @@ def _segments_of(pids: set[int]) -> list[int]:
         return []
     rows = [line.split() for line in table.read_text().splitlines()[1:]]
     return [int(row[1]) for row in rows if int(row[4]) in pids and int(row[6]) == 0]
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exit that unwinds: contenders are ended, figures kept."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        sys.exit(128 + number)
+
+    numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import select
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -100,6 +102,13 @@ class Role(ABC):
         """Do or await `samples` samples. The sender waits for `sync.await_ready` before each
         sample and calls `sync.finished` after it; the target does the counterparts."""
 
+    def begin(self, case: Case, sender: bool) -> bytes:
+        """`prepare`, with the memory laid out; returns the description."""
+        description = self.prepare(case)
+        self.moved = 0
+        self.lay_out(sender=sender)
+        return description
+
     def lay_out(self, *, sender: bool) -> None:
         """Give `memory` its content before a case: the pattern, or zeros at the target."""
         if not sender:
@@ -115,6 +124,13 @@ class Role(ABC):
     def close(self) -> None:
         """Leave in peace, as far as the library can."""
         return
+
+
+def make_role(kind: str, descriptor: int, *arguments: Any) -> Role:
+    """A role by its ``module:Class``, in the process that runs it."""
+    module, _, name = kind.partition(":")
+    role: Role = getattr(importlib.import_module(module), name)(Sync(descriptor), *arguments)
+    return role
 
 
 def spin(ready: Callable[[], bool], what: str) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks import sheets
 from benchmarks.kvcache import transfers
 from benchmarks.kvcache.load import Load
 from benchmarks.kvcache.load import load as measure_load
 from benchmarks.kvcache.ttft import ttft as measure_ttft
 from benchmarks.kvcache.watcher import watcher as measure_watcher
+from benchmarks.sheets import Json, Markdown, Output, Quick, Turns
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
-Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
 
 
 @app.command()
@@ -34,7 +28,7 @@ def ttft(
 ) -> None:
     """Time to the first token, disaggregated and not, and what a layer takes."""
     chosen = lengths or ("64,128" if quick else "128,512,1024,2048,4096")
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("kvcache-ttft", json, markdown=markdown)
     out.add(
         lambda: measure_ttft(
             [int(one) for one in chosen.split(",")],
@@ -52,7 +46,7 @@ def pages(
     turns: Turns = 7, quick: Quick = False, json: Json = None, markdown: Markdown = False
 ) -> None:
     """Pages of 32 and 64 KiB by the KV cache's path, beside the copy floor."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("kvcache-pages", json, markdown=markdown)
     out.add(lambda: transfers.pages(turns, out.say, quick=quick))
     out.end()
 
@@ -66,7 +60,7 @@ def r1(
     markdown: Markdown = False,
 ) -> None:
     """A prompt of 4096 tokens of DeepSeek-R1, beside NIXL and Mooncake."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("kvcache-r1", json, markdown=markdown)
     out.add(lambda: transfers.r1(turns, out.say, quick=quick, peers=peers))
     out.end()
 
@@ -79,7 +73,7 @@ def watcher(
     markdown: Markdown = False,
 ) -> None:
     """From a store to the watched word to the first post, with tails."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("kvcache-watcher", json, markdown=markdown)
     out.add(lambda: measure_watcher(turns, samples, out.say))
     out.end()
 
@@ -102,7 +96,7 @@ def load(
         prefillers=prefillers,
         decoders=decoders,
     )
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("kvcache-load", json, markdown=markdown)
     out.add(lambda: measure_load(asked, out.say)[0])
     out.end()
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.harness.child import Child
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.kvcache.child import Child
 from benchmarks.kvcache.nodes import Setup
 from benchmarks.kvcache.serving import Ended, Order, Outcome
-from benchmarks.sheets import Sheet, spread, verdict
+from benchmarks.sheets import Sheet, keeping, spread, verdict
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.inference.model import Model
@@ -69,19 +69,24 @@ class Outcomes(msgspec.Struct, kw_only=True):
     """Requests a second of one process that isn't disaggregated."""
 
 
+def _child(maker: str, *arguments: Any) -> Child:
+    return Child(maker, *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
 class _Deployment:
     """The processes, and those that replace killed ones."""
 
     def __init__(self, load: Load, setup: Setup, slots: int) -> None:
-        self._raw: dict[str, Any] = msgspec.to_builtins(setup)
+        self._setup = setup
         self._count = 0
         self.starting: list[Child] = []
         self.prefillers: list[Child] = []
         self.decoders: list[Child] = []
         try:
             for number in range(load.decoders):
-                raw = {**self._raw, "spec": {**self._raw["spec"], "pages": _decode_pages(load)}}
-                self.decoders.append(Child(_DECODER, raw, f"decoder-{number}", slots))
+                spec = msgspec.structs.replace(setup.spec, pages=_decode_pages(load))
+                own = msgspec.structs.replace(setup, spec=spec)
+                self.decoders.append(_child(_DECODER, own, f"decoder-{number}", slots))
             for _ in range(load.prefillers):
                 self.start()
             for decoder in self.decoders:
@@ -96,7 +101,7 @@ class _Deployment:
     def start(self) -> None:
         """Another prefiller, which joins when it is up."""
         self._count += 1
-        self.starting.append(Child(_PREFILLER, self._raw, f"prefiller-{self._count}"))
+        self.starting.append(_child(_PREFILLER, self._setup, f"prefiller-{self._count}"))
 
     def admit(self) -> None:
         """Lets the decoders meet prefillers that are up."""
@@ -118,7 +123,7 @@ class _Deployment:
         end = time.monotonic() + _SETTLE_S
         while True:
             states = [
-                (child.kind, child.call("state")) for child in (*self.decoders, *self.prefillers)
+                (child.name, child.call("state")) for child in (*self.decoders, *self.prefillers)
             ]
             held = [f"{kind}: {state}" for kind, state in states if not _is_empty(state)]
             if not held or time.monotonic() > end:
@@ -145,7 +150,8 @@ def load(asked: Load, say: Callable[[str], None]) -> tuple[Sheet, Outcomes]:
     reference = _reference(prompts, setup, outcomes)
     deployment = _Deployment(asked, setup, asked.concurrent)
     try:
-        _drive(asked, deployment, drawn, prompts, outcomes, say)
+        with keeping(lambda: _sheet(asked, outcomes)):
+            _drive(asked, deployment, drawn, prompts, outcomes, say)
         outcomes.leaked = deployment.leaks()
     finally:
         deployment.end()
@@ -203,8 +209,8 @@ def _drive(
         for number, decoder in enumerate(deployment.decoders):
             mine = [order for order in orders if order.number % asked.decoders == number]
             if mine:
-                decoder.call("submit", msgspec.to_builtins(mine))
-            outcomes.ended += msgspec.convert(decoder.call("take"), list[Ended])
+                decoder.call("submit", mine)
+            outcomes.ended += decoder.call("take")
         deployment.admit()
         left = asked.kills is None or outcomes.killed < asked.kills
         if left and now >= kill_at and deployment.prefillers:
@@ -215,7 +221,7 @@ def _drive(
             said = now
             say(f"{len(outcomes.ended)} of {asked.requests} ended, {outcomes.killed} killed")
         time.sleep(_LOOK_S)
-    outcomes.seconds = time.monotonic() - start
+        outcomes.seconds = time.monotonic() - start
 
 
 def _order(

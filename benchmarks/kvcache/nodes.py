@@ -87,9 +87,9 @@ class Instance:
 class PrefillNode:
     """A prefiller's process: computes prompts one after another, on a thread of its own."""
 
-    def __init__(self, raw: dict[str, Any], name: str = "prefiller") -> None:
-        self._setup = msgspec.convert(raw, Setup)
-        self._node = Instance(self._setup, name, SLOTS)
+    def __init__(self, setup: Setup, name: str = "prefiller") -> None:
+        self._setup = setup
+        self._node = Instance(setup, name, SLOTS)
         self._prefiller = Prefiller([self._node.rank], name=name, terms=self._node.terms)
         self._free = list(range(SLOTS))
         self._trace = Trace()
@@ -102,10 +102,9 @@ class PrefillNode:
     def offer(self) -> bytes:
         return self._prefiller.offer()
 
-    def trace(self) -> dict[str, Any]:
+    def trace(self) -> Trace:
         """Of the last prefill."""
-        found: dict[str, Any] = msgspec.to_builtins(self._trace)
-        return found
+        return self._trace
 
     def state(self) -> dict[str, Any]:
         """Whether anything is left of any request."""

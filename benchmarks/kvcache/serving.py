@@ -77,13 +77,13 @@ class LoadedDecoder:
     """A decoder's process.
 
     Args:
-        raw: a :class:`Setup`.
+        setup: shapes.
         name: of the decoder.
         slots: requests that may have pages at a time.
     """
 
-    def __init__(self, raw: dict[str, Any], name: str, slots: int) -> None:
-        self._node = Instance(msgspec.convert(raw, Setup), name, slots)
+    def __init__(self, setup: Setup, name: str, slots: int) -> None:
+        self._node = Instance(setup, name, slots)
         self._decoder = Decoder([self._node.rank], name=name, terms=self._node.terms)
         self._slots, self._free = slots, list(range(slots))
         self._prefillers: list[int] = []
@@ -101,18 +101,16 @@ class LoadedDecoder:
         number = self._decoder.meet(offer)
         asyncio.run_coroutine_threadsafe(self._met(number), self._loop).result()
 
-    def submit(self, orders: list[dict[str, Any]]) -> None:
+    def submit(self, orders: list[Order]) -> None:
         for order in orders:
-            one = self._request(_Open(msgspec.convert(order, Order)))
-            asyncio.run_coroutine_threadsafe(one, self._loop)
+            asyncio.run_coroutine_threadsafe(self._request(_Open(order)), self._loop)
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Ended]:
         """What ended since the last call."""
         if self._failure is not None:
             raise RuntimeError("the decoder's thread has ended") from self._failure
         ended, self._ended = self._ended, []
-        found: list[dict[str, Any]] = msgspec.to_builtins(ended)
-        return found
+        return ended
 
     def state(self) -> dict[str, Any]:
         """Whether anything is left of any request."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.contenders import nixl
 from benchmarks.contenders.fabric import FabricRust
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.mooncake import Mooncake
-from benchmarks.contenders.nixl import NIXL_VARIANTS
 from benchmarks.harness.cases import Case
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.processes import adopt_orphans
@@ -17,45 +17,54 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.schedule import Plan, Say, run_cases
 from benchmarks.kvcache.ends import KvPages
 from benchmarks.kvcache.shape import page_cases, r1_cases
-from benchmarks.sheets import Sheet, verdict
+from benchmarks.sheets import Sheet, keeping, verdict
 
 FLOOR_AIM = 0.9
 PEER_AIM = 1.0
 
-_COLUMNS = ("case", "contender", "median", "quartiles", "of floor", "ours / it", "bytes", "aim")
-
 
 def pages(turns: int, say: Say, *, quick: bool = False) -> Sheet:
     """32 and 64 KiB pages beside the copy floor and the engine without the KV path."""
-    rows, absent = _measure(page_cases(quick), [KvPages(), FabricRust("fabric-rust")], turns, say)
-    aim = f"aim over shm: {FLOOR_AIM} of the floor"
-    return _sheet("page pushes, GB/s", rows, [aim, *absent], peers=False)
+    notes = [f"aim over shm: {FLOOR_AIM} of the floor"]
+    others: list[Contender] = [FabricRust("fabric-rust")]
+    return _measure("page pushes, GB/s", page_cases(quick), others, turns, say, notes)
 
 
 def r1(turns: int, say: Say, *, quick: bool = False, peers: bool = True) -> Sheet:
     """A prompt of 4096 tokens of DeepSeek-R1, 61 layers x 32 pages x 144 KiB, beside peers."""
     others: list[Contender] = [FabricRust("fabric-rust")]
     if peers:
-        others += [*(variant() for variant in NIXL_VARIANTS), Mooncake()]
-    rows, absent = _measure(r1_cases(quick), [KvPages(), *others], turns, say)
-    aim = "aim: ahead of NIXL and of Mooncake"
-    return _sheet("KV cache of 4096 tokens of DeepSeek-R1, GB/s", rows, [aim, *absent], peers=True)
+        others += [*nixl.variants(), Mooncake()]
+    title, notes = (
+        "KV cache of 4096 tokens of DeepSeek-R1, GB/s",
+        ["aim: ahead of NIXL and of Mooncake"],
+    )
+    return _measure(title, r1_cases(quick), others, turns, say, notes, peers=True)
 
 
 def _measure(
-    cases: Sequence[Case], contenders: Sequence[Contender], turns: int, say: Say
-) -> tuple[list[Row], list[str]]:
+    title: str,
+    cases: Sequence[Case],
+    others: Sequence[Contender],
+    turns: int,
+    say: Say,
+    notes: list[str],
+    *,
+    peers: bool = False,
+) -> Sheet:
     here: list[Contender] = []
-    absent: list[str] = []
-    for contender in [*contenders, Floor(1)]:
+    for contender in [KvPages(), *others, Floor(1)]:
         reason = contender.available()
         if reason is None:
             here.append(contender)
         else:
-            absent.append(f"not here: {contender.name}, {reason}; get it with {contender.obtain}")
+            notes.append(f"not here: {contender.name}, {reason}; get it with {contender.obtain}")
     adopt_orphans()
-    rows, left = run_cases(cases, here, Plan(turns=turns, turn_seconds=0.1), say)
-    return rows, [*absent, *(f"left behind and removed: {one}" for one in left)]
+    rows: list[Row] = []
+    with keeping(lambda: _sheet(title, rows, notes, peers=peers)):
+        _, left = run_cases(cases, here, Plan(turns=turns, turn_seconds=0.1), say, rows.append)
+    notes += [f"left behind and removed: {one}" for one in left]
+    return _sheet(title, rows, notes, peers=peers)
 
 
 def _sheet(title: str, rows: Sequence[Row], notes: list[str], *, peers: bool) -> Sheet:
@@ -80,7 +89,7 @@ def _sheet(title: str, rows: Sequence[Row], notes: list[str], *, peers: bool) ->
                     aim,
                 )
             )
-        notes += [f"failed: {row.key}, {one.contender}: {one.reason}" for one in row.failures]
+    failed = [f"failed: {r.key}, {f.contender}: {f.reason}" for r in rows for f in r.failures]
     return Sheet(
         title=title,
         columns=(
@@ -94,7 +103,7 @@ def _sheet(title: str, rows: Sequence[Row], notes: list[str], *, peers: bool) ->
             "aim",
         ),
         rows=tuple(lines),
-        notes=tuple(notes),
+        notes=(*notes, *failed),
         figures={"rows": [msgspec.to_builtins(row) for row in rows]},
     )
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.harness.child import Child
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.kvcache.child import Child
 from benchmarks.kvcache.nodes import Asked, Instance, Setup
-from benchmarks.sheets import Sheet, verdict
+from benchmarks.sheets import Sheet, keeping, verdict
 from fabric_ray.inference.protocols import DecodeRow
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.inference.spec import CacheSpec
@@ -47,8 +47,7 @@ _PATIENCE = 120.0
 class DecodeNode:
     """A decoder's process: one request at a time."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
-        setup = msgspec.convert(raw, Setup)
+    def __init__(self, setup: Setup) -> None:
         self._node = Instance(setup, "decoder", 1)
         self._decoder = Decoder([self._node.rank], terms=self._node.terms)
         self._to = -1
@@ -125,24 +124,26 @@ def ttft(
     adopt_orphans()
     pages = -(-(max(lengths) + 1) // _PAGE_TOKENS) + 1
     spec = CacheSpec(page_tokens=_PAGE_TOKENS, pages=pages)
-    raw = msgspec.to_builtins(Setup(config, spec, "float32", chunk_tokens))
+    setup = Setup(config, spec, "float32", chunk_tokens)
+    env = {"OMP_NUM_THREADS": str(threads)}
+    found: dict[int, list[Turn]] = {}
     children: list[Child] = []
     try:
-        children.append(Child("benchmarks.kvcache.nodes:PrefillNode", raw, threads=threads))
-        children.append(Child("benchmarks.kvcache.ttft:DecodeNode", raw, threads=threads))
+        children.append(Child("benchmarks.kvcache.nodes:PrefillNode", setup, env=env))
+        children.append(Child("benchmarks.kvcache.ttft:DecodeNode", setup, env=env))
         prefill, decode = children
         for child in children:
             child.end_call()
         decode.call("meet", prefill.call("offer"))
         drawn = random.Random(1)
-        found: dict[int, list[Turn]] = {}
-        for length in lengths:
-            for turn in range(turns + 1):
-                say(f"ttft, {length} tokens, turn {turn} of {turns}")
-                prompt = [drawn.randrange(config.vocab) for _ in range(length)]
-                one = _turn(prefill, decode, prompt, config.layers, turn % 2 == 0)
-                if turn:  # the first warms up
-                    found.setdefault(length, []).append(one)
+        with keeping(lambda: _sheet(found, chunk_tokens, threads, config)):
+            for length in lengths:
+                for turn in range(turns + 1):
+                    say(f"ttft, {length} tokens, turn {turn} of {turns}")
+                    prompt = [drawn.randrange(config.vocab) for _ in range(length)]
+                    one = _turn(prefill, decode, prompt, config.layers, turn % 2 == 0)
+                    if turn:  # the first warms up
+                        found.setdefault(length, []).append(one)
     finally:
         for child in children:
             child.kill()
@@ -164,15 +165,15 @@ def _turn(prefill: Child, decode: Child, prompt: list[int], layers: int, whole_f
             f"with {whole['tokens']} not"
         )
     start, ready, first, second = split["stamps"]
-    compute = [(stamps[-1] - stamps[0]) / layers / 1e9 for stamps in trace["passes"]]
+    compute = [(stamps[-1] - stamps[0]) / layers / 1e9 for stamps in trace.passes]
     return Turn(
         whole=whole["first"],
         split=(first - start) / 1e9,
         step=(second - first) / 1e9,
         compute=statistics.fmean(compute),
-        exposed=(ready - trace["computed"]) / 1e9,
-        asked=(trace["accepted"] - start) / 1e9,
-        moved=(alone["stamps"][1] - sent["accepted"]) / layers / 1e9,
+        exposed=(ready - trace.computed) / 1e9,
+        asked=(trace.accepted - start) / 1e9,
+        moved=(alone["stamps"][1] - sent.accepted) / layers / 1e9,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.contenders import perf
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.sheets import Sheet, spread, verdict
+from benchmarks.sheets import Sheet, keeping, spread, verdict
 from fabric_ray import TransferEngine
 
 RUST_AIM_US, PYTHON_AIM_US = 5.0, 12.0
@@ -41,7 +41,7 @@ def watcher(turns: int, samples: int, say: Callable[[str], None]) -> Sheet:
     native = perf.Service(["watch"])
     floors = perf.Service(["floor", "serve"])
     try:
-        with _Called() as called:
+        with _Called() as called, keeping(lambda: _sheet(found)):
             for turn in range(turns):
                 say(f"watcher, turn {turn + 1} of {turns}")
                 rested = max(1, samples // _RESTED_SHARE)

@@ -11,19 +11,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks import sheets
 from benchmarks.moe.nodes import NODES, crossings
 from benchmarks.moe.ranks import Times, measure
 from benchmarks.moe.shape import Shape, batch
 from benchmarks.moe.simulated import NICS
 from benchmarks.moe.simulated import simulate as run
+from benchmarks.sheets import Json, Markdown, Output, Quick, Sheet, Turns, keeping
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
-Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]
 
 CONTENDERS = ["shm", "tcp", "gloo", "floor"]
 OF_NODES = ["nodes shm", "shm", "gloo", "floor"]
@@ -44,7 +39,7 @@ def exchange(
     markdown: Markdown = False,
 ) -> None:
     """Dispatch and combine of DeepSeek-V3's shapes: fp8 with scales out, bfloat16 back."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("moe-exchange", json, markdown=markdown)
     lengths = tokens or ("1,8" if quick else "1,16,128,4096")
     cases = [
         Shape(ranks=int(r), tokens=int(t), **({"hidden": 512, "experts": 16} if quick else {}))
@@ -65,7 +60,7 @@ def throughput(
     markdown: Markdown = False,
 ) -> None:
     """The high-throughput mode over two nodes (uccl-ep), beside the other one and gloo."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("moe-throughput", json, markdown=markdown)
     small = {"hidden": 512, "experts": 16, "tokens": min(tokens, 64)} if quick else {}
     cases = [Shape(**{"ranks": int(r), "tokens": tokens, **small}) for r in ranks.split(",")]
     out.add(lambda: _throughput(cases, turns, out.say))
@@ -83,7 +78,7 @@ def private(
     markdown: Markdown = False,
 ) -> None:
     """Dispatch with smaller and smaller private buffers (fabric-lib, Figure 11)."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("moe-private", json, markdown=markdown)
     small = {"hidden": 512, "experts": 16} if quick else {}
     full = tokens * 8
     sizes = [n for n in (full, 256, 128, 64, 32, 16, 8, 4, 0) if n <= full]
@@ -100,7 +95,7 @@ def simulate(
     markdown: Markdown = False,
 ) -> None:
     """DeepSeek-V3's decode on simulated NICs (fabric-lib, Figure 9 and Table 9)."""
-    out = sheets.Output(json, markdown=markdown)
+    out = Output("moe-simulate", json, markdown=markdown)
     cases = [Shape(ranks=int(r), tokens=tokens) for r in ranks.split(",")]
     out.add(lambda: _simulated(cases, out.say))
     out.end()
@@ -110,80 +105,62 @@ def _ms(values: list[float]) -> float:
     return 1e3 * statistics.median(values)
 
 
-def _exchanges(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sheets.Sheet:
-    rows, figures = [], {}
-    for case in cases:
-        names = _that_fit(case)
-        if not names:
-            say(f"{case.ranks} ranks of {case.tokens} tokens: left out, too large for this memory")
-            continue
-        say(f"{case.ranks} ranks of {case.tokens} tokens")
-        times = measure(case, names, turns if case.tokens < 1024 else max(3, turns // 4))
-        figures[f"ep{case.ranks} tokens {case.tokens}"] = times
-        for half, what in enumerate(("dispatch", "combine")):
-            rows.append(_row(case, what, _medians(times, half)))
-    columns = (
-        "ranks x tokens",
-        "",
-        *(f"{n} ms" for n in CONTENDERS),
-        "shm/gloo",
-        "tcp/gloo",
-        "shm/floor",
-    )
-    notes = (
-        "medians of the slowest rank's times; below 1, ours is ahead of gloo; floor: the same "
-        "bytes copied once",
-    )
-    return sheets.Sheet(
+def _exchanges(cases: list[Shape], turns: int, say: Callable[[str], None]) -> Sheet:
+    pairs = [("shm", "gloo"), ("tcp", "gloo"), ("shm", "floor")]
+    ratios = (f"{ours}/{other}" for ours, other in pairs)
+    sheet = Sheet(
         title="Dispatch and combine, DeepSeek-V3",
-        columns=columns,
-        rows=tuple(rows),
-        notes=notes,
-        figures=figures,
+        columns=("ranks x tokens", "", *(f"{n} ms" for n in CONTENDERS), *ratios),
+        notes=(
+            "medians of the slowest rank's times; below 1, ours is ahead of gloo; floor: the same "
+            "bytes copied once",
+        ),
     )
+    with keeping(lambda: sheet):
+        for case in cases:
+            name = f"{case.ranks} ranks of {case.tokens} tokens"
+            names = _that_fit(case)
+            if not names:
+                say(f"{name}: left out, too large for this memory")
+                continue
+            say(name)
+            times = measure(case, names, turns if case.tokens < 1024 else max(3, turns // 4))
+            sheet.figures[f"ep{case.ranks} tokens {case.tokens}"] = times
+            for half, what in enumerate(("dispatch", "combine")):
+                ms = _medians(times, half)
+                cells = [f"{ms[n]:.2f}" if n in ms else "" for n in CONTENDERS]
+                cells += [f"{ms[a] / ms[b]:.2f}" if a in ms else "" for a, b in pairs]
+                sheet.rows.append((f"{case.ranks} x {case.tokens}", what, *cells))
+    return sheet
 
 
-def _throughput(cases: list[Shape], turns: int, say: Callable[[str], None]) -> sheets.Sheet:
-    rows, figures = [], {}
-    for case in cases:
-        say(f"{case.ranks} ranks of {case.tokens} tokens on {NODES} nodes")
-        times = measure(case, OF_NODES, turns)
-        crossed = [crossings(case, batch(case, r, 0), r) for r in range(case.ranks)]
-        once, each = (sum(c[i] for c in crossed) for i in (0, 1))
-        figures[f"ep{case.ranks}"] = {**times, "rows between nodes": [once, each]}
-        for half, what in enumerate(("dispatch", "combine")):
-            ms = _medians(times, half)
-            size = (case.row_nbytes, case.back_nbytes)[half]
-            rows.append(
-                (
-                    f"{case.ranks} x {case.tokens}",
-                    what,
-                    *(f"{ms[n]:.1f}" for n in OF_NODES),
-                    *(f"{ms[OF_NODES[0]] / ms[n]:.2f}" for n in ("gloo", "floor")),
-                    f"{once * size / 2**20:.0f}",
-                    f"{each * size / 2**20:.0f}",
-                )
-            )
-    columns = (
-        "ranks x tokens",
-        "",
-        *(f"{n} ms" for n in OF_NODES),
-        "nodes/gloo",
-        "nodes/floor",
-        "MiB between nodes",
-        "without dedup",
-    )
-    notes = (
-        "medians of the slowest rank's times; the nodes are halves of this machine's ranks: bytes "
-        "between them cost what those within do; floor: a row for each expert copied once",
-    )
-    return sheets.Sheet(
+def _throughput(cases: list[Shape], turns: int, say: Callable[[str], None]) -> Sheet:
+    traffic = ("MiB between nodes", "without dedup")
+    times_of = (f"{n} ms" for n in OF_NODES)
+    sheet = Sheet(
         title="The high-throughput mode, DeepSeek-V3",
-        columns=columns,
-        rows=tuple(rows),
-        notes=notes,
-        figures=figures,
+        columns=("ranks x tokens", "", *times_of, "nodes/gloo", "nodes/floor", *traffic),
+        notes=(
+            "medians of the slowest rank's times; the nodes are halves of this machine's ranks: "
+            "bytes between them cost what those within do; floor: a row for each expert copied "
+            "once",
+        ),
     )
+    with keeping(lambda: sheet):
+        for case in cases:
+            say(f"{case.ranks} ranks of {case.tokens} tokens on {NODES} nodes")
+            times = measure(case, OF_NODES, turns)
+            crossed = [crossings(case, batch(case, r, 0), r) for r in range(case.ranks)]
+            rows = [sum(c[i] for c in crossed) for i in (0, 1)]
+            sheet.figures[f"ep{case.ranks}"] = {**times, "rows between nodes": rows}
+            for half, what in enumerate(("dispatch", "combine")):
+                ms = _medians(times, half)
+                size = (case.row_nbytes, case.back_nbytes)[half]
+                cells = [f"{ms[n]:.1f}" for n in OF_NODES]
+                cells += [f"{ms[OF_NODES[0]] / ms[n]:.2f}" for n in ("gloo", "floor")]
+                cells += [f"{count * size / 2**20:.0f}" for count in rows]
+                sheet.rows.append((f"{case.ranks} x {case.tokens}", what, *cells))
+    return sheet
 
 
 def _that_fit(case: Shape) -> list[str]:
@@ -199,51 +176,52 @@ def _medians(times: Times, half: int) -> dict[str, float]:
     return {name: _ms([t[half] for t in all_turns]) for name, all_turns in times.items()}
 
 
-def _row(case: Shape, what: str, ms: dict[str, float]) -> tuple[str, ...]:
-    pairs = [("shm", "gloo"), ("tcp", "gloo"), ("shm", "floor")]
-    ratios = [f"{ms[a] / ms[b]:.2f}" if a in ms else "" for a, b in pairs]
-    times = [f"{ms[n]:.2f}" if n in ms else "" for n in CONTENDERS]
-    return (f"{case.ranks} x {case.tokens}", what, *times, *ratios)
-
-
-def _private(
-    cases: list[Shape], transport: str, turns: int, say: Callable[[str], None]
-) -> sheets.Sheet:
-    found: dict[int, float] = {}
-    for case in cases:
-        say(f"{case.private_rows} private rows")
-        nic = next((n for n in NICS if n.name == transport), None)
-        if nic is not None:
-            one = run(case, gbps=nic.gbps, latency_us=nic.latency_us, exchanges=turns)
-            found[case.private_rows] = one.dispatch_p50_us / 1e3
-            continue
-        times = measure(case, [transport], turns)
-        found[case.private_rows] = _ms([t[0] for t in times[transport]])
-    best = found[cases[0].private_rows]
-    rows = [(str(n), f"{ms:.3f}", f"{best / ms:.2f}") for n, ms in found.items()]
-    shape = cases[0]
-    return sheets.Sheet(
+def _private(cases: list[Shape], transport: str, turns: int, say: Callable[[str], None]) -> Sheet:
+    shape, best = cases[0], 0.0
+    sheet = Sheet(
         title=f"Private buffers: {shape.tokens} tokens, {shape.ranks} ranks over {transport}",
         columns=("rows of each source", "ms", "of the speed with room for all"),
-        rows=tuple(rows),
-        figures={"ms by private rows": found},
     )
-
-
-def _simulated(cases: list[Shape], say: Callable[[str], None]) -> sheets.Sheet:
-    rows, figures = [], {}
-    for nic in NICS:
+    with keeping(lambda: sheet):
         for case in cases:
-            say(f"{case.ranks} ranks on {nic.name}")
-            one = run(case, gbps=nic.gbps, latency_us=nic.latency_us)
-            figures[f"{nic.name} ep{case.ranks}"] = one
-            # So little to pack that posting is what takes time.
-            tiny = msgspec.structs.replace(case, hidden=128, topk=1)
-            post = run(tiny, gbps=nic.gbps, latency_us=nic.latency_us).post_p50_us
-            paper = nic.paper_post_us.get(case.ranks)
-            rows.append(
-                (
-                    f"{nic.name}, {case.ranks}",
+            say(f"{case.private_rows} private rows")
+            nic = next((n for n in NICS if n.name == transport), None)
+            if nic is not None:
+                one = run(case, gbps=nic.gbps, latency_us=nic.latency_us, exchanges=turns)
+                ms = one.dispatch_p50_us / 1e3
+            else:
+                ms = _ms([t[0] for t in measure(case, [transport], turns)[transport]])
+            best = best or ms
+            sheet.figures[f"{case.private_rows} rows, ms"] = ms
+            sheet.rows.append((str(case.private_rows), f"{ms:.3f}", f"{best / ms:.2f}"))
+    return sheet
+
+
+def _simulated(cases: list[Shape], say: Callable[[str], None]) -> Sheet:
+    given = ", ".join(
+        f"{n.name}: {n.gbps:.0f} Gb/s and {n.latency_us:.0f} us one way" for n in NICS
+    )
+    halves = ("dispatch us", "of its floor", "combine us", "of its floor")
+    sheet = Sheet(
+        title=f"Simulated NICs, {cases[0].tokens} tokens of DeepSeek-V3",
+        columns=("NIC, ranks", *halves, "post us", "paper's post us"),
+        notes=(
+            f"{given}; floor: bytes over the busiest port and one way, no NVLink",
+            "post: real time from the call to the last of two writes to each peer handed to its "
+            "link, with 128 tiny tokens packed; the paper's: one scatter's writes",
+        ),
+    )
+    with keeping(lambda: sheet):
+        for nic in NICS:
+            for case in cases:
+                say(f"{case.ranks} ranks on {nic.name}")
+                one = run(case, gbps=nic.gbps, latency_us=nic.latency_us)
+                sheet.figures[f"{nic.name} ep{case.ranks}"] = one
+                # So little to pack that posting is what takes time.
+                tiny = msgspec.structs.replace(case, hidden=128, topk=1)
+                post = run(tiny, gbps=nic.gbps, latency_us=nic.latency_us).post_p50_us
+                paper = nic.paper_post_us.get(case.ranks)
+                cells = (
                     f"{one.dispatch_p50_us:.0f}",
                     f"{one.dispatch_p50_us / one.dispatch_floor_us:.2f}",
                     f"{one.combine_p50_us:.0f}",
@@ -251,29 +229,8 @@ def _simulated(cases: list[Shape], say: Callable[[str], None]) -> sheets.Sheet:
                     f"{post:.1f}",
                     "" if paper is None else f"{paper:.1f}",
                 )
-            )
-    given = ", ".join(
-        f"{n.name}: {n.gbps:.0f} Gb/s and {n.latency_us:.0f} us one way" for n in NICS
-    )
-    return sheets.Sheet(
-        title=f"Simulated NICs, {cases[0].tokens} tokens of DeepSeek-V3",
-        columns=(
-            "NIC, ranks",
-            "dispatch us",
-            "of its floor",
-            "combine us",
-            "of its floor",
-            "post us",
-            "paper's post us",
-        ),
-        rows=tuple(rows),
-        notes=(
-            f"{given}; floor: bytes over the busiest port and one way, no NVLink",
-            "post: real time from the call to the last of two writes to each peer handed to its "
-            "link, with 128 tiny tokens packed; the paper's: one scatter's writes",
-        ),
-        figures=figures,
-    )
+                sheet.rows.append((f"{nic.name}, {case.ranks}", *cells))
+    return sheet
 
 
 if __name__ == "__main__":

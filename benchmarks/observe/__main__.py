@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import statistics
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from benchmarks.contenders import perf
 from benchmarks.harness.processes import adopt_orphans
-from benchmarks.sheets import Output, Sheet, verdict
+from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping, verdict
 
 AIM = 0.01
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -103,37 +102,44 @@ def ratios(with_it: list[float], without: list[float]) -> Ratios:
 
 def cost(transport: str, pairs: int, turns: int) -> Sheet:
     """A row for each kind of work."""
-    found = [compare(transport, turns, number % 2 == 0) for number in range(pairs)]
-    rows = []
+    found: list[dict[str, Ratios]] = []
+    with keeping(lambda: _sheet(transport, found, turns)):
+        for number in range(pairs):
+            found.append(compare(transport, turns, number % 2 == 0))
+    return _sheet(transport, found, turns)
+
+
+def _sheet(transport: str, found: list[dict[str, Ratios]], turns: int) -> Sheet:
+    sheet = Sheet(
+        title=f"The flight recorder over {transport}",
+        columns=("work", "without", "with it", "half of all", "medians", f"aim {AIM:.0%}"),
+        notes=(
+            f"{len(found)} pairs of processes, {turns} turns of 20 samples each; with it: the time "
+            "that a tenth of the samples keep, as a multiple of that without, median over the "
+            "pairs",
+        ),
+        figures={"ratios": [{k: r._asdict() for k, r in one.items()} for one in found]},
+    )
     for load in loads():
         seconds, fast, usual = zip(*(one[load.title] for one in found), strict=True)
         low, middle, high = statistics.quantiles(fast, n=4)
         best = f"{statistics.median(seconds) * 1e6:.3f} us"
         spread, typical = f"{low:.3f}-{high:.3f}", f"{statistics.median(usual):.3f}"
         met = verdict(middle <= 1 + AIM)
-        rows.append((load.title, best, f"{middle:.3f}", spread, typical, met))
-    return Sheet(
-        title=f"The flight recorder over {transport}",
-        columns=("work", "without", "with it", "half of all", "medians", f"aim {AIM:.0%}"),
-        rows=tuple(rows),
-        notes=(
-            f"{pairs} pairs of processes, {turns} turns of 20 samples each; with it: the time that "
-            "a tenth of the samples keep, as a multiple of that without, median over the pairs",
-        ),
-        figures={"ratios": [{k: r._asdict() for k, r in one.items()} for one in found]},
-    )
+        sheet.rows.append((load.title, best, f"{middle:.3f}", spread, typical, met))
+    return sheet
 
 
 def main(
     transport: Annotated[list[str] | None, typer.Option(help="shm or tcp; both by default")] = None,
     pairs: Annotated[int, typer.Option(min=2, help="Pairs of processes, each new")] = 24,
     turns: Annotated[int, typer.Option(min=1, help="Turns of 20 samples of each work")] = 12,
-    markdown: Annotated[bool, typer.Option(help="Print Markdown")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here")] = None,
+    json: Json = None,
+    markdown: Markdown = False,
 ) -> None:
     """What the flight recorder costs, as ratios."""
     adopt_orphans()
-    output = Output(json, markdown=markdown)
+    output = Output("observe", json, markdown=markdown)
     for name in transport or ["shm", "tcp"]:
         output.say(f"measuring over {name}")
         output.add(partial(cost, name, pairs, turns))

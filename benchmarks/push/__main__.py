@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,16 +14,14 @@ import msgspec
 import ray
 import typer
 from ray.exceptions import RayError
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.push.memory import Temporary
-from benchmarks.push.tiny import Overhead, overhead
+from benchmarks.push.tiny import overhead
 from benchmarks.push.ways import MIB, PEERS, Way, World, floor
+from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-_console = Console(width=None if Console().is_terminal else 140)
 _STORE = 4 << 30
 
 
@@ -56,7 +53,8 @@ def push(
     ] = None,
     transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
     watermark: Annotated[int, typer.Option(help="MiB a trainer, of ours", min=1)] = 128,
-    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    json: Json = None,
+    markdown: Markdown = False,
 ) -> None:
     """A model from FSDP trainers into replicas of a tensor-parallel engine."""
     if unknown := set(only or ()) - set(PEERS):
@@ -81,35 +79,63 @@ def push(
         transport=transport,
         watermark=watermark * MIB,
     )
-    sent, found = _beside(open_world, partial(floor, fp8=fp8), turns, verify=not fp8)
-    for name in (only or PEERS) if peers and not fp8 else ():
-        # Its own ours is verified by the first world's, and only its figures are new.
-        try:
-            found += _beside(open_world, PEERS[name], turns, verify=True, train=False)[1][1:]
-        except RayError as error:
-            # A way that needs more memory than there is must not cost the others' figures.
-            _console.print(f"[red]{name}: {str(error).strip().splitlines()[0]}[/]")
-    _show(found, sent)
-    _save(out, found)
+    out = Output("push", json, markdown=markdown)
+    found: list[Found] = []
+    nbytes = 0
+
+    def measured() -> Sheet:
+        nonlocal nbytes
+        with keeping(lambda: _sheet(found, nbytes)):
+            least = partial(floor, fp8=fp8)
+            nbytes, first = _beside(open_world, least, turns, out.say, verify=not fp8)
+            found.extend(first)
+            for name in (only or PEERS) if peers and not fp8 else ():
+                # Its own ours is verified by the first world's, and only its figures are new.
+                try:
+                    _, both = _beside(
+                        open_world, PEERS[name], turns, out.say, verify=True, train=False
+                    )
+                except RayError as error:
+                    # A way that needs more memory than there is must not cost the others' figures.
+                    out.say(f"{name}: {str(error).strip().splitlines()[0]}")
+                else:
+                    found.extend(both[1:])
+        return _sheet(found, nbytes)
+
+    out.add(measured)
+    out.end()
 
 
 @app.command()
 def tiny(
     tensors: Annotated[int, typer.Option(min=1)] = 10_000,
     turns: Annotated[int, typer.Option(min=1)] = 5,
-    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    json: Json = None,
+    markdown: Markdown = False,
 ) -> None:
     """Thousands of tiny tensors: what planning and pushing cost beside the bytes."""
+    out = Output("push-tiny", json, markdown=markdown)
+
+    def measured() -> Sheet:
+        found = overhead(tensors, turns)
+        times = (f"{t * 1e3:.1f} ms" for t in (found.connect, found.push, found.push_fp8))
+        return Sheet(
+            title="tiny tensors",
+            columns=("tensors", "bytes", "connect", "push", "push, made fp8"),
+            rows=[(str(found.tensors), str(found.nbytes), *times)],
+            figures=msgspec.to_builtins(found),
+        )
+
     with _ray():
-        found: Overhead = overhead(tensors, turns)
-    _console.print(found)
-    _save(out, [found])
+        out.add(measured)
+    out.end()
 
 
 def _beside(
     open_world: Callable[..., World],
     other: Callable[[World], Way],
     turns: int,
+    say: Callable[[str], None],
     *,
     verify: bool,
     train: bool = True,
@@ -119,28 +145,29 @@ def _beside(
     with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
         world = open_world(scratch=Path(scratch))
         try:
-            found = _measure([world.ours(train=train), other(world)], turns, verify=verify)
+            ways = [world.ours(train=train), other(world)]
+            found = _measure(ways, turns, say, verify=verify)
             return world.connected.nbytes, found
         finally:
             world.close()
 
 
-def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
+def _measure(
+    ways: list[Way], turns: int, say: Callable[[str], None], *, verify: bool
+) -> list[Found]:
     wrong = {}
     for way in ways:
-        _console.print(f"checking {way.name}", highlight=False)
+        say(f"checking {way.name}")
         # Compared with bytes that ours has brought; the first is compared with the trainers'.
         wrong[way.name] = way.wrong() if verify else []
         if wrong[way.name]:
-            _console.print(f"[red]wrong: {', '.join(wrong[way.name][:3])}, ...[/]")
+            say(f"wrong: {', '.join(wrong[way.name][:3])}, ...")
     temporary = {way.name: way.took() for way in ways if way.took is not None}
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     for turn in range(turns):
         for way in ways:
             seconds[way.name].append(way.run())
-            _console.print(
-                f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s", highlight=False
-            )
+            say(f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s")
     return [
         Found(
             way.name,
@@ -154,27 +181,31 @@ def _measure(ways: list[Way], turns: int, *, verify: bool) -> list[Found]:
     ]
 
 
-def _show(found: list[Found], nbytes: int) -> None:
-    table = Table(title=f"{nbytes / 1e9:.2f} GB into all rollouts", title_justify="left")
-    for column in ("way", "median s", "fastest s", "GB/s", "of ours", "trainer MB", "bytes"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+def _sheet(found: list[Found], nbytes: int) -> Sheet:
+    sheet = Sheet(
+        title=f"{nbytes / 1e9:.2f} GB into all rollouts",
+        columns=("way", "median s", "fastest s", "GB/s", "of ours", "trainer MB", "bytes"),
+        notes=tuple(f"{one.name}: {one.what}" for one in found)
+        + tuple(
+            _bounded(one.temporary, one.temporary.watermark)
+            for one in found
+            if one.temporary is not None and one.temporary.watermark is not None
+        ),
+        figures={one.name: msgspec.to_builtins(one) for one in found},
+    )
     for one in found:
         median = statistics.median(one.seconds)
         ratios = [theirs / ours for theirs, ours in zip(one.seconds, one.ours, strict=True)]
-        table.add_row(
-            one.name,
+        cells = (
             f"{median:.3f}",
             f"{min(one.seconds):.3f}",
             f"{nbytes / median / 1e9:.2f}",
             f"{statistics.median(ratios):.2f}",
             "" if one.temporary is None else f"{one.temporary.peak / 1e6:.0f}",
-            "right" if one.verified else "[red]wrong[/]",
+            "right" if one.verified else "wrong",
         )
-    _console.print(table)
-    for one in found:
-        _console.print(f"{one.name}: {one.what}", highlight=False)
-        if one.temporary is not None and one.temporary.watermark is not None:
-            _console.print(_bounded(one.temporary, one.temporary.watermark), highlight=False)
+        sheet.rows.append((one.name, *cells))
+    return sheet
 
 
 def _bounded(taken: Temporary, watermark: int) -> str:
@@ -203,13 +234,6 @@ def _ray() -> Iterator[None]:
 
 def _memory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _save(out: Path, found: object) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"push-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
-    _console.print(f"figures: {path}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks.rails import plots
 from benchmarks.rails.simulator import (
@@ -21,11 +19,10 @@ from benchmarks.rails.simulator import (
     simulate,
     simulate_all,
 )
-from benchmarks.rails.tables import missed, show_losses, show_phases
+from benchmarks.rails.tables import losses, phases
+from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-_console = Console(width=None if Console().is_terminal else 160)
-
 _STORY: tuple[Policy, ...] = ("adaptive", "round-robin")
 # Around the loss of the scenario "watch".
 _SPAN = (49.5, 52.5)
@@ -36,16 +33,8 @@ def _told() -> Iterator[None]:
     try:
         yield
     except SimulatorError as error:
-        _console.print(f"[red]{error}[/]", soft_wrap=True)
+        typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-
-
-def _figures(reports: list[Report], out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"rails-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
-    found = [(report.scenario.name, report.policy, report.summary) for report in reports]
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
-    return path
 
 
 @app.command()
@@ -54,17 +43,24 @@ def measure(
         list[str] | None, typer.Argument(help="Names, or files with a scenario in JSON")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    json: Json = None,
+    markdown: Markdown = False,
 ) -> None:
     """Carry scenarios out by every policy, and say which aims are missed."""
+    out = Output("rails", json, markdown=markdown)
+    reports: list[Report] = []
+
+    def measured() -> Sheet:
+        with keeping(lambda: phases(reports)):
+            for name in scenario or [known.name for known in scenarios() if known.name != "watch"]:
+                out.say(name)
+                reports.extend(simulate_all([name], jobs=jobs))
+        return phases(reports)
+
     with _told():
-        names = scenario or [known.name for known in scenarios() if known.name != "watch"]
-        reports = simulate_all(names, jobs=jobs)
-    show_phases(reports, _console)
-    show_losses(reports, _console)
-    for miss in missed(reports):
-        _console.print(f"[red]missed: {miss}[/]", highlight=False)
-    _console.print(f"figures: {_figures(reports, out)}")
+        out.add(measured)
+    out.add(lambda: losses(reports))
+    out.end()
 
 
 @app.command()
@@ -80,8 +76,8 @@ def failover(
     with _told():
         report = simulate(scenario, msgspec.convert(policy, Policy), slices=around)
     plots.draw_failover(report, around, out)
-    show_losses([report], _console)
-    _console.print(f"{report.summary.again:,} bytes were sent again; picture: {out}")
+    show(losses([report]))
+    typer.echo(f"{report.summary.again:,} bytes were sent again; picture: {out}")
 
 
 @app.command()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.rails.simulator import Phase, Report
+from benchmarks.sheets import Sheet
 
 SHARE, P99, RECOVERY_MS, FAILOVER_MS = 0.95, 0.6, 1000.0, 50.0
 """What issue 4 asks for."""
@@ -22,19 +20,17 @@ def _ratio(phase: Phase, reference: Phase) -> str:
     return f"{ours / theirs:.2f}" if ours and theirs else "-"
 
 
-def show_phases(reports: Sequence[Report], console: Console) -> None:
+def phases(reports: Sequence[Report]) -> Sheet:
     """A line for each policy in each phase of each scenario."""
-    table = Table("scenario", "ms", "policy", title="simulated rails")
-    for name in ("up, GB/s", "share", "settled", "median, us", "P99, us", "P99 / static"):
-        table.add_column(name, justify="right")
+    names = ("up, GB/s", "share", "settled", "median, us", "P99, us", "P99 / static")
+    sheet = Sheet(title="simulated rails", columns=("scenario", "ms", "policy", *names))
     turns = {r.scenario.name: r for r in reports if r.policy == "round-robin"}
     for report in reports:
-        reference = turns.get(report.scenario.name, report)
+        name = report.scenario.name
+        sheet.figures[f"{name} {report.policy}"] = report.summary
+        reference = turns.get(name, report)
         for phase, static in zip(report.summary.phases, reference.summary.phases, strict=True):
-            table.add_row(
-                report.scenario.name,
-                f"{phase.from_ms:g}-{phase.to_ms:g}",
-                report.policy,
+            cells = (
                 f"{phase.capacity:.1f}",
                 f"{phase.share:.3f}",
                 f"{phase.settled:.3f}",
@@ -42,24 +38,30 @@ def show_phases(reports: Sequence[Report], console: Console) -> None:
                 _number(phase.times.p99_us),
                 _ratio(phase, static),
             )
-    console.print(table)
+            span = f"{phase.from_ms:g}-{phase.to_ms:g}"
+            sheet.rows.append((name, span, report.policy, *cells))
+    return sheet
 
 
-def show_losses(reports: Sequence[Report], console: Console) -> None:
+def losses(reports: Sequence[Report]) -> Sheet:
     """What losing and finding rails took."""
-    table = Table("scenario", "policy", "rail", "what", title="lost and returned")
-    for name in ("ms", "in flight", "over after, ms", "added, ms", "back to 0.95 after, ms"):
-        table.add_column(name, justify="right")
+    times = ("ms", "in flight", "over after, ms", "added, ms", "back to 0.95 after, ms")
+    sheet = Sheet(
+        title="lost and returned",
+        columns=("scenario", "policy", "rail", "what", *times),
+        notes=tuple(f"missed: {miss}" for miss in missed(reports)),
+    )
     for report in reports:
         head = (report.scenario.name, report.policy)
         for loss in report.summary.losses:
-            times = (f"{loss.over_ms:.2f}", f"{loss.added_ms:.2f}", "")
-            at = (f"{loss.at_ms:g}", str(loss.in_flight))
-            table.add_row(*head, str(loss.rail), "lost", *at, *times)
+            cells = (f"{loss.at_ms:g}", str(loss.in_flight), f"{loss.over_ms:.2f}")
+            added = f"{loss.added_ms:.2f}"
+            sheet.rows.append((*head, str(loss.rail), "lost", *cells, added, ""))
         for back in report.summary.returns:
             recovered = _number(back.recovered_ms)
-            table.add_row(*head, str(back.rail), "back", f"{back.at_ms:g}", "", "", "", recovered)
-    console.print(table)
+            at = f"{back.at_ms:g}"
+            sheet.rows.append((*head, str(back.rail), "back", at, "", "", "", recovered))
+    return sheet
 
 
 def missed(reports: Sequence[Report]) -> list[str]:

@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.contenders import perf
-from benchmarks.harness.machine import machine
-from benchmarks.rdma.cases import Part, Result, Row, Verdict, judge
+from benchmarks.rdma.cases import Part, Row, judge
 from benchmarks.rdma.suites import aims, beside_perftest, contenders, four_rails
 from benchmarks.rdma.turns import packages
 from benchmarks.rdma.unequal import unequal_rails
+from benchmarks.sheets import Json, Markdown, Output, Sheet, verdict
 from tests.rdma.boot import why_no_guest
 
 
-def show(rows: Sequence[Row], verdicts: Sequence[Verdict], console: Console) -> None:
+def writes(rows: Sequence[Row]) -> Sheet:
     """A line for each case and contender, with the aim that it has."""
-    table = Table("case", "contender", "MB/s", "messages/s", "times", "beside", title="soft-RoCE")
-    table.add_column("aim")
+    sheet = Sheet(
+        title="soft-RoCE",
+        columns=("case", "contender", "MB/s", "messages/s", "times", "beside", "aim"),
+        figures={"rows": msgspec.to_builtins(rows)},
+    )
     first: dict[str, Row] = {}
     for row in rows:
         reference = first.setdefault(row.case, row)
-        found = [v for v in verdicts if (v.aim.case, v.aim.contender) == (row.case, row.contender)]
+        found = [
+            v
+            for v in judge(rows, aims())
+            if (v.aim.case, v.aim.contender) == (row.case, row.contender)
+        ]
         beside = found[0].aim.beside if found else reference.contender
         ratio = found[0].ratio if found else row.ratio(reference)
-        table.add_row(
-            row.case,
-            row.contender,
+        cells = (
             f"{row.bytes_per_second / 1e6:.1f}",
             f"{row.messages_per_second:.0f}",
             f"{ratio:.3f}",
             beside if row is not reference else "",
-            f"{found[0].aim.least}: {'met' if found[0].met else 'missed'}" if found else "",
+            f"{found[0].aim.least}: {verdict(found[0].met)}" if found else "",
         )
-    console.print(table)
+        sheet.rows.append((row.case, row.contender, *cells))
+    return sheet
 
 
-def show_parts(parts: Sequence[Part], console: Console) -> None:
+def steps(parts: Sequence[Part]) -> Sheet:
     """A line for each step by each policy."""
-    table = Table("step", "policy", "share of what is up", title="unequal soft-RoCE rails")
-    for name in ("median, ms", "P99, ms", "0.95 after, ms"):
-        table.add_column(name, justify="right")
+    times = ("median, ms", "P99, ms", "0.95 after, ms")
+    sheet = Sheet(
+        title="unequal soft-RoCE rails",
+        columns=("step", "policy", "share of what is up", *times),
+        figures={"parts": msgspec.to_builtins(parts)},
+    )
     for part in parts:
         recovered = "-" if part.recovered_ms is None else f"{part.recovered_ms:.0f}"
-        times = (f"{part.median_ms:.0f}", f"{part.p99_ms:.0f}", recovered)
-        table.add_row(part.step, part.policy, f"{part.share:.3f}", *times)
-    console.print(table)
+        cells = (f"{part.median_ms:.0f}", f"{part.p99_ms:.0f}", recovered)
+        sheet.rows.append((part.step, part.policy, f"{part.share:.3f}", *cells))
+    return sheet
 
 
 def main(
@@ -61,37 +65,28 @@ def main(
     rails: Annotated[bool, typer.Option(help="Measure four rails beside one as well")] = True,
     unequal: Annotated[bool, typer.Option(help="Unequal rails that slow down and fail")] = False,
     single: Annotated[bool, typer.Option(help="Measure one rail beside perftest")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    json: Json = None,
+    markdown: Markdown = False,
 ) -> None:
     """Measure writes between devices of the soft-RoCE guest, beside perftest."""
-    console = Console(width=None if Console().is_terminal else 200)
+    out = Output("rdma", json, markdown=markdown)
     reason = why_no_guest(*packages(contenders()))
     if reason is not None:
-        console.print(f"[red]no soft-RoCE guest: {reason}[/]", soft_wrap=True)
+        out.say(f"no soft-RoCE guest: {reason}")
         raise typer.Exit(2)
     if why := perf.missing():
-        console.print(f"[yellow]{why}; run `{perf.OBTAIN}`[/]", soft_wrap=True)
-    began, load_before = datetime.datetime.now().astimezone(), os.getloadavg()
-    rows: list[Row] = []
-    parts: list[Part] = []
+        out.say(f"{why}; run `{perf.OBTAIN}`")
     try:
         if single:
-            rows += beside_perftest(turns=turns)
-        if rails and not perf.missing():
-            rows += four_rails(turns=turns)
-        if unequal and not perf.missing():
-            parts = unequal_rails()
+            out.add(lambda: writes(beside_perftest(turns=turns)))
+        if rails and not why:
+            out.add(lambda: writes(four_rails(turns=turns)))
+        if unequal and not why:
+            out.add(lambda: steps(unequal_rails()))
     except ValueError as error:
-        console.print(f"[red]{error}[/]", soft_wrap=True)
+        out.say(str(error))
         raise typer.Exit(1) from error
-    verdicts = judge(rows, aims())
-    show(rows, verdicts, console)
-    show_parts(parts, console)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"rdma-{began:%Y%m%d-%H%M%S}.json"
-    result = Result(began.isoformat(), machine(load_before), rows, verdicts, parts)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    console.print(f"figures: {path}")
+    out.end()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.harness.results import Machine
-
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -86,16 +84,6 @@ class Part(msgspec.Struct, frozen=True):
     p99_ms: float
     recovered_ms: float | None
     """After the change, until a second's worth of bytes is 0.95 of what is up."""
-
-
-class Result(msgspec.Struct, frozen=True):
-    """All that one run leaves behind."""
-
-    started: str
-    machine: Machine
-    rows: list[Row]
-    verdicts: list[Verdict]
-    parts: list[Part]
 
 
 def judge(rows: Sequence[Row], aims: Sequence[Aim]) -> list[Verdict]:

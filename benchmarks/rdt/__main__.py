@@ -7,8 +7,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -46,16 +45,19 @@ def floor(nbytes: int) -> float:
 
 
 def measure(
-    ways: Sequence[str], sizes: Sequence[int], turns: int, out: sheets.Output
-) -> tuple[Times, Times]:
-    """Medians of each turn, as an argument and into memory that is registered."""
+    ways: Sequence[str],
+    sizes: Sequence[int],
+    turns: int,
+    say: Callable[[str], None],
+    argument: Times,
+    target: Times,
+) -> None:
+    """Adds medians of each turn, as an argument and into memory that is registered."""
     from benchmarks.rdt.pair import GLOO, Pair
 
-    argument: Times = defaultdict(list)
-    target: Times = defaultdict(list)
     for turn in range(turns):
         for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
-            out.say(f"turn {turn + 1} of {turns}: {way}")
+            say(f"turn {turn + 1} of {turns}: {way}")
             with Pair(way) as pair:
                 for nbytes in sizes:
                     pair.fill(nbytes)
@@ -71,7 +73,6 @@ def measure(
             took = floor(nbytes)
             argument[FLOOR, nbytes].append(took)
             target[FLOOR, nbytes].append(took)
-    return argument, target
 
 
 def sheet(title: str, ways: Sequence[str], sizes: Sequence[int], times: Times) -> sheets.Sheet:
@@ -82,10 +83,12 @@ def sheet(title: str, ways: Sequence[str], sizes: Sequence[int], times: Times) -
     others = [way for way in shown if way != FABRIC]
     rows = []
     for nbytes in sizes:
+        if not all(times[way, nbytes] for way in shown):  # the run ended before
+            continue
         cells = [name(nbytes)]
         cells += [f"{1e3 * statistics.median(times[way, nbytes]):.2f}" for way in shown]
         for way in others:
-            pairs = zip(times[way, nbytes], times[FABRIC, nbytes], strict=True)
+            pairs = zip(times[way, nbytes], times[FABRIC, nbytes], strict=False)
             cells.append(f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}")
         rows.append(tuple(cells))
     return sheets.Sheet(
@@ -101,8 +104,8 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Everybody's turns")] = 3,
     only: Annotated[str, typer.Option(help="Ways, commas between")] = "",
     address: Annotated[str, typer.Option(help="A Ray that runs already; else one is started")] = "",
-    json: Annotated[Path | None, typer.Option(help="A file for all figures")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables to paste")] = False,
+    json: sheets.Json = None,
+    markdown: sheets.Markdown = False,
 ) -> None:
     """Two actors on this machine, each way in its turn, one pair at a time, since some libraries
     poll while they are idle. A method returns a tensor that its actor keeps, and the reader takes
@@ -115,7 +118,7 @@ def main(
     from benchmarks.rdt.pair import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
 
     ways = [FABRIC, MAPPED, NIXL, GLOO, NUMPY, STORE]
-    out = sheets.Output(json, markdown=markdown)
+    out = sheets.Output("rdt", json, markdown=markdown)
     if importlib.util.find_spec("nixl") is None:
         ways.remove(NIXL)
         out.say("nixl is not installed: pip install -e '.[bench]'")
@@ -124,11 +127,21 @@ def main(
     room = 4 * max(each) + GIB
     own = {} if address else {"object_store_memory": room, "include_dashboard": False}
     ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
+    argument: Times = defaultdict(list)
+    target: Times = defaultdict(list)
+
+    def first() -> sheets.Sheet:
+        return sheet("as an argument", ways, each, argument)
+
+    def measured() -> sheets.Sheet:
+        with sheets.keeping(first):
+            measure(ways, each, turns, out.say, argument, target)
+        return first()
+
     try:
-        argument, target = measure(ways, each, turns, out)
+        out.add(measured)
     finally:
         ray.shutdown()
-    out.add(lambda: sheet("as an argument", ways, each, argument))
     out.add(lambda: sheet("into registered memory", ways, each, target))
     out.end()
 

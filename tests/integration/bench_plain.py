@@ -10,10 +10,9 @@ import time
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.processes import adopt_orphans
+from benchmarks.harness.processes import adopt_orphans, ended_by_signals
 from benchmarks.harness.roles import Role, Stamps
 from benchmarks.harness.schedule import Plan, run_cases
-from benchmarks.run import ended_by_signals
 
 _HERE = "tests.integration.bench_plain"
 
