@@ -1,4 +1,4 @@
-//! Decides, for every box that several ranks could send, who sends which part.
+//! Chooses the sending rank of every box, or of its parts, where several ranks hold the box.
 //!
 //! Boxes with one holder are counted first; the rest follow from the most constrained to the
 //! freest, large before small, each to its least loaded holders. The order depends on nothing but
@@ -10,10 +10,10 @@ use rustc_hash::FxHashSet;
 
 use crate::balance::{choose, grain, parts, share_out, Candidate};
 use crate::error::{PlanError, Result};
-use crate::layout::Held;
-use crate::matching::{Matcher, Meeting};
+use crate::layout::HeldLeaf;
+use crate::matching::{LeafRegion, Matcher};
 use crate::overlap::Share;
-use crate::twins::Section;
+use crate::replicas::Section;
 
 const SPLIT: u32 = 1 << 31;
 
@@ -38,7 +38,7 @@ pub(crate) struct Part {
     pub hi: u64,
 }
 
-/// Who sends a box.
+/// The ranks that send a box.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Senders<'a> {
     One(u32),
@@ -52,15 +52,15 @@ pub(crate) struct Assignment {
     choices: Vec<u32>,
     splits: Vec<(u32, u32)>,
     parts: Vec<Part>,
-    /// First rank of a section's group in which somebody was chosen, so that twins may differ.
+    /// Section, and first rank of a group of it, in which a sender was chosen: its replicas may differ.
     chosen: FxHashSet<(u32, u32)>,
     /// Bytes each source rank (dense) sends.
     pub loads: Vec<u64>,
 }
 
 impl Assignment {
-    pub fn decision(&self, target: u32, meeting: Meeting) -> Option<Decision> {
-        let key = (target, meeting.to.leaf, meeting.region);
+    pub fn decision(&self, target: u32, leaf_region: LeafRegion) -> Option<Decision> {
+        let key = (target, leaf_region.to.leaf, leaf_region.region);
         let found =
             self.decisions.binary_search_by_key(&key, |d| (d.target, d.leaf, d.region)).ok()?;
         Some(self.decisions[found])
@@ -81,19 +81,19 @@ impl Assignment {
     }
 }
 
-/// Which pairs of ranks already talk; given up when there are too many pairs to remember.
-struct Linked {
+/// Pairs of ranks that exchange data already; not tracked above [`LinkedPairs::MAX_PAIRS`].
+struct LinkedPairs {
     bits: Vec<u64>,
     targets: usize,
 }
 
-impl Linked {
+impl LinkedPairs {
     const MAX_PAIRS: usize = 1 << 31;
 
     fn new(sources: usize, targets: usize) -> Self {
         let pairs = sources.saturating_mul(targets);
         let words = if pairs > Self::MAX_PAIRS { 0 } else { pairs.div_ceil(64) };
-        Linked { bits: vec![0; words], targets }
+        LinkedPairs { bits: vec![0; words], targets }
     }
 
     fn slot(&self, source: u32, target: u32) -> (usize, u64) {
@@ -114,10 +114,10 @@ impl Linked {
     }
 }
 
-/// A meeting in which somebody can be chosen.
-struct Item {
+/// A leaf and region for which the sender has to be chosen.
+struct PendingDecision {
     target: u32,
-    meeting: Meeting,
+    leaf_region: LeafRegion,
     holders: u32,
     bytes: u64,
 }
@@ -125,8 +125,8 @@ struct Item {
 struct Assigner<'m, 's> {
     matcher: &'m mut Matcher<'s>,
     done: Assignment,
-    linked: Linked,
-    holders: Vec<Held>,
+    linked_pairs: LinkedPairs,
+    holders: Vec<HeldLeaf>,
     grain: u64,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn assign(
     let mut assigner = Assigner {
         matcher,
         done: Assignment { loads: vec![0; sources], ..Assignment::default() },
-        linked: Linked::new(sources, targets),
+        linked_pairs: LinkedPairs::new(sources, targets),
         holders: Vec::new(),
         grain: 1,
     };
@@ -148,7 +148,7 @@ pub(crate) fn assign(
     let total = flexible + assigner.done.loads.iter().sum::<u64>();
     assigner.grain = grain(total, sources, min_split_bytes);
     items.sort_by_key(|i| {
-        (i.holders, Reverse(i.bytes), i.meeting.to.leaf, i.meeting.region, i.target)
+        (i.holders, Reverse(i.bytes), i.leaf_region.to.leaf, i.leaf_region.region, i.target)
     });
     for item in &items {
         assigner.decide(item)?;
@@ -159,8 +159,8 @@ pub(crate) fn assign(
 }
 
 impl Assigner<'_, '_> {
-    /// Loads of the boxes with one holder; the other meetings are returned.
-    fn count_fixed(&mut self, sections: &[Section]) -> Result<Vec<Item>> {
+    /// Adds the loads of boxes with one holder; returns the others.
+    fn count_fixed(&mut self, sections: &[Section]) -> Result<Vec<PendingDecision>> {
         let mut items = Vec::new();
         let mut total = 0u64;
         for (s, section) in sections.iter().enumerate() {
@@ -186,7 +186,7 @@ impl Assigner<'_, '_> {
         group: &[u32],
         (container, nth): (u32, usize),
         total: &mut u64,
-        items: &mut Vec<Item>,
+        items: &mut Vec<PendingDecision>,
     ) -> Result<()> {
         let to = self.matcher.target.held_in(group[0], container)[nth];
         // Every load is part of this sum, so once it fits none can overflow.
@@ -198,82 +198,91 @@ impl Assigner<'_, '_> {
             .ok_or_else(|| {
                 PlanError::too_large("target side", "its bytes over all ranks", "2^64")
             })?;
-        for meeting in self.matcher.meetings(to)? {
-            if self.matcher.is_fixed(meeting) {
-                self.add_fixed(meeting, group)?;
+        for leaf_region in self.matcher.leaf_regions(to)? {
+            if self.matcher.is_fixed(leaf_region) {
+                self.add_fixed(leaf_region, group)?;
                 continue;
             }
-            let (bytes, holders) = self.measure(meeting);
+            let (bytes, holders) = self.measure(leaf_region);
             for &target in group {
                 let to = self.matcher.target.held_in(target, container)[nth];
-                items.push(Item { target, meeting: Meeting { to, ..meeting }, holders, bytes });
+                items.push(PendingDecision {
+                    target,
+                    leaf_region: LeafRegion { to, ..leaf_region },
+                    holders,
+                    bytes,
+                });
             }
         }
         Ok(())
     }
 
-    fn add_fixed(&mut self, meeting: Meeting, group: &[u32]) -> Result<()> {
-        let overlap = self.matcher.overlap(meeting, 0);
+    fn add_fixed(&mut self, leaf_region: LeafRegion, group: &[u32]) -> Result<()> {
+        let overlap = self.matcher.overlap(leaf_region, 0);
         let (matcher, holders) = (&*self.matcher, &mut self.holders);
-        let (loads, linked) = (&mut self.done.loads, &mut self.linked);
-        let itemsize = matcher.target.itemsize(meeting.to.leaf);
-        let class = &matcher.classes(meeting)[0];
+        let (loads, linked_pairs) = (&mut self.done.loads, &mut self.linked_pairs);
+        let itemsize = matcher.target.itemsize(leaf_region.to.leaf);
+        let class = &matcher.classes(leaf_region)[0];
         matcher.boxes(&overlap, |shares| {
             matcher.holders(class, shares, holders);
             let Some(&holder) = holders.first() else {
-                return Err(matcher.nobody_holds(meeting, 0, shares));
+                return Err(matcher.no_holder(leaf_region, 0, shares));
             };
             let rank = matcher.source.rank_of(holder);
             loads[rank as usize] += volume(shares) * itemsize * group.len() as u64;
             for &target in group {
-                linked.set(rank, target);
+                linked_pairs.set(rank, target);
             }
             Ok(())
         })
     }
 
-    /// Bytes of a meeting, and how many ranks could send a box of it.
-    fn measure(&mut self, meeting: Meeting) -> (u64, u32) {
-        let overlap = self.matcher.overlap(meeting, 0);
-        let bytes = self.matcher.volume(&overlap) * self.matcher.target.itemsize(meeting.to.leaf);
+    /// Bytes of the overlap, and how many ranks hold a box of it.
+    fn measure(&mut self, leaf_region: LeafRegion) -> (u64, u32) {
+        let overlap = self.matcher.overlap(leaf_region, 0);
+        let bytes =
+            self.matcher.volume(&overlap) * self.matcher.target.itemsize(leaf_region.to.leaf);
         let source = &self.matcher.source;
         let replicas = |leaf: &u32| {
-            source.spreads[source.leaves[*leaf as usize].spread as usize].replicas.len() as u32
+            source.mesh_maps[source.leaves[*leaf as usize].mesh_map as usize].replicas.len() as u32
         };
-        let holders = self.matcher.classes(meeting).iter().flatten().map(replicas).sum();
+        let holders = self.matcher.classes(leaf_region).iter().flatten().map(replicas).sum();
         (bytes, holders)
     }
 
-    fn decide(&mut self, item: &Item) -> Result<()> {
+    fn decide(&mut self, item: &PendingDecision) -> Result<()> {
         let class = self.choose_class(item)?;
-        let overlap = self.matcher.overlap(item.meeting, class);
+        let overlap = self.matcher.overlap(item.leaf_region, class);
         self.done.decisions.push(Decision {
             target: item.target,
-            leaf: item.meeting.to.leaf,
-            region: item.meeting.region,
+            leaf: item.leaf_region.to.leaf,
+            region: item.leaf_region.region,
             class: class as u32,
             first: self.done.choices.len() as u64,
         });
         let matcher = &*self.matcher;
         let holders = &mut self.holders;
-        let (done, linked, grain) = (&mut self.done, &mut self.linked, self.grain);
-        let itemsize = matcher.target.itemsize(item.meeting.to.leaf);
+        let (done, linked_pairs, grain) = (&mut self.done, &mut self.linked_pairs, self.grain);
+        let itemsize = matcher.target.itemsize(item.leaf_region.to.leaf);
         let mut candidates: Vec<Candidate> = Vec::new();
         matcher.boxes(&overlap, |shares| {
-            matcher.holders(&matcher.classes(item.meeting)[class], shares, holders);
+            matcher.holders(&matcher.classes(item.leaf_region)[class], shares, holders);
             if holders.is_empty() {
-                return Err(matcher.nobody_holds(item.meeting, class, shares));
+                return Err(matcher.no_holder(item.leaf_region, class, shares));
             }
             candidates.clear();
             candidates.extend(holders.iter().map(|&h| {
                 let rank = matcher.source.rank_of(h);
-                Candidate { load: done.loads[rank as usize], linked: linked.get(rank, item.target) }
+                Candidate {
+                    load: done.loads[rank as usize],
+                    linked_pairs: linked_pairs.get(rank, item.target),
+                }
             }));
             let bytes = volume(shares) * itemsize;
             let mut send = |holder: usize, bytes: u64| {
                 let rank = matcher.source.rank_of(holders[holder]);
                 done.loads[rank as usize] += bytes;
-                linked.set(rank, item.target);
+                linked_pairs.set(rank, item.target);
             };
             let turn = item.target as usize;
             let split = if candidates.len() > 1 { cut(shares, bytes, grain) } else { None };
@@ -299,21 +308,21 @@ impl Assigner<'_, '_> {
         })
     }
 
-    /// Of several ways the source cuts a region, the one whose busiest sender is least busy.
-    fn choose_class(&mut self, item: &Item) -> Result<usize> {
-        let classes = self.matcher.classes(item.meeting).len();
+    /// Of the ways in which the source cuts a region, the one with the lowest maximum sender load.
+    fn choose_class(&mut self, item: &PendingDecision) -> Result<usize> {
+        let classes = self.matcher.classes(item.leaf_region).len();
         let mut best = (u64::MAX, 0);
         for class in 0..classes {
             if classes == 1 {
                 break;
             }
-            let overlap = self.matcher.overlap(item.meeting, class);
+            let overlap = self.matcher.overlap(item.leaf_region, class);
             let (matcher, holders) = (&*self.matcher, &mut self.holders);
-            let itemsize = matcher.target.itemsize(item.meeting.to.leaf);
+            let itemsize = matcher.target.itemsize(item.leaf_region.to.leaf);
             let mut worst = 0;
             matcher.boxes(&overlap, |shares| {
-                matcher.holders(&matcher.classes(item.meeting)[class], shares, holders);
-                let load = |h: &Held| self.done.loads[matcher.source.rank_of(*h) as usize];
+                matcher.holders(&matcher.classes(item.leaf_region)[class], shares, holders);
+                let load = |h: &HeldLeaf| self.done.loads[matcher.source.rank_of(*h) as usize];
                 let least = holders.iter().map(load).min();
                 let bytes = volume(shares) * itemsize;
                 worst = worst.max(least.map_or(u64::MAX, |l| l.saturating_add(bytes)));
@@ -338,7 +347,7 @@ fn cut(shares: &[&Share], bytes: u64, grain: u64) -> Option<(usize, u64, u64)> {
     let dense: Vec<(usize, u64)> = shares
         .iter()
         .enumerate()
-        .filter(|(_, s)| matches!(s.stretches.as_slice(), [one] if one.count == 1))
+        .filter(|(_, s)| matches!(s.ranges.as_slice(), [one] if one.count == 1))
         .map(|(d, s)| (d, s.len))
         .collect();
     let wanted = parts(bytes, grain, u64::MAX);

@@ -1,6 +1,6 @@
 //! Which replica sends: pure functions from loads to a choice.
 
-/// Finest share of a sender's fair load that balancing bothers about.
+/// Balancing ignores loads below this fraction of a sender's fair load.
 const GRAINS_PER_SENDER: u64 = 64;
 
 /// Most parts one box is cut into.
@@ -21,11 +21,11 @@ pub(crate) fn parts(bytes: u64, grain: u64, rows: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub load: u64,
-    /// It sends to the same target already.
-    pub linked: bool,
+    /// The rank sends to the same target already.
+    pub linked_pairs: bool,
 }
 
-/// The least loaded candidate; within a grain of it, one the target already hears from.
+/// The least loaded candidate; within a grain of it, one that already sends to the target.
 ///
 /// Ties go round by `turn`, so that targets which ask for the same box ask different replicas.
 pub(crate) fn choose(candidates: &[Candidate], grain: u64, turn: usize) -> usize {
@@ -35,7 +35,7 @@ pub(crate) fn choose(candidates: &[Candidate], grain: u64, turn: usize) -> usize
         .filter(|&i| candidates[i].load <= least.saturating_add(grain))
         .min_by_key(|&i| {
             let c = candidates[i];
-            (!c.linked, c.load, (i + n - turn % n) % n)
+            (!c.linked_pairs, c.load, (i + n - turn % n) % n)
         })
         .unwrap_or(0)
 }
@@ -52,7 +52,7 @@ pub(crate) fn share_out(
     for _ in 0..parts {
         let chosen = choose(candidates, grain, turn);
         candidates[chosen].load = candidates[chosen].load.saturating_add(bytes / parts);
-        candidates[chosen].linked = true;
+        candidates[chosen].linked_pairs = true;
         match shares.iter_mut().find(|s| s.0 == chosen) {
             Some(share) => share.1 += 1,
             None => shares.push((chosen, 1)),
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     fn loads(loads: &[u64]) -> Vec<Candidate> {
-        loads.iter().map(|&load| Candidate { load, linked: false }).collect()
+        loads.iter().map(|&load| Candidate { load, linked_pairs: false }).collect()
     }
 
     #[test]
@@ -77,8 +77,8 @@ mod tests {
     #[test]
     fn a_known_peer_is_kept_within_a_grain() {
         let mut candidates = loads(&[10, 12, 40]);
-        candidates[1].linked = true;
-        candidates[2].linked = true;
+        candidates[1].linked_pairs = true;
+        candidates[2].linked_pairs = true;
         assert_eq!(choose(&candidates, 5, 0), 1);
         assert_eq!(choose(&candidates, 1, 0), 0);
     }

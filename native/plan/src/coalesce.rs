@@ -2,7 +2,7 @@
 
 use crate::shape::{Loop, Shape, MAX_LOOPS};
 
-/// A copy on its way into a plan.
+/// A copy before it is stored in a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RawCopy {
     pub src_container: u32,
@@ -12,10 +12,10 @@ pub(crate) struct RawCopy {
     pub shape: Shape,
 }
 
-/// Passes after which further merging is given up; each pass can add one loop level.
+/// Maximum number of merge passes; each pass can add one loop level.
 const MAX_PASSES: usize = 4;
 
-/// Most runs that interleaved copies are taken apart into.
+/// Maximum number of runs into which interleaved copies are split.
 const MAX_UNTANGLED: u64 = 4096;
 
 /// Sorts by target container and offset, then merges neighbours that continue or repeat each other.
@@ -54,7 +54,7 @@ fn merge(copies: &mut Vec<RawCopy>) {
     }
 }
 
-/// Takes copies whose runs interleave apart where their runs continue each other.
+/// Splits interleaved copies whose runs continue each other into contiguous runs.
 fn untangle(copies: &mut Vec<RawCopy>) -> bool {
     let mut changed = false;
     let mut first = 0;

@@ -14,7 +14,7 @@ pub(crate) enum Cut {
     Strided { ways: u32, factor: u64 },
 }
 
-/// An interval of a dimension and where its owner keeps it.
+/// An interval of a dimension and its place in its owner's local dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub start: u64,
@@ -74,7 +74,7 @@ impl Cuts {
     }
 }
 
-/// Hands the intervals out in order: both cuts give consecutive stretches to successive owners.
+/// Assigns the intervals in order: both cuts give consecutive intervals to successive owners.
 fn split(intervals: &[(u64, u64)], cut: Cut) -> Option<Vec<Intervals>> {
     let (ways, factor) = match cut {
         Cut::Chunk { ways } => (ways, 1),
@@ -116,7 +116,7 @@ fn split(intervals: &[(u64, u64)], cut: Cut) -> Option<Vec<Intervals>> {
     Some(owned)
 }
 
-/// Interned cuts: a model has few distinct ones.
+/// Interned cuts; a model has few distinct ones.
 #[derive(Debug, Default)]
 pub(crate) struct CutsTable {
     ids: FxHashMap<(u64, Vec<Cut>), u32>,
@@ -139,9 +139,9 @@ impl CutsTable {
     }
 }
 
-/// Where a mesh dimension points: tensor coordinates per mesh position and back.
+/// Maps mesh positions to tensor coordinates and back.
 #[derive(Debug)]
-pub(crate) struct Spread {
+pub(crate) struct MeshMap {
     /// `[tensor dim][mesh position]` → coordinate along that dimension.
     coords: Vec<Vec<u32>>,
     /// `[tensor dim][coordinate]` → contribution to the mesh position.
@@ -150,9 +150,9 @@ pub(crate) struct Spread {
     pub replicas: Vec<u32>,
 }
 
-impl Spread {
+impl MeshMap {
     /// `dims[m]` is the tensor dimension that mesh dimension `m` shards, or `None` if it replicates.
-    pub fn new(mesh_shape: &[u32], dims: &[Option<u32>], ndim: usize) -> Spread {
+    pub fn new(mesh_shape: &[u32], dims: &[Option<u32>], ndim: usize) -> MeshMap {
         let mut strides = vec![1u32; mesh_shape.len()];
         for m in (0..mesh_shape.len().saturating_sub(1)).rev() {
             strides[m] = strides[m + 1] * mesh_shape[m + 1];
@@ -181,7 +181,7 @@ impl Spread {
                     .collect()
             })
             .collect();
-        Spread { coords, offsets, replicas: steps(None) }
+        MeshMap { coords, offsets, replicas: steps(None) }
     }
 
     pub fn coord(&self, dim: usize, position: u32) -> u32 {

@@ -5,10 +5,10 @@ use smallvec::SmallVec;
 use crate::assign::{Assignment, Part, Senders};
 use crate::coalesce::{coalesce, RawCopy};
 use crate::error::Result;
-use crate::layout::Held;
+use crate::layout::HeldLeaf;
 use crate::matching::Matcher;
-use crate::overlap::{Share, Stretch};
-use crate::place::Dims;
+use crate::overlap::{Share, StridedRange};
+use crate::placer::Dims;
 use crate::shape::{Loop, Shape};
 
 /// The copies into one target rank, per dense source rank.
@@ -54,14 +54,14 @@ pub(crate) fn emit(
     let mut holders = Vec::new();
     for nth in 0..matcher.target.held_in(target, container).len() {
         let to = matcher.target.held_in(target, container)[nth];
-        for meeting in matcher.meetings(to)? {
-            let decision = assignment.decision(target, meeting);
+        for leaf_region in matcher.leaf_regions(to)? {
+            let decision = assignment.decision(target, leaf_region);
             let class = decision.map_or(0, |d| d.class as usize);
-            let overlap = matcher.overlap(meeting, class);
+            let overlap = matcher.overlap(leaf_region, class);
             let matcher = &*matcher;
             let mut nth_box = 0;
             matcher.boxes(&overlap, |shares| {
-                matcher.holders(&matcher.classes(meeting)[class], shares, &mut holders);
+                matcher.holders(&matcher.classes(leaf_region)[class], shares, &mut holders);
                 let mut send = |holder: u32, part: Option<&Part>| {
                     if let Some(&from) = holders.get(holder as usize) {
                         let copies = strided(matcher, from, to, shares, part);
@@ -84,11 +84,11 @@ pub(crate) fn emit(
     Ok(())
 }
 
-/// One copy per combination of stretches; almost always one.
+/// One copy per combination of ranges; almost always one.
 fn strided(
     matcher: &Matcher<'_>,
-    from: Held,
-    to: Held,
+    from: HeldLeaf,
+    to: HeldLeaf,
     shares: &[&Share],
     part: Option<&Part>,
 ) -> SmallVec<[RawCopy; 1]> {
@@ -105,7 +105,7 @@ fn strided(
         let (mut src_offset, mut dst_offset) = (src_base, dst_base);
         for (d, share) in shares.iter().enumerate() {
             let (src_stride, dst_stride) = (src_strides[d], dst_strides[d]);
-            let s = narrowed(share.stretches[at[d]], d, part);
+            let s = narrowed(share.ranges[at[d]], d, part);
             src_offset += s.src * src_stride;
             dst_offset += s.dst * dst_stride;
             loops.push(Loop { count: s.len, src_stride, dst_stride });
@@ -126,7 +126,7 @@ fn strided(
         });
         for d in (0..shares.len()).rev() {
             at[d] += 1;
-            if at[d] < shares[d].stretches.len() {
+            if at[d] < shares[d].ranges.len() {
                 continue 'copies;
             }
             at[d] = 0;
@@ -135,14 +135,11 @@ fn strided(
     }
 }
 
-fn narrowed(stretch: Stretch, dim: usize, part: Option<&Part>) -> Stretch {
+fn narrowed(range: StridedRange, dim: usize, part: Option<&Part>) -> StridedRange {
     match part {
-        Some(p) if p.dim as usize == dim => Stretch {
-            src: stretch.src + p.lo,
-            dst: stretch.dst + p.lo,
-            len: p.hi - p.lo,
-            ..stretch
-        },
-        _ => stretch,
+        Some(p) if p.dim as usize == dim => {
+            StridedRange { src: range.src + p.lo, dst: range.dst + p.lo, len: p.hi - p.lo, ..range }
+        }
+        _ => range,
     }
 }

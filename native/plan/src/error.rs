@@ -1,4 +1,4 @@
-//! What can go wrong between two layouts and a plan.
+//! Errors of planning, decoding and executing.
 
 use std::fmt;
 
@@ -18,11 +18,11 @@ impl fmt::Display for Role {
     }
 }
 
-/// A refusal to plan, to decode or to execute; each names what and who, and what to do next.
+/// An error of planning, decoding or executing. Each names tensor, container and rank.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A side, mesh or layout expression that means nothing.
+    /// An invalid side, mesh or layout expression.
     #[error("{role} {subject}: {problem}")]
     Invalid { role: Role, subject: String, problem: String },
 
@@ -96,7 +96,7 @@ fn and_more(count: usize) -> String {
 }
 
 impl PlanError {
-    /// A stable word for the kind of refusal; the Python classes are named after it.
+    /// A stable word for the kind of error; the Python classes are named after it.
     pub fn kind(&self) -> &'static str {
         match self {
             PlanError::Invalid { .. } => "invalid",

@@ -3,16 +3,16 @@
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use crate::cuts::{Cut, CutsTable, Spread};
+use crate::cuts::{Cut, CutsTable, MeshMap};
 use crate::error::{PlanError, Result, Role};
-use crate::layout::{Evaluated, Held, Leaf, MeshRanks, NOTHING};
+use crate::layout::{Evaluated, HeldLeaf, Leaf, MeshRanks, NOTHING};
 use crate::model::{Container, LeafExpr, Node, Placement, Side};
-use crate::place::{is_empty, Dims, Footprint, Placer};
+use crate::placer::{is_empty, ContainerFootprint, Dims, Placer};
 
-type SpreadKey = (Vec<u32>, Vec<Option<u32>>, usize);
+type MeshMapKey = (Vec<u32>, Vec<Option<u32>>, usize);
 
-/// What containers of one form have in common: a model repeats a form in every layer.
-struct Form {
+/// The parts that containers of one form share; a model repeats a form in every layer.
+struct ContainerForm {
     /// First leaf of the container that was evaluated.
     first_leaf: u32,
     /// Rank, ordinal of the leaf, mesh position; by rank.
@@ -20,10 +20,10 @@ struct Form {
 }
 
 #[derive(Default)]
-struct Known {
-    spreads: FxHashMap<SpreadKey, u32>,
+struct InternTables {
+    mesh_maps: FxHashMap<MeshMapKey, u32>,
     strides: FxHashMap<Dims<u64>, u32>,
-    forms: FxHashMap<Vec<u64>, Form>,
+    forms: FxHashMap<Vec<u64>, ContainerForm>,
 }
 
 impl<'s> Evaluated<'s> {
@@ -46,7 +46,7 @@ impl<'s> Evaluated<'s> {
             side,
             leaves: Vec::new(),
             meshes,
-            spreads: Vec::new(),
+            mesh_maps: Vec::new(),
             held: vec![Vec::new(); side.ranks.len()],
             starts: vec![Vec::new(); side.ranks.len()],
             dense,
@@ -54,7 +54,7 @@ impl<'s> Evaluated<'s> {
             strides_of: Vec::new(),
             stride_sets: Vec::new(),
         };
-        let mut known = Known::default();
+        let mut known = InternTables::default();
         for index in 0..side.containers.len() {
             let first = this.leaves.len() as u32;
             for node in &side.containers[index].nodes {
@@ -73,7 +73,7 @@ impl<'s> Evaluated<'s> {
         container: u32,
         expr: &LeafExpr,
         cuts: &mut CutsTable,
-        known: &mut Known,
+        known: &mut InternTables,
     ) -> Result<()> {
         let mesh = &self.side.meshes[expr.mesh as usize];
         let tensor = &self.side.tensors[expr.tensor as usize];
@@ -107,10 +107,10 @@ impl<'s> Evaluated<'s> {
                 )
             })?);
         }
-        let next = self.spreads.len() as u32;
-        let spread =
-            *known.spreads.entry((mesh.shape.clone(), sharded, ndim)).or_insert_with_key(|key| {
-                self.spreads.push(Spread::new(&key.0, &key.1, ndim));
+        let next = self.mesh_maps.len() as u32;
+        let mesh_map =
+            *known.mesh_maps.entry((mesh.shape.clone(), sharded, ndim)).or_insert_with_key(|key| {
+                self.mesh_maps.push(MeshMap::new(&key.0, &key.1, ndim));
                 next
             });
         let first = self.bases.len();
@@ -127,7 +127,7 @@ impl<'s> Evaluated<'s> {
             tensor: expr.tensor,
             container,
             mesh: expr.mesh,
-            spread,
+            mesh_map,
             cuts: ids,
             origin,
             size,
@@ -137,7 +137,7 @@ impl<'s> Evaluated<'s> {
     }
 
     fn local_shape(&self, leaf: u32, position: u32, cuts: &CutsTable) -> Dims<u64> {
-        let held = Held { leaf, position };
+        let held = HeldLeaf { leaf, position };
         let cut = &self.leaves[leaf as usize].cuts;
         cut.iter()
             .enumerate()
@@ -151,12 +151,12 @@ impl<'s> Evaluated<'s> {
         index: u32,
         first_leaf: u32,
         cuts: &CutsTable,
-        known: &mut Known,
+        known: &mut InternTables,
     ) -> Result<()> {
         let key = self.form_of(index, first_leaf);
         if !known.forms.contains_key(&key) {
             let held = self.place_anew(index, first_leaf, cuts, &mut known.strides)?;
-            known.forms.insert(key.clone(), Form { first_leaf, held });
+            known.forms.insert(key.clone(), ContainerForm { first_leaf, held });
         }
         let form = &known.forms[&key];
         let leaves = self.leaves.len() as u32 - first_leaf;
@@ -173,12 +173,12 @@ impl<'s> Evaluated<'s> {
             if starts.last().is_none_or(|s| s.0 != index) {
                 starts.push((index, list.len() as u32));
             }
-            list.push(Held { leaf: first_leaf + ordinal, position });
+            list.push(HeldLeaf { leaf: first_leaf + ordinal, position });
         }
         Ok(())
     }
 
-    /// All that decides where a container's leaves lie, and on whom.
+    /// A key of everything that determines where a container's leaves lie, and on which ranks.
     fn form_of(&self, index: u32, first_leaf: u32) -> Vec<u64> {
         let container = &self.side.containers[index as usize];
         let mut key = vec![u64::from(self.side.dtypes[container.dtype as usize].itemsize)];
@@ -187,7 +187,7 @@ impl<'s> Evaluated<'s> {
             match node {
                 Node::Leaf(_) => {
                     let Some(leaf) = leaves.next() else { continue };
-                    key.extend([0, u64::from(leaf.mesh), u64::from(leaf.spread)]);
+                    key.extend([0, u64::from(leaf.mesh), u64::from(leaf.mesh_map)]);
                     key.push(leaf.cuts.len() as u64);
                     key.extend(leaf.cuts.iter().map(|&c| u64::from(c)));
                 }
@@ -231,16 +231,17 @@ impl<'s> Evaluated<'s> {
                 if is_empty(&self.local_shape(leaf, position, cuts)) {
                     continue;
                 }
-                let spot = placer.spot(node);
+                let leaf_offset = placer.leaf_offset(node);
                 let ndim = self.leaves[leaf as usize].cuts.len();
-                let strides = Dims::from_slice(&footprint.strides[spot.axis..spot.axis + ndim]);
+                let strides =
+                    Dims::from_slice(&footprint.strides[leaf_offset.axis..leaf_offset.axis + ndim]);
                 let next = self.stride_sets.len() as u32;
                 let id = *stride_ids.entry(strides).or_insert_with_key(|key| {
                     self.stride_sets.push(key.clone());
                     next
                 });
                 let entry = (self.leaves[leaf as usize].first + position) as usize;
-                self.bases[entry] = spot.base;
+                self.bases[entry] = leaf_offset.base;
                 self.strides_of[entry] = id;
                 found.push((rank, ordinal, position));
             }
@@ -254,7 +255,7 @@ impl<'s> Evaluated<'s> {
         first_leaf: u32,
         rank: u32,
         cuts: &CutsTable,
-    ) -> Result<Option<Footprint>> {
+    ) -> Result<Option<ContainerFootprint>> {
         placer.place(self.rank_id(rank), |ordinal| {
             let leaf = first_leaf + ordinal;
             let mesh = &self.meshes[self.leaves[leaf as usize].mesh as usize];
@@ -280,7 +281,7 @@ impl<'s> Evaluated<'s> {
         ranks
     }
 
-    /// A rank finds its buffers by name, so a name means one container on each rank.
+    /// Checks that a name means one container on each rank: ranks find their buffers by name.
     fn check_names(&self) -> Result<()> {
         let mut by_name: FxHashMap<&str, Vec<u32>> = FxHashMap::default();
         for (index, container) in self.side.containers.iter().enumerate() {

@@ -1,27 +1,26 @@
-//! A plan in words: who sends which box of which tensor to whom, and why that replica.
+//! A plan in words: which rank sends which box of which tensor, and why that replica was chosen.
 //!
-//! Boxes and reasons aren't stored: they are found again from the two sides, which always gives
-//! the same answer.
+//! Boxes and reasons aren't stored: they are computed again from the two sides, with equal results.
 
 use std::fmt::Write;
 
 use crate::assign::{assign, Assignment, Senders};
 use crate::error::{PlanError, Result, Role};
-use crate::layout::Held;
-use crate::matching::{Matcher, Meeting};
+use crate::layout::HeldLeaf;
+use crate::matching::{LeafRegion, Matcher};
 use crate::overlap::Share;
 use crate::plan::Plan;
 use crate::regions::Bounds;
-use crate::twins::sections;
+use crate::replicas::sections;
 
-/// Lines after which an explanation stops and says so.
+/// Maximum number of lines of an explanation.
 const MAX_LINES: usize = 2000;
 
-/// Links listed in a summary.
+/// Number of links that a summary lists.
 const BUSIEST: usize = 8;
 
 impl Plan {
-    /// The whole plan in figures, or what concerns one tensor or container, one target rank.
+    /// A summary of the plan, or the copies of one tensor or container, or into one target rank.
     ///
     /// # Errors
     /// [`PlanError::Invalid`] when neither side has a tensor or container of that name,
@@ -40,20 +39,20 @@ impl Plan {
             return Err(PlanError::invalid(
                 Role::Target,
                 format!("name `{name}`"),
-                "is no tensor or container of the plan; list them with to_dict()",
+                "is neither a tensor nor a container of the plan; list them with to_dict()",
             ));
         }
         let mut matcher = Matcher::new(&self.source, &self.target, self.options)?;
         let sections = sections(&matcher.target);
         let assignment = assign(&mut matcher, &sections, self.options.min_split_bytes)?;
-        let mut teller = Teller { matcher, assignment, lines: 0, out: &mut out };
+        let mut explainer = Explainer { matcher, assignment, lines: 0, out: &mut out };
         for target in 0..self.target.ranks.len() as u32 {
             if only.is_none() || only == Some(target) {
-                teller.target(target, name)?;
+                explainer.target(target, name)?;
             }
         }
-        if teller.lines == 0 {
-            out.push_str("  nothing moves that matches\n");
+        if explainer.lines == 0 {
+            out.push_str("  no copy matches\n");
         }
         Ok(out)
     }
@@ -86,20 +85,20 @@ impl Plan {
             );
         }
         if links.len() > BUSIEST {
-            let _ = writeln!(out, "  and {} links with no more than that", links.len() - BUSIEST);
+            let _ = writeln!(out, "and {} more links, none with more bytes", links.len() - BUSIEST);
         }
         out
     }
 }
 
-struct Teller<'o, 's> {
+struct Explainer<'o, 's> {
     matcher: Matcher<'s>,
     assignment: Assignment,
     lines: usize,
     out: &'o mut String,
 }
 
-impl Teller<'_, '_> {
+impl Explainer<'_, '_> {
     fn line(&mut self, text: &str) {
         self.lines += 1;
         match self.lines.cmp(&MAX_LINES) {
@@ -108,7 +107,7 @@ impl Teller<'_, '_> {
                 self.out.push('\n');
             }
             std::cmp::Ordering::Equal => {
-                self.out.push_str("  more follows; name a tensor or a rank to see it\n");
+                self.out.push_str("more lines follow; name a tensor or a rank to see them\n");
             }
             std::cmp::Ordering::Greater => {}
         }
@@ -117,26 +116,31 @@ impl Teller<'_, '_> {
     fn target(&mut self, target: u32, name: Option<&str>) -> Result<()> {
         for nth in 0..self.matcher.target.held[target as usize].len() {
             let to = self.matcher.target.held[target as usize][nth];
-            for meeting in self.matcher.meetings(to)? {
-                self.meeting(target, meeting, name)?;
+            for leaf_region in self.matcher.leaf_regions(to)? {
+                self.leaf_region(target, leaf_region, name)?;
             }
         }
         Ok(())
     }
 
-    fn meeting(&mut self, target: u32, meeting: Meeting, name: Option<&str>) -> Result<()> {
-        let to = meeting.to;
-        let decision = self.assignment.decision(target, meeting);
+    fn leaf_region(
+        &mut self,
+        target: u32,
+        leaf_region: LeafRegion,
+        name: Option<&str>,
+    ) -> Result<()> {
+        let to = leaf_region.to;
+        let decision = self.assignment.decision(target, leaf_region);
         let class = decision.map_or(0, |d| d.class as usize);
         let matcher = &mut self.matcher;
         let wanted = |text: &str| name.is_none_or(|n| n == text);
-        let ours = wanted(matcher.target.tensor_name(to.leaf))
+        let target_matches = wanted(matcher.target.tensor_name(to.leaf))
             || wanted(matcher.target.container_name(to.leaf));
-        let theirs = matcher.classes(meeting).iter().flatten();
-        if !ours && !theirs.into_iter().any(|&l| wanted(matcher.source.container_name(l))) {
+        let mut source_leaves = matcher.classes(leaf_region).iter().flatten();
+        if !target_matches && !source_leaves.any(|&l| wanted(matcher.source.container_name(l))) {
             return Ok(());
         }
-        let overlap = matcher.overlap(meeting, class);
+        let overlap = matcher.overlap(leaf_region, class);
         let matcher = &self.matcher;
         let mut lines = vec![format!(
             "tensor `{}`, target rank {} container `{}`: wants {}",
@@ -148,9 +152,9 @@ impl Teller<'_, '_> {
         let mut nth_box = 0;
         let mut holders = Vec::new();
         matcher.boxes(&overlap, |shares| {
-            matcher.holders(&matcher.classes(meeting)[class], shares, &mut holders);
+            matcher.holders(&matcher.classes(leaf_region)[class], shares, &mut holders);
             let whole = self.bounds(to, shares);
-            let mut tell = |holder: u32, bounds: &Bounds| {
+            let mut add = |holder: u32, bounds: &Bounds| {
                 let Some(&from) = holders.get(holder as usize) else { return };
                 lines.push(format!(
                     "  from rank {} container `{}`: {}, {}",
@@ -161,15 +165,15 @@ impl Teller<'_, '_> {
                 ));
             };
             match decision.map(|d| self.assignment.senders(d, nth_box)) {
-                None => tell(0, &whole),
-                Some(Senders::One(holder)) => tell(holder, &whole),
+                None => add(0, &whole),
+                Some(Senders::One(holder)) => add(holder, &whole),
                 Some(Senders::Parts(parts)) => {
                     for part in parts {
                         let mut bounds = whole.clone();
                         let d = part.dim as usize;
                         bounds.hi[d] = bounds.lo[d] + part.hi;
                         bounds.lo[d] += part.lo;
-                        tell(part.holder, &bounds);
+                        add(part.holder, &bounds);
                     }
                 }
             }
@@ -181,22 +185,20 @@ impl Teller<'_, '_> {
     }
 
     /// The box around the shares, in indices of the logical tensor.
-    fn bounds(&self, to: Held, shares: &[&Share]) -> Bounds {
+    fn bounds(&self, to: HeldLeaf, shares: &[&Share]) -> Bounds {
         let mut bounds = Bounds { lo: Default::default(), hi: Default::default() };
         for (d, share) in shares.iter().enumerate() {
             let index = |local: u64| self.matcher.global_index(to, d, local);
-            let first = share.stretches.first().map_or(0, |s| s.dst);
-            let last = share
-                .stretches
-                .last()
-                .map_or(0, |s| s.dst + (s.count - 1) * s.dst_step + s.len - 1);
+            let first = share.ranges.first().map_or(0, |s| s.dst);
+            let last =
+                share.ranges.last().map_or(0, |s| s.dst + (s.count - 1) * s.dst_step + s.len - 1);
             bounds.lo.push(index(first));
             bounds.hi.push(index(last) + 1);
         }
         bounds
     }
 
-    fn reason(&self, from: Held, holders: &[Held]) -> String {
+    fn reason(&self, from: HeldLeaf, holders: &[HeldLeaf]) -> String {
         if holders.len() == 1 {
             return "the only holder".into();
         }

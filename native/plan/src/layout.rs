@@ -1,22 +1,22 @@
-//! A side, evaluated: which rank keeps which box of which tensor at which byte.
+//! An evaluated side: which rank holds which box of which tensor at which byte.
 
 use rustc_hash::FxHashMap;
 
-use crate::cuts::Spread;
+use crate::cuts::MeshMap;
 use crate::error::Role;
 use crate::model::Side;
-use crate::place::Dims;
+use crate::placer::Dims;
 
-/// Marks a mesh position that keeps nothing of a leaf.
+/// Marks a mesh position that holds nothing of a leaf.
 pub(crate) const NOTHING: u32 = u32::MAX;
 
-/// One leaf expression, ready to be intersected with others.
+/// One evaluated leaf expression.
 #[derive(Debug)]
 pub(crate) struct Leaf {
     pub tensor: u32,
     pub container: u32,
     pub mesh: u32,
-    pub spread: u32,
+    pub mesh_map: u32,
     /// Cuts of each dimension, relative to `origin`.
     pub cuts: Dims<u32>,
     /// The leaf's box of the logical tensor.
@@ -28,7 +28,7 @@ pub(crate) struct Leaf {
 
 /// A leaf as one rank holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Held {
+pub(crate) struct HeldLeaf {
     pub leaf: u32,
     /// The rank's position in the leaf's mesh.
     pub position: u32,
@@ -54,9 +54,9 @@ pub(crate) struct Evaluated<'s> {
     pub side: &'s Side,
     pub leaves: Vec<Leaf>,
     pub meshes: Vec<MeshRanks>,
-    pub spreads: Vec<Spread>,
-    /// What each rank (dense index) holds, in container order.
-    pub held: Vec<Vec<Held>>,
+    pub mesh_maps: Vec<MeshMap>,
+    /// The leaves that each rank (dense index) holds, in container order.
+    pub held: Vec<Vec<HeldLeaf>>,
     /// Per rank, each container it holds and where that begins in `held`.
     pub starts: Vec<Vec<(u32, u32)>>,
     /// Dense index per rank id.
@@ -69,8 +69,8 @@ pub(crate) struct Evaluated<'s> {
 }
 
 impl Evaluated<'_> {
-    /// Base byte and byte strides of a held leaf; `None` where the mesh position keeps nothing.
-    pub fn placed(&self, held: Held) -> Option<(u64, &[u64])> {
+    /// Base byte and byte strides of a held leaf; `None` where the mesh position holds nothing.
+    pub fn placed(&self, held: HeldLeaf) -> Option<(u64, &[u64])> {
         let entry = (self.leaves[held.leaf as usize].first + held.position) as usize;
         match self.strides_of[entry] {
             NOTHING => None,
@@ -78,26 +78,26 @@ impl Evaluated<'_> {
         }
     }
 
-    /// Same shape and placement in memory: everything by which two ranks' copies could differ.
-    pub fn placed_key(&self, held: Held) -> (u64, u32) {
+    /// Offset and strides in memory: everything in which two ranks' copies could differ.
+    pub fn placed_key(&self, held: HeldLeaf) -> (u64, u32) {
         let entry = (self.leaves[held.leaf as usize].first + held.position) as usize;
         (self.bases[entry], self.strides_of[entry])
     }
 
-    /// Containers a rank holds anything of, ascending.
+    /// Containers of which a rank holds at least one leaf, ascending.
     pub fn containers_of(&self, rank: u32) -> impl Iterator<Item = u32> + '_ {
         self.starts[rank as usize].iter().map(|s| s.0)
     }
 
-    /// What a rank holds of a container.
-    pub fn held_in(&self, rank: u32, container: u32) -> &[Held] {
+    /// The leaves that a rank holds of a container.
+    pub fn held_in(&self, rank: u32, container: u32) -> &[HeldLeaf] {
         let (starts, held) = (&self.starts[rank as usize], &self.held[rank as usize]);
         let Ok(at) = starts.binary_search_by_key(&container, |s| s.0) else { return &[] };
         let end = starts.get(at + 1).map_or(held.len(), |s| s.1 as usize);
         &held[starts[at].1 as usize..end]
     }
 
-    pub fn rank_of(&self, held: Held) -> u32 {
+    pub fn rank_of(&self, held: HeldLeaf) -> u32 {
         let mesh = self.leaves[held.leaf as usize].mesh;
         self.meshes[mesh as usize].at[held.position as usize]
     }
@@ -106,9 +106,9 @@ impl Evaluated<'_> {
         self.side.ranks[dense as usize]
     }
 
-    pub fn coord(&self, held: Held, dim: usize) -> u32 {
+    pub fn coord(&self, held: HeldLeaf, dim: usize) -> u32 {
         let leaf = &self.leaves[held.leaf as usize];
-        self.spreads[leaf.spread as usize].coord(dim, held.position)
+        self.mesh_maps[leaf.mesh_map as usize].coord(dim, held.position)
     }
 
     pub fn tensor_name(&self, leaf: u32) -> &str {

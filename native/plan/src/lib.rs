@@ -21,15 +21,15 @@ mod matching;
 mod model;
 mod order;
 mod overlap;
-mod place;
+mod placer;
 mod plan;
 mod planner;
 mod regions;
+mod replicas;
 mod shape;
 mod side;
 mod spec;
 mod store;
-mod twins;
 mod wire;
 
 pub use apply::{apply, BufferKey};
@@ -41,6 +41,6 @@ pub use model::{
 pub use order::{Balance, Transfer};
 pub use plan::{Copy, LinkTotal, Plan};
 pub use planner::plan;
+pub use replicas::Holders;
 pub use shape::{Loop, MAX_LOOPS};
 pub use spec::{ContainerSpec, Layout, SideSpec, TensorSpec};
-pub use twins::Holders;

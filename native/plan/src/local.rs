@@ -1,13 +1,13 @@
-//! The buffers that one rank must bring.
+//! The buffers that one rank must provide.
 
 use crate::cuts::CutsTable;
 use crate::error::{PlanError, Result, Role};
 use crate::evaluate::leaf_nodes;
 use crate::layout::Evaluated;
 use crate::model::Side;
-use crate::place::Placer;
+use crate::placer::Placer;
 
-/// A container as one rank has it, for whoever binds buffers to a plan.
+/// A container as one rank has it; callers bind buffers of this form to a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocalContainer {
     pub index: u32,
@@ -19,7 +19,7 @@ pub struct LocalContainer {
 }
 
 impl Side {
-    /// The containers of a rank, in order, empty ones left out.
+    /// The non-empty containers of a rank, in order.
     pub fn local_containers(&self, role: Role, rank: u32) -> Result<Vec<LocalContainer>> {
         if !self.ranks.contains(&rank) {
             let problem = format!("the {role} side has no such rank");

@@ -1,16 +1,16 @@
-//! Which source boxes a target box is made of, and who could send each.
+//! The source boxes that a target box consists of, and the ranks that hold each.
 
 use smallvec::SmallVec;
 
 use crate::cuts::CutsTable;
 use crate::error::{PlanError, Result, Role};
-use crate::layout::{Evaluated, Held};
+use crate::layout::{Evaluated, HeldLeaf};
 use crate::model::{Extra, Options};
 use crate::overlap::{products, DimOverlap, DimQuery, Overlaps, Share};
-use crate::place::Dims;
+use crate::placer::Dims;
 use crate::regions::{index, Bounds, Regions};
 
-/// Both sides, matched tensor by tensor.
+/// Source and target layout, matched tensor by tensor.
 #[derive(Debug)]
 pub(crate) struct Matcher<'s> {
     pub source: Evaluated<'s>,
@@ -22,10 +22,10 @@ pub(crate) struct Matcher<'s> {
     overlaps: Overlaps,
 }
 
-/// A target leaf on one rank, met with one region of its tensor.
+/// A target leaf on one rank, and one region of its tensor that overlaps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Meeting {
-    pub to: Held,
+pub(crate) struct LeafRegion {
+    pub to: HeldLeaf,
     pub region: u32,
 }
 
@@ -49,7 +49,7 @@ impl<'s> Matcher<'s> {
     }
 
     /// The smallest box of the tensor around what a rank holds of a leaf.
-    pub fn bounds(&self, held: Held, role: Role) -> Bounds {
+    pub fn bounds(&self, held: HeldLeaf, role: Role) -> Bounds {
         let side = if role == Role::Source { &self.source } else { &self.target };
         let leaf = &side.leaves[held.leaf as usize];
         let (mut lo, mut hi) = (Dims::new(), Dims::new());
@@ -62,7 +62,7 @@ impl<'s> Matcher<'s> {
     }
 
     /// Index in the logical tensor of a local index of a target rank.
-    pub fn global_index(&self, held: Held, dim: usize, local: u64) -> u64 {
+    pub fn global_index(&self, held: HeldLeaf, dim: usize, local: u64) -> u64 {
         let leaf = &self.target.leaves[held.leaf as usize];
         let segments = self.cuts.get(leaf.cuts[dim]).of(self.target.coord(held, dim));
         let at = segments.partition_point(|s| s.local <= local).saturating_sub(1);
@@ -70,7 +70,7 @@ impl<'s> Matcher<'s> {
     }
 
     /// Elements a rank holds of a leaf.
-    pub fn elements(&self, held: Held) -> u64 {
+    pub fn elements(&self, held: HeldLeaf) -> u64 {
         let leaf = &self.target.leaves[held.leaf as usize];
         leaf.cuts
             .iter()
@@ -79,39 +79,42 @@ impl<'s> Matcher<'s> {
             .product()
     }
 
-    /// The regions a held leaf meets; an error if they don't cover it.
-    pub fn meetings(&mut self, to: Held) -> Result<SmallVec<[Meeting; 1]>> {
+    /// The regions that overlap a held leaf.
+    ///
+    /// # Errors
+    /// [`PlanError::Uncovered`] when they don't cover it.
+    pub fn leaf_regions(&mut self, to: HeldLeaf) -> Result<SmallVec<[LeafRegion; 1]>> {
         let bounds = self.bounds(to, Role::Target);
         let near: SmallVec<[usize; 1]> = self.regions_of(to.leaf).near(&bounds).collect();
-        let mut meetings = SmallVec::new();
+        let mut leaf_regions = SmallVec::new();
         let mut met = 0u64;
         for region in near {
-            let meeting = Meeting { to, region: region as u32 };
-            let dims = self.overlap(meeting, 0);
+            let leaf_region = LeafRegion { to, region: region as u32 };
+            let dims = self.overlap(leaf_region, 0);
             let elements = self.volume(&dims);
             if elements > 0 {
                 met += elements;
-                meetings.push(meeting);
+                leaf_regions.push(leaf_region);
             }
         }
         if met != self.elements(to) {
             return Err(self.uncovered(to, &bounds));
         }
-        Ok(meetings)
+        Ok(leaf_regions)
     }
 
-    pub fn classes(&self, meeting: Meeting) -> &[Vec<u32>] {
-        let regions = self.regions_of(meeting.to.leaf);
-        &regions.regions[meeting.region as usize].classes
+    pub fn classes(&self, leaf_region: LeafRegion) -> &[Vec<u32>] {
+        let regions = self.regions_of(leaf_region.to.leaf);
+        &regions.regions[leaf_region.region as usize].classes
     }
 
-    /// Only one rank can send each box of this meeting.
-    pub fn is_fixed(&self, meeting: Meeting) -> bool {
-        match self.classes(meeting) {
+    /// Whether each box has exactly one holder.
+    pub fn is_fixed(&self, leaf_region: LeafRegion) -> bool {
+        match self.classes(leaf_region) {
             [class] => match class.as_slice() {
                 [leaf] => {
-                    let spread = self.source.leaves[*leaf as usize].spread as usize;
-                    self.source.spreads[spread].replicas.len() == 1
+                    let mesh_map = self.source.leaves[*leaf as usize].mesh_map as usize;
+                    self.source.mesh_maps[mesh_map].replicas.len() == 1
                 }
                 _ => false,
             },
@@ -119,19 +122,20 @@ impl<'s> Matcher<'s> {
         }
     }
 
-    /// Per-dimension overlaps of a meeting with the leaves of one class.
-    pub fn overlap(&mut self, meeting: Meeting, class: usize) -> Dims<u32> {
-        let regions = &self.regions
-            [self.tensors[self.target.leaves[meeting.to.leaf as usize].tensor as usize] as usize];
-        let region = &regions.regions[meeting.region as usize];
+    /// Per-dimension overlaps with the leaves of one class.
+    pub fn overlap(&mut self, leaf_region: LeafRegion, class: usize) -> Dims<u32> {
+        let regions = &self.regions[self.tensors
+            [self.target.leaves[leaf_region.to.leaf as usize].tensor as usize]
+            as usize];
+        let region = &regions.regions[leaf_region.region as usize];
         let from = &self.source.leaves[region.classes[class][0] as usize];
-        let to = &self.target.leaves[meeting.to.leaf as usize];
+        let to = &self.target.leaves[leaf_region.to.leaf as usize];
         let mut ids = Dims::new();
         for d in 0..to.cuts.len() {
             let query = DimQuery {
                 source: from.cuts[d],
                 target: to.cuts[d],
-                coord: self.target.coord(meeting.to, d),
+                coord: self.target.coord(leaf_region.to, d),
                 shift: i128::from(from.origin[d]) - i128::from(to.origin[d]),
                 clip: (region.bounds.lo[d] - from.origin[d], region.bounds.hi[d] - from.origin[d]),
             };
@@ -140,7 +144,7 @@ impl<'s> Matcher<'s> {
         ids
     }
 
-    /// Visits each source box of a meeting: one share per dimension.
+    /// Visits each source box: one share per dimension.
     pub fn boxes(&self, overlap: &[u32], visit: impl FnMut(&[&Share]) -> Result<()>) -> Result<()> {
         let dims: Dims<&DimOverlap> = overlap.iter().map(|&d| self.overlaps.get(d)).collect();
         products(&dims, visit)
@@ -151,15 +155,16 @@ impl<'s> Matcher<'s> {
         overlap.iter().map(|&d| self.overlaps.get(d).len).product()
     }
 
-    /// Everyone who keeps a source box, in a fixed order.
-    pub fn holders(&self, class: &[u32], shares: &[&Share], found: &mut Vec<Held>) {
+    /// All holders of a source box, in a fixed order.
+    pub fn holders(&self, class: &[u32], shares: &[&Share], found: &mut Vec<HeldLeaf>) {
         found.clear();
         for &leaf in class {
-            let spread = &self.source.spreads[self.source.leaves[leaf as usize].spread as usize];
+            let mesh_map =
+                &self.source.mesh_maps[self.source.leaves[leaf as usize].mesh_map as usize];
             let first: u32 =
-                shares.iter().enumerate().map(|(d, s)| spread.offset(d, s.coord)).sum();
-            for replica in &spread.replicas {
-                let held = Held { leaf, position: first + replica };
+                shares.iter().enumerate().map(|(d, s)| mesh_map.offset(d, s.coord)).sum();
+            for replica in &mesh_map.replicas {
+                let held = HeldLeaf { leaf, position: first + replica };
                 if self.source.placed(held).is_some() {
                     found.push(held);
                 }
@@ -167,16 +172,16 @@ impl<'s> Matcher<'s> {
         }
     }
 
-    /// Refuses a box nobody keeps.
-    pub fn nobody_holds(&self, meeting: Meeting, class: usize, shares: &[&Share]) -> PlanError {
-        let leaf = self.classes(meeting)[class][0];
-        let spread = &self.source.spreads[self.source.leaves[leaf as usize].spread as usize];
-        let position = shares.iter().enumerate().map(|(d, s)| spread.offset(d, s.coord)).sum();
-        let bounds = self.bounds(Held { leaf, position }, Role::Source);
-        self.uncovered_box(meeting.to, &bounds)
+    /// The error for a box without a holder.
+    pub fn no_holder(&self, leaf_region: LeafRegion, class: usize, shares: &[&Share]) -> PlanError {
+        let leaf = self.classes(leaf_region)[class][0];
+        let mesh_map = &self.source.mesh_maps[self.source.leaves[leaf as usize].mesh_map as usize];
+        let position = shares.iter().enumerate().map(|(d, s)| mesh_map.offset(d, s.coord)).sum();
+        let bounds = self.bounds(HeldLeaf { leaf, position }, Role::Source);
+        self.uncovered_box(leaf_region.to, &bounds)
     }
 
-    fn uncovered_box(&self, to: Held, bounds: &Bounds) -> PlanError {
+    fn uncovered_box(&self, to: HeldLeaf, bounds: &Bounds) -> PlanError {
         PlanError::Uncovered {
             tensor: self.target.tensor_name(to.leaf).into(),
             container: self.target.container_name(to.leaf).into(),
@@ -186,7 +191,7 @@ impl<'s> Matcher<'s> {
     }
 
     /// Narrows the wanted box to its first part that lies in no region, dimension by dimension.
-    fn uncovered(&self, to: Held, wanted: &Bounds) -> PlanError {
+    fn uncovered(&self, to: HeldLeaf, wanted: &Bounds) -> PlanError {
         let regions = self.regions_of(to.leaf);
         let mut missing = wanted.clone();
         let mut rivals: Vec<&Bounds> =

@@ -1,7 +1,7 @@
 //! The vocabulary of the algebra: tensors, meshes, placements, layout expressions, sides.
 //!
 //! A layout expression is kept as a flat list in postfix order, so that reading, checking and
-//! evaluating one never recurses, however deep its author nested it.
+//! evaluating one never recurses, at any depth.
 
 use serde::{Deserialize, Serialize};
 
@@ -86,7 +86,7 @@ pub struct Container {
     pub ranks: Option<Vec<u32>>,
 }
 
-/// All ranks on one end and the containers they hold, most urgent container first.
+/// All source or target ranks and the containers they hold, most urgent container first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Side {
     pub ranks: Vec<u32>,
@@ -96,7 +96,7 @@ pub struct Side {
     pub containers: Vec<Container>,
 }
 
-/// What to do with source tensors that no target asks for.
+/// Handling of source tensors that no target needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Extra {
     #[default]

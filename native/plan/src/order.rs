@@ -1,4 +1,4 @@
-//! What one rank sends or receives, in the order it should happen.
+//! The transfers of one rank, in the order in which to post them.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ pub struct Transfer<'p> {
 }
 
 impl Plan {
-    /// Everything a source rank sends.
+    /// All transfers of a source rank.
     ///
     /// Most urgent target container first. Within a container the targets come in turn, and every
     /// source starts with another one, so that senders don't all write to the same receiver.
@@ -39,9 +39,8 @@ impl Plan {
         }))
     }
 
-    /// Everything a source rank sends, in no particular order, with the target's place on its side: what
-    /// sums need, without the sorting.
-    pub fn each_sent(&self, rank: u32, mut sent: impl FnMut(u32, Copy<'_>)) -> Result<()> {
+    /// Visits all copies of a source rank, unsorted, with the target's index on its side.
+    pub fn for_each_copy(&self, rank: u32, mut sent: impl FnMut(u32, Copy<'_>)) -> Result<()> {
         let src = self.dense(Role::Source, rank)?;
         let from = self.links.partition_point(|l| l.src < src);
         let until = self.links.partition_point(|l| l.src <= src);
@@ -52,7 +51,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The containers of a source rank of which anything is sent, in the order in which each comes first.
+    /// The containers that a source rank sends from, in the order of their first transfer.
     pub fn sending_order(&self, rank: u32) -> Result<Vec<u32>> {
         // By the first target container that needs it, as `for_source` has them.
         let mut first: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
@@ -75,7 +74,7 @@ impl Plan {
         Ok(order.into_iter().map(|(_, container)| container).collect())
     }
 
-    /// Everything a target rank receives, most urgent container first, then by source.
+    /// All transfers into a target rank, most urgent container first, then by source.
     pub fn for_target(&self, rank: u32) -> Result<impl Iterator<Item = Transfer<'_>>> {
         let dst = self.dense(Role::Target, rank)?;
         let mut order: Vec<(u32, u32, u32)> = Vec::new();
@@ -93,7 +92,7 @@ impl Plan {
         }))
     }
 
-    /// How evenly the bytes lie on senders, receivers and links.
+    /// The distribution of bytes over senders, receivers and links.
     pub fn balance(&self) -> Balance {
         let mut sent = vec![0u64; self.source.ranks.len()];
         let mut received = vec![0u64; self.target.ranks.len()];
@@ -132,6 +131,6 @@ pub struct Balance {
     pub received: Vec<(u32, u64)>,
     pub sender_imbalance: f64,
     pub receiver_imbalance: f64,
-    /// Over pairs of ranks that exchange anything.
+    /// Over pairs of ranks that exchange data.
     pub link_imbalance: f64,
 }

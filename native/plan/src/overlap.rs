@@ -4,11 +4,11 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use crate::cuts::{Cuts, CutsTable};
-use crate::place::Dims;
+use crate::placer::Dims;
 
-/// Equal stretches at equal distances, in element indices of both local dimensions.
+/// `count` ranges of `len` elements at equal distances, in indices of both local dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stretch {
+pub(crate) struct StridedRange {
     pub src: u64,
     pub dst: u64,
     pub len: u64,
@@ -17,13 +17,13 @@ pub(crate) struct Stretch {
     pub dst_step: u64,
 }
 
-/// What one source coordinate contributes along the dimension.
+/// The part that one source coordinate contributes along the dimension.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     pub coord: u32,
-    /// Elements in all stretches.
+    /// Elements in all ranges.
     pub len: u64,
-    pub stretches: SmallVec<[Stretch; 1]>,
+    pub ranges: SmallVec<[StridedRange; 1]>,
 }
 
 /// The intersection of one target coordinate with all source coordinates, along one dimension.
@@ -34,7 +34,7 @@ pub(crate) struct DimOverlap {
     pub len: u64,
 }
 
-/// One dimension's question: which source elements does this target coordinate need?
+/// Query of one dimension: the source elements that a target coordinate needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DimQuery {
     pub source: u32,
@@ -73,19 +73,19 @@ fn overlap(cuts: &CutsTable, q: DimQuery) -> DimOverlap {
     for (coord, dst, src, len) in pieces {
         covered += len;
         if shares.last().is_none_or(|s| s.coord != coord) {
-            shares.push(Share { coord, len: 0, stretches: SmallVec::new() });
+            shares.push(Share { coord, len: 0, ranges: SmallVec::new() });
         }
         if let Some(share) = shares.last_mut() {
             share.len += len;
-            extend(&mut share.stretches, src, dst, len);
+            extend(&mut share.ranges, src, dst, len);
         }
     }
     DimOverlap { shares, len: covered }
 }
 
-/// Lengthens the last stretch, repeats it once more, or starts a new one.
-fn extend(stretches: &mut SmallVec<[Stretch; 1]>, src: u64, dst: u64, len: u64) {
-    if let Some(last) = stretches.last_mut() {
+/// Extends the last range, repeats it once more, or starts a new one.
+fn extend(ranges: &mut SmallVec<[StridedRange; 1]>, src: u64, dst: u64, len: u64) {
+    if let Some(last) = ranges.last_mut() {
         if last.count == 1 && last.src + last.len == src && last.dst + last.len == dst {
             last.len += len;
             return;
@@ -103,10 +103,10 @@ fn extend(stretches: &mut SmallVec<[Stretch; 1]>, src: u64, dst: u64, len: u64) 
             }
         }
     }
-    stretches.push(Stretch { src, dst, len, count: 1, src_step: 0, dst_step: 0 });
+    ranges.push(StridedRange { src, dst, len, count: 1, src_step: 0, dst_step: 0 });
 }
 
-/// Answers queries once; a model asks few distinct ones.
+/// Memoised query results; a model has few distinct queries.
 #[derive(Debug, Default)]
 pub(crate) struct Overlaps {
     ids: FxHashMap<DimQuery, u32>,
@@ -168,10 +168,11 @@ mod tests {
         let target = cuts.intern(16, vec![]).unwrap();
         let query = DimQuery { source, target, coord: 0, shift: 0, clip: (0, 16) };
         let found = overlap(&cuts, query);
-        let stretch = |src, dst| Stretch { src, dst, len: 2, count: 4, src_step: 2, dst_step: 4 };
+        let range =
+            |src, dst| StridedRange { src, dst, len: 2, count: 4, src_step: 2, dst_step: 4 };
         assert_eq!(found.len, 16);
-        assert_eq!(found.shares[0].stretches.as_slice(), &[stretch(0, 0)]);
-        assert_eq!(found.shares[1].stretches.as_slice(), &[stretch(0, 2)]);
+        assert_eq!(found.shares[0].ranges.as_slice(), &[range(0, 0)]);
+        assert_eq!(found.shares[1].ranges.as_slice(), &[range(0, 2)]);
     }
 
     #[test]
@@ -183,7 +184,7 @@ mod tests {
         let query = DimQuery { source, target, coord: 0, shift: 3, clip: (1, 6) };
         let found = overlap(&cuts, query);
         assert_eq!(found.len, 5);
-        let first = found.shares[0].stretches[0];
+        let first = found.shares[0].ranges[0];
         assert_eq!((first.src, first.dst, first.len), (1, 4, 3));
     }
 }

@@ -1,4 +1,4 @@
-//! A finished plan: who copies which bytes to whom.
+//! A finished plan: all copies between source and target ranks.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,7 @@ pub struct Copy<'p> {
 }
 
 impl Copy<'_> {
-    /// Runs in the copy: what it adds to the receiver's counter.
+    /// Runs in the copy; the receiver's counter counts each.
     pub fn pages(&self) -> u64 {
         self.loops.iter().map(|l| l.count).product()
     }
@@ -41,7 +41,7 @@ impl Copy<'_> {
     }
 }
 
-/// Run and loops, shared by all copies of that form.
+/// Run length and loops, shared by all copies of that form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct ShapeEntry {
     pub run: u64,
@@ -68,7 +68,7 @@ pub(crate) struct Program {
     pub pages: u64,
 }
 
-/// A source rank, a target rank (both dense) and a part of what goes between them.
+/// A source rank, a target rank (both dense) and one list of copies between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Link {
     pub src: u32,
@@ -82,7 +82,7 @@ impl Link {
     }
 }
 
-/// What moves from one rank to another.
+/// Totals of one source and one target rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkTotal {
     pub src: u32,
@@ -92,7 +92,7 @@ pub struct LinkTotal {
     pub copies: u64,
 }
 
-/// All copies that take a source side's containers to a target side's.
+/// All copies from the source containers to the target containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub(crate) source: Side,
@@ -129,7 +129,7 @@ impl Plan {
         self.links().map(|l| l.copies).sum()
     }
 
-    /// Every pair of ranks between which something moves, by source, then target.
+    /// Every pair of ranks that exchange data, by source, then target.
     pub fn links(&self) -> impl Iterator<Item = LinkTotal> + '_ {
         self.links.chunk_by(|a, b| (a.src, a.dst) == (b.src, b.dst)).map(|l| self.total(l))
     }
@@ -146,7 +146,7 @@ impl Plan {
         copies.into_iter().map(|c| self.copy(c))
     }
 
-    /// Runs a target rank receives: what its counter must reach.
+    /// Runs that a target rank receives: the value its counter must reach.
     pub fn expected_pages(&self, dst: u32) -> Result<u64> {
         let dst = self.dense(Role::Target, dst)?;
         let to_it = self.links.iter().filter(|l| l.dst == dst);
@@ -167,7 +167,7 @@ impl Plan {
         }
     }
 
-    /// Of the links between one pair of ranks.
+    /// Totals over the links of one pair of ranks.
     fn total(&self, links: &[Link]) -> LinkTotal {
         let mut total = LinkTotal {
             src: self.source.ranks[links[0].src as usize],

@@ -1,4 +1,4 @@
-//! From two sides to a plan.
+//! Plans the copies between two sides.
 
 use crate::assign::assign;
 use crate::emit::{emit, Buckets};
@@ -6,8 +6,8 @@ use crate::error::{PlanError, Result, Role};
 use crate::matching::Matcher;
 use crate::model::{Options, Side};
 use crate::plan::Plan;
+use crate::replicas::sections;
 use crate::store::{Store, MAX_COPIES};
-use crate::twins::sections;
 
 /// Plans the copies that fill every target container from the source containers.
 ///
@@ -27,7 +27,7 @@ pub fn plan(source: Side, target: Side, options: Options) -> Result<Plan> {
     let mut copies = vec![0u64; source.ranks.len()];
     for (s, section) in sections.iter().enumerate() {
         for group in &section.groups {
-            // Twins share their copies unless a replica was chosen for each of them.
+            // Replicas share their copies unless a sender was chosen for each of them.
             let together = if assignment.is_fixed(s, group) { group.len() } else { 1 };
             for ranks in group.chunks(together) {
                 for &container in &section.containers {

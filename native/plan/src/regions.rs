@@ -1,13 +1,13 @@
-//! Which source leaves hold which boxes of a tensor, cut so that boxes never overlap.
+//! Divides a tensor into disjoint boxes, each with the source leaves that hold it.
 //!
 //! A *region* is a box of a tensor that a set of source leaves all hold in full. Leaves cut alike
 //! form one *class*: their shards are the same boxes, so each shard has the union of their holders.
 
 use crate::error::{PlanError, Result};
 use crate::layout::Evaluated;
-use crate::place::Dims;
+use crate::placer::Dims;
 
-/// Most regions a tensor whose source slices overlap may be cut into.
+/// Maximum number of regions of a tensor whose source slices overlap.
 const MAX_CELLS: usize = 1 << 20;
 
 /// A half-open box, one interval per dimension.
@@ -40,7 +40,7 @@ pub(crate) struct Region {
     pub classes: Vec<Vec<u32>>,
 }
 
-/// The regions of one tensor, sorted along the dimension that tells most of them apart.
+/// The regions of one tensor, sorted along the dimension with the most distinct starts.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
     pub regions: Vec<Region>,

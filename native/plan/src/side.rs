@@ -1,4 +1,4 @@
-//! From what callers wrote to a checked, interned [`Side`].
+//! Builds a checked, interned [`Side`] from a caller's specification.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -18,7 +18,7 @@ struct Builder {
 }
 
 impl Side {
-    /// Interns a caller's tree and checks everything that needs no evaluation.
+    /// Interns a caller's tree and makes all checks that need no evaluation.
     pub fn from_spec(role: Role, spec: SideSpec) -> Result<Side> {
         let mut builder = Builder {
             role,
@@ -124,7 +124,7 @@ impl Builder {
 }
 
 impl Side {
-    /// Everything that later code relies on; holds for decoded sides too.
+    /// Checks the invariants that later code relies on, for decoded sides too.
     pub(crate) fn check(&self, role: Role) -> Result<()> {
         self.check_ranks(role)?;
         for dtype in &self.dtypes {

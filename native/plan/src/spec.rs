@@ -1,4 +1,4 @@
-//! Layouts as callers write them: trees of values, as they arrive in MessagePack from Python.
+//! Layout specifications of callers: trees of values, in MessagePack from Python.
 //!
 //! Structs are arrays of their fields in order; layouts and placements are arrays that start with
 //! their name: `["leaf", tensor, mesh, placements, slice]`, `["concat", axis, parts]`,
@@ -62,7 +62,7 @@ pub struct SideSpec {
 }
 
 impl SideSpec {
-    /// Reads the MessagePack form; nesting deeper than a sane layout is an error, not a crash.
+    /// Reads the MessagePack form. Nesting deeper than [`MAX_DEPTH`] is an error.
     pub fn from_msgpack(role: Role, bytes: &[u8]) -> Result<SideSpec> {
         let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
         reader.set_max_depth(MAX_DEPTH);
@@ -110,7 +110,11 @@ impl<'de> Visitor<'de> for LayoutVisitor {
             },
             "stack" => Layout::Stack { parts: field(&mut seq, "stack")? },
             "pad" => Layout::Pad { part: field(&mut seq, "pad")?, shape: field(&mut seq, "pad")? },
-            other => return Err(de::Error::custom(format!("no layout is called `{other}`"))),
+            other => {
+                return Err(de::Error::custom(format!(
+                    "unknown layout `{other}`; expected leaf, concat, stack or pad"
+                )))
+            }
         })
     }
 }
@@ -144,7 +148,11 @@ impl<'de> Visitor<'de> for PlacementVisitor {
             },
             "replicate" => Placement::Replicate,
             "partial" => Placement::Partial,
-            other => return Err(de::Error::custom(format!("no placement is called `{other}`"))),
+            other => {
+                return Err(de::Error::custom(format!(
+                "unknown placement `{other}`; expected shard, strided_shard, replicate or partial"
+            )))
+            }
         }))
     }
 }

@@ -1,4 +1,4 @@
-//! Collects the copies of link after link and keeps equal lists once.
+//! Collects the copies of all links and stores equal lists once.
 
 use rustc_hash::FxHashMap;
 use xxhash_rust::xxh3::Xxh3;

@@ -1,8 +1,8 @@
 //! A plan as bytes: magic, version, length, digest, body.
 //!
-//! Decoding trusts nothing. Lists grow as their elements are read, every element takes at least
-//! one byte, so memory stays within a small multiple of the input; afterwards every index, span
-//! and total is checked, so that no later arithmetic on the plan can overflow.
+//! Decoding validates everything. Lists grow as their elements are read and every element takes at
+//! least one byte, so memory stays within a small multiple of the input. Then every index, span and
+//! total is checked, so that no later arithmetic on the plan overflows.
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
@@ -54,18 +54,21 @@ impl Plan {
     }
 
     /// # Errors
-    /// [`PlanError::Decode`] for anything [`Plan::to_bytes`] of this version didn't write.
+    /// [`PlanError::Decode`] unless [`Plan::to_bytes`] of this version wrote the bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Plan> {
         let Some((header, body)) = bytes.split_at_checked(HEADER) else {
-            return Err(PlanError::decode(format!("{} bytes are no plan", bytes.len())));
+            return Err(PlanError::decode(format!(
+                "got {} bytes, fewer than the header of a plan",
+                bytes.len()
+            )));
         };
         if header[..8] != MAGIC {
-            return Err(PlanError::decode("they don't begin like a plan"));
+            return Err(PlanError::decode("the magic number is wrong"));
         }
         let version = u16::from_le_bytes([header[8], header[9]]);
         if version != VERSION {
             return Err(PlanError::decode(format!(
-                "version is {version} but {VERSION} is read here; run the same release on all hosts"
+                "got version {version}, expected {VERSION}; run the same release on all hosts"
             )));
         }
         let word = |at: usize| {
@@ -75,13 +78,13 @@ impl Plan {
         };
         if word(10) != body.len() as u64 {
             return Err(PlanError::decode(format!(
-                "{} bytes of body but {} announced",
+                "the body has {} bytes, the header announces {}",
                 body.len(),
                 word(10)
             )));
         }
         if word(18) != xxh3_64(body) {
-            return Err(PlanError::decode("their digest is another"));
+            return Err(PlanError::decode("the digest does not match"));
         }
         Plan::from_body(body)
     }
@@ -121,7 +124,7 @@ impl Plan {
         out
     }
 
-    /// Reads a body whose header was dealt with; fuzzing starts here.
+    /// Reads a body without its header; fuzzing starts here.
     #[doc(hidden)]
     pub fn from_body(bytes: &[u8]) -> Result<Plan> {
         let (body, rest): (Body, &[u8]) =
@@ -146,7 +149,7 @@ impl Body {
             &self.shape,
         ];
         if count > MAX_COPIES || lists.iter().any(|l| l.len() as u64 != count) {
-            return Err(PlanError::decode("their lists of copies differ in length"));
+            return Err(PlanError::decode("the lists of copies differ in length"));
         }
         let mut plan = Plan {
             source: self.source,
@@ -190,7 +193,7 @@ impl Plan {
                 && (self.columns.dst_container[at] as usize) < self.target.containers.len()
                 && (self.columns.shape[at] as usize) < self.shapes.len();
             if !known {
-                return Err(PlanError::decode(format!("copy {i} names a thing they lack")));
+                return Err(PlanError::decode(format!("copy {i} has an index out of range")));
             }
             let copy = self.copy(i);
             let (src, dst) = copy.spans();
@@ -201,12 +204,12 @@ impl Plan {
                 .and(pages.checked_add(copy.pages()))
                 .zip(bytes.checked_add(copy.bytes()));
             let Some((p, b)) = sums else {
-                return Err(PlanError::decode(format!("copy {i} reaches past 2^64")));
+                return Err(PlanError::decode(format!("copy {i} exceeds 2^64")));
             };
             (pages, bytes) = (p, b);
         }
         if first == end {
-            return Err(PlanError::decode("a link carries nothing"));
+            return Err(PlanError::decode("a link has no copies"));
         }
         Ok(Program { first, end, bytes, pages })
     }
@@ -221,7 +224,7 @@ impl Plan {
                 && (link.program as usize) < self.programs.len();
             let ascending = last.is_none_or(|l| l.key() < link.key());
             if !known || !ascending {
-                return Err(PlanError::decode("their links are out of range or order"));
+                return Err(PlanError::decode("links are out of range or out of order"));
             }
             if last.is_none_or(|l| l.src != link.src) {
                 copies = 0;
@@ -230,7 +233,7 @@ impl Plan {
             copies += u64::from(program.end - program.first);
             // Every copy has a byte, so pages are bounded by the same sum.
             let Some(sum) = total.checked_add(program.bytes) else {
-                return Err(PlanError::decode("their total reaches past 2^64"));
+                return Err(PlanError::decode("the total exceeds 2^64 bytes"));
             };
             if copies > MAX_COPIES {
                 return Err(PlanError::decode("a source rank has more than 2^28 copies"));
@@ -255,7 +258,7 @@ fn check_shape(run: u64, loops: &[Loop]) -> Result<()> {
         && span(|l| l.dst_stride).is_some();
     match sound {
         true => Ok(()),
-        false => Err(PlanError::decode("a copy has an impossible form")),
+        false => Err(PlanError::decode("a copy has an invalid shape")),
     }
 }
 
@@ -277,6 +280,6 @@ fn summed(programs: &[u32], differences: &[i64]) -> Vec<u64> {
 fn narrow(programs: &[u32], differences: &[i64]) -> Result<Vec<u32>> {
     summed(programs, differences)
         .into_iter()
-        .map(|v| u32::try_from(v).map_err(|_| PlanError::decode("an index is past 2^32")))
+        .map(|v| u32::try_from(v).map_err(|_| PlanError::decode("an index exceeds 2^32")))
         .collect()
 }

@@ -1,4 +1,4 @@
-//! Replicas share the load, without cutting what needn't be cut.
+//! Replicas share the load; boxes are cut only where that levels it.
 
 mod common;
 
@@ -60,7 +60,7 @@ fn small_boxes_are_never_cut_and_keep_to_few_sources() {
         .collect();
     let plan = planned((4, 4), (held, wanted), 64 << 10);
     assert_eq!(plan.total_copies(), 64 * 4);
-    assert_eq!(plan.links().count(), 4, "each target hears from one replica");
+    assert_eq!(plan.links().count(), 4, "one replica sends to each target");
     assert!(plan.balance().sender_imbalance < 1.05);
 }
 
@@ -94,7 +94,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn with_replicas_everywhere_no_sender_does_more_than_a_few_percent_too_much(
+    fn with_replicas_everywhere_senders_are_balanced_within_a_few_percent(
         sources in 1u32..9,
         targets in 1u32..9,
         rows in prop::collection::vec(64u64..512, 1..12),

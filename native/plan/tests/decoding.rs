@@ -1,4 +1,4 @@
-//! Damaged plan bytes end in an error: no panic, no other plan, no unbounded memory.
+//! Damaged plan bytes give an error: no panic, no wrong plan, no unbounded memory.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn is_decode_error(bytes: &[u8]) -> bool {
     matches!(Plan::from_bytes(bytes), Err(PlanError::Decode { .. }))
 }
 
-/// Whatever decodes must be safe to use.
+/// Uses every method of a decoded plan: none may panic.
 fn use_it(plan: &Plan) {
     let _ = plan.balance();
     let _ = plan.explain(None, None);
@@ -99,10 +99,10 @@ fn other_versions_are_named() {
     let mut bytes = encoded(&[]);
     bytes[8] = 9;
     let text = Plan::from_bytes(&bytes).unwrap_err().to_string();
-    assert!(text.contains("version is 9"), "{text}");
+    assert!(text.contains("got version 9"), "{text}");
 }
 
-/// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
+/// Seeds must be valid in today's format; fuzzing from invalid seeds finds little.
 #[test]
 fn the_seeds_of_the_fuzzers_are_plans_and_layouts() {
     let seeds = |target: &str| {

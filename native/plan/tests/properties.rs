@@ -1,4 +1,4 @@
-//! Promises that hold for every pair of sides, against the element by element model.
+//! Properties of every pair of sides, checked against the element by element model.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What the planner refuses, and that its words name tensor, container and rank.
+//! Errors of the planner: each names tensor, container and rank.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn whole(name: &str, shape: &[u64]) -> ContainerSpec {
 }
 
 #[track_caller]
-fn says(error: &PlanError, kind: &str, words: &[&str]) {
+fn assert_error(error: &PlanError, kind: &str, words: &[&str]) {
     let text = error.to_string();
     assert_eq!(error.kind(), kind, "{text}");
     for word in words {
@@ -30,19 +30,23 @@ fn says(error: &PlanError, kind: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_tensor_nobody_holds() {
+fn a_tensor_without_a_source() {
     let error = refused(
         side(&[0], vec![whole("a", &[2])]),
         side(&[0], vec![whole("a", &[2]), whole("b", &[2]), whole("c", &[2])]),
     );
-    says(&error, "missing_tensors", &["`b`", "container `b`", "rank 0", "1 more"]);
+    assert_error(&error, "missing_tensors", &["`b`", "container `b`", "rank 0", "1 more"]);
 }
 
 #[test]
-fn a_tensor_nobody_wants_unless_told_to_ignore_it() {
+fn a_tensor_without_a_target_unless_extra_tensors_are_ignored() {
     let source = side(&[0], vec![whole("a", &[2]), whole("b", &[2])]);
     let target = side(&[0], vec![whole("a", &[2])]);
-    says(&refused(source.clone(), target.clone()), "extra_tensors", &["`b`", "add a container"]);
+    assert_error(
+        &refused(source.clone(), target.clone()),
+        "extra_tensors",
+        &["`b`", "add a container"],
+    );
     let options = Options { extra: Extra::Ignore, ..Options::default() };
     let source = Side::from_spec(Role::Source, source).unwrap();
     let target = Side::from_spec(Role::Target, target).unwrap();
@@ -50,17 +54,17 @@ fn a_tensor_nobody_wants_unless_told_to_ignore_it() {
 }
 
 #[test]
-fn other_dtypes_and_shapes_on_the_other_side() {
+fn dtypes_and_shapes_that_differ_between_sides() {
     let half = side(&[0], vec![whole("a", &[2])]);
     let t = tensor("a", &[2], 4);
     let single = side(&[0], vec![container("x", leaf(&t, &mesh(&[0], &[1]), &[Replicate]))]);
-    says(&refused(half.clone(), single), "dtype_mismatch", &["`a`", "b2", "b4", "`x`"]);
+    assert_error(&refused(half.clone(), single), "dtype_mismatch", &["`a`", "b2", "b4", "`x`"]);
     let other = side(&[0], vec![whole("a", &[3])]);
-    says(&refused(half, other), "shape_mismatch", &["`a`", "[2]", "[3]"]);
+    assert_error(&refused(half, other), "shape_mismatch", &["`a`", "[2]", "[3]"]);
 }
 
 #[test]
-fn one_tensor_described_twice_differently() {
+fn one_tensor_with_two_descriptions() {
     let twice = |shape: &[u64], size| {
         let t = tensor("a", shape, size);
         side(
@@ -69,8 +73,8 @@ fn one_tensor_described_twice_differently() {
         )
     };
     let target = side(&[0], vec![whole("a", &[2])]);
-    says(&refused(twice(&[2], 4), target.clone()), "dtype_mismatch", &["`x`", "`a`"]);
-    says(&refused(twice(&[5], 2), target), "shape_mismatch", &["`x`", "container `a`"]);
+    assert_error(&refused(twice(&[2], 4), target.clone()), "dtype_mismatch", &["`x`", "`a`"]);
+    assert_error(&refused(twice(&[5], 2), target), "shape_mismatch", &["`x`", "container `a`"]);
 }
 
 #[test]
@@ -78,7 +82,7 @@ fn a_container_of_another_dtype_than_its_tensor() {
     let mut wrong = whole("a", &[2]);
     wrong.dtype = dtype(8);
     let error = refused(side(&[0], vec![wrong]), side(&[0], vec![whole("a", &[2])]));
-    says(&error, "dtype_mismatch", &["container `a`", "tensor `a`", "b2", "b8"]);
+    assert_error(&error, "dtype_mismatch", &["container `a`", "tensor `a`", "b2", "b8"]);
 }
 
 #[test]
@@ -88,7 +92,7 @@ fn a_box_that_no_source_rank_holds() {
     held.ranks = Some(vec![0, 1, 3]);
     let wanted = container("x", leaf(&t, &mesh(&[7], &[1]), &[Replicate]));
     let error = refused(side(&[0, 1, 2, 3], vec![held]), side(&[7], vec![wanted.clone()]));
-    says(&error, "uncovered", &["`a`", "`x`", "rank 7", "[4:6, 0:4]"]);
+    assert_error(&error, "uncovered", &["`a`", "`x`", "rank 7", "[4:6, 0:4]"]);
 
     let part = |rows: (u64, u64), columns: (u64, u64)| Layout::Leaf {
         tensor: t.clone(),
@@ -102,7 +106,7 @@ fn a_box_that_no_source_rank_holds() {
         container("lower right", part((4, 4), (2, 2))),
     ];
     let error = refused(side(&[0], held), side(&[7], vec![wanted]));
-    says(&error, "uncovered", &["`a`", "`x`", "rank 7", "[3:4, 2:4]"]);
+    assert_error(&error, "uncovered", &["`a`", "`x`", "rank 7", "[3:4, 2:4]"]);
 }
 
 #[test]
@@ -110,7 +114,7 @@ fn partial_sums() {
     let t = tensor("a", &[4], 2);
     let partial = container("grad", leaf(&t, &mesh(&[0, 1], &[2]), &[Partial]));
     let error = refused(side(&[0, 1], vec![partial]), side(&[0], vec![whole("a", &[4])]));
-    says(&error, "partial", &["`grad`", "`a`", "reduce"]);
+    assert_error(&error, "partial", &["`grad`", "`a`", "reduce"]);
 }
 
 #[test]
@@ -121,13 +125,13 @@ fn ranks_outside_the_side_or_listed_twice() {
     };
     let target = side(&[0], vec![whole("a", &[4])]);
     let error = refused(side(&[0, 1], vec![on(&[0, 9])]), target.clone());
-    says(&error, "invalid", &["rank 9", "mesh"]);
+    assert_error(&error, "invalid", &["rank 9", "mesh"]);
     let error = refused(side(&[0, 1], vec![on(&[1, 1])]), target.clone());
-    says(&error, "invalid", &["rank 1", "twice"]);
+    assert_error(&error, "invalid", &["rank 1", "twice"]);
     let error = refused(side(&[0, 1, 0], vec![on(&[0, 1])]), target.clone());
-    says(&error, "invalid", &["rank 0", "twice"]);
+    assert_error(&error, "invalid", &["rank 0", "twice"]);
     let error = refused(side(&[0], vec![on(&[0]), on(&[0])]), target);
-    says(&error, "invalid", &["container `a`", "rank 0", "twice"]);
+    assert_error(&error, "invalid", &["container `a`", "rank 0", "twice"]);
 }
 
 #[test]
@@ -135,21 +139,21 @@ fn elements_that_share_bytes() {
     let mut expanded = whole("a", &[4, 4]);
     expanded.strides = Some(vec![2, 2]);
     let error = refused(side(&[0], vec![whole("a", &[4, 4])]), side(&[0], vec![expanded]));
-    says(&error, "overlap", &["target container `a`", "rank 0", "[4, 4]", "[2, 2]"]);
+    assert_error(&error, "overlap", &["target container `a`", "rank 0", "[4, 4]", "[2, 2]"]);
 }
 
 #[test]
 fn empty_and_overflowing_tensors() {
     let empty = || side(&[0], vec![whole("a", &[4, 0])]);
-    says(&refused(empty(), empty()), "invalid", &["`a`", "dimension 1", "size 0"]);
+    assert_error(&refused(empty(), empty()), "invalid", &["`a`", "dimension 1", "size 0"]);
     let huge = || side(&[0], vec![whole("a", &[1 << 63, 1 << 63])]);
-    says(&refused(huge(), huge()), "too_large", &["`a`", "2^64"]);
+    assert_error(&refused(huge(), huge()), "too_large", &["`a`", "2^64"]);
     let half = |ranks: &[u32]| {
         let t = tensor("a", &[1 << 62], 2);
         let held = container("a", leaf(&t, &mesh(ranks, &[ranks.len() as u32]), &[Replicate]));
         side(ranks, vec![held])
     };
-    says(&refused(half(&[0]), half(&[0, 1])), "too_large", &["target side", "2^64"]);
+    assert_error(&refused(half(&[0]), half(&[0, 1])), "too_large", &["target side", "2^64"]);
 }
 
 #[test]
@@ -165,36 +169,40 @@ fn sizes_near_two_to_the_63_are_planned_without_overflow() {
 }
 
 #[test]
-fn parts_that_do_not_fit_each_other() {
+fn parts_of_different_shapes() {
     let (a, b) = (tensor("a", &[4, 4], 2), tensor("b", &[4, 6], 2));
     let parts = [&a, &b].map(|t| leaf(t, &mesh(&[0], &[1]), &[Replicate])).to_vec();
     let source = || side(&[0], vec![whole("a", &[4, 4]), whole("b", &[4, 6])]);
     let joined = container("x", Layout::Concat { axis: 0, parts: parts.clone() });
     let error = refused(source(), side(&[0], vec![joined]));
-    says(&error, "shape_mismatch", &["`x`", "rank 0", "[4, 6]", "[4, 4]"]);
+    assert_error(&error, "shape_mismatch", &["`x`", "rank 0", "[4, 6]", "[4, 4]"]);
     let stacked = container("x", Layout::Stack { parts: parts.clone() });
-    says(&refused(source(), side(&[0], vec![stacked])), "shape_mismatch", &["`x`", "rank 0"]);
+    assert_error(
+        &refused(source(), side(&[0], vec![stacked])),
+        "shape_mismatch",
+        &["`x`", "rank 0"],
+    );
     let small = container("x", Layout::Pad { part: Box::new(parts[1].clone()), shape: vec![4, 4] });
-    says(&refused(source(), side(&[0], vec![small])), "shape_mismatch", &["`x`", "rank 0"]);
+    assert_error(&refused(source(), side(&[0], vec![small])), "shape_mismatch", &["`x`", "rank 0"]);
     let axis = container("x", Layout::Concat { axis: 2, parts: vec![parts[0].clone()] });
-    says(&refused(source(), side(&[0], vec![axis])), "invalid", &["`x`", "axis 2"]);
+    assert_error(&refused(source(), side(&[0], vec![axis])), "invalid", &["`x`", "axis 2"]);
 }
 
 #[test]
-fn placements_and_slices_that_mean_nothing() {
+fn invalid_placements_and_slices() {
     let t = tensor("a", &[4], 2);
     let placed = |placements: &[fabric_plan::Placement]| {
         side(&[0], vec![container("x", leaf(&t, &mesh(&[0], &[1]), placements))])
     };
     let target = || side(&[0], vec![whole("a", &[4])]);
-    says(
+    assert_error(
         &refused(placed(&[Shard { dim: 1 }]), target()),
         "invalid",
         &["`a`", "`x`", "dimension 1"],
     );
-    says(&refused(placed(&[]), target()), "invalid", &["`a`", "`x`", "0 placements"]);
+    assert_error(&refused(placed(&[]), target()), "invalid", &["`a`", "`x`", "0 placements"]);
     let zero = [StridedShard { dim: 0, split_factor: 0 }];
-    says(&refused(placed(&zero), target()), "invalid", &["`a`", "split factor 0"]);
+    assert_error(&refused(placed(&zero), target()), "invalid", &["`a`", "split factor 0"]);
     let cut = |start, len| {
         let layout = Layout::Leaf {
             tensor: t.clone(),
@@ -205,16 +213,16 @@ fn placements_and_slices_that_mean_nothing() {
         side(&[0], vec![container("x", layout)])
     };
     for (start, len) in [(3, 2), (0, 0), (u64::MAX, 2)] {
-        says(&refused(cut(start, len), target()), "invalid", &["`x`", "`a`", "slice"]);
+        assert_error(&refused(cut(start, len), target()), "invalid", &["`x`", "`a`", "slice"]);
     }
 }
 
 #[test]
-fn nesting_without_end() {
+fn unbounded_nesting() {
     let mut bytes = vec![0x92, 0x91, 0x00, 0x91, 0x95, 0xA1, b'x', 0x92, 0xA1, b'f', 0x02];
     for _ in 0..100_000 {
         bytes.extend_from_slice(&[0x92, 0xA5, b's', b't', b'a', b'c', b'k', 0x91]);
     }
     let error = SideSpec::from_msgpack(Role::Source, &bytes).unwrap_err();
-    says(&error, "invalid", &["source side"]);
+    assert_error(&error, "invalid", &["source side"]);
 }

@@ -24,7 +24,7 @@ fn holders(py: Python<'_>, target: &[u8]) -> PyResult<(RankLists, RankLists)> {
         let spec = SideSpec::from_msgpack(Role::Target, target)?;
         Side::from_spec(Role::Target, spec)?.holders(Role::Target)
     })
-    .map(|found| (found.by_container, found.twins))
+    .map(|found| (found.by_container, found.replicas))
     .map_err(|e| raise(py, &e))
 }
 

@@ -1,11 +1,11 @@
-//! A weight push on a virtual clock: what trainers do before they send is given as times, what is sent goes
-//! through the real engines and their groups, over simulated NICs.
+//! Simulates a weight push on a virtual clock. Preparation times are given; transfers run through the
+//! real engines and their groups, over simulated NICs.
 //!
-//! [`push`] is the vocabulary, [`planned`] makes steps of a plan, [`pipeline`] one trainer's stages, a pure state machine; [`run`] drives trainers
-//! and network, [`path`] says afterwards what the time went to.
+//! [`push`] has input and result, [`planned`] makes steps of a plan, [`pipeline`] is one trainer's
+//! state machine, [`run`] drives trainers and network, and [`path`] finds the critical path.
 #![forbid(unsafe_code)]
 
-mod ended;
+mod completions;
 mod path;
 mod pipeline;
 mod planned;

@@ -1,12 +1,12 @@
-//! What the time of a push went to: from its end back to its begin, always to what was waited for.
+//! The critical_path path of a push, found from its end back to its begin.
 
 use crate::{
     pipeline::{Cause, Pipeline, Times},
     push::{Stage, STAGES},
 };
 
-/// The time until `end` by stages.
-pub(crate) fn critical(pipelines: &[Pipeline<'_>], end: u64) -> [u64; STAGES] {
+/// The critical_path path until `end`, divided by stages.
+pub(crate) fn critical_path(pipelines: &[Pipeline<'_>], end: u64) -> [u64; STAGES] {
     let mut path = [0; STAGES];
     let last = |p: &Pipeline<'_>| p.times.iter().map(|t| t.sent).max().unwrap_or(0);
     let Some(mut trainer) = (0..pipelines.len()).max_by_key(|t| last(&pipelines[*t])) else {
@@ -14,7 +14,7 @@ pub(crate) fn critical(pipelines: &[Pipeline<'_>], end: u64) -> [u64; STAGES] {
     };
     let times = &pipelines[trainer].times;
     let Some(mut step) = (0..times.len()).max_by_key(|s| times[*s].sent) else { return path };
-    // What rollouts see later than trainers do.
+    // Rollouts see the end later than trainers do.
     path[Stage::Write as usize] += end - times[step].sent;
     loop {
         let times = &pipelines[trainer].times;
@@ -27,7 +27,7 @@ pub(crate) fn critical(pipelines: &[Pipeline<'_>], end: u64) -> [u64; STAGES] {
     }
 }
 
-/// Back from a submitted write to a step that the processor took up as soon as it was ready.
+/// Walks back from a submitted write to a step that was submitted as soon as it was ready.
 fn submitted(times: &[Times], mut step: usize, path: &mut [u64; STAGES]) -> usize {
     path[Stage::Submit as usize] += times[step].last - times[step].submitting;
     while times[step].submitting > times[step].prepared {
@@ -37,7 +37,7 @@ fn submitted(times: &[Times], mut step: usize, path: &mut [u64; STAGES]) -> usiz
     step
 }
 
-/// Back from a step that is ready to one that was sent before; `None` at the begin.
+/// Walks back from a prepared step to the sent step that let it begin; `None` at the start.
 fn prepared(
     pipelines: &[Pipeline<'_>],
     mut trainer: usize,

@@ -1,46 +1,46 @@
-//! The stages of one trainer. Copies, the GPU and the processor each do one step after the other, beside each
-//! other; a step begins when there is memory for it.
+//! The stages of one trainer. Copies, the GPU and the processor work in parallel, each on one step at
+//! a time. A step begins when there is memory for it.
 
 use crate::push::{Network, Step, Write};
 
-/// Why a step began when it did.
+/// The event that let a step begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     Start,
-    /// The step before it was copied.
+    /// The previous step was copied.
     Copied,
     /// This step was sent.
     Sent(usize),
-    /// This trainer was the last to have made a lower group ready.
+    /// This trainer was the last to make a lower group ready.
     Group(usize),
 }
 
-/// When each part of a step ended.
+/// The end of each part of a step, in ns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
     pub cause: Cause,
     pub begun: u64,
     pub copied: u64,
-    /// When the GPU began with it.
+    /// The GPU began with the step.
     pub preparing: u64,
     pub prepared: u64,
-    /// When the processor began with it.
+    /// The processor began to submit the step.
     pub submitting: u64,
     pub submitted: u64,
-    /// When the write was submitted that was the last to end.
+    /// Submission of the write that ended last.
     pub last: u64,
     pub sent: u64,
 }
 
 pub(crate) struct Pipeline<'p> {
     pub steps: &'p [Step],
-    /// Of those that have begun.
+    /// Times of the steps that have begun.
     pub times: Vec<Times>,
-    /// Writes of each that are not over.
+    /// Writes of each step that have not ended.
     left: Vec<usize>,
-    /// So many steps, and all before them, are sent.
+    /// Number of leading steps that are sent.
     sent: usize,
-    /// The next write: its step, its place there and when it is submitted.
+    /// The next write: its step, its index in the step, and the end of the submission before it.
     at: (usize, usize, u64),
 }
 
@@ -50,7 +50,7 @@ impl<'p> Pipeline<'p> {
         Self { steps, times: Vec::new(), left, sent: 0, at: (0, 0, 0) }
     }
 
-    /// Begins the next step, if it may begin.
+    /// Begins the next step, if its memory and its group allow it.
     pub fn begin(&mut self, now: u64, open: u32, cause: Cause, network: &Network) -> Option<Times> {
         let number = self.times.len();
         let step = self.steps.get(number)?;
@@ -80,33 +80,39 @@ impl<'p> Pipeline<'p> {
         self.times.last().copied()
     }
 
-    /// When the next write of a step that has begun is submitted.
+    /// Time at which the next write of a begun step is submitted.
     pub fn next(&mut self, network: &Network) -> Option<u64> {
         while self.steps.get(self.at.0).is_some_and(|s| s.writes.len() <= self.at.1) {
             self.at = (self.at.0 + 1, 0, 0);
         }
-        let (step, place, before) = self.at;
+        let (step, index, before) = self.at;
         let times = self.times.get(step)?;
-        let before = if place == 0 { times.submitting } else { before };
+        let before = if index == 0 { times.submitting } else { before };
         Some(before + network.posts())
     }
 
-    /// Takes the write that is submitted at this time: with its step and place.
+    /// Takes the write that is submitted at `at`, with its step and index.
     pub fn take(&mut self, at: u64, network: &Network) -> (usize, usize, Write) {
-        let (step, place, _) = self.at;
-        let write = self.steps[step].writes[place];
-        // What it posts first is on its way while it posts the rest.
-        self.at = (step, place + 1, at - network.posts() + network.submits(&write));
-        (step, place, write)
+        let (step, index, _) = self.at;
+        let write = self.steps[step].writes[index];
+        // Requests posted first are on the wire while the rest are posted.
+        self.at = (step, index + 1, at - network.posts() + network.submits(&write));
+        (step, index, write)
     }
 
-    /// A write is over. Whether steps can begin now that couldn't before.
-    pub fn over(&mut self, now: u64, step: usize, place: usize, network: &Network) -> bool {
+    /// Records the end of a write. Returns whether further steps may begin.
+    pub fn on_write_done(
+        &mut self,
+        now: u64,
+        step: usize,
+        index: usize,
+        network: &Network,
+    ) -> bool {
         self.left[step] -= 1;
         if self.left[step] > 0 {
             return false;
         }
-        let before = &self.steps[step].writes[..place];
+        let before = &self.steps[step].writes[..index];
         let times = &mut self.times[step];
         let before = before.iter().map(|w| network.submits(w)).sum::<u64>();
         times.last = times.submitting + before + network.posts();

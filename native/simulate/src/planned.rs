@@ -1,4 +1,4 @@
-//! From a plan's copies to a trainer's steps.
+//! Makes a trainer's steps from the copies of a plan.
 
 use std::collections::BTreeMap;
 
@@ -6,15 +6,15 @@ use fabric_plan::{Copy, Plan, Result};
 
 use crate::push::{Step, Write};
 
-/// A step without what it sends, and the source's containers that are sent with it.
+/// A step without its writes, and the source containers that it sends.
 #[derive(Clone, Debug, Default)]
 pub struct Division {
     pub containers: Vec<u32>,
     pub step: Step,
 }
 
-/// The steps of a source rank. Rollouts are numbered by their place on the target side. Each trainer begins
-/// with another rollout; a step that sends nothing is left out.
+/// The steps of a source rank. Rollouts are numbered by their index on the target side. Each trainer
+/// begins with another rollout. Steps without writes are left out.
 ///
 /// # Errors
 /// The plan has no such source rank.
@@ -28,7 +28,7 @@ pub fn steps_of(plan: &Plan, rank: u32, divisions: &[Division]) -> Result<Vec<St
         }
     }
     let mut writes: Vec<BTreeMap<u32, Write>> = vec![BTreeMap::new(); divisions.len()];
-    plan.each_sent(rank, |rollout, copy: Copy<'_>| {
+    plan.for_each_copy(rank, |rollout, copy: Copy<'_>| {
         let Some(writes) = writes.get_mut(step_of[copy.src_container as usize]) else { return };
         let write = writes.entry(rollout).or_insert(Write { rollout, requests: 0, bytes: 0 });
         write.bytes += copy.bytes();

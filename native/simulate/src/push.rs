@@ -1,6 +1,6 @@
-//! What is simulated, and what comes of it. Times are virtual nanoseconds.
+//! Input and result of a simulation. Times are virtual nanoseconds.
 
-/// What a step's time goes to, in this order.
+/// Stages of a step, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// From the host's memory to the GPU's
@@ -9,82 +9,82 @@ pub enum Stage {
     Gather,
     Fuse,
     Quantise,
-    /// The processor hands requests to the engine
+    /// The processor passes requests to the engine
     Submit,
-    /// The wire, where nothing else goes on
+    /// The wire, while no other stage runs
     Write,
 }
 
 pub const STAGES: usize = 6;
 
-/// What one step has for one rollout.
+/// The data of one step for one rollout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Write {
     pub rollout: u32,
-    /// Work requests that it takes.
+    /// Work requests of the write.
     pub requests: u32,
     pub bytes: u64,
 }
 
-/// Tensors that are made ready and sent together.
+/// Tensors that are prepared and sent together.
 #[derive(Clone, Debug, Default)]
 pub struct Step {
-    /// What each stage up to quantising takes.
+    /// Duration of each stage up to quantising.
     pub ready: [u64; 4],
-    /// Bytes of temporary memory, from its begin until it is sent.
+    /// Bytes of temporary memory, held from the begin until the step is sent.
     pub memory: u64,
-    /// How many of the steps before must have been sent before it begins.
+    /// Number of earlier steps that must have been sent before this one begins.
     pub after: usize,
-    /// It begins when all trainers have made ready what is of lower groups.
+    /// The step begins when all trainers have prepared the lower groups.
     pub group: u32,
-    /// In the order in which they are submitted.
+    /// In the order of submission.
     pub writes: Vec<Write>,
 }
 
-/// The steps of every trainer, and how many rollouts there are.
+/// The steps of every trainer, and the number of rollouts.
 #[derive(Clone, Debug, Default)]
 pub struct Push {
     pub trainers: Vec<Vec<Step>>,
     pub rollouts: usize,
 }
 
-/// NICs and processors, the same everywhere.
+/// NICs and processors; all ranks have the same.
 #[derive(Clone, Copy, Debug)]
 pub struct Network {
     /// NICs of each rank.
     pub nics: u8,
-    /// What a NIC sends, and what it takes in, bytes a nanosecond.
+    /// Rate of a NIC in each direction, bytes per nanosecond.
     pub rate: f64,
-    /// Of every delivery, one way.
+    /// One-way latency of every delivery.
     pub latency: u64,
-    /// A call that submits what a step has for a rollout.
+    /// Cost of a call that submits one step's data for one rollout.
     pub call: u64,
-    /// And each work request of it.
+    /// Cost of each work request of the call.
     pub request: u64,
-    /// Bytes of a page: what a step has for a rollout goes as a paged write of pages no larger.
+    /// Bytes of a page. A write is a paged write with pages of at most this size.
     pub page: u64,
 }
 
-/// What became of a push.
+/// The result of a simulated push.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// Until the last rollout has all of its bytes.
+    /// Time until the last rollout has all of its bytes.
     pub time: u64,
-    /// The same by stages, along the chain of what waited for what.
+    /// That time divided by stages, along the critical path.
     pub path: [u64; STAGES],
-    /// When each trainer had sent everything.
+    /// Time at which each trainer had sent everything.
     pub ended: Vec<u64>,
-    /// What each trainer spent on all stages but the last, whatever went on beside it.
+    /// Time of each trainer in each stage but the last, including overlapped time.
     pub busy: Vec<[u64; STAGES]>,
-    /// The most temporary memory that a trainer held, bytes.
+    /// Peak temporary memory of any trainer, bytes.
     pub peak: u64,
-    /// Work requests that NICs were given in the simulation.
+    /// Work requests posted to the simulated NICs.
     pub posted: u64,
-    /// Two runs share it only if the same things happened at the same times.
+    /// Digest of all events and their times; equal only for equal runs.
     pub digest: u64,
 }
 
-/// Why there is no outcome.
+/// The reason why there is no outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem(pub String);
 
@@ -97,17 +97,17 @@ impl std::fmt::Display for Problem {
 impl std::error::Error for Problem {}
 
 impl Network {
-    /// Until the first request of a write is posted.
+    /// Time until the first request of a write is posted.
     pub(crate) fn posts(&self) -> u64 {
         self.call + self.request
     }
 
-    /// What the processor takes to submit a write.
+    /// Time of the processor to submit a write.
     pub(crate) fn submits(&self, write: &Write) -> u64 {
         self.call + self.request * u64::from(write.requests)
     }
 
-    /// Pages of a write, and bytes of each; every NIC gets one, if there is enough for them.
+    /// Pages of a write, and bytes of each. Every NIC gets at least one page where there are enough.
     pub(crate) fn pages(&self, bytes: u64) -> (u32, u64) {
         const WORTH_SPREADING: u64 = 256 << 10;
         let least = if bytes >= WORTH_SPREADING { u64::from(self.nics) } else { 1 };

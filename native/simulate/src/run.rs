@@ -1,5 +1,4 @@
-//! Drives trainers and the network: the engines and their groups are the real ones, the clock and the wires are
-//! not.
+//! Drives trainers and network. Engines and groups are the real ones; clock and wires are simulated.
 
 use std::{
     cmp::Reverse,
@@ -16,25 +15,25 @@ use fabric_engine::{
 };
 
 use crate::{
-    ended::{Ended, Key},
-    path::critical,
+    completions::{Completions, OperationKey},
+    path::critical_path,
     pipeline::{Cause, Pipeline},
     push::{Network, Outcome, Problem, Push, Stage, STAGES},
 };
 
-/// Links are up long before.
+/// Virtual time after which all links are up, ns.
 const SETTLE: u64 = 5_000_000;
-/// What a reliable queue pair of the verbs transport takes.
+/// Window of a reliable queue pair of the verbs transport.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
 const NEVER: Duration = Duration::MAX;
-/// Slices that may be under way from each trainer to a rollout by each NIC, whatever the others have.
+/// Slices in flight from each trainer to a rollout by each NIC, independent of other trainers.
 const SLICES: u64 = 4;
 
 /// Simulates a push.
 ///
 /// # Errors
-/// Sizes that mean nothing; whatever the engines report.
+/// Invalid sizes, and errors that the engines report.
 pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, Problem> {
     check(push, network)?;
     let mut net = SimNet::new(SimConfig {
@@ -48,17 +47,19 @@ pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, Problem> {
         ..SimConfig::default()
     });
     let cluster = Cluster::open(push, network, &mut net)?;
-    let mut run = Run::new(push, network, &cluster, net.now().0);
-    run.go(&mut net.running())?;
+    let mut run = Simulation::new(push, network, &cluster, net.now().0);
+    run.run_to_end(&mut net.running())?;
     Ok(run.outcome(&net))
 }
 
 fn check(push: &Push, network: &Network) -> Result<(), Problem> {
     let wrong = match () {
-        _ if !(1..=4).contains(&network.nics) => "a rank has 1 to 4 NICs",
-        _ if !(network.rate > 0.0 && network.rate.is_finite()) => "a NIC needs a rate above 0",
-        _ if network.page == 0 => "a page needs at least one byte",
-        _ if push.trainers.len() >= Key::TRAINERS => "too many trainers",
+        _ if !(1..=4).contains(&network.nics) => "nics is out of range [1, 4]",
+        _ if !(network.rate > 0.0 && network.rate.is_finite()) => "rate must be finite and above 0",
+        _ if network.page == 0 => "page must be at least 1 byte",
+        _ if push.trainers.len() >= OperationKey::TRAINERS => {
+            "the number of trainers is out of range [0, 32768)"
+        }
         _ => return steps(push),
     };
     Err(Problem(wrong.into()))
@@ -69,11 +70,13 @@ fn steps(push: &Push) -> Result<(), Problem> {
         for (number, step) in steps.iter().enumerate() {
             let known = |w: &crate::Write| (w.rollout as usize) < push.rollouts && w.bytes > 0;
             let wrong = match () {
-                _ if step.after > number => "waits for one that isn't before it",
-                _ if step.writes.is_empty() => "sends nothing",
-                _ if !step.writes.iter().all(known) => "writes nothing, or to no rollout",
+                _ if step.after > number => "has an `after` that exceeds its index",
+                _ if step.writes.is_empty() => "has no writes",
+                _ if !step.writes.iter().all(known) => {
+                    "has a write of 0 bytes or to an unknown rollout"
+                }
                 _ if steps[..number].last().is_some_and(|s| s.group > step.group) => {
-                    "is of a lower group than the step before it"
+                    "has a lower group than the step before it"
                 }
                 _ => continue,
             };
@@ -87,9 +90,9 @@ fn steps(push: &Push) -> Result<(), Problem> {
 struct Cluster {
     trainers: Vec<(Arc<TransferEngine>, Region)>,
     rollouts: Vec<(Arc<TransferEngine>, Region, Counter)>,
-    /// By trainer and rollout, where anything is sent.
-    ways: HashMap<(usize, u32), RemoteRegion>,
-    /// Until the last rollout has everything.
+    /// By trainer and rollout that exchange data.
+    regions: HashMap<(usize, u32), RemoteRegion>,
+    /// One expectation per rollout, for all of its data.
     waits: Vec<Handle>,
 }
 
@@ -97,7 +100,7 @@ impl Cluster {
     fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
         let largest = network.page.max(1);
         let mut engine = |name: String| -> Result<_, Problem> {
-            // Nobody reads them, and there may be thousands of engines.
+            // No reader needs records, and there may be thousands of engines.
             let mut config = EngineConfig { name, records: 0, ..EngineConfig::default() };
             let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
             config.receive_window = config.receive_window.max(slices * network.page);
@@ -114,17 +117,17 @@ impl Cluster {
             let counter = engine.counter().map_err(text)?;
             rollouts.push((engine, memory, counter));
         }
-        let mut ways = HashMap::new();
+        let mut regions = HashMap::new();
         let mut pages = vec![0u32; push.rollouts];
         for (trainer, steps) in push.trainers.iter().enumerate() {
             for write in steps.iter().flat_map(|s| &s.writes) {
                 let to = write.rollout as usize;
                 pages[to] += network.pages(write.bytes).0;
-                if let Entry::Vacant(way) = ways.entry((trainer, write.rollout)) {
+                if let Entry::Vacant(entry) = regions.entry((trainer, write.rollout)) {
                     let engine = &trainers[trainer].0;
                     let region = engine.import(&rollouts[to].1.descriptor()).map_err(text)?;
                     engine.connect(region.peer()).map_err(text)?;
-                    way.insert(region);
+                    entry.insert(region);
                 }
             }
         }
@@ -134,34 +137,34 @@ impl Cluster {
             .zip(&rollouts)
             .map(|(n, (_, _, counter))| counter.expect(*n, &[], NEVER).map_err(text))
             .collect::<Result<_, _>>()?;
-        Ok(Self { trainers, rollouts, ways, waits })
+        Ok(Self { trainers, rollouts, regions, waits })
     }
 }
 
-/// What happens at a trainer, when its time has come.
+/// A timed event of a trainer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// It has made a group ready.
+    /// The trainer has made a group ready.
     Ready(u32),
     Submit,
 }
 
-struct Run<'p> {
+struct Simulation<'p> {
     network: &'p Network,
     cluster: &'p Cluster,
     pipelines: Vec<Pipeline<'p>>,
     events: BinaryHeap<Reverse<(u64, usize, Event)>>,
     /// Trainers whose next write is among the events.
     submitting: Vec<bool>,
-    /// Trainers that have not made a group ready, by group.
+    /// Number of trainers that have not made each group ready.
     unready: Vec<usize>,
-    ended: Arc<Ended>,
-    flying: HashMap<u64, Handle>,
+    ended: Arc<Completions>,
+    outstanding: HashMap<u64, Handle>,
     began: u64,
     end: u64,
 }
 
-impl<'p> Run<'p> {
+impl<'p> Simulation<'p> {
     fn new(push: &'p Push, network: &'p Network, cluster: &'p Cluster, began: u64) -> Self {
         let pipelines: Vec<_> = push.trainers.iter().map(|s| Pipeline::new(s)).collect();
         let groups = push.trainers.iter().flatten().map(|s| s.group as usize + 1).max();
@@ -179,34 +182,34 @@ impl<'p> Run<'p> {
             events: BinaryHeap::new(),
             unready,
             ended: Arc::default(),
-            flying: HashMap::new(),
+            outstanding: HashMap::new(),
             began,
             end: 0,
         }
     }
 
-    fn go(&mut self, net: &mut Running<'_>) -> Result<(), Problem> {
+    fn run_to_end(&mut self, net: &mut Running<'_>) -> Result<(), Problem> {
         for (rollout, wait) in self.cluster.waits.iter().enumerate() {
-            wait.on_done_notify(self.ended.clone(), Key::rollout(rollout));
+            wait.on_done_notify(self.ended.clone(), OperationKey::rollout(rollout));
         }
         self.begin_all(0, Cause::Start);
         let mut waits = self.cluster.waits.len();
-        while waits > 0 || !self.flying.is_empty() || !self.events.is_empty() {
+        while waits > 0 || !self.outstanding.is_empty() || !self.events.is_empty() {
             let due = self.events.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
             let ended = self.ended.clone();
             let limit = Time(due.saturating_add(self.began));
             let passed = net.until(limit, || !ended.is_empty());
             let now = net.now().0 - self.began;
             for key in self.ended.take() {
-                match Key::parts(key) {
+                match OperationKey::parts(key) {
                     Err(rollout) => {
                         result(&self.cluster.waits[rollout])?;
                         (waits, self.end) = (waits - 1, now);
                     }
-                    Ok((trainer, step, place)) => {
-                        let handle = self.flying.remove(&key);
+                    Ok((trainer, step, index)) => {
+                        let handle = self.outstanding.remove(&key);
                         handle.as_ref().map_or(Ok(()), result)?;
-                        if self.pipelines[trainer].over(now, step, place, self.network) {
+                        if self.pipelines[trainer].on_write_done(now, step, index, self.network) {
                             self.begin(now, trainer, Cause::Sent(step));
                         }
                         self.end = now;
@@ -215,7 +218,8 @@ impl<'p> Run<'p> {
             }
             if passed && due == u64::MAX {
                 return Err(Problem(
-                    "the push stands still; this is a bug, please report it".into(),
+                    "no event is due and the push is not complete; this is a bug, please report it"
+                        .into(),
                 ));
             }
             while let Some(Reverse((at, trainer, event))) = self.events.peek().copied() {
@@ -236,7 +240,7 @@ impl<'p> Run<'p> {
         (0..self.pipelines.len()).for_each(|trainer| self.begin(now, trainer, cause));
     }
 
-    /// Begins what a trainer can begin.
+    /// Begins all steps that the trainer may begin.
     fn begin(&mut self, now: u64, trainer: usize, cause: Cause) {
         let open = self.unready.iter().position(|n| *n > 0).unwrap_or(self.unready.len()) as u32;
         let pipeline = &mut self.pipelines[trainer];
@@ -267,29 +271,29 @@ impl<'p> Run<'p> {
         }
     }
 
-    /// Submits a trainer's next write.
+    /// Submits the next write of a trainer.
     fn submit(&mut self, net: &mut Running<'_>, at: u64, trainer: usize) -> Result<(), Problem> {
-        let (step, place, write) = self.pipelines[trainer].take(at, self.network);
+        let (step, index, write) = self.pipelines[trainer].take(at, self.network);
         let (engine, src) = &self.cluster.trainers[trainer];
         let counter = &self.cluster.rollouts[write.rollout as usize].2;
         let (count, page_len) = self.network.pages(write.bytes);
         let indices = PageIndices::range(0, count).map_err(text)?;
-        // Where bytes lie makes no difference to how they are sent.
+        // The simulated cost does not depend on addresses.
         let pages = Pages::new(indices, 0, 0);
         net.wake(engine.id());
         let op = Op::WritePages {
             page_len,
             src,
             src_pages: &pages,
-            dst: &self.cluster.ways[&(trainer, write.rollout)],
+            dst: &self.cluster.regions[&(trainer, write.rollout)],
             dst_pages: &pages,
             imm: Some(counter.imm()),
         };
         let submit = Submit { timeout: Some(NEVER), ..Submit::default() };
         let handle = engine.submit(&[op], submit).map_err(text)?;
-        let key = Key::write(trainer, step, place);
+        let key = OperationKey::write(trainer, step, index);
         handle.on_done_notify(self.ended.clone(), key);
-        self.flying.insert(key, handle);
+        self.outstanding.insert(key, handle);
         self.submitting[trainer] = false;
         self.schedule(trainer);
         Ok(())
@@ -311,7 +315,7 @@ impl<'p> Run<'p> {
         };
         Outcome {
             time: self.end,
-            path: critical(&self.pipelines, self.end),
+            path: critical_path(&self.pipelines, self.end),
             ended: self.pipelines.iter().map(sent).collect(),
             busy: self.pipelines.iter().map(busy).collect(),
             peak: self.pipelines.iter().map(peak).max().unwrap_or(0),
@@ -321,14 +325,14 @@ impl<'p> Run<'p> {
     }
 }
 
-/// The most temporary memory that a trainer held.
+/// Peak temporary memory of a trainer.
 fn peak(pipeline: &Pipeline<'_>) -> u64 {
     let mut changes: Vec<(u64, i64)> = Vec::new();
     for (step, times) in pipeline.steps.iter().zip(&pipeline.times) {
         let memory = step.memory as i64;
         changes.extend([(times.begun, memory), (times.sent, -memory)]);
     }
-    // What is given back at a moment is there for what begins then.
+    // Memory that is released at an instant is available to steps that begin then.
     changes.sort_unstable();
     let mut held = 0;
     changes

@@ -1,4 +1,4 @@
-//! What a simulated push promises, on pushes small enough to work out by hand.
+//! Simulated pushes small enough to calculate by hand.
 
 use fabric_simulate::{simulate, Network, Outcome, Push, Stage, Step, Write, STAGES};
 
@@ -20,7 +20,7 @@ fn run(trainers: Vec<Vec<Step>>, rollouts: usize, network: &Network) -> Outcome 
     outcome
 }
 
-/// What so many bytes take on one NIC.
+/// Ideal time of `bytes` on one NIC.
 fn floor(bytes: u64) -> f64 {
     bytes as f64 / NETWORK.rate
 }
@@ -42,7 +42,7 @@ fn two_senders_into_one_nic_take_twice_as_long() {
     let two = |to: [u32; 2]| to.map(|r| vec![step(&[r], 256 * MIB)]).to_vec();
     close(run(two([0, 1]), 2, &NETWORK).time, floor(256 * MIB));
     close(run(two([0, 0]), 2, &NETWORK).time, floor(512 * MIB));
-    // And so does one that sends twice as much.
+    // A trainer that sends twice as much takes twice as long, too.
     close(run(vec![vec![step(&[0, 1], 256 * MIB)]], 2, &NETWORK).time, floor(512 * MIB));
 }
 
@@ -56,7 +56,7 @@ fn several_nics_share_what_is_sent() {
 }
 
 #[test]
-fn a_stage_that_dominates_is_what_the_time_goes_to() {
+fn the_path_shows_the_dominating_stage() {
     for stage in 0..4 {
         let mut ready = [MS / 10; 4];
         ready[stage] = 20 * MS;
@@ -74,12 +74,12 @@ fn requests_take_the_processor() {
     let mut steps = vec![step(&[0, 1], MIB); 5];
     steps.iter_mut().flat_map(|s| &mut s.writes).for_each(|w| w.requests = 10);
     let outcome = run(vec![steps], 2, &network);
-    // The last write is on its way with its first request.
+    // The last write is on the wire with its first request.
     assert_eq!(outcome.path[Stage::Submit as usize], 19 * MS + MS / 10);
     assert_eq!(outcome.busy[0][Stage::Submit as usize], 20 * MS);
 }
 
-/// Steps of 64 MiB that take 1 ms to make ready and 1.3 ms to send.
+/// Steps of 64 MiB that take 1 ms to prepare and 1.3 ms to send.
 fn ready_and_sent(under_way: usize) -> Vec<Vec<Step>> {
     let step = Step { ready: [0, MS, 0, 0], memory: 64 * MIB, ..step(&[0], 64 * MIB) };
     let after = |number: usize| (number + 1).saturating_sub(under_way);
@@ -90,10 +90,10 @@ fn ready_and_sent(under_way: usize) -> Vec<Vec<Step>> {
 fn a_watermark_bounds_memory_and_costs_time() {
     let [one, two, all] = [1, 2, 16].map(|n| run(ready_and_sent(n), 1, &NETWORK));
     assert_eq!([one.peak, two.peak, all.peak], [64 * MIB, 128 * MIB, 16 * 64 * MIB]);
-    // One at a time: it is made ready, and then it is sent.
+    // One step at a time is prepared and then sent.
     close(one.time, 16.0 * (MS as f64 + floor(64 * MIB)));
     assert_eq!(one.path[Stage::Gather as usize], 16 * MS);
-    // Two: one is made ready while the other is sent.
+    // Two steps: one is prepared while the other is sent.
     close(two.time, MS as f64 + 16.0 * floor(64 * MIB));
     assert!(all.time <= two.time);
 }
@@ -124,7 +124,7 @@ fn the_same_push_takes_the_same_time() {
 }
 
 #[test]
-fn what_means_nothing_is_refused_by_name() {
+fn invalid_input_is_refused_by_name() {
     let refused = |step: Step, network: Network| {
         simulate(&Push { trainers: vec![vec![step]], rollouts: 1 }, &network).unwrap_err().0
     };
@@ -135,9 +135,9 @@ fn what_means_nothing_is_refused_by_name() {
     assert!(refused(fine, Network { rate: 0.0, ..NETWORK }).contains("rate"));
 }
 
-/// Where as many send as receive, a NIC that waits for one receiver leaves another idle.
+/// With equal numbers of senders and receivers, a NIC must not idle behind one receiver.
 #[test]
-fn trainers_that_all_write_to_all_keep_every_nic_busy() {
+fn all_to_all_writes_keep_every_nic_busy() {
     let all = [0, 1, 2, 3, 4, 5, 6, 7];
     let from = |t: usize| [&all[t..], &all[..t]].concat();
     let trainers = (0..8).map(|t| vec![step(&from(t), 256 * MIB)]).collect();

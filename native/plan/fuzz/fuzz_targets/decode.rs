@@ -1,4 +1,4 @@
-//! Bytes that claim to be a plan: refused, or safe to use.
+//! Decodes arbitrary plan bytes: each is refused, or the plan is safe to use.
 #![no_main]
 
 use fabric_plan::{Plan, Role};
@@ -6,7 +6,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = Plan::from_bytes(bytes);
-    // The digest would turn away nearly everything, so the body is tried on its own.
+    // The body is decoded on its own, because the digest would reject nearly every input.
     let Ok(plan) = Plan::from_body(bytes) else { return };
     let _ = plan.balance();
     let _ = plan.explain(None, None);
@@ -18,7 +18,7 @@ fuzz_target!(|bytes: &[u8]| {
         let _ = plan.explain(None, Some(*rank));
         let _ = plan.target().local_containers(Role::Target, *rank);
     }
-    // Not the same bytes: numbers can be written in more ways than ours.
+    // The bytes may differ: numbers have more than one encoding.
     let again = Plan::from_bytes(&plan.to_bytes()).expect("what is encoded must decode");
     assert_eq!(again, plan);
 });

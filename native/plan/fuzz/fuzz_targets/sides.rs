@@ -1,4 +1,4 @@
-//! Two layouts as they come from Python: refused, or planned.
+//! Two layouts as they come from Python: each pair is refused or planned.
 #![no_main]
 
 use fabric_plan::{plan, Extra, Options, Plan, Role, Side, SideSpec};

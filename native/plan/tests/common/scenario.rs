@@ -4,7 +4,7 @@ use fabric_plan::{ContainerSpec, Layout, Mesh, Placement, SideSpec, TensorSpec};
 
 use super::{container, leaf, mesh, tensor};
 
-/// Decisions from a tape of numbers, so that shrinking the tape simplifies the scenario.
+/// Draws decisions from a tape of numbers; shrinking the tape simplifies the scenario.
 pub struct Draw<'t> {
     tape: &'t [u32],
     at: usize,
@@ -132,7 +132,7 @@ fn arrange(
         layouts.push(sliced(draw, t, &m, &p, true));
     }
     if draw.below(3) == 0 {
-        // Somebody else holds (or wants) a member, or some of it, too.
+        // Further containers hold (or need) a member, or a part of it, too.
         let m = draw.mesh(ranks);
         let p = draw.placements(&m, ndim);
         let t = draw.pick(&family.members).clone();

@@ -1,8 +1,8 @@
 //! Target ranks that need the same boxes at the same bytes, such as replicas of one engine.
 //!
-//! They are planned once, and their links share one list of copies: at scale this is most of the
-//! work and most of the memory saved. Ranks may be twins in some containers only (attention
-//! replicated everywhere, experts on a few), so containers with the same twins form a *section*.
+//! Replicas are planned once, and their links share one list of copies: at scale this saves most
+//! of the work and memory. Ranks may be replicas in some containers only (attention replicated
+//! everywhere, experts on a few), so containers with the same replicas form a *section*.
 
 use std::hash::{Hash, Hasher};
 
@@ -12,12 +12,12 @@ use crate::cuts::CutsTable;
 use crate::error::{Result, Role};
 use crate::layout::Evaluated;
 use crate::model::Side;
-use crate::place::Dims;
+use crate::placer::Dims;
 
 /// Containers beyond this many different groupings share one last section.
 const MAX_SECTIONS: usize = 8;
 
-/// Containers in which the same ranks are twins.
+/// Containers in which the same ranks are replicas of each other.
 #[derive(Debug)]
 pub(crate) struct Section {
     /// Ascending.
@@ -51,12 +51,12 @@ fn grouping(target: &Evaluated<'_>, container: u32, holders: &[u32]) -> Grouping
             let mut hasher = FxHasher::default();
             signatures(target, rank, container).for_each(|s| s.hash(&mut hasher));
             let firsts = by_hash.entry(hasher.finish()).or_default();
-            let twin = firsts.iter().copied().find(|&first| {
+            let replica = firsts.iter().copied().find(|&first| {
                 signatures(target, first, container).eq(signatures(target, rank, container))
             });
             (
                 rank,
-                twin.unwrap_or_else(|| {
+                replica.unwrap_or_else(|| {
                     firsts.push(rank);
                     rank
                 }),
@@ -65,19 +65,20 @@ fn grouping(target: &Evaluated<'_>, container: u32, holders: &[u32]) -> Grouping
         .collect()
 }
 
-/// Who holds what of a side, and which ranks hold the same.
+/// The ranks that hold each container of a side, and the ranks that hold the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holders {
     /// The ranks that hold anything of each container, ascending.
     pub by_container: Vec<Vec<u32>>,
-    /// Ranks that hold the same boxes at the same bytes in all of their containers, together;
-    /// ascending. Ranks that hold nothing are in none.
-    pub twins: Vec<Vec<u32>>,
+    /// Groups of ranks that hold the same boxes at the same bytes in all of their containers;
+    /// ascending. Ranks that hold nothing are in no group.
+    pub replicas: Vec<Vec<u32>>,
 }
 
 impl Side {
     /// # Errors
-    /// Those of a layout that means nothing, as for [`crate::plan`].
+    /// [`PlanError::Invalid`](crate::PlanError::Invalid) and the other layout errors of
+    /// [`crate::plan`].
     pub fn holders(&self, role: Role) -> Result<Holders> {
         self.check(role)?;
         let mut cuts = CutsTable::default();
@@ -92,12 +93,12 @@ impl Side {
             different.insert(grouping);
         }
         let groups = groups(&different.into_iter().collect::<Vec<_>>());
-        let twins = groups.into_iter().map(|group| named(&mut group.into_iter())).collect();
-        Ok(Holders { by_container, twins })
+        let replicas = groups.into_iter().map(|group| named(&mut group.into_iter())).collect();
+        Ok(Holders { by_container, replicas })
     }
 }
 
-/// Who is whose twin in each target container that anybody has.
+/// The replica groups of each target container that at least one rank holds.
 fn groupings(target: &Evaluated<'_>) -> Vec<(u32, Grouping)> {
     let mut holders: Vec<Vec<u32>> = vec![Vec::new(); target.side.containers.len()];
     for rank in 0..target.held.len() as u32 {
@@ -107,7 +108,7 @@ fn groupings(target: &Evaluated<'_>) -> Vec<(u32, Grouping)> {
     held.map(|(container, ranks)| (container, grouping(target, container, ranks))).collect()
 }
 
-/// Every target container, in sections.
+/// All target containers, divided into sections.
 pub(crate) fn sections(target: &Evaluated<'_>) -> Vec<Section> {
     let mut ids: FxHashMap<Grouping, usize> = FxHashMap::default();
     let mut found: Vec<(Vec<u32>, Vec<Grouping>)> = Vec::new();
@@ -129,7 +130,7 @@ pub(crate) fn sections(target: &Evaluated<'_>) -> Vec<Section> {
         .collect()
 }
 
-/// Ranks that are twins in every one of the groupings.
+/// Ranks that are replicas of each other in every grouping.
 fn groups(groupings: &[Grouping]) -> Vec<Vec<u32>> {
     let mut labels: FxHashMap<u32, Vec<(usize, u32)>> = FxHashMap::default();
     for (n, grouping) in groupings.iter().enumerate() {

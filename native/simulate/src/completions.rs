@@ -1,4 +1,4 @@
-//! What has ended since somebody looked last.
+//! Collects the keys of operations that have completed.
 
 use std::sync::{
     atomic::{AtomicBool, Ordering::SeqCst},
@@ -8,12 +8,12 @@ use std::sync::{
 use fabric_engine::Notify;
 
 #[derive(Default)]
-pub(crate) struct Ended {
+pub(crate) struct Completions {
     any: AtomicBool,
     keys: Mutex<Vec<u64>>,
 }
 
-impl Ended {
+impl Completions {
     pub fn is_empty(&self) -> bool {
         !self.any.load(SeqCst)
     }
@@ -24,19 +24,19 @@ impl Ended {
     }
 }
 
-impl Notify for Ended {
+impl Notify for Completions {
     fn notify(&self, key: u64) {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner).push(key);
         self.any.store(true, SeqCst);
     }
 }
 
-/// Names of what can end.
-pub(crate) struct Key;
+/// Encodes an operation as a completion key.
+pub(crate) struct OperationKey;
 
-impl Key {
+impl OperationKey {
     const BITS: u32 = 24;
-    /// Trainers have to be fewer.
+    /// Upper bound of the number of trainers.
     pub const TRAINERS: usize = 1 << 15;
     const ROLLOUT: u64 = 1 << 63;
 
@@ -44,11 +44,11 @@ impl Key {
         Self::ROLLOUT | rank as u64
     }
 
-    pub fn write(trainer: usize, step: usize, place: usize) -> u64 {
-        ((trainer as u64) << (2 * Self::BITS)) | ((step as u64) << Self::BITS) | place as u64
+    pub fn write(trainer: usize, step: usize, index: usize) -> u64 {
+        ((trainer as u64) << (2 * Self::BITS)) | ((step as u64) << Self::BITS) | index as u64
     }
 
-    /// Trainer, step and place, or a rollout.
+    /// Trainer, step and write index; or `Err` with a rollout.
     pub fn parts(key: u64) -> Result<(usize, usize, usize), usize> {
         if key & Self::ROLLOUT != 0 {
             return Err((key ^ Self::ROLLOUT) as usize);

@@ -1,4 +1,4 @@
-//! Ranks that hold the same.
+//! Groups of ranks that hold the same bytes.
 
 mod common;
 
@@ -12,7 +12,7 @@ fn holders(ranks: u32, containers: Vec<ContainerSpec>) -> fabric_plan::Holders {
 }
 
 #[test]
-fn replicas_of_an_engine_are_twins_rank_by_rank() {
+fn ranks_of_equal_engines_are_replicas() {
     let (w, norm) = (tensor("w", &[8, 4], 2), tensor("norm", &[4], 2));
     let engines = mesh(&[0, 1, 2, 3], &[2, 2]);
     let found = holders(
@@ -22,12 +22,12 @@ fn replicas_of_an_engine_are_twins_rank_by_rank() {
             container("norm", leaf(&norm, &engines, &[Replicate, Replicate])),
         ],
     );
-    assert_eq!(found.twins, [[0, 2], [1, 3]]);
+    assert_eq!(found.replicas, [[0, 2], [1, 3]]);
     assert_eq!(found.by_container, [[0, 1, 2, 3], [0, 1, 2, 3]]);
 }
 
 #[test]
-fn one_container_more_makes_another_rank() {
+fn a_rank_with_one_more_container_is_no_replica() {
     let (w, head) = (tensor("w", &[8, 4], 2), tensor("head", &[2, 4], 2));
     let found = holders(
         3,
@@ -36,7 +36,7 @@ fn one_container_more_makes_another_rank() {
             container("head", leaf(&head, &mesh(&[2, 1], &[2]), &[Replicate])),
         ],
     );
-    assert_eq!(found.twins, [vec![0], vec![1, 2]]);
+    assert_eq!(found.replicas, [vec![0], vec![1, 2]]);
     assert_eq!(found.by_container, [vec![0, 1, 2], vec![1, 2]]);
 }
 
@@ -45,6 +45,6 @@ fn empty_shards_hold_nothing() {
     let w = tensor("w", &[2, 4], 2);
     let all = mesh(&[0, 1, 2, 3], &[4]);
     let found = holders(4, vec![container("w", leaf(&w, &all, &[Shard { dim: 0 }]))]);
-    assert_eq!(found.twins, [[0], [1]]);
+    assert_eq!(found.replicas, [[0], [1]]);
     assert_eq!(found.by_container, [[0, 1]]);
 }

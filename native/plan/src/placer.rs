@@ -13,7 +13,7 @@ pub(crate) type Dims<T> = SmallVec<[T; 4]>;
 
 /// A container as one rank has it.
 #[derive(Debug)]
-pub(crate) struct Footprint {
+pub(crate) struct ContainerFootprint {
     pub shape: Dims<u64>,
     /// Bytes between neighbours, per dimension.
     pub strides: Dims<u64>,
@@ -23,7 +23,7 @@ pub(crate) struct Footprint {
 
 /// A leaf's first byte in its container and the axis its dimension 0 lies on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Spot {
+pub(crate) struct LeafOffset {
     pub base: u64,
     pub axis: usize,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Placer<'s> {
     /// Children of each operator, in order.
     children: Vec<SmallVec<[u32; 2]>>,
     shapes: Vec<Option<Dims<u64>>>,
-    spots: Vec<Spot>,
+    leaf_offsets: Vec<LeafOffset>,
 }
 
 impl<'s> Placer<'s> {
@@ -59,19 +59,19 @@ impl<'s> Placer<'s> {
             itemsize: u64::from(side.dtypes[container.dtype as usize].itemsize),
             children,
             shapes: Vec::new(),
-            spots: Vec::new(),
+            leaf_offsets: Vec::new(),
         }
     }
 
     /// `leaf_shape(n)` is the local shape of the n-th leaf on this rank, `None` where it has none.
     ///
-    /// Returns `None` when the rank has nothing of the container; afterwards [`Self::spot`] tells
-    /// where each present leaf lies.
+    /// Returns `None` when the rank has no part of the container. Afterwards [`Self::leaf_offset`] gives
+    /// the offset of each present leaf.
     pub fn place(
         &mut self,
         rank: u32,
         leaf_shape: impl Fn(u32) -> Option<Dims<u64>>,
-    ) -> Result<Option<Footprint>> {
+    ) -> Result<Option<ContainerFootprint>> {
         self.shapes.clear();
         let mut leaves = 0..;
         for at in 0..self.container.nodes.len() {
@@ -90,8 +90,8 @@ impl<'s> Placer<'s> {
     }
 
     /// Valid after [`Self::place`] for leaves with a nonempty shape.
-    pub fn spot(&self, node: usize) -> Spot {
-        self.spots[node]
+    pub fn leaf_offset(&self, node: usize) -> LeafOffset {
+        self.leaf_offsets[node]
     }
 
     fn parts(&self, at: usize) -> impl Iterator<Item = &Dims<u64>> {
@@ -151,7 +151,7 @@ impl<'s> Placer<'s> {
 
     fn pad(&self, rank: u32, at: usize, to: &[u64]) -> Result<Option<Dims<u64>>> {
         let Some(part) = self.parts(at).next() else {
-            // A rank that is named has the container, even if all of it is padding.
+            // A rank in `ranks` has the container, even if all of it is padding.
             let named = self.container.ranks.as_ref().is_some_and(|only| only.contains(&rank));
             return Ok(named.then(|| Dims::from_slice(to)));
         };
@@ -161,7 +161,7 @@ impl<'s> Placer<'s> {
         Ok(Some(Dims::from_slice(to)))
     }
 
-    fn footprint(&self, rank: u32, shape: Dims<u64>) -> Result<Footprint> {
+    fn footprint(&self, rank: u32, shape: Dims<u64>) -> Result<ContainerFootprint> {
         let empty = is_empty(&shape);
         let strides = match &self.container.strides {
             Some(given) if given.len() != shape.len() => {
@@ -183,7 +183,7 @@ impl<'s> Placer<'s> {
             }
         };
         if empty {
-            return Ok(Footprint { shape, strides, bytes: 0 });
+            return Ok(ContainerFootprint { shape, strides, bytes: 0 });
         }
         let mut order: Dims<usize> = (0..shape.len()).filter(|&d| shape[d] > 1).collect();
         order.sort_by_key(|&d| strides[d]);
@@ -204,29 +204,29 @@ impl<'s> Placer<'s> {
                 .and_then(|span| span.checked_add(bytes))
                 .ok_or_else(|| self.too_large(rank))?;
         }
-        Ok(Footprint { shape, strides, bytes })
+        Ok(ContainerFootprint { shape, strides, bytes })
     }
 
     /// Offsets stay within the footprint, so this arithmetic can't overflow for present parts.
     fn locate(&mut self, strides: &[u64]) {
-        self.spots.clear();
-        self.spots.resize(self.container.nodes.len(), Spot { base: 0, axis: 0 });
+        self.leaf_offsets.clear();
+        self.leaf_offsets.resize(self.container.nodes.len(), LeafOffset { base: 0, axis: 0 });
         for at in (0..self.container.nodes.len()).rev() {
-            let Spot { mut base, axis } = self.spots[at];
+            let LeafOffset { mut base, axis } = self.leaf_offsets[at];
             for &child in &self.children[at] {
                 let child = child as usize;
                 let step = match (&self.container.nodes[at], &self.shapes[child]) {
                     (_, None) => continue,
                     (Node::Concat { axis: along, .. }, Some(shape)) => {
                         let along = *along as usize;
-                        self.spots[child] = Spot { base, axis };
+                        self.leaf_offsets[child] = LeafOffset { base, axis };
                         match strides.get(axis + along) {
                             Some(stride) if !is_empty(shape) => shape[along].wrapping_mul(*stride),
                             _ => 0,
                         }
                     }
                     (Node::Stack { .. }, Some(shape)) => {
-                        self.spots[child] = Spot { base, axis: axis + 1 };
+                        self.leaf_offsets[child] = LeafOffset { base, axis: axis + 1 };
                         if is_empty(shape) {
                             0
                         } else {
@@ -234,7 +234,7 @@ impl<'s> Placer<'s> {
                         }
                     }
                     (Node::Pad { .. } | Node::Leaf(_), Some(_)) => {
-                        self.spots[child] = Spot { base, axis };
+                        self.leaf_offsets[child] = LeafOffset { base, axis };
                         0
                     }
                 };
