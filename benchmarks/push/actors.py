@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from benchmarks.push.loading import DTYPE, Loader, routes_of_whole
 from benchmarks.push.memory import Mark, Temporary
 from fabric_ray import runtime
-from fabric_ray.demo import trainer as demo
+from fabric_ray.demo import actors as demo
 from fabric_ray.models import ModelConfig, fsdp, parameter_shapes
 from fabric_ray.models.checkpoint import Checkpoint
 from fabric_ray.plan import ParamMeta, Plan, Side

@@ -10,8 +10,9 @@ from contextlib import nullcontext, redirect_stdout
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,6 +39,9 @@ app = typer.Typer(
     they can't run: a missing package, no cluster, sizes that don't fit.
     """,
 )
+
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Transport(str, Enum):
@@ -104,26 +108,11 @@ def weights(
       fabric-ray demo weights --address auto --transport tcp # on your cluster
       fabric-ray demo weights --json | jq .verified
     """
+    given = locals()
     _prepare()
-    from fabric_ray.demo.options import Options
-    from fabric_ray.demo.show import show, summary
-    from fabric_ray.demo.weights import run
+    from fabric_ray.demo.weights import Options, run, show, summary
 
-    options = Options(
-        trainers=trainers,
-        rollouts=rollouts,
-        ep=ep,
-        checkpoint=checkpoint,
-        kind=kind.value,
-        parameters=parameters,
-        pushes=pushes,
-        steps=steps,
-        transport=transport.value,
-        staged=not in_place,
-        digest=digest,
-        output=output,
-        address=address,
-    )
+    options = _options(Options, given, staged=not in_place)
     # Progress goes to stderr, so that stdout holds the result alone.
     bar = Progress(
         TextColumn("{task.description}"),
@@ -167,22 +156,12 @@ def rl(
       fabric-ray demo rl --staleness 0         # rollouts wait for every version
       fabric-ray demo rl --steps 20 --json | jq .verified
     """
+    given = locals()
     _prepare()
     from fabric_ray.demo.rl.loop import run
-    from fabric_ray.demo.rl.options import Options, Update
-    from fabric_ray.demo.rl.show import HEADER, line, show, summary
+    from fabric_ray.demo.rl.options import HEADER, Options, Update, line, show, summary
 
-    options = Options(
-        steps=steps,
-        staleness=staleness,
-        trainers=trainers,
-        rollouts=rollouts,
-        transport=transport.value,
-        seed=seed,
-        output=output,
-        address=address,
-    )
-    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+    console = _console(as_json)
 
     def tell(update: Update) -> None:
         if update.step == 1:
@@ -190,7 +169,7 @@ def rl(
         console.print(line(update), highlight=False)
 
     with errors_in_words():
-        outcome = run(options, tell)
+        outcome = run(_options(Options, given), tell)
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
 
 
@@ -226,23 +205,11 @@ def kvcache(
       fabric-ray demo kvcache --prefill-tp 4 --decode-tp 2 --clients 12
       fabric-ray demo kvcache --seconds 5 --json | jq .verified
     """
+    given = locals()
     _prepare("uvicorn", extra="serve")
-    from fabric_ray.demo.kvcache.options import Options
-    from fabric_ray.demo.kvcache.run import run
-    from fabric_ray.demo.kvcache.show import show, summary
+    from fabric_ray.demo.kvcache import Options, run
 
-    options = Options(
-        model=model,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        clients=clients,
-        seconds=seconds,
-        max_tokens=max_tokens,
-        transport=transport.value,
-        seed=seed,
-        address=address,
-    )
-    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+    console = _console(as_json)
 
     def tell(kind: str, text: str) -> None:
         if kind == "piece":
@@ -252,8 +219,8 @@ def kvcache(
 
     # Ray says on stdout that a worker was killed, where the result alone belongs.
     with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        outcome = run(options, tell)
-    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
+        outcome = run(_options(Options, given), tell)
+    _end(outcome.verified, outcome.summary() if as_json else lambda: outcome.show(console))
 
 
 @app.command(short_help="Experts on many ranks, one of which dies.")
@@ -277,24 +244,30 @@ def moe(
       fabric-ray demo moe --ranks 8 --tokens 64
       fabric-ray demo moe --steps 1 --json | jq .verified
     """
+    given = locals()
     _prepare()
-    from fabric_ray.demo.moe.options import Options
-    from fabric_ray.demo.moe.run import run
-    from fabric_ray.demo.moe.show import show, summary
+    from fabric_ray.demo.moe import Options, run
 
-    options = Options(
-        ranks=ranks,
-        tokens=tokens,
-        steps=steps,
-        transport=transport.value,
-        seed=seed,
-        address=address,
-    )
-    console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+    console = _console(as_json)
     # Ray says on stdout that a worker was killed, where the result alone belongs.
     with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        outcome = run(options, lambda what: console.print(what, highlight=False, markup=False))
-    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
+        outcome = run(
+            _options(Options, given),
+            lambda what: console.print(what, highlight=False, markup=False),
+        )
+    _end(outcome.verified, outcome.summary() if as_json else lambda: outcome.show(console))
+
+
+def _options(kind: type[T], given: dict[str, Any], **more: Any) -> T:
+    """A demo's options from the parameters of its command, by their names."""
+    named = {field: given[field] for field in kind.__struct_fields__ if field in given}
+    plain = {name: v.value if isinstance(v, Enum) else v for name, v in named.items()}
+    return kind(**plain, **more)
+
+
+def _console(as_json: bool) -> Console:
+    """Progress goes to stderr where stdout holds the result alone."""
+    return Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
 
 
 def _prepare(*more: str, extra: str = "ray") -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fabric_ray.demo.options import Options
-from fabric_ray.demo.weights import run
+from fabric_ray.demo.weights import Options, run
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.models import demo_config
 from fabric_ray.models.boxes import InitialWeights

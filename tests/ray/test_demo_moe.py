@@ -13,8 +13,7 @@ import ray
 from typer.testing import CliRunner
 
 from fabric_ray.cli.main import app
-from fabric_ray.demo.moe.options import Outcome
-from fabric_ray.demo.moe.show import summary
+from fabric_ray.demo.moe import Outcome
 
 
 @pytest.mark.long
@@ -49,7 +48,7 @@ def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list
 def test_one_wrong_bit_is_not_verified() -> None:
     import msgspec
 
-    from fabric_ray.demo.moe.options import Loss, Options, Phase
+    from fabric_ray.demo.moe import Loss, Options, Phase
 
     phase = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {})
     masked = msgspec.structs.replace(phase, left_out=(12, 13, 14, 15))
@@ -59,7 +58,7 @@ def test_one_wrong_bit_is_not_verified() -> None:
     for field, value in [("wrong", 1), ("said", False), ("logits", 0), ("left_out", (1,))]:
         bad = msgspec.structs.replace(phase, **{field: value})
         other = msgspec.structs.replace(good, phases=(phase, masked, bad))
-        assert not summary(other)["verified"], field
+        assert not other.summary()["verified"], field
     assert not msgspec.structs.replace(good, newcomer=False).verified
     blamed = msgspec.structs.replace(loss, named=(2, 3))
     assert not msgspec.structs.replace(good, loss=blamed).verified

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 import ray
 
-from fabric_ray.demo.cluster import cluster, make_output, named_failures
-from fabric_ray.demo.rl import task
-from fabric_ray.demo.rl.identity import differing
+from fabric_ray.demo.common import cluster, draw_lanes, make_output
+from fabric_ray.demo.rl.actors import (
+    Interval,
+    Rollout,
+    Served,
+    Trained,
+    Trainer,
+    covered,
+    differing,
+)
 from fabric_ray.demo.rl.options import Options, Outcome, Update, model
-from fabric_ray.demo.rl.overlap import Interval, covered
-from fabric_ray.demo.rl.rollout import Rollout, Served
-from fabric_ray.demo.rl.samples import SampleBuffer, Taken
-from fabric_ray.demo.rl.trainer import Trained, Trainer
-from fabric_ray.demo.timeline import draw_lanes
+from fabric_ray.demo.rl.policy import SampleBuffer, Taken, readable
 from fabric_ray.weights import PushReport, Span, WeightSync
 
 Tell = Callable[[Update], None]
@@ -40,7 +43,7 @@ def run(options: Options, tell: Tell = lambda _: None) -> Outcome:
     """
     options.check()
     make_output(options.output)
-    with cluster(options.address), named_failures(), _actors(options) as actors:
+    with cluster(options.address), _actors(options) as actors:
         return asyncio.run(_Loop(options, actors, tell).outcome())
 
 
@@ -140,7 +143,7 @@ class _Loop:
     async def _update(self, step: int, version: int) -> Update:
         start, discarded = time.perf_counter(), self._buffer.discarded
         taken = await self._take(version)
-        self._example = task.readable(taken.batches[-1].tokens[0])
+        self._example = readable(taken.batches[-1].tokens[0])
         trained = await self._train(taken)
         pushed = await self._push(version + 1)
         training = min(t.start for t in trained), max(t.end for t in trained)

@@ -8,11 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from fabric_ray.demo.rl.identity import differing, fingerprints
-from fabric_ray.demo.rl.options import Options, Outcome, Update
-from fabric_ray.demo.rl.overlap import covered
-from fabric_ray.demo.rl.plot import plot
-from fabric_ray.demo.rl.show import summary
+from fabric_ray.demo.rl.actors import covered, differing, fingerprints
+from fabric_ray.demo.rl.options import Options, Outcome, Update, plot, summary
 from fabric_ray.errors import InvalidArgument
 
 UPDATE = Update(

@@ -14,9 +14,8 @@ pytest.importorskip("ray")
 
 from fabric_ray import TransferEngine, runtime
 from fabric_ray.demo.rl import policy
-from fabric_ray.demo.rl.identity import differing, fingerprints
+from fabric_ray.demo.rl.actors import Rollout, differing, fingerprints
 from fabric_ray.demo.rl.options import Options, model
-from fabric_ray.demo.rl.rollout import Rollout
 from fabric_ray.errors import FabricError
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.weights import WeightSource, WeightSync

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fabric_ray.demo.rl.samples import SampleBuffer, Samples
+from fabric_ray.demo.rl.policy import SampleBuffer, Samples
 
 ROWS = 3
 

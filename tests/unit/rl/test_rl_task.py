@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fabric_ray.demo.rl.task import SEPARATOR, prompts, readable, rewards
+from fabric_ray.demo.rl.policy import SEPARATOR, prompts, readable, rewards
 
 
 def test_the_reward_is_the_share_of_right_places() -> None:

@@ -1,0 +1,119 @@
+"""What demos share: their Ray cluster, their output, their failures, their checks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from rich.console import Console
+
+from fabric_ray.errors import FabricError, InvalidArgument, given_path
+from fabric_ray.runtime.causes import cause_of
+from fabric_ray.weights.report import Span
+
+# Paul Tol's bright scheme: told apart with any kind of colour vision.
+_COLOURS = {
+    "start": "#bbbbbb",
+    "connect": "#ccbb44",
+    "train": "#4477aa",
+    "generate": "#66ccee",
+    "push": "#ee6677",
+    "floor": "#dddddd",
+    "check": "#228833",
+    "prepare": "#ccbb44",
+    "write": "#ee6677",
+    "arrive": "#66ccee",
+    "digest": "#aa3377",
+    "commit": "#228833",
+}
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """Ray at ``address`` or ``RAY_ADDRESS``, or started here; stopped in the end unless it was
+    running. What an actor raises comes out as it was, if it has a name; Ray's own errors as ours.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if not address:
+        settings |= {"include_dashboard": False, "object_store_memory": 128 << 20}
+    running = ray.is_initialized()
+    try:
+        host, _, port = (address or "local").rpartition(":")
+        if port.isdecimal() and "/" not in host:
+            # Ray itself would try for a minute where nothing listens.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        if not running:
+            ray.init(address=address or "local", **settings)
+    except OSError as error:
+        raise InvalidArgument(
+            f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
+            "RAY_ADDRESS, or none to have Ray started here"
+        ) from error
+    try:
+        yield
+    except RayTaskError as error:
+        cause = error.cause
+        raise cause if isinstance(cause, FabricError) else error from error.__cause__
+    except RayError as error:
+        raise FabricError(f"an actor of the demo failed: {cause_of(error)}") from error
+    finally:
+        if not running:
+            ray.shutdown()
+
+
+def make_output(directory: Path) -> None:
+    """Raises InvalidArgument if results can't be written there."""
+    with given_path(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        # It may have been there, and belong to another user.
+        TemporaryFile(dir=directory).close()
+
+
+def print_checks(checks: Mapping[str, bool], console: Console) -> None:
+    """One line for each."""
+    for check, holds in checks.items():
+        console.print(f"{'[green]yes[/]' if holds else '[red]no [/]'}  {check}")
+
+
+def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
+    """Writes a PNG: a lane for each actor, in the order of their first spans, seconds from the
+    start."""
+    from matplotlib.figure import Figure
+
+    lanes = list(dict.fromkeys(span.who for span in spans))
+    figure = Figure(figsize=(11, 1.2 + 0.45 * len(lanes)), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    draw_bars(axes, lanes, spans, min(span.start for span in spans), 1.0)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left", fontsize="medium")
+    with given_path(path):
+        figure.savefig(path)
+
+
+def draw_bars(
+    axes: Any, rows: Sequence[str], spans: Sequence[Span], zero: float, scale: float
+) -> None:
+    """A bar for each span, in the row of its actor."""
+    named: set[str] = set()
+    for span in spans:
+        axes.barh(
+            rows.index(span.who),
+            max(span.seconds * scale, 0.0),
+            left=(span.start - zero) * scale,
+            height=0.7,
+            color=_COLOURS.get(span.stage, "#888888"),
+            label=span.stage if span.stage not in named else None,
+        )
+        named.add(span.stage)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,0 @@
-"""Expert parallelism on Ray: compared bit by bit, killed, masked, and made whole again."""

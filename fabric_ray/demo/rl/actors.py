@@ -1,0 +1,213 @@
+"""Trainers with FSDP2 shards of the policy, and rollouts that generate while weights arrive."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import ray
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fabric_ray import runtime
+from fabric_ray.demo.rl import policy
+from fabric_ray.demo.rl.options import Options, model
+from fabric_ray.demo.rl.policy import Samples
+from fabric_ray.models import fsdp, tensor_parallel
+from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.models.transformer import Transformer
+from fabric_ray.runtime.process import node_address
+from fabric_ray.weights import WeightSource, WeightTarget
+from fabric_ray.weights.families import target_side
+from fabric_ray.weights.reference import iter_expected
+
+# A model as narrow as this one hardly begins to learn from the usual 0.02.
+_STD = 0.1
+
+Fingerprints = dict[str, str]
+"""By the name of a container, its shape and dtype among what is hashed."""
+Interval = tuple[float, float]
+"""Begin and end, in seconds since the epoch."""
+
+
+def fingerprints(named: Iterable[tuple[str, Tensor]]) -> Fingerprints:
+    """128 bits of BLAKE2b of each tensor."""
+    return {name: _fingerprint(tensor) for name, tensor in named}
+
+
+def differing(found: Fingerprints, expected: Fingerprints) -> tuple[str, ...]:
+    """Containers that differ, are missing or are too many."""
+    names = sorted(found.keys() | expected.keys())
+    return tuple(name for name in names if found.get(name) != expected.get(name))
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    digest = blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+    digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def covered(interval: Interval, by: Iterable[Interval]) -> float:
+    """The share of ``interval`` that lies within ``by``, whose parts don't overlap; 0 to 1."""
+    start, end = interval
+    if end <= start:
+        return 0.0
+    inside = sum(max(0.0, min(end, e) - max(start, s)) for s, e in by)
+    return min(1.0, inside / (end - start))
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What an update was on one trainer."""
+
+    clipped: float
+    mismatch: float
+    start: float
+    """Seconds since the epoch."""
+    end: float
+
+
+class Trainer:
+    """One rank; make it with ``ray.remote(Trainer).remote(...)``."""
+
+    def __init__(self, rank: int, options: Options) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._options, self._config = rank, options, model()
+        runtime.engine(name=f"rl-trainer-{rank}", transport=options.transport, copy_threads=1)
+        self._store: Any = None
+        with torch.device("meta"):
+            self._whole = Transformer(self._config)
+        # Whole weights of versions that samples may still come from, the oldest first.
+        self._published: dict[int, dict[str, Tensor]] = {}
+
+    def serve(self) -> tuple[str, int]:
+        """Opens the store where trainers find each other; rank 0 only."""
+        address = node_address()
+        self._store = fsdp.serve_store(address, world=self._options.trainers)
+        return address, self._store.port
+
+    def load(self, store: tuple[str, int]) -> None:
+        """Joins the others and takes this rank's shards of the first weights."""
+        (address, port), options = store, self._options
+        fsdp.join(
+            rank=self._rank, world=options.trainers, address=address, port=port, store=self._store
+        )
+        first = InitialWeights(self._config, seed=options.seed, std=_STD)
+        self._model = fsdp.sharded_model(self._config, fsdp.make_mesh(), first)
+        self._optimizer = torch.optim.Adam(
+            self._model.parameters(), lr=options.lr, betas=(0.9, 0.95), foreach=False
+        )
+        self.source = WeightSource(self._model, rank=self._rank)
+
+    def publish(self, version: int) -> Fingerprints:
+        """Remembers the weights as ``version``; returns what each rollout must hold of them."""
+        whole = {name: tensor.clone() for name, tensor in fsdp.full_tensors(self._model)}
+        self._published[version] = whole
+        for old in [v for v in self._published if v < version - self._options.staleness]:
+            del self._published[old]
+        return fingerprints(iter_expected(self._config, whole, tp=1, rank=0))
+
+    def train(self, batches: Sequence[Samples]) -> Trained:
+        """One update from this rank's samples; the other ranks must make theirs."""
+        start = time.time()
+        mismatch = max(map(self._mismatch, batches))
+        tokens, old, rewards = (
+            torch.cat([getattr(batch, field) for batch in batches])
+            for field in ("tokens", "logprobs", "rewards")
+        )
+        advantage = policy.advantages(rewards, self._options.group)
+        self._optimizer.zero_grad(set_to_none=True)
+        new = policy.logprobs(self._model, tokens, self._options.digits)
+        loss, clipped = policy.objective(new, old, advantage, self._options.clip)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=False)
+        self._optimizer.step()
+        return Trained(clipped, mismatch, start, time.time())
+
+    @torch.no_grad()
+    def _mismatch(self, samples: Samples) -> float:
+        """How far the rollout's log-probabilities are from those of the weights that were pushed
+        to it."""
+        weights = self._published[samples.version]
+        logits = partial(functional_call, self._whole, weights)
+        again = policy.logprobs(logits, samples.tokens, self._options.digits)
+        return (again - samples.logprobs).abs().nan_to_num(nan=math.inf).max().item()
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a rollout says of itself after a push."""
+
+    version: int
+    fingerprints: Fingerprints
+    generating: tuple[Interval, ...]
+    """When it generated, since it was asked last."""
+
+
+class Rollout:
+    """One engine, as a Ray actor with a concurrency group ``draw``: the rest of it answers while
+    that one draws.
+
+    A batch is drawn inside ``reading()``, with one version. A push waits for it before it puts the
+    next version into use.
+    """
+
+    def __init__(self, rank: int, options: Options) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._options, self._config = rank, options, model()
+        engine = runtime.engine(name=f"rl-rollout-{rank}", transport=options.transport)
+        side = target_side(self._config, tp=1, ranks=range(options.rollouts))
+        self.target = WeightTarget(side, rank=rank, engine=engine)
+        self._random = torch.Generator().manual_seed(options.seed * 1000 + rank)
+        self._lock = threading.Lock()
+        self._draws = False
+        self._began = 0.0
+        self._generating: list[Interval] = []
+
+    @ray.method(concurrency_group="draw")
+    def draw(self) -> Samples:
+        """A batch by the version that is in use as it begins."""
+        with self.target.reading() as weights:
+            with self._lock:
+                self._draws, self._began = True, time.time()
+            try:
+                return self._sample(weights)
+            finally:
+                with self._lock:
+                    self._note()
+                    self._draws = False
+
+    def served(self) -> Served:
+        """The version that is in use now, and when this rollout generated."""
+        with self._lock:
+            if self._draws:
+                self._note()
+            intervals, self._generating = self._generating, []
+        with self.target.reading() as weights:
+            version = self.target.version
+            assert version is not None, "asked for after a push"
+            return Served(version, fingerprints(weights.items()), tuple(intervals))
+
+    def _sample(self, weights: Mapping[str, Tensor]) -> Samples:
+        options, version = self._options, self.target.version
+        assert version is not None, "read"
+        weights = dict(weights)
+        asked = policy.prompts(options.prompts, options.digits, generator=self._random)
+        tokens, logprobs = policy.sample(
+            lambda t: tensor_parallel.forward(self._config, [weights], t),
+            asked.repeat_interleave(options.group, dim=0),
+            options.digits,
+            generator=self._random,
+        )
+        return Samples(self._rank, version, tokens, logprobs, policy.rewards(tokens))
+
+    def _note(self) -> None:
+        """Generated from ``_began`` until now."""
+        now = time.time()
+        self._generating.append((self._began, now))
+        self._began = now
