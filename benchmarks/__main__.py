@@ -15,7 +15,7 @@ from benchmarks import compare as comparison
 from benchmarks.contenders.registry import contenders
 from benchmarks.run import Options, chosen_cases
 from benchmarks.run import run as run_benchmarks
-from benchmarks.suites.registry import SUITES
+from benchmarks.suites import SUITES
 
 OTHERS = ("kvcache", "moe", "observe", "plan", "push", "rails", "rdma", "rdt")
 

@@ -20,7 +20,7 @@ from benchmarks.harness.processes import adopt_orphans, ended_by_signals
 from benchmarks.harness.results import SCHEMA, Report, Row, save
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.harness.table import print_absent, print_report
-from benchmarks.suites.registry import SUITES
+from benchmarks.suites import SUITES
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

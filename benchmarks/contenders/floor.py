@@ -43,7 +43,7 @@ class Floor:
 
     def supports(self, case: Case) -> bool:
         if self.threads == 1:
-            return case.operation not in ("push", "window") and case.suite != "healing"
+            return case.operation != "window" and case.suite != "healing"
         shared = case.link == "shm" and case.memory == "library"
         return case.operation == "write" and shared and case.bytes >= MIB
 

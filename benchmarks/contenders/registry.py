@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.contenders import nixl
-from benchmarks.contenders.fabric import FabricPython, FabricRust
-from benchmarks.contenders.fabric_nics import FabricLibfabric
-from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
+from benchmarks.contenders.fabric import FabricLibfabric, FabricPython, FabricRust
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
 from benchmarks.contenders.libfabric import DeliveredFabTests, FabTests, PingPong
 from benchmarks.contenders.mooncake import Mooncake
-from benchmarks.contenders.ray_store import RayStore
 from benchmarks.contenders.ucx import UcxPut, UcxTag
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.results import Absent
@@ -28,7 +25,7 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
     Raises:
         ValueError: when a name is not one of ours.
     """
-    every = [*_ours(), Floor(1), Floor(2), PushFloor(), *_peers()]
+    every = [*_ours(), Floor(1), Floor(2), *_peers()]
     wanted = set(names)
     unknown = wanted - {contender.name for contender in every}
     if unknown:
@@ -55,7 +52,6 @@ def _ours() -> list[Contender]:
         FabricRust("fabric-rust no-heal", heals=False),
         FabricPython("fabric-python"),
         FabricPython("fabric-python batch", batch=True),
-        WeightPush(),
         FabricLibfabric(),
     ]
 
@@ -65,8 +61,6 @@ def _peers() -> list[Contender]:
         *nixl.variants(),
         Mooncake(),
         Gloo(),
-        RayStore("numpy"),
-        RayStore("torch"),
         UcxPut(),
         UcxTag(),
         PingPong(),

@@ -13,7 +13,7 @@ REGION = 256 * MIB
 WINDOW = 64
 """Writes in flight of the cases that say how many."""
 
-Operation = Literal["write", "pages", "latency", "rate", "window", "flight", "push"]
+Operation = Literal["write", "pages", "latency", "rate", "window", "flight"]
 Link = Literal["shm", "tcp"]
 Temperature = Literal["cold", "hot"]
 Memory = Literal["library", "ordinary"]
@@ -28,7 +28,6 @@ _UNITS: dict[Operation, Unit] = {
     "pages": "GB/s",
     "window": "GB/s",
     "flight": "GB/s",
-    "push": "GB/s",
     "latency": "us",
     "rate": "op/s",
 }
@@ -42,7 +41,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     notification into a `waiter`. rate: one of many small writes from one thread. window: one of
     many writes of `bytes` bytes and a notification each, 64 in flight; every contender makes
     equally many. flight: the same with `window` in flight from `submitters` threads, of ours and of
-    plain copies. push: `bytes` bytes of weights to all receivers.
+    plain copies.
     """
 
     suite: str

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 from benchmarks.harness import plots
-from benchmarks.harness.results import Machine, Report, Row
+from benchmarks.harness.results import Report, Row
 from benchmarks.harness.table import number, ranked, ratio
 
 _STYLE = """
@@ -46,82 +46,74 @@ def _page(report: Report) -> Iterator[str]:
     yield "<!doctype html><html lang=en><meta charset=utf-8>"
     yield "<meta name=viewport content='width=device-width,initial-scale=1'>"
     yield f"<title>fabric-ray benchmarks</title><style>{_STYLE}</style>"
-    yield f"<h1>fabric-ray benchmarks</h1><p>{_INTRO}</p>"
-    yield from _machine(report.machine, report)
+    yield f"<h1>fabric-ray benchmarks</h1><p>{_INTRO}</p><dl>"
+    for name, fact in _facts(report).items():
+        yield f"<dt>{name}</dt><dd>{escape(fact) or '-'}</dd>"
+    yield "</dl>"
     colours = plots.colours_of(report.rows)
     for suite, rows in itertools.groupby(report.rows, key=lambda row: row.case.suite):
         yield from _suite(suite, list(rows), colours)
-    if report.absent:
-        yield "<h2>Not installed here</h2><ul>"
-        for absent in report.absent:
-            yield f"<li>{_text(absent.contender)}: {_text(absent.reason)}; "
-            yield f"<code>{_text(absent.obtain)}</code></li>"
-        yield "</ul>"
-    if report.left_behind:
-        items = "".join(f"<li>{_text(item)}</li>" for item in report.left_behind)
-        yield f"<h2>Left behind by contenders, and removed</h2><ul>{items}</ul>"
+    absent = (f"{one.contender}: {one.reason}; {one.obtain}" for one in report.absent)
+    for title, items in (
+        ("Not installed here", list(absent)),
+        ("Left behind by contenders, and removed", report.left_behind),
+    ):
+        if items:
+            listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+            yield f"<h2>{title}</h2><ul>{listed}</ul>"
     yield "</html>\n"
 
 
-def _machine(machine: Machine, report: Report) -> Iterator[str]:
+def _facts(report: Report) -> dict[str, str]:
+    machine = report.machine
     loads = [
         " ".join(f"{x:.2f}" for x in load) for load in (machine.load_before, machine.load_after)
     ]
-    facts = {
+    versions = {"python": machine.python, **machine.versions}
+    return {
         "measured": f"{report.started}, {report.seconds:.0f} s",
         "processor": f"{machine.cpu}, {machine.cores} cores",
         "caches": ", ".join(f"{name} {size}" for name, size in machine.caches.items()),
         "memory": f"{machine.memory_bytes / 1e9:.1f} GB",
         "kernel": machine.kernel,
         "load": f"{loads[0]} before, {loads[1]} after",
-        "versions": ", ".join(
-            f"{name} {version}"
-            for name, version in {"python": machine.python, **machine.versions}.items()
-        ),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": machine.commit,
         "options": ", ".join(f"{name}={value}" for name, value in report.options.items()),
     }
-    yield "<dl>"
-    for name, fact in facts.items():
-        yield f"<dt>{name}</dt><dd>{_text(fact) or '-'}</dd>"
-    yield "</dl>"
 
 
 def _suite(suite: str, rows: list[Row], colours: dict[str, str]) -> Iterator[str]:
-    yield f"<h2>{_text(suite)}</h2>"
+    yield f"<h2>{escape(suite)}</h2>"
     if plots.available():
-        drawn = (plots.svg_of(group, title, colours) for title, group in _groups(rows))
+        drawn = (plots.svg_of(group, title, colours) for title, group in _groups(rows).items())
         yield f"<div class=plots>{''.join(drawn)}</div>"
     else:
         yield "<p>No plots: matplotlib is not installed (pip install matplotlib).</p>"
     yield "<div class=scroll><table><thead><tr><th>contender<th>median<th>best<th>quartiles"
     yield "<th>of floor<th>ours over it<th>samples<th>how</tr></thead><tbody>"
     for row in rows:
-        yield f"<tr class=case><td colspan=8>{_text(row.key)} &nbsp; {_text(row.unit)}</td></tr>"
-        yield from _figures(row)
+        yield f"<tr class=case><td colspan=8>{escape(row.key)} &nbsp; {escape(row.unit)}</td></tr>"
+        for figure in ranked(row):
+            cells = [
+                figure.contender,
+                number(figure.median, row.unit),
+                number(figure.best, row.unit),
+                f"{number(figure.low, row.unit)} - {number(figure.high, row.unit)}",
+                ratio(figure.of_floor),
+                ratio(figure.ours_over),
+                str(figure.samples),
+            ]
+            note = f"{figure.chosen}: {figure.note}" if figure.chosen else figure.note
+            shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            yield f"<tr class={figure.family}>{shown}<td class=text>{escape(note)}</td></tr>"
+        for failure in row.failures:
+            yield f"<tr class=failed><td>{escape(failure.contender)}</td>"
+            yield f"<td class=text colspan=7>failed: {escape(failure.reason)}</td></tr>"
     yield "</tbody></table></div>"
 
 
-def _figures(row: Row) -> Iterator[str]:
-    for figure in ranked(row):
-        values = [
-            number(figure.median, row.unit),
-            number(figure.best, row.unit),
-            f"{number(figure.low, row.unit)} - {number(figure.high, row.unit)}",
-            ratio(figure.of_floor),
-            ratio(figure.ours_over),
-            str(figure.samples),
-        ]
-        note = f"{figure.chosen}: {figure.note}" if figure.chosen else figure.note
-        cells = "".join(f"<td>{_text(value)}</td>" for value in values)
-        yield f"<tr class={figure.family}><td>{_text(figure.contender)}</td>{cells}"
-        yield f"<td class=text>{_text(note)}</td></tr>"
-    for failure in row.failures:
-        yield f"<tr class=failed><td>{_text(failure.contender)}</td>"
-        yield f"<td class=text colspan=7>failed: {_text(failure.reason)}</td></tr>"
-
-
-def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
+def _groups(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows that belong into one plot."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -135,8 +127,4 @@ def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
             parts.append(f"{case.pages} pages a call")
         if row.figures:
             groups.setdefault(", ".join(parts), []).append(row)
-    return groups.items()
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
+    return groups

@@ -119,8 +119,6 @@ def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
 
 def _calibrate(contender: Contender, case: Case, plan: Plan) -> Effort:
     """An effort that fills one turn, found by two untimed runs that also warm up."""
-    if case.operation == "push":
-        return Effort(operations=1, samples=1)  # fills any turn, and was warmed up by `verify`
     if case.operation in ("window", "flight"):
         # As many for everybody: programs that average over their run include its start and end.
         effort = Effort(operations=case.operations, samples=1)

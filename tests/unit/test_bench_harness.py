@@ -12,10 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.contenders import fabric_weights
-from benchmarks.contenders.fabric import FabricPython, FabricRust
-from benchmarks.contenders.fabric_nics import FabricLibfabric
-from benchmarks.contenders.fabric_weights import PushFloor, WeightPush
+from benchmarks.contenders.fabric import FabricLibfabric, FabricPython, FabricRust
 from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
 from benchmarks.contenders.ucx import UcxPut
@@ -24,8 +21,7 @@ from benchmarks.harness.cases import KIB, MIB, Case, size
 from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.results import Row
 from benchmarks.harness.schedule import Plan, run_cases
-from benchmarks.harness.table import floor, ours
-from benchmarks.suites.registry import SUITES
+from benchmarks.suites import SUITES
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
@@ -100,27 +96,9 @@ def test_figures_come_in_the_case_s_unit() -> None:
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_one_of_ours_is_in_every_case_and_every_case_has_a_name_of_its_own(quick: bool) -> None:
     cases = [case for suite in SUITES.values() for case in suite(quick)]
-    mine = (FabricRust("rust"), FabricPython("python"), WeightPush(), FabricLibfabric())
+    mine = (FabricRust("rust"), FabricPython("python"), FabricLibfabric())
     assert [case.key for case in cases if not any(one.supports(case) for one in mine)] == []
     assert len({case.key for case in cases}) == len(cases)
-
-
-def test_a_push_is_held_against_the_floor_of_the_same_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = fabric_weights.Demo()
-    # The machine gets slower from push to push; ours is always twice the floor.
-    demo.summary = {"bytes": MIB, "trainers": 2, "rollouts": 2, "verified": True}
-    pushes = [{"seconds": 2.0 * n, "floor_seconds": float(n)} for n in (1, 5, 25, 125)]
-    monkeypatch.setattr(demo, "_run", lambda: demo._pushes.extend(pushes))
-    monkeypatch.setattr(fabric_weights, "DEMO", demo)
-    case = Case(suite="weights", operation="push", link="shm", bytes=2 * MIB)
-    plan = Plan(turns=3, turn_seconds=0.1)
-    [row], _ = run_cases([case], [WeightPush(), PushFloor()], plan, lambda text: None)
-    mine, plain = ours(row), floor(row)
-    assert mine is not None
-    assert plain is not None
-    assert mine.turns == pytest.approx([4.0, 20.0, 100.0])  # seconds for the bytes of the case
-    assert plain.turns == pytest.approx([2.0, 10.0, 50.0])
-    assert mine.of_floor == pytest.approx(0.5)
 
 
 def test_an_interrupted_run_keeps_what_it_has_measured() -> None:

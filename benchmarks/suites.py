@@ -1,0 +1,172 @@
+"""Suites by name: which cases a user's question turns into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+from benchmarks.harness.cases import (
+    KIB,
+    MIB,
+    REGION,
+    WINDOW,
+    Case,
+    Language,
+    Link,
+    Memory,
+    Temperature,
+    Waiter,
+)
+
+_LINKS: tuple[Link, ...] = ("shm", "tcp")
+_NIC_LINKS: tuple[Link, ...] = ("tcp", "shm")
+
+
+def write(quick: bool) -> Iterator[Case]:
+    """Single writes of 4 KiB to 256 MiB, cold and hot, over shared memory and over TCP."""
+    cold = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 256 * MIB)
+    hot = {"shm": (4 * KIB, 64 * KIB, 256 * KIB, MIB), "tcp": (64 * KIB, MIB)}
+    few, region = (4 * KIB, MIB), 64 * MIB if quick else REGION
+
+    def case(link: Link, temperature: Temperature, count: int, memory: Memory = "library") -> Case:
+        return Case(
+            suite="write",
+            operation="write",
+            link=link,
+            bytes=count,
+            temperature=temperature,
+            memory=memory,
+            region=region,
+        )
+
+    for link in _LINKS:
+        yield from (case(link, "cold", count) for count in (few if quick else cold))
+        yield from (case(link, "hot", count) for count in (few if quick else hot[link]))
+    if not quick:
+        yield from (case("shm", "cold", count, "ordinary") for count in (MIB, 32 * MIB))
+
+
+def pages(quick: bool) -> Iterator[Case]:
+    """Shuffled pages in one call: into library memory, over TCP, and into ordinary memory."""
+    memories: tuple[tuple[Link, Memory, tuple[int, ...]], ...] = (
+        ("shm", "library", (1024, 4096)),
+        ("shm", "ordinary", (1024,)),
+        ("tcp", "library", (1024,)),
+    )
+    sizes = (KIB, 16 * KIB) if quick else (KIB, 8 * KIB, 16 * KIB, 64 * KIB)
+    for link, memory, counts in memories:
+        for page, count in product(sizes, counts[:1] if quick else counts):
+            yield Case(
+                suite="pages",
+                operation="pages",
+                link=link,
+                memory=memory,
+                bytes=page,
+                pages=count,
+                region=64 * MIB if quick else REGION,
+            )
+
+
+def latency(quick: bool) -> Iterator[Case]:
+    """An 8-byte counted write into a receiver that waits, by every way of waiting."""
+    few: tuple[Waiter, ...] = ("spin-native", "poll-python", "parked")
+    every: tuple[Waiter, ...] = (
+        "spin-native",
+        "callback-native",
+        "poll-python",
+        "callback-python",
+        "asyncio",
+        "parked",
+    )
+    for link, waiter in product(_LINKS, few if quick else every):
+        yield _small("latency", link, waiter=waiter)
+
+
+def rate(quick: bool) -> Iterator[Case]:
+    """Small counted writes per second from one thread, with as many in flight as one likes."""
+    languages: tuple[Language, ...] = ("native", "python")
+    for link, language in product(_LINKS, languages):
+        yield _small("rate", link, language=language)
+
+
+def _small(
+    kind: str, link: Link, *, waiter: Waiter | None = None, language: Language | None = None
+) -> Case:
+    return Case(
+        suite=kind,
+        operation="latency" if waiter else "rate",
+        link=link,
+        bytes=8,
+        temperature="hot",
+        waiter=waiter,
+        language=language,
+        region=64 * KIB,
+    )
+
+
+def nics(quick: bool) -> Iterator[Case]:
+    """Writes with 64 in flight, over the providers that libfabric has without a NIC.
+
+    The memory is that of 64 writes, which `fi_rma_bw` walks through, too (cold; before 1.19 it
+    stays on the first, hot).
+    """
+    temperatures: tuple[Temperature, ...] = ("cold",) if quick else ("cold", "hot")
+    sizes = (64 * KIB, MIB) if quick else (64 * KIB, MIB, 4 * MIB)
+    for link, temperature, count in product(_NIC_LINKS, temperatures, sizes):
+        yield Case(
+            suite="nics",
+            operation="window",
+            link=link,
+            temperature=temperature,
+            bytes=count,
+            region=WINDOW * count,
+        )
+
+
+def tent(quick: bool) -> Iterator[Case]:
+    """What TENT's evaluation moves: blocks of 4 KiB to 64 MiB from two threads, a prompt's KV
+    cache. Over one link, where no policy has a choice; over unequal rails see `rails`."""
+    blocks = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+    window = 8
+    # 4096 tokens of DeepSeek-R1: 61 layers, 32 blocks of 128 tokens, 576 values of 2 bytes a token.
+    kv_pages, kv_block = 61 * 32, 128 * 576 * 2
+    for link in _NIC_LINKS:
+        for count in blocks[:5:2] if quick else blocks:
+            yield Case(
+                suite="tent",
+                operation="flight",
+                link=link,
+                bytes=count,
+                window=window,
+                submitters=2,
+                region=max(64 * MIB, window * count) if quick else 8 * blocks[-1],
+            )
+        if not quick:
+            yield Case(
+                suite="tent",
+                operation="pages",
+                link=link,
+                bytes=kv_block,
+                pages=kv_pages,
+                region=kv_pages * kv_block,
+                label="deepseek-r1-4k",
+            )
+
+
+def healing(quick: bool) -> Iterator[Case]:
+    """What retry and health cost where nothing fails: 64 writes in flight, with and without."""
+    for link, count in product(_NIC_LINKS, (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB)):
+        yield Case(
+            suite="healing",
+            operation="flight",
+            link=link,
+            bytes=count,
+            window=WINDOW,
+            region=WINDOW * count,
+        )
+
+
+SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
+    suite.__name__: suite for suite in (write, pages, latency, rate, nics, tent, healing)
+}
+"""In the order in which a run takes them; True asks for the few cases that `--quick` runs."""

@@ -1,1 +1,0 @@
-"""One file per suite: which cases a user's question turns into."""
