@@ -1,17 +1,20 @@
 """What planning a push of public models takes, and how good the plans are.
 
-Run ``python -m benchmarks.plan``: a row for each push, made by ``fabric-ray plan`` in a process of
-its own, since peak memory can't be reset within one. With ``--json`` it prints one object a line.
+``python -m benchmarks plan``: a row for each push, made by ``fabric-ray plan`` in a process of its
+own, since peak memory can't be reset within one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from json import loads
+from typing import Annotated, Any, NamedTuple
 
+import typer
+
+from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping
 from fabric_ray.cli import published
 from fabric_ray.cli.published import PUBLISHED
 
@@ -40,45 +43,44 @@ PAPER = (
 MILES = tuple(Case(*row[:4]) for row in PUBLISHED if row.source == published.MILES)
 CASES = (*PAPER, *MILES)
 
-_ROW = "| {model} | {trainer} | {rollout} | {dtype} | {figures} |"
-
 
 def measure(case: Case) -> dict[str, Any]:
     """What ``fabric-ray plan --json`` says of one push."""
     options = ("--trainer", case.trainer, "--rollout", case.rollout, "--dtype", case.dtype)
     command = (*_COMMAND, case.model, *options)
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = loads(done.stdout)
     return result
 
 
-def told(r: dict[str, Any]) -> str:
-    """A measurement as a row."""
-
-    balance = r["balance"]
-
-    def cpu(*steps: str) -> str:
-        return f"{sum(r['spent'][s]['cpu_seconds'] for s in steps if s in r['spent']):.1f} s"
-
-    figures = (
-        _bytes(balance["nbytes"]),
-        cpu("layouts"),
-        cpu("edges"),
-        cpu("plan", "encoding"),
-        _bytes(r["peak_nbytes"]),
-        _bytes(r["encoded_nbytes"]),
-        f"{balance['sender_imbalance']:.3f}",
-        f"{balance['receiver_imbalance']:.3f}",
-        f"{balance['link_imbalance']:.1f}",
-        f"{r['floor_seconds']:.3f} s",
+def table(found: Sequence[dict[str, Any]]) -> Sheet:
+    """A row for each push."""
+    sheet = Sheet(
+        title="plans of public models",
+        columns=(
+            *("model", "trainers", "rollouts", "dtype", "pushed", "layouts", "edges", "plan"),
+            *("peak memory", "encoded", "senders", "receivers", "pairs", "floor"),
+        ),
+        figures={"plans": found},
     )
-    return _ROW.format(figures=" | ".join(figures), **r)
-
-
-HEAD = (
-    "| model | trainers | rollouts | dtype | pushed | layouts | edges | plan | peak memory "
-    "| encoded | senders | receivers | pairs | floor |\n" + "|---" * 14 + "|"
-)
+    for r in found:
+        balance, spent = r["balance"], r["spent"]
+        steps = (("layouts",), ("edges",), ("plan", "encoding"))
+        cpu = (sum(spent[s]["cpu_seconds"] for s in names if s in spent) for names in steps)
+        sheet.rows.append(
+            (
+                *(r[name] for name in ("model", "trainer", "rollout", "dtype")),
+                _bytes(balance["nbytes"]),
+                *(f"{seconds:.1f} s" for seconds in cpu),
+                _bytes(r["peak_nbytes"]),
+                _bytes(r["encoded_nbytes"]),
+                f"{balance['sender_imbalance']:.3f}",
+                f"{balance['receiver_imbalance']:.3f}",
+                f"{balance['link_imbalance']:.1f}",
+                f"{r['floor_seconds']:.3f} s",
+            )
+        )
+    return sheet
 
 
 def _bytes(n: int) -> str:
@@ -86,23 +88,27 @@ def _bytes(n: int) -> str:
     return f"{n / unit:.2f} {name}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted({c.model for c in CASES}), action="append")
-    parser.add_argument("--dtype", choices=sorted({c.dtype for c in CASES}), action="append")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    args = parser.parse_args()
-    cases = [
-        case
-        for case in CASES
-        if case.model in (args.model or [case.model]) and case.dtype in (args.dtype or [case.dtype])
-    ]
-    if not args.json:
-        print(HEAD)
-    for case in cases:
-        result = measure(case)
-        print(json.dumps(result) if args.json else told(result), flush=True)
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="Of these alone")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="In these alone")] = None,
+    json: Json = None,
+    markdown: Markdown = False,
+) -> None:
+    """What planning pushes of public models takes, and how good the plans are."""
+    out = Output("plan", json, markdown=markdown)
+    found: list[dict[str, Any]] = []
+
+    def measured() -> Sheet:
+        with keeping(lambda: table(found)):
+            for case in CASES:
+                if (not model or case.model in model) and (not dtype or case.dtype in dtype):
+                    out.say(f"{case.model}, {case.trainer} to {case.rollout}, {case.dtype}")
+                    found.append(measure(case))
+        return table(found)
+
+    out.add(measured)
+    out.end()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

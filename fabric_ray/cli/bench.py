@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from fabric_ray import bench as benches
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import plain, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import Json
 from fabric_ray.cli.picture import check_picture, save
@@ -99,11 +99,7 @@ def spoken(count: int) -> str:
 
 
 def _table(report: benches.Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("write")
-    table.add_column("over")
-    for heading in ("median", "best", "of the floor"):
-        table.add_column(heading, justify="right")
+    table = plain("write", "over", right=("median", "best", "of the floor"))
     last = 0
     for found in report.figures:
         of_floor = "" if found.of_floor is None else f"{found.of_floor:.2f} x {found.floor}"

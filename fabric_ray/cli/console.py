@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 _PIPE_COLUMNS = 160
 
@@ -16,3 +20,23 @@ def stdout() -> Console:
     if not console.is_terminal and "COLUMNS" not in console._environ:
         console.width = _PIPE_COLUMNS
     return console
+
+
+def plain(*columns: str, right: Iterable[str] = ()) -> Table:
+    """A table without lines; columns named in ``right`` are figures."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names in bold, and what each is."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table

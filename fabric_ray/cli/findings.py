@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from fabric_ray.cli.console import plain
 from fabric_ray.doctor import Report
 
 _STYLES = {"ok": "green", "absent": "dim", "warn": "yellow", "fail": "bold red"}
@@ -13,9 +13,7 @@ _STYLES = {"ok": "green", "absent": "dim", "warn": "yellow", "fail": "bold red"}
 
 def show(console: Console, report: Report, everything: bool) -> None:
     """Prints what was found; unused GIDs and offers only with ``everything``."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "what", "found"):
-        table.add_column(heading)
+    table = plain("", "what", "found")
     hidden = 0
     for f in report.findings:
         if f.status == "absent" and f.code in ("gid", "offer") and not everything:

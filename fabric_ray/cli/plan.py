@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from fabric_ray.cli import options
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import facts, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture, draw
@@ -70,7 +68,7 @@ def plan(
         typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))
         return
     console = stdout()
-    console.print(_table(model, dtype, told, nic))
+    console.print(facts(_rows(model, dtype, told, nic)))
     if explained is not None:
         console.print(explained, markup=False, highlight=False)
 
@@ -84,15 +82,6 @@ def summary(told: Forecast, nic: float) -> dict[str, Any]:
         "busiest_nbytes": told.busiest_nbytes,
         "floor_seconds": told.floor_seconds(nic),
     }
-
-
-def _table(model: str, dtype: str, told: Forecast, nic: float) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for what, value in _rows(model, dtype, told, nic):
-        table.add_row(what, escape(value))
-    return table
 
 
 def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str, str]]:

@@ -8,11 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from fabric_ray.cli import options, words
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import facts, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture
@@ -89,8 +87,8 @@ def simulate(
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
         typer.echo(json.dumps(said | summary(told, setting, known)))
         return
-    console = stdout()
-    console.print(_table(f"{model}, pushed as {dtype}", planned, told, setting, known))
+    rows = _rows(f"{model}, pushed as {dtype}", planned, told, setting, known)
+    stdout().print(facts(rows))
 
 
 def summary(told: Simulated, setting: Setting, known: Published | None) -> dict[str, Any]:
@@ -100,17 +98,6 @@ def summary(told: Simulated, setting: Setting, known: Published | None) -> dict[
     milliseconds = known.milliseconds if known else {}
     # The setting's may be the default; the watermark that was kept is among the fields.
     return said | fields | {"ratio": told.ratio, "published_ms": milliseconds}
-
-
-def _table(
-    model: str, plan: Plan, told: Simulated, setting: Setting, known: Published | None
-) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for what, value in _rows(model, plan, told, setting, known):
-        table.add_row(what, escape(value))
-    return table
 
 
 def _rows(

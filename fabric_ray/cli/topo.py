@@ -131,11 +131,7 @@ def _label(device: Gpu | Nic) -> str:
 
 
 def _pairs(machine: Machine) -> Table:
-    table = Table(title="pairing", title_justify="left")
-    table.add_column("for")
-    table.add_column("rails")
-    table.add_column("distance")
-    table.add_column("why")
+    table = Table("for", "rails", "distance", "why", title="pairing", title_justify="left")
     for pair in machine.pairs:
         names = " ".join(rail.nic for rail in pair.rails) or "none"
         distances = " ".join(dict.fromkeys(rail.distance for rail in pair.rails))
@@ -144,9 +140,7 @@ def _pairs(machine: Machine) -> Table:
 
 
 def _left_out(machine: Machine) -> Table:
-    table = Table(title="left out", title_justify="left")
-    table.add_column("NIC")
-    table.add_column("why")
+    table = Table("NIC", "why", title="left out", title_justify="left")
     for left_out in machine.left_out:
         table.add_row(escape(left_out.nic), escape(left_out.reason))
     return table
