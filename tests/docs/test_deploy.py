@@ -69,7 +69,7 @@ def test_each_change_is_tested_and_linted_and_each_night_everything_runs() -> No
     found = workflow("ci.yml")
     assert {"push", "pull_request", "schedule"} <= set(found["on"])
     jobs = found["jobs"]
-    assert any(c.startswith("make test ") for c in commands(jobs["test"]))
+    assert "make test" in commands(jobs["test"])
     assert "make lint" in commands(jobs["lint"])
     assert "make test-all" in commands(jobs["all"])
     assert "schedule" in jobs["all"]["if"]
