@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
@@ -39,9 +40,13 @@ class Destination:
         """Whether the last :meth:`copy` failed, so that tensors of two versions lie here."""
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
+            import torch
+
+            disable: Any = torch.compiler.disable
             guard = _ForwardGuard(gate, self.check_filled)
-            before = into.register_forward_pre_hook(guard.before, prepend=True)
-            after = into.register_forward_hook(guard.after, always_call=True)
+            # Compiled into a graph, they would run once, when it is made.
+            before = into.register_forward_pre_hook(disable(guard.before), prepend=True)
+            after = into.register_forward_hook(disable(guard.after), always_call=True)
             self._removes = [before.remove, after.remove]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -142,26 +147,31 @@ class _ForwardGuard:
         self._check = check
 
     def before(self, *_: Any) -> None:
-        import torch
-
-        if self._gate is None or torch.compiler.is_compiling():
+        if self._gate is None:
             return
-        # Of torch, and over when the pass is.
-        call = sys._getframe(1)
-        reading = Reading(self._gate, lambda _: {}, "a forward pass", call)
+        reading = Reading(self._gate, lambda _: {}, "a forward pass", _module_call())
         reading.name_thread()
         self._gate.enter(reading)
         if self._check is not None:
             self._check()
 
     def after(self, *_: Any) -> None:
-        import torch
-
-        if self._gate is not None and not torch.compiler.is_compiling():
-            self._gate.leave_call(sys._getframe(1))
+        if self._gate is not None:
+            self._gate.leave_call(_module_call())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ForwardGuard, (None, None)
+
+
+def _module_call() -> FrameType:
+    """The call of torch that runs a hook of a module, and is over when the forward pass is."""
+    import torch
+
+    frame = sys._getframe(2)
+    torch_file = torch.nn.Module.__call__.__code__.co_filename
+    while frame.f_code.co_filename != torch_file and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -426,6 +426,50 @@ def test_rs_1_a_forward_pass_of_the_module_is_waited_for(open_sync) -> None:
     assert not modules[0]._forward_pre_hooks
 
 
+class Plain(Module):
+    """A module whose pass torch can compile."""
+
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        return self.norm + 1
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place"])
+def test_rs_1_a_compiled_forward_pass_is_waited_for(open_sync, how: str) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            inside.set()
+            assert go_on.wait(20)
+            return graph.forward(*args)
+
+        return run
+
+    def compiled(module: torch.nn.Module) -> Any:
+        return torch.compile(module, backend=backend)
+
+    modules = [Plain(), Plain()]
+    first = compiled(modules[0]) if how == "before" else modules[0]
+    sync = open_sync(first=False, into=[first, modules[1]].__getitem__)
+    sync.train(1)
+    sync.push()
+    sync.train(2)
+    if how == "in place":
+        first.compile(backend=backend)
+    run = compiled(first) if how == "after" else first
+    with ThreadPoolExecutor() as pool:
+        passes = pool.submit(run)
+        assert inside.wait(60)
+        push = pool.submit(sync.push)
+        time.sleep(0.3)
+        assert not push.done()
+        go_on.set()
+        assert torch.equal(passes.result(10), expected(0, 1)["norm"] + 1)
+        assert push.result(10).version == 2
+    assert torch.equal(run(), expected(0, 2)["norm"] + 1)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_forward_pass_that_was_interrupted_delays_no_push(open_sync, inside: bool) -> None:
     """``ray.cancel`` and Ctrl-C raise what is no ``Exception``, for which torch runs no hook."""
