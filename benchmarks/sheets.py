@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.harness.processes import ended_by_signals
 from benchmarks.harness.results import save
 
-Turns = Annotated[int, typer.Option(min=1, help="Everybody's turns; figures are medians of them")]
+Turns = Annotated[int, typer.Option(min=1, help="Turns of each; figures are medians of them")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
 Json = Annotated[Path | None, typer.Option("--json", help="A file for all figures")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Tables to paste, nothing else")]

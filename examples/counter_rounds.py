@@ -1,6 +1,6 @@
 """A counter is all that a receiver is told. What it says, and what it doesn't.
 
-Pages come early and in no order; an attempt is given up, and its late writes count for nobody.
+Pages come early and in no order; an attempt is given up, and its late writes count for no attempt.
 
     python examples/counter_rounds.py
 """
@@ -18,7 +18,7 @@ def main() -> None:
         there = writer.import_region(inbox.descriptor())
         known = [reader.peer(writer.address)]
 
-        # Writes that came before anybody expected them are counted, and each is taken once.
+        # Writes that came before they were expected are counted, and each is taken once.
         counter = reader.counter()
         for _ in range(3):
             writer.write(source, there, imm=counter.ref).wait()

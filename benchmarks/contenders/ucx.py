@@ -1,6 +1,6 @@
 """UCX by its own `ucx_perftest`: put into memory that UCX allocated, and tag matching.
 
-Both re-use one buffer, so they stand in the hot cases; puts notify nobody.
+Both re-use one buffer, so they stand in the hot cases; puts notify no receiver.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UcxPut(_Perftest):
     latency = "ucp_put_lat"
 
     def describe(self, case: Case) -> str:
-        return "own program, UCX's memory, until the sender's completion, nobody is notified"
+        return "own program, UCX's memory, until the sender's completion, no receiver is notified"
 
 
 class UcxTag(_Perftest):

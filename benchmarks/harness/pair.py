@@ -20,7 +20,7 @@ _ROLE = "benchmarks.harness.roles:make_role"
 
 
 def seconds_of(sent: Stamps, ends: list[int], effort: Effort) -> list[float]:
-    """Seconds of one operation for each sample, from the sender's starts and anybody's ends.
+    """Seconds of one operation for each sample, from the sender's starts and either end's ends.
 
     Raises:
         ContenderError: when stamps are missing.

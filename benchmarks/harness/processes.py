@@ -144,7 +144,7 @@ class Remains:
         _reap(self._pids)
         for path in sorted(self._files):
             if os.path.exists(path) and not _held_by_others(path):
-                # Whoever made it may be removing it just now.
+                # Its owner may be removing it just now.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                     self.found.append(path)

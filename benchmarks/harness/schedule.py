@@ -120,7 +120,7 @@ def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
 def _calibrate(contender: Contender, case: Case, plan: Plan) -> Effort:
     """An effort that fills one turn, found by two untimed runs that also warm up."""
     if case.operation in ("window", "flight"):
-        # As many for everybody: programs that average over their run include its start and end.
+        # As many for all: programs that average over their run include its start and end.
         effort = Effort(operations=case.operations, samples=1)
         _turn(contender, case, effort)
         return effort

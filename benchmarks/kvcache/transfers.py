@@ -1,4 +1,4 @@
-"""Page pushes beside the floor and peers, by the harness that measures everybody in turns."""
+"""Page pushes beside the floor and peers, by the harness that measures all in turns."""
 
 from __future__ import annotations
 

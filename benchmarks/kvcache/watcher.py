@@ -142,7 +142,7 @@ class _Called:
             else:
                 ctypes.memmove(self._word.addr, ctypes.byref(self._value), 8)
             if not self._come.acquire(timeout=_PATIENCE):
-                raise TimeoutError("nobody noticed that the word has changed")
+                raise TimeoutError("no callback noticed that the word has changed")
             taken.append((self._at - stored) / 1e3)
         return taken
 
@@ -158,7 +158,7 @@ class _Called:
         end = time.monotonic() + _PATIENCE
         while not self._noted or self._noted[-1][0] < first + samples - 1:
             if time.monotonic() > end:
-                raise TimeoutError("nobody noticed that the word has changed")
+                raise TimeoutError("no callback noticed that the word has changed")
             time.sleep(_REST_S)
         noticed = iter(self._noted)
         value, at = next(noticed)

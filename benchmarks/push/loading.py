@@ -30,7 +30,7 @@ class Loader:
     """Memory for what a rank holds, and the copies that fill it from tensors or shards.
 
     Args:
-        routes: from whoever holds the tensors to all ranks.
+        routes: from the holders of the tensors to all ranks.
         rank: this one.
     """
 

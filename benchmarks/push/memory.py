@@ -30,7 +30,7 @@ class Mark:
     """What this process holds now: :meth:`peak` is what it takes from here on.
 
     What peers have allocated and this process maps isn't counted, nor is code that is read in:
-    nobody lacks either.
+    no process lacks either.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ class World:
         self.each(self.trainers, "mark")
         self.connected = self.sync.connect()
         self._update = False
-        # Before anybody trains: a step takes much more.
+        # Before a trainer trains: a step takes much more.
         for _ in range(_PUSHES):
             self.sync.push()
         self._ours = self._most("took_to_push")

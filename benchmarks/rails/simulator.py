@@ -24,7 +24,7 @@ class Change(msgspec.Struct, frozen=True):
     @property
     def said(self) -> str:
         if isinstance(self.what, str):
-            return "out, nobody told" if self.what == "silent" else "back"
+            return "out, no notice" if self.what == "silent" else "back"
         [(kind, value)] = self.what.items()
         return f"{value:g} Gb/s" if kind == "rate" else "out"
 

@@ -64,7 +64,7 @@ def measure(
                     count = effort(nbytes)
                     samples = [pair.argument() for _ in range(count + 2)]
                     argument[way, nbytes].append(statistics.median(samples[2:]))
-                    if way == GLOO:  # nobody can get from it
+                    if way == GLOO:  # it has no get
                         continue
                     pair.check()
                     samples = [pair.target() for _ in range(count + 2)]
@@ -101,7 +101,7 @@ def sheet(title: str, ways: Sequence[str], sizes: Sequence[int], times: Times) -
 
 def main(
     sizes: Annotated[str, typer.Option(help="Bytes, commas between")] = ",".join(map(str, SIZES)),
-    turns: Annotated[int, typer.Option(min=1, help="Everybody's turns")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each way")] = 3,
     only: Annotated[str, typer.Option(help="Ways, commas between")] = "",
     address: Annotated[str, typer.Option(help="A Ray that runs already; else one is started")] = "",
     json: sheets.Json = None,

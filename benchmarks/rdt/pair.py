@@ -19,7 +19,7 @@ ONE_SIDED = (FABRIC, MAPPED, NIXL)
 
 
 class End:
-    """Either end; every method is timed by whoever calls it unless it returns seconds."""
+    """Either end; every method is timed by its caller unless it returns seconds."""
 
     def __init__(self, way: str) -> None:
         self._way = way

@@ -18,7 +18,7 @@ from fabric_ray.doctor.examine import BUDGET
 from fabric_ray.errors import FabricError
 
 WAIT = 600.0
-"""Seconds for somebody to type a command on another host."""
+"""Seconds for a user to type a command on another host."""
 
 
 def doctor(

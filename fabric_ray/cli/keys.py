@@ -38,7 +38,7 @@ def keys() -> Iterator[Callable[[float], str] | None]:
 
 @contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP, unless somebody ignores or handles them, end what is within as an
+    """SIGTERM and SIGHUP, unless they are ignored or handled, end what is within as an
     exception does, so that all is put back."""
     ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
 

@@ -1,4 +1,4 @@
-"""``fabric-ray plan``: what a weight push would be, before anybody owns the cluster."""
+"""``fabric-ray plan``: what a weight push would be, before there is a cluster."""
 
 from __future__ import annotations
 

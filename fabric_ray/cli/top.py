@@ -20,7 +20,7 @@ from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.keys import keys
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
-from fabric_ray.cli.trace import nobody
+from fabric_ray.cli.trace import nothing_shown
 from fabric_ray.observe.asking import Silent, ask_metrics, ask_records, sockets
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 from fabric_ray.observe.rates import OLDEST, EngineRow, Going, PeerRow, going_on, rows
@@ -65,7 +65,7 @@ def _look_once(look: _Looks, as_json: bool, interval: float) -> None:
         time.sleep(interval)
         found = look.rows()
     if not look.processes:
-        fail(nobody(), Code.NO)
+        fail(nothing_shown(), Code.NO)
     if as_json:
         typer.echo(msgspec.json.encode({"engines": found}).decode())
     else:
@@ -81,7 +81,7 @@ def _watch(look: _Looks, as_json: bool, interval: float) -> None:
         end = f"{'q' if pressed else 'Ctrl-C'} ends it"
         while True:
             found = look.rows()
-            shown = _view(found) if look.processes else Text(nobody())
+            shown = _view(found) if look.processes else Text(nothing_shown())
             live.update(Group(shown, Text(end, style="dim")), refresh=True)
             if _wants_to_leave(pressed, interval):
                 return

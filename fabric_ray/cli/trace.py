@@ -91,7 +91,7 @@ def trace(
 
 
 def _processes(files: list[Path], tell: Callable[[str], None]) -> list[ProcessRecords]:
-    """From files, or of what runs; the command is over if nobody can be looked into.
+    """From files, or of what runs; the command ends if no process can be looked into.
 
     Raises:
         DecodeError: a file has no records.
@@ -106,11 +106,11 @@ def _processes(files: list[Path], tell: Callable[[str], None]) -> list[ProcessRe
         except Silent as silent:
             typer.echo(str(silent), err=True)
     if not found:
-        fail(nobody(), Code.NO)
+        fail(nothing_shown(), Code.NO)
     return found
 
 
-def nobody() -> str:
+def nothing_shown() -> str:
     """What to do where no process shows itself."""
     return (
         f"no process shows itself in {run_dir()}; start some with FABRIC_RAY_OBSERVE=1, or call "

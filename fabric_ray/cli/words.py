@@ -68,7 +68,7 @@ def formats(text: str, config: ModelConfig) -> Formats:
 
     Raises:
         InvalidArgument: it is no dtype.
-        UnsupportedFormat: nobody knows what engines quantise of this model.
+        UnsupportedFormat: what engines quantise of this model is unknown.
     """
     for name in get_args(DTypeName):
         if text == name:

@@ -1,4 +1,4 @@
-"""What peers have said and nobody has asked for yet."""
+"""Notifications of peers that the caller has not asked for yet."""
 
 from __future__ import annotations
 

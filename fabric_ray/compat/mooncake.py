@@ -135,7 +135,7 @@ class TransferEngine:
         return self._tried("register_memory", register, _FAILED)
 
     def unregister_memory(self, buffer_addr: int) -> int:
-        """Returns 0 when nobody can reach the memory any more."""
+        """Returns 0 when no peer can reach the memory any more."""
 
         def unregister() -> int:
             region = self._registered.take(buffer_addr)

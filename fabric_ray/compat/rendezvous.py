@@ -53,7 +53,7 @@ class Rendezvous:
         token: shared with all who may ask; without one, those of this user on this host.
         bind: local addresses to listen on with a token; when empty all that there are (``::``),
             which is more than an engine without ``bind`` listens on.
-        ports: the first and the last of those that a firewall lets in. Without a token nobody is
+        ports: the first and the last of those that a firewall lets in. Without a token no peer is
             answered over TCP, and the port that is held for its number is any that is free.
 
     Raises:
@@ -102,7 +102,7 @@ class Rendezvous:
             thread.start()
 
     def close(self) -> None:
-        """Answers nobody any more. A forked child only closes its own files: its parent goes on."""
+        """Stops answering. A forked child only closes its own files: its parent goes on."""
         self._closed = True
         for listener in {*self._listeners, self._held}:
             if os.getpid() == self._process:
@@ -155,7 +155,7 @@ def ask(
     """The answer of who listens there.
 
     Raises:
-        Unreachable: nobody listens.
+        Unreachable: no process listens.
         HandshakeError: it knows another token, or is another user's.
         Refused: it can't answer that; the message says why.
         TransferTimeout: its answer wasn't whole within ``timeout`` seconds.
@@ -181,7 +181,7 @@ def ask(
     except OSError as error:
         hint = "" if token else "; without a FABRIC_RAY_TOKEN only this host is asked"
         raise Unreachable(
-            f"nobody answers at {peer} ({error.strerror or error}){hint}", peer=peer
+            f"no process answers at {peer} ({error.strerror or error}){hint}", peer=peer
         ) from error
     if reply[:1] != _DONE:
         raise Refused(f"{peer} refused: {reply[1:].decode(errors='replace')}", peer=peer)

@@ -94,7 +94,7 @@ class Sessions:
         """The peer of that session id; asked if it isn't known.
 
         Raises:
-            Unreachable: nobody answers there.
+            Unreachable: no process answers there.
             HandshakeError: who answers knows another token, or is another user's.
         """
         with self._lock:

@@ -176,7 +176,7 @@ def test_what_can_not_be_done_is_a_code_and_a_line_in_the_log(
     assert not peer.bytes().any(), "nothing was sent"
     assert engine.batch_transfer_sync_write(peer.session, [here], [], [1]) == -1
     assert engine.transfer_sync_write("127.0.0.1:1", here, there, 1) == -1
-    assert "nobody answers at 127.0.0.1:1" in caplog.text
+    assert "no process answers at 127.0.0.1:1" in caplog.text
     assert engine.transfer_sync_write("nonsense:port", here, there, 1) == -1
     assert engine.send_probe("127.0.0.1:1") < 0
     assert engine.unregister_memory(4096) < 0

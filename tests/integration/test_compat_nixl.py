@@ -266,5 +266,5 @@ def test_agents_that_listen_exchange_metadata(transport: str) -> None:
     here.invalidate_local_metadata("127.0.0.1", port)
     assert not there.check_remote_metadata("here")
     del there
-    with pytest.raises(nixlRemoteDisconnectError, match="nobody answers"):
+    with pytest.raises(nixlRemoteDisconnectError, match="no process answers"):
         here.fetch_remote_metadata("there", "127.0.0.1", port)

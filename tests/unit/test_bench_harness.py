@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.harness.cases import KIB, MIB, Case, size
 from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.results import Row
 from benchmarks.harness.schedule import Plan, run_cases
+from benchmarks.sheets import Output, Sheet, keeping
 from benchmarks.suites import SUITES
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
@@ -126,6 +128,25 @@ def test_an_interrupted_run_keeps_what_it_has_measured() -> None:
         run_cases(cases, contenders, plan, lambda text: None, kept.append)
     assert [row.key for row in kept] == [case.key for case in cases]
     assert [len(row.figures[0].turns) for row in kept] == [5, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_table_that_was_interrupted_is_saved_and_shown(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, sheet = tmp_path / "figures.json", Sheet(title="t", columns=("a",))
+
+    def measured() -> Sheet:
+        with keeping(lambda: sheet):
+            sheet.rows.append(("measured",))
+            signal.raise_signal(number)
+            sheet.rows.append(("never",))
+        return sheet
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        Output("test", path).add(measured)
+    assert msgspec.json.decode(path.read_bytes())["sheets"][0]["rows"] == [["measured"]]
+    assert "measured" in capsys.readouterr().out
 
 
 UCX = """iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr

@@ -536,7 +536,7 @@ class nixl_agent:
 
         Raises:
             nixlNotSupportedError: without an address; there is no central server.
-            nixlRemoteDisconnectError: nobody listens there.
+            nixlRemoteDisconnectError: no agent listens there.
         """
         exchange.run(exchange.Errand("load", self.name, self.get_agent_metadata()), ip_addr, port)
 

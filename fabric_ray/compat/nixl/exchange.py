@@ -57,7 +57,7 @@ def run(errand: Errand, host: str, port: int) -> bytes:
 
     Raises:
         nixlNotSupportedError: no host.
-        nixlRemoteDisconnectError: nobody listens, or with another token.
+        nixlRemoteDisconnectError: no agent listens, or with another token.
     """
     if not host:
         raise nixlNotSupportedError(

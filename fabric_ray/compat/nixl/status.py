@@ -71,7 +71,7 @@ class nixlBackendError(NixlError):
 
 
 class nixlNotFoundError(NixlError):
-    """An agent, a backend, or memory that nobody has registered."""
+    """An agent, a backend, or memory that was not registered."""
 
 
 class nixlMismatchError(NixlError):

@@ -40,7 +40,7 @@ def test_a_question_gets_its_answer(token: bytes | None) -> None:
     with pytest.raises(Refused, match="it says no"):
         ask("127.0.0.1", rendezvous.port, b"no", token=token)
     rendezvous.close()
-    with pytest.raises(Unreachable, match="nobody answers"):
+    with pytest.raises(Unreachable, match="no process answers"):
         ask("127.0.0.1", rendezvous.port, b"", token=token)
 
 

@@ -1,6 +1,6 @@
 """Many writes over one link: urgent ones overtake, late ones end, a slow reader holds its writers.
 
-python examples/who_goes_first.py
+python examples/priorities.py
 """
 
 import time
@@ -24,7 +24,7 @@ def main() -> None:
     began = time.perf_counter()
     bulk = writer.submit(many, priority="background")
 
-    # What somebody waits for: behind one window at most, not behind everything.
+    # What a caller waits for: behind one window at most, not behind everything.
     writer.write(source, there, 4096, priority="latency").wait()
     urgent = time.perf_counter() - began
     assert not bulk.done()
