@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,28 @@ def test_commands_are_targets_of_the_makefile() -> None:
         # In a span or a block, not in prose.
         named = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE))
         assert named <= targets, page.name
+
+
+# NIXL's own.
+NIXL = {
+    "basic_two_peers.py",
+    "expanded_two_peers.py",
+    "partial_md_example.py",
+    "test_nixl_api.py",
+}
+
+
+def test_sources_that_pages_name_exist() -> None:
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+    endings = {
+        "/".join(path.split("/")[i:]) for path in tracked for i in range(path.count("/") + 1)
+    }
+    wrong = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *PAGES]
+        for span in spans(page)
+        for name in re.findall(r"[\w./-]+\.(?:rs|py|cuh?|toml)\b", span)
+        if name not in endings | NIXL and "*" not in span and "NAME" not in name
+        if not name.startswith(("my_", "/"))
+    }
+    assert not wrong
