@@ -44,6 +44,7 @@ __all__ = [
     "holders",
     "simulate",
     "span_of",
+    "stretched_token",
     "survey",
     "topology",
 ]
