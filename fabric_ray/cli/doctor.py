@@ -72,7 +72,7 @@ def doctor(
     if listen and peer is not None:
         fail("--listen is for one host, --peer for the other")
     if listen and budget is not None:
-        fail("who comes decides how long it tries: give --budget to --peer, on the other host")
+        fail("the visiting host decides how long it tries: give --budget to --peer there")
     if wait is not None and not listen:
         fail("--wait is for --listen: nothing else waits")
     if listen:

@@ -1,4 +1,4 @@
-"""Pictures: of a plan, who sends how much to whom."""
+"""Pictures: the heat map of a plan, bytes from each trainer to each rollout."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def plan(
     nic: Annotated[float, typer.Option(help="Gb/s of each rank's NIC.", min=1e-3)] = 400.0,
     as_json: options.Json = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Who sends how much to whom: FILE.svg, .png or .html.")
+        Path | None,
+        typer.Option(help="Bytes from each trainer to each rollout: FILE.svg, .png or .html."),
     ] = None,
     explain: Annotated[
         str | None, typer.Option(help="Who sends which box of this container or tensor.")
@@ -45,7 +46,7 @@ def plan(
       fabric-ray plan kimi-k2 --trainer fsdp=16,pp=2,ep=8 \\
           --rollout tp=1,dp=32,ep=32,engines=4 --dtype fp8:128x128
       fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4,engines=2 \\
-          --picture plan.html                     # who sends how much to whom
+          --picture plan.html                     # bytes between all ranks
       fabric-ray plan ./my-model/config.json --trainer megatron:tp=2,dp=4 \\
           --rollout tp=2 --explain model.norm.weight
       fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json \\

@@ -1,4 +1,4 @@
-"""What is being done, on stderr, for those who wait at a terminal; stdout is for the result."""
+"""Progress on stderr, at a terminal; stdout is for the result."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def top(
 
     \b
     Examples:
-      FABRIC_RAY_OBSERVE=1 python train.py &      # whom to look at
+      FABRIC_RAY_OBSERVE=1 python train.py &      # a process to look at
       fabric-ray top                              # until q or Ctrl-C
       fabric-ray top --interval 0.2
       fabric-ray top --once --json | jq '.engines[].bytes_per_s'

@@ -36,7 +36,7 @@ def topo(
 
     \b
     Examples:
-      fabric-ray topo                              # the tree, and who is paired with whom
+      fabric-ray topo                              # the tree, and the pairs
       fabric-ray topo --rules 'exclude=mlx5_bond_*'  # what a rule would change
       fabric-ray topo --sys ./recorded/sys         # of a machine whose /sys was copied
       fabric-ray topo --json | jq '.pairs[].name'

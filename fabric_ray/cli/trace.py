@@ -47,7 +47,7 @@ def trace(
 
     \b
     Examples:
-      FABRIC_RAY_OBSERVE=1 python train.py &      # whom to look into
+      FABRIC_RAY_OBSERVE=1 python train.py &      # a process to look into
       fabric-ray trace                            # the latest transfers of this host
       fabric-ray trace --out trace.json           # to be opened in ui.perfetto.dev
       fabric-ray trace --id request-17            # one request's story

@@ -84,7 +84,7 @@ class TransferEngine:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Opens the engine and listens for those who ask.
+        """Opens the engine and listens for peers.
 
         Args:
             local_hostname: how peers reach this host, with ``:port`` for one of one's own choice.
@@ -242,7 +242,7 @@ class TransferEngine:
         """As :meth:`transfer_sync`, of many ranges at once: 0 if all are in place.
 
         A peer that has restarted is written to from the second call on: the first returns -1, for
-        the addresses may be those of its last life and have to be asked for again.
+        the addresses may be those of its last incarnation and have to be asked for again.
         """
 
         def transfer() -> int:
@@ -327,7 +327,8 @@ class TransferEngine:
         """0 if the peer answers."""
 
         def probe() -> int:
-            self._opened().ask(peer_server_name)  # Not kept: addresses of a last life end there.
+            # The answer isn't kept: addresses of an ended incarnation end there.
+            self._opened().ask(peer_server_name)
             return 0
 
         return self._tried("send_probe", probe, _NO_METADATA)

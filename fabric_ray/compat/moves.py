@@ -37,7 +37,7 @@ class Copies(NamedTuple):
 
 
 class Move:
-    """Copies under way to one life of a peer.
+    """Copies under way to one incarnation of a peer.
 
     Raises:
         InvalidArgument: lists of unequal lengths.
@@ -114,7 +114,7 @@ def moved(
     sessions: Sessions, registered: Registered, target: str, copies: Copies, timeout: float
 ) -> Session:
     """The peer, when all bytes are in place. It may have registered its memory anew: what it says
-    now holds for the whole batch, if it is still the same life and the first try is quiet (MR-1).
+    now holds for the whole batch, if it is the same incarnation and the first try is quiet (MR-1).
     """
     session, first = sessions.at(target), None
     try:

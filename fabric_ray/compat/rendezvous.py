@@ -3,7 +3,7 @@
 One request and one answer per connection, as bytes that the ends decode by schema. With a token,
 both ends prove over TCP that they know it, the one that connects first, and every frame after that
 is authenticated with a key of this connection alone. Without one only processes of the same user on
-the same host are answered: over a Unix socket, where the kernel says who asks.
+the same host are answered: over a Unix socket, where the kernel names the user that asks.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _DONE, _FAILED = b"\x00", b"\x01"
 
 
 class Rendezvous:
-    """Answers who asks, each on a thread of its own.
+    """Answers requests, each on a thread of its own.
 
     Args:
-        answer: from a request to an answer; what it raises is told to who asked.
+        answer: from a request to an answer; what it raises is told to the caller.
         port: 0 for any that is free, of ``ports`` if these are named and there is a token.
-        token: shared with all who may ask; without one, those of this user on this host.
+        token: shared with all that may ask; without one, processes of this user on this host.
         bind: local addresses to listen on with a token; when empty all that there are (``::``),
             which is more than an engine without ``bind`` listens on.
         ports: the first and the last of those that a firewall lets in. Without a token no peer is
@@ -107,7 +107,7 @@ class Rendezvous:
         for listener in {*self._listeners, self._held}:
             if os.getpid() == self._process:
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         if os.getpid() == self._process:
             for thread in self._accepting:
@@ -152,7 +152,7 @@ class Rendezvous:
 def ask(
     host: str, port: int, request: bytes, *, token: bytes | None = None, timeout: float = 10.0
 ) -> bytes:
-    """The answer of who listens there.
+    """The answer of the process that listens there.
 
     Raises:
         Unreachable: no process listens.
@@ -264,9 +264,9 @@ def _asking(wire: _Wire, token: bytes | None, peer: str) -> _Channel:
 
 def _answering(wire: _Wire, token: bytes | None) -> _Channel:
     if token is None:
-        _same_user(wire.connection, "who asks")
+        _same_user(wire.connection, "the caller")
     if wire.exactly(len(_MAGIC)) != _MAGIC:
-        raise HandshakeError("who asks speaks something else", peer="")
+        raise HandshakeError("the caller speaks another protocol", peer="")
     if token is None:
         return _Channel(wire, None, asks=False)
     key = stretched_token(token)

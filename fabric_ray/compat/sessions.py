@@ -1,4 +1,4 @@
-"""Peers by ``host:port``: who is asked there answers with its engine's address and its memory."""
+"""Peers by ``host:port``: the process there answers with its engine's address and its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fabric_ray.errors import DecodeError, InvalidArgument, Stale, Unreachable
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
-    life: str
+    incarnation: str
     """Whose table the caller has, by the engine's id, and which version of it."""
     version: int
 
@@ -48,7 +48,7 @@ class Session(NamedTuple):
     """Which question it answers, of those that were asked here, in their order."""
 
     def is_newer_than(self, other: Session) -> bool:
-        """Of one life versions tell; of two lives, who was asked for later."""
+        """Of one incarnation by its version; of two, the one that was asked for later."""
         if self.peer.id == other.peer.id:
             return self.version > other.version
         return self.number > other.number
@@ -95,14 +95,14 @@ class Sessions:
 
         Raises:
             Unreachable: no process answers there.
-            HandshakeError: who answers knows another token, or is another user's.
+            HandshakeError: the process there knows another token, or is another user's.
         """
         with self._lock:
             known = self._known.get(name)
         return known or self.learn(name)
 
     def again(self, name: str, last: Session) -> Session:
-        """The same life of a peer, as it is now.
+        """The same incarnation of a peer, as it is now.
 
         Raises:
             Stale: it is another; addresses of the last one mean nothing there.
@@ -113,7 +113,7 @@ class Sessions:
         return session
 
     def learn(self, name: str) -> Session:
-        """The peer, asked anew, whatever life it is."""
+        """The peer, asked anew, whichever incarnation it is."""
         with self._lock:
             known = self._known.get(name)
             number = next(self._numbers)
@@ -136,9 +136,9 @@ class Sessions:
         return session
 
     def ask(self, name: str, known: Session | None = None) -> _Table:
-        """What the peer says to who knows this of it; nothing is kept."""
-        life, version = (known.peer.id, known.version) if known else ("", -1)
-        question = msgspec.msgpack.encode(_Question(life, version))
+        """What the peer answers to a caller that has `known` of it; nothing is kept."""
+        incarnation, version = (known.peer.id, known.version) if known else ("", -1)
+        question = msgspec.msgpack.encode(_Question(incarnation, version))
         host, port = host_and_port(name)
         try:
             return _decoded(ask(host, port, question, token=self._token))
@@ -147,19 +147,19 @@ class Sessions:
             raise
 
     def forget(self, name: str, session: Session | None) -> None:
-        """Lets go of a peer that is lost, unless another life was found there since."""
+        """Lets go of a peer that is lost, unless another incarnation was found there since."""
         with self._lock:
             known = self._known.get(name)
             if known is not None and session is not None and known.peer.id == session.peer.id:
                 del self._known[name]
 
     def answer(self, request: bytes) -> bytes:
-        """This engine's address and memory, for who asks."""
+        """Tells a peer this engine's address and memory."""
         question = from_msgpack(request, _Question)
         version, regions = self._registered.listed()
         address = self.engine.address
         told = None
-        if (question.life, question.version) != (address.id, version):
+        if (question.incarnation, question.version) != (address.id, version):
             told = [(first, region.descriptor().to_bytes()) for first, region in regions]
         return msgspec.msgpack.encode(_Table(address.to_bytes(), version, told))
 

@@ -29,7 +29,7 @@ class Attending(Protocol):
 
 
 def listen(agent: Attending, port: int) -> None:
-    """Answers errands as long as the agent lives.
+    """Answers errands until the agent is collected.
 
     Raises:
         nixlBackendError: the port is taken.

@@ -87,7 +87,7 @@ class Remote:
 
     @classmethod
     def loaded(cls, engine: TransferEngine, metadata: Metadata, known: Remote | None) -> Remote:
-        """The agent with what the metadata adds; a new life of it begins anew.
+        """The agent with what the metadata adds; a new incarnation of it begins anew.
 
         Raises:
             nixlNotFoundError: a part of an agent of which no address is known.

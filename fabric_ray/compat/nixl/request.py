@@ -55,7 +55,7 @@ class Nothing:
 
 
 class Request:
-    """What is copied where, and whom to tell. For any thread.
+    """What is copied where, and which agent is told. For any thread.
 
     Args:
         batch: the copies.
