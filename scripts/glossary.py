@@ -48,7 +48,6 @@ UNFINISHED = (
     "native/engine/",
     "native/kvcache/",
     "native/moe/",
-    "native/perf/",
     "native/proxy/",
     "native/python/",
     "native/sys/",

@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod engine;
 mod floor;
+mod lines;
 mod moe;
 mod rails;
 mod store;

@@ -1,21 +1,17 @@
-//! Stores to a word of another process, as a GPU does: by somebody who has nothing to do with the interpreter there.
+//! Stores to a word of another process, as a GPU does: by a process that has no part in the interpreter there.
 //!
 //! `store --pid --addr` reads one JSON request a line on stdin, `{"first": 1, "samples": 100, "rest_us": 60}`, and writes
 //! one JSON reply a line on stdout: `{"stored": [...]}`, when each value was about to be stored, monotonic nanoseconds.
 
-use std::{
-    io::{self, BufRead},
-    thread,
-    time::Duration,
-};
+use std::{thread, time::Duration};
 
 use clap::Args;
 use fabric_engine::Time;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    engine::{say, text},
-    floor::{raw::poke, Outcome},
+    floor::raw::poke,
+    lines::{self, Outcome},
 };
 
 #[derive(Debug, Clone, Args)]
@@ -44,16 +40,7 @@ struct Reply {
 }
 
 pub fn run(options: &Options) -> Outcome<()> {
-    for line in io::stdin().lock().lines() {
-        let reply = serde_json::from_str(&line.map_err(text)?)
-            .map_err(|e| format!("the request is not understood: {e}"))
-            .and_then(|request| store(options, &request));
-        match reply {
-            Ok(reply) => say(&mut io::stdout(), &reply)?,
-            Err(error) => say(&mut io::stdout(), &serde_json::json!({ "error": error }))?,
-        }
-    }
-    Ok(())
+    lines::serve(|request| store(options, request))
 }
 
 fn store(options: &Options, request: &Request) -> Outcome<Reply> {

@@ -6,7 +6,6 @@
 //! `{"callback": [...], "post": [...], "rung": [...]}`, nanoseconds of each sample.
 
 use std::{
-    io::{self, BufRead},
     sync::{
         atomic::{AtomicU64, Ordering},
         mpsc::{channel, Receiver},
@@ -27,10 +26,7 @@ use fabric_kvcache::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    engine::{say, text},
-    floor::Outcome,
-};
+use crate::lines::{self, text, Outcome};
 
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -114,17 +110,7 @@ impl Sent {
 
 pub fn run(options: &Options) -> Outcome<()> {
     let mut world = World::new(options)?;
-    for line in io::stdin().lock().lines() {
-        let line = line.map_err(text)?;
-        let reply = serde_json::from_str(&line)
-            .map_err(|e| format!("the request is not understood: {e}"))
-            .and_then(|request| world.measure(&request));
-        match reply {
-            Ok(reply) => say(&mut io::stdout(), &reply)?,
-            Err(error) => say(&mut io::stdout(), &serde_json::json!({ "error": error }))?,
-        }
-    }
-    Ok(())
+    lines::serve(|request| world.measure(request))
 }
 
 fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
@@ -201,7 +187,7 @@ impl World {
                     word.store(value, Ordering::Release);
                 }
             }
-            // Waits asleep: whoever stores is a GPU, or goes on with its own work.
+            // Waits asleep: the one that stores is a GPU, or goes on with its own work.
             match self.told.recv_timeout(PATIENCE) {
                 Ok((new, entered, returned)) if new == value => {
                     let posted = self.job.as_ref().and_then(Sent::posted);
@@ -211,7 +197,7 @@ impl World {
                     reply.rung.push(returned.saturating_sub(stored));
                 }
                 Ok((new, ..)) => return Err(format!("the callback saw {new}, not {value}")),
-                Err(_) => return Err("nobody noticed that the word has changed".into()),
+                Err(_) => return Err("no callback noticed that the word has changed".into()),
             }
         }
         Ok(reply)

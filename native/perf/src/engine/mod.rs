@@ -5,24 +5,22 @@
 //! `{"error": "..."}`. The clock runs from the writer's call until the receiver knows that the
 //! bytes are there; both read the machine's one monotonic clock.
 
-use std::{
-    io::{self, BufRead, Write},
-    time::Duration,
-};
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use fabric_engine::{
     api::{EngineConfig, NicConfig, Spin},
     Region, TransferEngine,
 };
-use serde::{de::DeserializeOwned, Deserialize, Serialize};
+use serde::{Deserialize, Serialize};
 
 mod target;
 mod walk;
 mod writer;
 
 use crate::{
-    floor::{raw::Mapping, Outcome, Temperature},
+    floor::{raw::Mapping, Temperature},
+    lines::{self, text, Outcome},
     rails::Policy,
 };
 
@@ -157,37 +155,7 @@ pub fn run(command: Command) -> Outcome<()> {
         Command::Serve(options) => options,
     };
     let mut writer = writer::Writer::start(&options)?;
-    for line in io::stdin().lock().lines() {
-        let line = line.map_err(text)?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let reply = serde_json::from_str(&line)
-            .map_err(|e| format!("the request is not understood: {e}"))
-            .and_then(|request| writer.measure(&request));
-        match reply {
-            Ok(reply) => say(&mut io::stdout(), &reply)?,
-            Err(error) => say(&mut io::stdout(), &serde_json::json!({ "error": error }))?,
-        }
-    }
-    Ok(())
-}
-
-pub fn text(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
-pub fn say(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
-    writeln!(to, "{}", serde_json::to_string(value).map_err(text)?).map_err(text)?;
-    to.flush().map_err(text)
-}
-
-fn hear<T: DeserializeOwned>(from: &mut impl BufRead) -> Outcome<T> {
-    let mut line = String::new();
-    if from.read_line(&mut line).map_err(text)? == 0 {
-        return Err("the target has ended; its last words are on stderr".into());
-    }
-    serde_json::from_str(&line).map_err(text)
+    lines::serve(|request| writer.measure(request))
 }
 
 /// The engine of either side.
@@ -198,7 +166,7 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
         transports: vec![transport],
         copy_threads: options.copy_threads,
         tcp_streams: options.tcp_streams,
-        // Both ends are this program's: the secret keeps nobody out, it lets NICs connect.
+        // Both ends are this program's: the secret only lets NICs connect.
         token: Some(b"fabric-perf".to_vec()),
         bind: vec![std::net::Ipv4Addr::LOCALHOST.into()],
         spin: Spin::For(Duration::from_micros(options.spin_us)),

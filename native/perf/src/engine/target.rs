@@ -12,8 +12,8 @@ use fabric_engine::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{say, text, walk, walk::Walk, Notice, Options};
-use crate::floor::Outcome;
+use super::{walk, walk::Walk, Notice, Options};
+use crate::lines::{text, write_line, Outcome};
 
 /// What either side needs to know of the other.
 #[derive(Debug, Serialize, Deserialize)]
@@ -82,7 +82,7 @@ pub fn run(options: &Options) -> Outcome<()> {
     walk::clear(&region)?;
     let counter = Arc::new(engine.plain_counter(Imm::plain(WRITES).map_err(text)?));
     let mut out = io::stdout();
-    say(&mut out, &Card::new(&region, WRITES))?;
+    write_line(&mut out, &Card::new(&region, WRITES))?;
     let mut back = None;
     for line in io::stdin().lines() {
         match serde_json::from_str(&line.map_err(text)?).map_err(text)? {
@@ -90,14 +90,14 @@ pub fn run(options: &Options) -> Outcome<()> {
                 let src = engine.alloc(4096).map_err(text)?;
                 let (dst, imm) = card.read(&engine)?;
                 back = Some(Arc::new(Back { engine: Arc::clone(&engine), src, dst, imm }));
-                say(&mut out, &true)?;
+                write_line(&mut out, &true)?;
             }
             Order::Watch { rounds, counts, notice, answer } => {
                 let back = back.as_ref().ok_or("told to watch before it met the writer")?;
                 let times = match notice {
                     Notice::Spin => {
                         let seen = counter.arrived();
-                        say(&mut out, &true)?;
+                        write_line(&mut out, &true)?;
                         spin(&counter, answer.then_some(back), seen, (rounds, counts))?
                     }
                     Notice::Wait | Notice::Callback => {
@@ -105,25 +105,25 @@ pub fn run(options: &Options) -> Outcome<()> {
                         let rest = counter.unclaimed() as u32;
                         counter.expect(rest, &[], LONG).map_err(text)?;
                         if notice == Notice::Wait {
-                            say(&mut out, &true)?;
+                            write_line(&mut out, &true)?;
                             wait(&counter, back, rounds, counts)?
                         } else {
                             let (told, times) = mpsc::channel();
                             arm(&counter, back, (rounds, counts), told);
-                            say(&mut out, &true)?;
+                            write_line(&mut out, &true)?;
                             (0..rounds).map_while(|_| times.recv_timeout(LONG).ok()).collect()
                         }
                     }
                 };
-                say(&mut out, &times)?;
+                write_line(&mut out, &times)?;
             }
             Order::Clear => {
                 walk::clear(&region)?;
-                say(&mut out, &true)?;
+                write_line(&mut out, &true)?;
             }
             Order::Check { walk, steps } => {
                 let fault = region.with_bytes(0, region.len(), |bytes| walk.fault(steps, bytes));
-                say(&mut out, &fault.map_err(text)?)?;
+                write_line(&mut out, &fault.map_err(text)?)?;
             }
         }
     }
@@ -181,7 +181,7 @@ fn arm(
         if let Err(e) = result {
             return eprintln!("the target's expectation failed: {e}");
         }
-        // Nobody listens any more if a round took too long.
+        // The receiver has gone if a round took too long.
         let _ = told.send(now);
         arm(&counter, &back, (rounds - 1, counts), told);
         back.answer();

@@ -74,11 +74,11 @@ impl Walk {
                     let from = from * bytes;
                     return Some(format!("bytes {from}.. of the source are not at {at}"));
                 }
-                None if !zero(page) => return Some(format!("bytes at {at} that nobody wrote")),
+                None if !zero(page) => return Some(format!("bytes at {at} that no write left")),
                 _ => {}
             }
         }
-        (!zero(rest)).then(|| "bytes at the end that nobody wrote".into())
+        (!zero(rest)).then(|| "bytes at the end that no write left".into())
     }
 }
 

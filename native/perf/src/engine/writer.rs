@@ -16,13 +16,12 @@ use fabric_engine::{
 use serde::de::DeserializeOwned;
 
 use super::{
-    hear, say,
     target::{spin_until, Card, Order, LONG},
-    text, walk,
+    walk,
     walk::Walk,
     Kind, Notice, Options, Reply, Request,
 };
-use crate::floor::Outcome;
+use crate::lines::{read_line, text, write_line, Outcome};
 
 /// The counter that the target answers on.
 const ANSWERS: u32 = 9;
@@ -66,8 +65,8 @@ impl Target {
     }
 
     fn order<T: DeserializeOwned>(&mut self, order: &Order) -> Outcome<T> {
-        say(&mut self.to, order)?;
-        hear(&mut self.from)
+        write_line(&mut self.to, order)?;
+        read_line(&mut self.from)
     }
 }
 
@@ -88,7 +87,7 @@ pub struct Writer {
     step: u64,
     /// Built once: the list of a walk's places is long.
     places: Option<(Walk, Vec<u32>)>,
-    /// What is known of the writes of a window, if somebody asked.
+    /// What is known of the writes of a window, if a request asked.
     trace: Mutex<Vec<(u64, u64)>>,
     _inbox: Region,
 }
@@ -99,7 +98,7 @@ impl Writer {
         let engine = super::open(options, "writer")?;
         let src = super::region(options, &engine)?;
         walk::fill(&src)?;
-        let (dst, imm) = hear::<Card>(&mut target.from)?.read(&engine)?;
+        let (dst, imm) = read_line::<Card>(&mut target.from)?.read(&engine)?;
         let inbox = engine.alloc(4096).map_err(text)?;
         let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
         let _: bool = target.order(&Order::Meet(Card::new(&inbox, ANSWERS)))?;
@@ -169,7 +168,7 @@ impl Writer {
                     "the target does not answer",
                 )?;
             }
-            let times: Vec<u64> = hear(&mut self.target.from)?;
+            let times: Vec<u64> = read_line(&mut self.target.from)?;
             ends.extend(times);
         }
         if starts.len() != ends.len() {
@@ -201,7 +200,7 @@ impl Writer {
             let half = 0.5 / f64::from(request.operations);
             seconds.push(Time::now().since(start).as_secs_f64() * half);
         }
-        let _: Vec<u64> = hear(&mut self.target.from)?;
+        let _: Vec<u64> = read_line(&mut self.target.from)?;
         Ok(seconds)
     }
 

@@ -1,13 +1,13 @@
 //! Physical floors: the same bytes moved by nothing but the machine.
 //!
-//! `floor once` answers one request given as options; `floor serve` reads one JSON request per
-//! line on stdin and writes one JSON reply per line on stdout, keeping its memory populated in
-//! between and blocking (not spinning) while no request is there.
+//! `floor serve` reads one JSON request per line on stdin and writes one JSON reply per line on
+//! stdout, keeping its memory populated in between and blocking (not spinning) while no request is
+//! there.
 
-use std::io::{self, BufRead, Write};
-
-use clap::{Args, Subcommand, ValueEnum};
+use clap::Subcommand;
 use serde::{Deserialize, Serialize};
+
+use crate::lines;
 
 mod copies;
 pub(crate) mod raw;
@@ -17,8 +17,7 @@ mod tcp;
 pub use copies::shuffled;
 pub use raw::Routine;
 
-/// Why a request could not be measured, as a sentence.
-pub type Outcome<T> = Result<T, String>;
+pub use lines::Outcome;
 
 const MAX_REGION: usize = 16 << 30;
 const MAX_SAMPLES: usize = 1 << 20;
@@ -27,13 +26,11 @@ const MAX_SAMPLES: usize = 1 << 20;
 pub enum Command {
     /// Answer JSON requests from stdin, one a line, until it closes
     Serve,
-    /// Answer one request given as options
-    Once(Request),
     /// List the copy routines this CPU has
     Routines,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
     /// `bytes` contiguous bytes from one mapped memory to another
@@ -58,7 +55,7 @@ pub enum Kind {
     TcpRecords,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Temperature {
     /// Successive blocks of the region
@@ -68,7 +65,7 @@ pub enum Temperature {
     Hot,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Wait {
     #[default]
@@ -76,63 +73,50 @@ pub enum Wait {
     Block,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryKind {
     /// Of a memfd, which a peer could map
     #[default]
     Shared,
-    /// Anonymous, which nobody else can map
+    /// Anonymous, which no other process can map
     Private,
 }
 
-#[derive(Debug, Clone, Args, Deserialize)]
+#[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
-    #[arg(long, value_enum)]
     pub kind: Kind,
-    #[arg(long, value_enum, default_value = "memcpy")]
     #[serde(default)]
     pub routine: Routine,
     /// Bytes of one block or page
-    #[arg(long, default_value_t = 8)]
     #[serde(default = "eight")]
     pub bytes: usize,
     /// Pages in one operation
-    #[arg(long, default_value_t = 1)]
     #[serde(default = "one")]
     pub pages: usize,
     /// Copying threads, 1 or 2
-    #[arg(long, default_value_t = 1)]
     #[serde(default = "one")]
     pub threads: usize,
-    #[arg(long, value_enum, default_value = "cold")]
     #[serde(default)]
     pub temperature: Temperature,
-    #[arg(long, value_enum, default_value = "shared")]
     #[serde(default)]
     pub memory: MemoryKind,
-    #[arg(long, value_enum, default_value = "spin")]
     #[serde(default)]
     pub wait: Wait,
     /// Socket buffer in bytes; 0 keeps the system's default
-    #[arg(long, default_value_t = 0)]
     #[serde(default)]
     pub socket_buffer: usize,
     /// Pages handed to one process_vm_writev call
-    #[arg(long, default_value_t = 256)]
     #[serde(default = "iovecs")]
     pub iovecs: usize,
     /// Operations in one sample
-    #[arg(long, default_value_t = 1)]
     #[serde(default = "one")]
     pub operations: usize,
     /// Samples to take
-    #[arg(long, default_value_t = 5)]
     #[serde(default = "one")]
     pub batches: usize,
     /// Bytes of the memory that cold blocks walk through
-    #[arg(long, default_value_t = 256 << 20)]
     #[serde(default = "region")]
     pub region: usize,
 }
@@ -151,11 +135,9 @@ fn region() -> usize {
 }
 
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Reply {
-    /// Seconds of one operation, one figure per sample
-    Seconds(Vec<f64>),
-    Error(String),
+struct Reply {
+    /// Of one operation, one figure per sample
+    seconds: Vec<f64>,
 }
 
 /// Source and target memory, populated once and kept between requests.
@@ -165,9 +147,13 @@ pub struct Bench {
 }
 
 impl Bench {
+    fn reply(&mut self, request: &Request) -> Outcome<Reply> {
+        check(request)?;
+        Ok(Reply { seconds: self.measure(request)? })
+    }
+
     /// Seconds of one operation for each sample asked for.
     fn measure(&mut self, request: &Request) -> Outcome<Vec<f64>> {
-        check(request)?;
         match request.kind {
             Kind::Copy => self.memory(request)?.copy(request),
             Kind::Pages => self.memory(request)?.pages(request),
@@ -224,10 +210,9 @@ fn check(request: &Request) -> Outcome<()> {
 
 pub fn run(command: Command) -> Outcome<()> {
     match command {
-        Command::Serve => serve(io::stdin().lock(), io::stdout().lock()),
-        Command::Once(request) => {
-            let seconds = Bench::default().measure(&request)?;
-            answer(&mut io::stdout().lock(), &Reply::Seconds(seconds))
+        Command::Serve => {
+            let mut bench = Bench::default();
+            lines::serve(|request| bench.reply(request))
         }
         Command::Routines => {
             let names: Vec<_> = Routine::available_here().iter().map(Routine::name).collect();
@@ -237,35 +222,14 @@ pub fn run(command: Command) -> Outcome<()> {
     }
 }
 
-fn serve(requests: impl BufRead, mut replies: impl Write) -> Outcome<()> {
-    let mut bench = Bench::default();
-    for line in requests.lines() {
-        let line = line.map_err(|error| format!("stdin could not be read: {error}"))?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let reply = serde_json::from_str::<Request>(&line)
-            .map_err(|error| format!("the request is not understood: {error}"))
-            .and_then(|request| bench.measure(&request));
-        answer(&mut replies, &reply.map_or_else(Reply::Error, Reply::Seconds))?;
-    }
-    Ok(())
-}
-
-fn answer(replies: &mut impl Write, reply: &Reply) -> Outcome<()> {
-    let text = serde_json::to_string(reply).map_err(|error| error.to_string())?;
-    writeln!(replies, "{text}")
-        .and_then(|()| replies.flush())
-        .map_err(|error| format!("stdout could not be written: {error}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn reply(line: &str) -> String {
         let mut out = Vec::new();
-        serve(line.as_bytes(), &mut out).unwrap();
+        let mut bench = Bench::default();
+        lines::answer(line.as_bytes(), &mut out, |request| bench.reply(request)).unwrap();
         String::from_utf8(out).unwrap()
     }
 

@@ -40,7 +40,7 @@ impl Mapping {
         if fd < 0 {
             return Err(last("memfd_create"));
         }
-        // SAFETY: `fd` is a fresh memfd that nobody else has; ftruncate and mmap get its real
+        // SAFETY: `fd` is a fresh memfd that no other code has; ftruncate and mmap get its real
         // length, results are checked, and the descriptor is closed exactly once. The mapping
         // stays valid without it.
         let start = unsafe {

@@ -16,7 +16,7 @@ mod run;
 mod scenario;
 mod summary;
 
-use crate::floor::Outcome;
+use crate::lines::{write_line, Outcome};
 use run::{Done, Run, Slice};
 use scenario::Scenario;
 use summary::Summary;
@@ -74,7 +74,7 @@ pub fn run(command: Command) -> Outcome<()> {
     let mut out = io::stdout().lock();
     let options = match command {
         Command::List => {
-            return scenario::named().iter().try_for_each(|s| crate::engine::say(&mut out, s));
+            return scenario::named().iter().try_for_each(|s| write_line(&mut out, s));
         }
         Command::Run(options) => options,
     };
@@ -90,7 +90,7 @@ pub fn run(command: Command) -> Outcome<()> {
         transfers,
         digest,
     };
-    crate::engine::say(&mut out, &report)
+    write_line(&mut out, &report)
 }
 
 fn find(name: &str) -> Outcome<Scenario> {

@@ -11,7 +11,7 @@ use fabric_engine::{
 use serde::Serialize;
 
 use super::scenario::{Change, Load, Scenario, Transfer, What};
-use crate::floor::Outcome;
+use crate::lines::Outcome;
 
 const MS: f64 = 1e6;
 /// The simulator's numbers for the two nodes.

@@ -43,7 +43,7 @@ pub enum What {
     Rate(f64),
     /// Its cable is out; both ends are told after so many ms
     Lost(f64),
-    /// Its cable is out, and nobody is told
+    /// Its cable is out, and the sender is not told
     Silent,
     /// Its cable is in again
     Back,
@@ -142,7 +142,7 @@ pub fn named() -> Vec<Scenario> {
         Scenario::new("dies", "one of unequal rails dies, both ends are told, and returns", &UNEQUAL, 400.0, four())
             .then(60.0, 1, What::Lost(1.0))
             .then(170.0, 1, What::Back),
-        Scenario::new("silent", "one of unequal rails dies, nobody is told, and returns", &UNEQUAL, 500.0, four())
+        Scenario::new("silent", "one of unequal rails dies without notice and returns", &UNEQUAL, 500.0, four())
             .then(60.0, 1, What::Silent)
             .then(200.0, 1, What::Back),
         Scenario::new(
