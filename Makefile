@@ -21,7 +21,7 @@ export UV_LINK_MODE ?= copy
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma
+TESTED := check test-python test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -29,7 +29,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -58,17 +58,18 @@ GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integr
 EXPERTS := $(addprefix tests/unit/,kernels models moe quant)
 UNITS := $(wildcard tests/integration/test_compat_*.py) \
 	$(addprefix tests/unit/,cli compat families inference kvcache plan replica rl trainers weights)
+OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(EXPERTS))
 NOTEBOOKS := tests/docs/test_notebooks.py
 PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 # The longest first.
-LANES := test-guests test-units test-actors test-pages test-experts test-serve test-notebooks
+LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
 test-python: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-python: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
-	$(BIN)/python -m pytest -q --ignore tests/ray --ignore tests/docs $(addprefix --ignore ,$(GUESTS) $(UNITS) $(EXPERTS))
+	$(BIN)/python -m pytest -q tests/integration tests/chaos tests/soak $(addprefix --ignore ,$(GUESTS) $(UNITS))
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::

@@ -16,6 +16,8 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+# Half a minute each.
+SLOW = {"plan_your_model.ipynb", "weight_pushes.ipynb"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,13 @@ def has_marks(png: bytes) -> bool:
     return bool((pixels.max(axis=2) - pixels.min(axis=2) > 0.2).mean() > 0.001)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.long] if path.name in SLOW else [])
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path) -> None:
     notebook = run(path, tmp_path)
     drawing = [cell for cell in notebook.cells if "plt.subplots(" in cell.source]

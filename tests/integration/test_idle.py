@@ -94,6 +94,7 @@ class Churn:
             self.confirmed += over.count(None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_ic_3_threads_that_open_write_and_close_count_right_and_leak_nothing(
     transport: str, belongings: Any, open_engine: Callable[..., TransferEngine]

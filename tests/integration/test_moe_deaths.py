@@ -199,8 +199,18 @@ def test_mr_1_who_stops_is_left_out_and_harms_nobody_when_it_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "step", "how"),
-    [("shm", step, STALL) for step in STEPS]
-    + [("tcp", step, how) for step in STEPS[1:3] for how in (STALL, int(signal.SIGSTOP))],
+    [
+        ("shm", STEPS[1], STALL),
+        ("tcp", STEPS[2], int(signal.SIGSTOP)),
+        *(
+            pytest.param(transport, step, how, marks=pytest.mark.long)
+            for transport, step, how in [
+                *(("shm", step, STALL) for step in STEPS if step != STEPS[1]),
+                *(("tcp", step, STALL) for step in STEPS[1:3]),
+                ("tcp", STEPS[1], int(signal.SIGSTOP)),
+            ]
+        ),
+    ],
 )
 def test_rs_4_who_merely_waits_for_a_rank_that_stalls_is_given_up_by_nobody(
     transport: str, step: str, how: int

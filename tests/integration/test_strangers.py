@@ -88,7 +88,7 @@ def test_strangers_are_turned_away_and_the_real_peer_is_served(
             (hello(address.id, version=HANDSHAKE - 1), None, b"upgrade the older side"),
             (hello(address.id, version=HANDSHAKE + 1), None, b""),
             (hello(address.id, protocol=(9, 9)), None, b"no common protocol version"),
-            (of_others, None, b"is gone"),
+            (of_others, None, b"has ended"),
             (good, leaves, b""),
             (good, proof_of_nothing, b"the tokens differ"),
         ]

@@ -14,6 +14,7 @@ import ray
 pytest.importorskip("uvicorn")
 
 
+@pytest.mark.long
 def test_the_command_scales_and_kills_and_prints_one_json_object(cluster: list[str]) -> None:
     command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "kvcache", "--json"]
     address = ray.get_runtime_context().gcs_address

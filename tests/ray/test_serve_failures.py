@@ -179,6 +179,7 @@ async def test_a_prompt_that_is_too_long_for_a_message_is_refused_here_and_no_sh
 PATIENT = {"prefill_timeout": 600.0, "avoid_lost": 600.0}
 
 
+@pytest.mark.long
 async def test_prompts_end_with_the_causes_when_all_prefillers_are_lost() -> None:
     async with world(("p0", "p1"), decode=PATIENT) as w:
         for name in ("p0", "p1"):
@@ -190,6 +191,7 @@ async def test_prompts_end_with_the_causes_when_all_prefillers_are_lost() -> Non
         await w.idle()
 
 
+@pytest.mark.long
 async def test_a_lost_prefiller_that_is_back_is_asked_again_where_there_is_no_other() -> None:
     async with world(decode=PATIENT) as w:
         await asyncio.to_thread(w.prefill.pop("p0").close)

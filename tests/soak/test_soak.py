@@ -53,6 +53,7 @@ def test_a_few_samples_tell_no_trend() -> None:
     assert trends("p", [FLAT] * 3) == []
 
 
+@pytest.mark.long
 def test_peers_that_come_and_go_leave_nothing_and_break_nothing() -> None:
     """IC-1, IC-2, MR-2, RS-1: in short what `make soak` does for hours."""
 

@@ -262,6 +262,7 @@ def test_the_commands_meet_and_print_json() -> None:
     assert any(f["speed"] and f["speed"]["bytes_per_s"] > 0 for f in report["findings"])
 
 
+@pytest.mark.long
 def test_the_commands_end_with_the_code_of_their_answer() -> None:
     late = ran("--listen", "--wait", "1")
     assert (late.returncode, "nobody came" in late.stderr) == (Code.NO, True)
