@@ -81,7 +81,7 @@ def private(
     out = Output("moe-private", json, markdown=markdown)
     small = {"hidden": 512, "experts": 16} if quick else {}
     full = tokens * 8
-    sizes = [n for n in (full, 256, 128, 64, 32, 16, 8, 4, 0) if n <= full]
+    sizes = [full, *(n for n in (256, 128, 64, 32, 16, 8, 4, 0) if n < full)]
     cases = [Shape(ranks=ranks, tokens=tokens, private_rows=n, **small) for n in sizes]
     out.add(lambda: _private(cases, transport, turns, out.say))
     out.end()
