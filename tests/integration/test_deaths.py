@@ -126,7 +126,7 @@ def test_rs_4_a_stopped_tcp_peer_is_lost_and_a_live_one_is_not(
             a.write(src, there).wait(10)
         waits = [a.counter().expect(1, writers=[r.peer], timeout=30) for r in (asleep, idle)]
         sleeper.signal(signal.SIGSTOP)
-        with pytest.raises(PeerLost, match="nothing heard for 1s"):
+        with pytest.raises(PeerLost, match="nothing received for 1s"):
             waits[0].wait(10)
         time.sleep(1.5)
         assert not waits[1].done(), "heartbeats keep an idle link alive"

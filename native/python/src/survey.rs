@@ -107,9 +107,9 @@ struct OfferView {
     why: String,
 }
 
-impl From<libfabric::Found> for OfferView {
-    fn from(f: libfabric::Found) -> Self {
-        let libfabric::Found { provider, fabric, domain, pci, rdma, chosen, why, .. } = f;
+impl From<libfabric::NicReport> for OfferView {
+    fn from(f: libfabric::NicReport) -> Self {
+        let libfabric::NicReport { provider, fabric, domain, pci, rdma, chosen, why, .. } = f;
         Self { provider, fabric, domain, pci, rdma, chosen, why }
     }
 }

@@ -1,5 +1,4 @@
-//! libcuda: the part of the driver's interface that moves memory between processors, GPUs and
-//! processes.
+//! libcuda: the driver functions that move memory between CPUs, GPUs and processes.
 //!
 //! Names end in `_v2` where the C header maps the plain name to that symbol.
 
@@ -26,7 +25,7 @@ pub const ERROR_HOST_MEMORY_ALREADY_REGISTERED: Result = 712;
 pub const ERROR_NOT_PERMITTED: Result = 800;
 pub const ERROR_NOT_SUPPORTED: Result = 801;
 
-/// What `cuPointerGetAttributes` can be asked.
+/// Attributes of `cuPointerGetAttributes`.
 pub mod pointer {
     use super::c_int;
 
@@ -54,7 +53,8 @@ pub const FLUSH_OPTION_HOST: c_int = 1;
 pub const WRITES_ORDERING_OWNER: c_int = 100;
 
 pub const STREAM_NON_BLOCKING: c_uint = 1;
-/// CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls neither end captures of others nor are refused.
+/// CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls neither end captures of others nor are
+/// refused.
 pub const CAPTURE_MODE_RELAXED: c_int = 2;
 pub const EVENT_BLOCKING_SYNC: c_uint = 1;
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
@@ -66,12 +66,12 @@ pub const MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD: c_int = 1;
 pub const FLUSH_TARGET_CURRENT_CTX: c_int = 0;
 pub const FLUSH_TO_OWNER: c_int = 100;
 
-/// Names an allocation of one process to another.
+/// Identifies an allocation of one process to another.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcMemHandle(pub [u8; 64]);
 
-/// The driver's functions. All are thread-safe; those marked so act on the thread's current context.
+/// The driver's functions. All are thread-safe; those marked so use the thread's current context.
 #[derive(Clone, Copy, Debug)]
 pub struct Cuda {
     pub init: unsafe extern "C" fn(flags: c_uint) -> Result,
@@ -116,7 +116,7 @@ pub struct Cuda {
     pub stream_create: unsafe extern "C" fn(*mut Stream, c_uint) -> Result,
     pub stream_synchronize: unsafe extern "C" fn(Stream) -> Result,
     pub stream_destroy: unsafe extern "C" fn(Stream) -> Result,
-    /// Of this thread; writes the one before.
+    /// Of this thread; writes the previous mode.
     pub exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> Result,
     /// Current context.
     pub event_create: unsafe extern "C" fn(*mut Event, c_uint) -> Result,

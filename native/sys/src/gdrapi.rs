@@ -1,4 +1,4 @@
-//! libgdrapi (GDRCopy): GPU memory mapped for the processor.
+//! libgdrapi (GDRCopy): GPU memory mapped for the CPU.
 
 use std::ffi::{c_int, c_ulong, c_void};
 
@@ -6,7 +6,7 @@ use crate::{Library, OpenError};
 
 pub const NAMES: &[&str] = &["libgdrapi.so.2"];
 
-/// A GPU page: what is pinned begins and ends at multiples of it.
+/// GPU page size; pinned ranges are multiples of it.
 pub const PAGE: usize = 64 << 10;
 
 pub type Gdr = *mut c_void;

@@ -78,11 +78,11 @@ table! {
     fn is_fork_initialized = "ibv_is_fork_initialized"() -> c_int;
 }
 
-/// `IBV_FORK_DISABLED`: neither the kernel nor the library keeps registered pages over a fork.
+/// `IBV_FORK_DISABLED`: neither the kernel nor the library protects registered pages across a fork.
 const FORK_DISABLED: c_int = 0;
 
 impl Ibverbs {
-    /// The library, opened at the first call; why not, if it can't be.
+    /// The library, opened at the first call, or why it can't be opened.
     pub fn get() -> Result<&'static Self, OpenError> {
         static OPENED: OnceLock<Result<Ibverbs, OpenError>> = OnceLock::new();
         OPENED
@@ -94,14 +94,14 @@ impl Ibverbs {
             .map_err(Clone::clone)
     }
 
-    /// Before Linux 5.12 a fork leaves the child with the pages that the NIC knows, and the parent with
-    /// copies that it doesn't. The library then has the child go without them. Must come before any
-    /// registration.
+    /// Makes the library keep registered pages out of forked children. Before Linux 5.12 a fork
+    /// would leave the child with the pages that the NIC uses, and the parent with copies. Call it
+    /// before any registration.
     fn survive_forks(&self) {
-        // SAFETY: asks the library for a number; may be called at any time.
+        // SAFETY: returns a number; may be called at any time.
         let state = self.is_fork_initialized.map(|ask| unsafe { ask() });
         if let (FORK_DISABLED, Some(init)) = (state.unwrap_or(FORK_DISABLED), self.fork_init) {
-            // SAFETY: takes nothing; if it fails, forks are as they were.
+            // SAFETY: takes no arguments; if it fails, forks behave as before.
             unsafe { init() };
         }
     }

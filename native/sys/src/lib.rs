@@ -1,8 +1,8 @@
-//! Tables of the libraries that are opened at run time.
+//! Function tables of libraries that are opened at run time.
 //!
-//! Nothing here is linked: a machine without the library builds, imports and runs, and learns in
-//! words what is missing. Types are laid out as the library's C headers lay them out (asserted by
-//! tests); meaning, ownership and safe use belong to the transports.
+//! Nothing is linked: a machine without a library builds, imports and runs, and errors name what is
+//! missing. Types have the layout of the C headers (asserted by tests); meaning, ownership and safe
+//! use are up to the transports.
 
 pub mod cuda;
 pub mod gdrapi;

@@ -1,9 +1,9 @@
-//! libfabric: the exported functions, and the tables of functions that its objects carry.
+//! libfabric: its exported functions, and the function tables of its objects.
 //!
-//! Nearly every `fi_*` call of the C headers is an inline function that calls through a table in the
-//! object. Tables and structures grow at their end from version to version; only what version 1.14
-//! has already is named here, and `fi_info` is always allocated by the library itself. A table's
-//! `size` says how far it reaches: see [`has`].
+//! Most `fi_*` calls of the C headers are inline functions that call through an object's table.
+//! Tables and structures grow at their end between versions. Only fields of version 1.14 are
+//! declared here, and the library itself allocates `fi_info`. A table's `size` gives its extent:
+//! see [`has`].
 
 #[cfg(test)]
 mod layout;

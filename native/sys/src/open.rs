@@ -1,4 +1,4 @@
-//! Opening a library and looking up what it exports.
+//! Opens a library and looks up its symbols.
 
 use std::{
     fmt,
@@ -12,7 +12,7 @@ use crate::keep_signals;
 pub struct OpenError {
     /// The names that were tried, or the symbol.
     pub what: String,
-    /// What the loader says.
+    /// The loader's message.
     pub why: String,
 }
 
@@ -24,7 +24,7 @@ impl fmt::Display for OpenError {
 
 impl std::error::Error for OpenError {}
 
-/// Gives a library to the process, for good. It stays in sight: a leak checker tells what was kept from what was lost.
+/// Keeps a library open for ever, in a static, so that leak checkers don't report it.
 fn kept(library: libloading::Library) -> &'static libloading::Library {
     static OPENED: Mutex<Vec<&'static libloading::Library>> = Mutex::new(Vec::new());
     let library: &'static libloading::Library = Box::leak(Box::new(library));
@@ -32,8 +32,7 @@ fn kept(library: libloading::Library) -> &'static libloading::Library {
     library
 }
 
-/// An opened library; it stays open for as long as the process lives, so that what was looked up
-/// in it stays valid.
+/// An open library. It stays open as long as the process, so its symbols stay valid.
 #[derive(Debug, Clone, Copy)]
 pub struct Library {
     name: &'static str,
@@ -54,7 +53,7 @@ impl Library {
         Err(OpenError { what: names.join(" or "), why })
     }
 
-    /// The first of `names` that this process has loaded already; nothing is loaded for the asking.
+    /// Finds the first of `names` that this process has loaded already; loads nothing.
     #[must_use]
     pub fn loaded(names: &[&'static str]) -> Option<Self> {
         use libloading::os::unix::{Library as Unix, RTLD_LAZY};
@@ -77,7 +76,7 @@ impl Library {
     /// `T` must be the function pointer type (or pointer to the data type) that the library's
     /// header declares for the symbol.
     pub unsafe fn get<T: Copy>(&self, symbol: &str) -> Result<T, OpenError> {
-        // SAFETY: the caller states the type; the library is never closed.
+        // SAFETY: `T` is right by this function's contract; the library is never closed.
         match unsafe { self.inner.get::<T>(symbol.as_bytes()) } {
             Ok(found) => Ok(*found),
             Err(error) => Err(OpenError {
@@ -87,12 +86,12 @@ impl Library {
         }
     }
 
-    /// The symbol, or `None` where this version of the library lacks it.
+    /// The symbol, or `None` if this version of the library lacks it.
     ///
     /// # Safety
     /// As for [`Library::get`].
     pub unsafe fn get_optional<T: Copy>(&self, symbol: &str) -> Option<T> {
-        // SAFETY: as the caller states.
+        // SAFETY: by this function's contract.
         unsafe { self.get(symbol) }.ok()
     }
 }

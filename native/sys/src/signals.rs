@@ -1,5 +1,6 @@
-//! The process's signal handlers, which libraries must leave as they are: libpsm2 and others replace those of SIGINT,
-//! SIGTERM and four more when they are loaded or first used, and end the process without its `finally` and `atexit`.
+//! Keeps the process's signal handlers across library calls. libpsm2 and others replace the
+//! handlers of SIGINT, SIGTERM and four more when they are loaded or first used, and then end the
+//! process without running Python's `finally` and `atexit`.
 
 use std::{
     ffi::c_void,
@@ -7,26 +8,27 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Signals are numbered from 1 to this. Some can't be caught, or are the C library's: they are passed over.
+/// Signals have numbers from 1 to this. Those that can't be caught or belong to libc are skipped.
 const SIGNALS: i32 = 64;
 
-/// What all signals do, by number.
+/// The actions of all signals, by number.
 type Actions = Vec<Option<libc::sigaction>>;
 
-/// The calls of [`keep_signals`] that are going on.
+/// Number of running calls of [`keep_signals`].
 struct Running {
     calls: u32,
-    /// What holds before the first of them.
+    /// The actions before the first of them.
     before: Actions,
-    /// In a child by fork those of its parent don't go on.
+    /// In a forked child the parent's calls don't run.
     process: u32,
 }
 
 static RUNNING: Mutex<Running> = Mutex::new(Running { calls: 0, before: Vec::new(), process: 0 });
 
-/// Runs `f`, which may load libraries and let them initialise, and then puts back all signal handlers and this thread's
-/// signal mask as they were. Calls may be nested and run at the same time: handlers are as before the first of them when
-/// any has returned. What another thread sets meanwhile by Python's `signal.signal` stays.
+/// Runs `f`, which may load and initialise libraries, then restores all signal handlers and this
+/// thread's signal mask. Calls may nest and run concurrently: each restores the handlers from
+/// before the first of them. Handlers that another thread sets meanwhile by Python's
+/// `signal.signal` stay.
 pub fn keep_signals<T>(f: impl FnOnce() -> T) -> T {
     let mask = mask();
     {
@@ -43,7 +45,7 @@ pub fn keep_signals<T>(f: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Also when `f` panics.
+/// Restores also if `f` panics.
 struct Restore(libc::sigset_t);
 
 impl Drop for Restore {
@@ -52,7 +54,7 @@ impl Drop for Restore {
         for ((signal, was), is) in (1..).zip(&running.before).zip(actions()) {
             let (Some(was), Some(is)) = (was, is) else { continue };
             if !is_same(was, &is) && !is_interpreters(is.sa_sigaction) {
-                // SAFETY: `was` is what the kernel said of this signal.
+                // SAFETY: `was` is the kernel's value for this signal.
                 unsafe { libc::sigaction(signal, was, std::ptr::null_mut()) };
             }
         }
@@ -67,7 +69,7 @@ impl Drop for Restore {
 
 fn mask() -> libc::sigset_t {
     let mut mask = MaybeUninit::uninit();
-    // SAFETY: an empty set is made first, so that it is one whatever the second call does.
+    // SAFETY: the set is emptied first, so it is valid whatever the second call does.
     unsafe {
         libc::sigemptyset(mask.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), mask.as_mut_ptr());
@@ -78,7 +80,7 @@ fn mask() -> libc::sigset_t {
 fn actions() -> Actions {
     let action = |signal| {
         let mut action = MaybeUninit::zeroed();
-        // SAFETY: asks only; the action is written if the call succeeds.
+        // SAFETY: only reads the action, which is written if the call succeeds.
         let asked = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
         // SAFETY: all its bytes are written.
         (asked == 0).then(|| unsafe { action.assume_init() })
@@ -88,7 +90,7 @@ fn actions() -> Actions {
 
 fn is_same(a: &libc::sigaction, b: &libc::sigaction) -> bool {
     let blocked = |action: &libc::sigaction, signal| {
-        // SAFETY: reads a set that the kernel has filled in.
+        // SAFETY: reads a set that the kernel has filled.
         unsafe { libc::sigismember(&raw const action.sa_mask, signal) }
     };
     a.sa_sigaction == b.sa_sigaction
@@ -96,16 +98,16 @@ fn is_same(a: &libc::sigaction, b: &libc::sigaction) -> bool {
         && (1..=SIGNALS).all(|signal| blocked(a, signal) == blocked(b, signal))
 }
 
-/// Whether a handler is the one that Python calls functions of Python by.
+/// Whether a handler is Python's trampoline for functions set by `signal.signal`.
 fn is_interpreters(handler: libc::sighandler_t) -> bool {
     let base = |address: *const c_void| {
         let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-        // SAFETY: asks which object an address lies in; it is not followed.
+        // SAFETY: looks up the object that contains an address, which is not dereferenced.
         let known = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
-        // SAFETY: all its bytes were written, with zeros at least.
+        // SAFETY: all its bytes were written, at least with zeros.
         known.then(|| unsafe { found.assume_init() }.dli_fbase)
     };
-    // SAFETY: the name ends with a zero.
+    // SAFETY: the name is NUL-terminated.
     let python = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"PyOS_setsig".as_ptr()) };
     let handler = base(handler as *const c_void);
     !python.is_null() && handler.is_some() && handler == base(python)
@@ -160,7 +162,7 @@ mod tests {
         });
         assert!(panicked.is_err());
         assert_eq!(handlers(), before);
-        // Outside, handlers are whoever's they are.
+        // Between calls, handlers belong to the application.
         set(libc::SIGTERM, theirs);
         assert_ne!(handlers(), before);
         set(libc::SIGTERM, libc::SIG_DFL);

@@ -402,7 +402,7 @@ def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -
         a.mask(0, "it says nothing")
         a.set_timeout(LIMIT)
         assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, range(EXPERTS // 2)))
-        assert "it has taken its memory back" in silent.explain()
+        assert "its owner has revoked it" in silent.explain()
 
 
 @pytest.mark.parametrize("private", [2, 64])

@@ -6,15 +6,14 @@ use super::{Nic, Topology};
 
 /// The CPUs near these rails that this process may run on.
 ///
-/// Empty where nothing is known, or nothing near is allowed: then a thread is better left where
-/// the system puts it.
+/// Empty if nothing is known, or no near CPU is allowed; the thread should then not be bound.
 pub fn cpus_near(topology: &Topology, nics: &[String]) -> Vec<usize> {
     cpus_near_within(topology, nics, &allowed())
 }
 
-/// As [`cpus_near`], with the CPUs that the process may run on given.
+/// Like [`cpus_near`], for a given set of allowed CPUs.
 ///
-/// Rails of several nodes: the node with the most of them wins, then the one of the first rail.
+/// For rails of several nodes: the node with the most rails, then the node of the first rail.
 pub fn cpus_near_within(topology: &Topology, nics: &[String], allowed: &[usize]) -> Vec<usize> {
     let found: Vec<&Nic> = nics.iter().filter_map(|name| topology.nic(name)).collect();
     let nodes: Vec<u32> = found.iter().filter_map(|n| n.numa).collect();
@@ -27,7 +26,7 @@ pub fn cpus_near_within(topology: &Topology, nics: &[String], allowed: &[usize])
     }
     let chosen = match node {
         Some(id) => topology.nodes.iter().find(|n| n.id == id).map(|n| &n.cpus),
-        // A guest may know a device's CPUs and still not its node.
+        // A guest may know a device's CPUs but not its node.
         None => found.first().map(|n| &n.cpus),
     };
     let allowed: BTreeSet<usize> = allowed.iter().copied().collect();
@@ -40,9 +39,9 @@ pub(super) fn allowed() -> Vec<usize> {
     (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()
 }
 
-/// A list as the kernel writes it: `0-47,96-143`.
+/// Parses a CPU list as the kernel writes it: `0-47,96-143`.
 pub(super) fn parse_cpus(list: &str) -> Vec<usize> {
-    // No machine has more; a damaged file must not make us count for hours.
+    // No machine has more CPUs; bounds the time spent on a damaged file.
     const MOST: usize = 1 << 16;
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -66,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_may_run_somewhere() {
+    fn this_process_has_allowed_cpus() {
         assert!(!allowed().is_empty());
     }
 }

@@ -1,24 +1,24 @@
-//! How far two devices are from each other, in tiers.
+//! The distance between two devices, in tiers.
 
 use super::{Place, Topology};
 
-/// What lies between two devices, nearest first.
+/// The part of the machine between two devices, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
-    /// A PCIe switch (or a chain of them): no host bridge is crossed.
+    /// A PCIe switch, or a chain of them; no host bridge.
     Switch,
-    /// The root complex (host bridge) they share.
+    /// A shared root complex (host bridge).
     RootComplex,
-    /// The NUMA node they share.
+    /// A shared NUMA node.
     Node,
     /// The link between NUMA nodes.
     System,
-    /// The system doesn't say.
+    /// Unknown to the system.
     Unknown,
 }
 
 impl Tier {
-    /// Where the other device is, to end a sentence with.
+    /// The tier as the end of a sentence about the other device.
     pub fn words(self) -> &'static str {
         match self {
             Self::Switch => "on the same PCIe switch",
@@ -33,14 +33,14 @@ impl Tier {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Distance {
     pub tier: Tier,
-    /// Tells distances of one tier apart: bridges not shared, or how far the nodes are.
+    /// Order within a tier: bridges not shared, or the distance of the nodes.
     within: u32,
-    /// At most one bridge on each side lies outside of what they share.
+    /// Whether at most one bridge on each side is not shared.
     one_switch: bool,
 }
 
 impl Distance {
-    /// The name that NCCL and `nvidia-smi topo` have for it.
+    /// The abbreviation that NCCL and `nvidia-smi topo` use.
     pub fn code(self) -> &'static str {
         match self.tier {
             Tier::Switch if self.one_switch => "PIX",
@@ -52,7 +52,7 @@ impl Distance {
         }
     }
 
-    /// Less is nearer; equal is equally near.
+    /// Sort key: less is nearer.
     pub fn rank(self) -> impl Ord + Copy {
         (self.tier, self.within)
     }
@@ -63,7 +63,7 @@ impl Distance {
 }
 
 impl Topology {
-    /// Between two devices, each given by its place in the PCI tree and its NUMA node, where known.
+    /// The distance between two devices, each given by its PCI location and NUMA node, where known.
     pub fn distance(
         &self,
         a: (Option<&Place>, Option<u32>),
@@ -75,8 +75,8 @@ impl Topology {
                 let longest = p.bridges.len().max(q.bridges.len());
                 return Distance {
                     tier: Tier::Switch,
-                    // The longer the common path the nearer. What either side has further down
-                    // (a switch inside a NIC) is its own and says nothing.
+                    // The longer the shared path the nearer. Bridges below it (a switch inside a
+                    // NIC) belong to one device and are ignored.
                     within: u32::MAX - shared as u32,
                     one_switch: longest - shared <= 1,
                 };
@@ -92,7 +92,7 @@ impl Topology {
         }
     }
 
-    /// The firmware's word (SLIT) on how far two nodes are; the same for all where it has none.
+    /// The distance of two nodes in the firmware's table (SLIT); the same for all without a table.
     fn node_distance(&self, from: u32, to: u32) -> u32 {
         let row = self.nodes.iter().find(|n| n.id == from).map(|n| &n.distances);
         row.and_then(|r| r.iter().find(|(id, _)| *id == to)).map_or(u32::MAX, |(_, d)| *d)

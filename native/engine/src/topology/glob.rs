@@ -1,10 +1,10 @@
-//! `*` and `?`, as a shell has them.
+//! Glob patterns with `*` and `?`, as in a shell.
 
 pub(super) fn is_pattern(text: &str) -> bool {
     text.contains(['*', '?'])
 }
 
-/// Time is bounded by the product of the lengths: one `*` is remembered, never a stack of them.
+/// Takes time proportional to the product of the lengths: only the last `*` is remembered.
 pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name) = (pattern.as_bytes(), name.as_bytes());
     let (mut p, mut n) = (0, 0);

@@ -1,9 +1,9 @@
 //! Which NICs are near which GPU, and which of them each should use.
 //!
-//! [`Topology::read`] takes down what the kernel knows, from `/sys` or from a recorded copy of it.
-//! From that and the user's [`Rules`] the pure function [`pair()`] chooses rails for every GPU and
-//! every NUMA node and says why. [`pairing_for`] does so for one of them, among the devices that a
-//! transport can open, and [`cpus_near`] names CPUs for the thread that drives them.
+//! [`Topology::read`] reads `/sys`, or a recorded copy of it. From that and the user's [`Rules`]
+//! the pure function [`pair()`] chooses rails for every GPU and NUMA node, with reasons.
+//! [`pairing_for`] does so for one of them among the devices that a transport can open.
+//! [`cpus_near`] names CPUs for the thread that drives them.
 
 mod cpus;
 mod distance;
@@ -22,7 +22,7 @@ pub use pair::{pair, pairing_for, tiers, Choice, LeftOut, Location, Pairing, Rai
 pub use pci::{PciAddress, Place};
 pub use rules::{Rules, MOST_RAILS};
 
-/// What one machine has, in the order of PCI addresses.
+/// The devices of one machine, in the order of PCI addresses.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Topology {
     pub nodes: Vec<Node>,
@@ -36,9 +36,9 @@ pub struct Topology {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub id: u32,
-    /// Empty where the node is memory alone, as a GPU's may be.
+    /// Empty if the node has memory only, such as a GPU's.
     pub cpus: Vec<usize>,
-    /// To each node, in the firmware's measure (10 is local).
+    /// Distance to each node as the firmware reports it (10 is local).
     pub distances: Vec<(u32, u32)>,
 }
 
@@ -55,20 +55,20 @@ pub struct Gpu {
 /// An RDMA device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nic {
-    /// As libibverbs names it.
+    /// The name in libibverbs.
     pub name: String,
-    /// None for a device of software on an interface that isn't a PCI device's.
+    /// `None` for a software device on an interface without a PCI device.
     pub place: Option<Place>,
-    /// Soft-RoCE and the like: made by a driver over an interface, no hardware of its own.
+    /// Whether it is a software device over an interface, such as soft-RoCE.
     pub software: bool,
     pub numa: Option<u32>,
-    /// The CPUs that the kernel calls local to it.
+    /// CPUs that the kernel reports as local to it.
     pub cpus: Vec<usize>,
-    /// Of the fastest port that is up, or of the fastest of all.
+    /// The fastest active port, or else the fastest port.
     pub port: Port,
     /// The interfaces that share its ports.
     pub interfaces: Vec<String>,
-    /// The device that this one is a virtual function of.
+    /// The physical function, if this device is a virtual one.
     pub parent: Option<PciAddress>,
 }
 
@@ -76,7 +76,7 @@ pub struct Nic {
 pub struct Port {
     pub number: u32,
     pub link: Link,
-    /// As the kernel names it: `ACTIVE`, `DOWN`, `INIT`.
+    /// The state's name in sysfs: `ACTIVE`, `DOWN`, `INIT`.
     pub state: String,
     pub gbps: f64,
 }
@@ -87,7 +87,7 @@ impl Port {
     }
 }
 
-/// What a port speaks. Devices of different links can't reach each other.
+/// The link layer of a port. Devices of different layers can't communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Link {
     InfiniBand,
@@ -115,7 +115,7 @@ pub struct Interface {
 }
 
 impl Topology {
-    /// By its name (`gpu0`) or its PCI address, in any spelling.
+    /// Finds a GPU by its name (`gpu0`) or its PCI address in any spelling.
     pub fn gpu(&self, which: &str) -> Option<&Gpu> {
         let address = which.parse().ok();
         self.gpus.iter().find(|g| g.name == which || Some(g.place.address) == address)

@@ -1,4 +1,4 @@
-//! Which rails each GPU and each NUMA node should use, and why.
+//! Chooses rails for each GPU and NUMA node, with reasons.
 
 use std::cmp::Reverse;
 
@@ -26,7 +26,7 @@ pub struct Pairing {
     pub gpus: Vec<Choice>,
     /// For each NUMA node that has CPUs.
     pub hosts: Vec<Choice>,
-    /// NICs that nobody uses.
+    /// NICs that no GPU or node uses.
     pub left_out: Vec<LeftOut>,
 }
 
@@ -51,22 +51,22 @@ pub struct LeftOut {
     pub reason: String,
 }
 
-/// The rails for every GPU and NUMA node of a machine.
+/// Chooses the rails for every GPU and NUMA node of a machine.
 ///
 /// # Errors
-/// A sentence, for a rule that matches nothing here; it lists what there is.
+/// A sentence, if a rule matches nothing on this machine; it lists what exists.
 pub fn pair(topology: &Topology, rules: &Rules) -> Result<Pairing, String> {
     pair_among(topology, &topology.nics, rules)
 }
 
-/// The rails for one location, of the devices that a transport can open.
+/// Chooses the rails for one location among the devices that a transport can open.
 ///
-/// `candidates` are names of RDMA devices or of network interfaces; what the topology doesn't know
-/// is taken to be equally near to everything.
+/// `candidates` are names of RDMA devices or network interfaces. Devices that the topology does not
+/// know count as equally near to everything.
 ///
 /// # Errors
-/// A sentence: a rule matches nothing or leaves nothing, no candidate is usable, or there is no
-/// such GPU.
+/// A sentence: a rule matches nothing or leaves no device, no candidate is usable, or the GPU does
+/// not exist.
 pub fn pairing_for(
     topology: &Topology,
     location: Location,
@@ -101,8 +101,8 @@ pub fn pairing_for(
     Ok(choice.rails.iter().map(|r| r.nic.clone()).collect())
 }
 
-/// How far each of these devices is from a location; `Unknown` where there is no such location, or it could
-/// be any of several NUMA nodes.
+/// The distance of each device from a location; `Unknown` if the location does not exist or may be
+/// any of several NUMA nodes.
 pub fn tiers(topology: &Topology, location: Location, devices: &[String]) -> Vec<Tier> {
     let spots = spots(topology);
     let mut named = spots.iter().filter(|s| match location {
@@ -114,7 +114,7 @@ pub fn tiers(topology: &Topology, location: Location, devices: &[String]) -> Vec
     devices.iter().map(|d| tier(d).unwrap_or(Tier::Unknown)).collect()
 }
 
-/// A device that a transport named, as far as the topology knows it.
+/// The device that a transport named, as far as the topology knows it.
 fn candidate(topology: &Topology, name: &str) -> Nic {
     if let Some(nic) = topology.nic(name) {
         return nic.clone();
@@ -140,7 +140,7 @@ fn placeless(name: &str) -> Nic {
     }
 }
 
-/// The node that this process is confined to, or the one whose rails are nearest and most.
+/// The node that this process is confined to, or the one with the nearest and most rails.
 fn home<'a>(topology: &Topology, hosts: &'a [Choice], allowed: &[usize]) -> Option<&'a Choice> {
     let on = |choice: &&Choice| {
         let node = topology.nodes.iter().find(|n| choice.location == Location::Node(n.id));
@@ -156,7 +156,7 @@ fn home<'a>(topology: &Topology, hosts: &'a [Choice], allowed: &[usize]) -> Opti
     })
 }
 
-/// Something that needs rails.
+/// A GPU or NUMA node that needs rails.
 pub(super) struct Spot<'a> {
     location: Location,
     name: String,
@@ -165,7 +165,7 @@ pub(super) struct Spot<'a> {
 }
 
 impl Spot<'_> {
-    /// Whether the left side of a rule means this one.
+    /// Whether the target of a rule names it.
     pub fn is_named_by(&self, target: &str) -> bool {
         let matches = |name: &str| super::glob::matches(target, name);
         let kind = match self.location {
@@ -202,7 +202,7 @@ fn spots(topology: &Topology) -> Vec<Spot<'_>> {
         place: Some(&g.place),
         numa: g.numa,
     });
-    // A node without CPUs is some GPU's memory; nothing runs there.
+    // A node without CPUs is the memory of a GPU; no process runs there.
     let bare = topology.nodes.iter().all(|n| n.cpus.is_empty());
     let nodes = topology.nodes.iter().filter(|n| bare || !n.cpus.is_empty()).map(|n| Spot {
         location: Location::Node(n.id),
@@ -248,8 +248,8 @@ fn pair_among(topology: &Topology, nics: &[Nic], rules: &Rules) -> Result<Pairin
     left_out.retain(|l| !used(&l.nic));
     for nic in usable.iter().filter(|n| !used(&n.name)) {
         let reason = format!(
-            "left over: it can't be shared evenly, or the GPUs and nodes near it have the {} rails \
-             that one may have",
+            "not needed: it can't be shared evenly, or the GPUs and nodes near it have {} rails \
+            already",
             rules.max_rails
         );
         left_out.push(LeftOut { nic: nic.name.clone(), reason });
@@ -268,7 +268,7 @@ fn by_rule(
 ) -> Result<Choice, String> {
     let names: Vec<String> = nics.iter().map(|n| n.name.clone()).collect();
     let named = rule.select(&names);
-    // Who names a device has it, whatever was excluded by a pattern.
+    // A device named by the rule is kept even if a pattern excludes it.
     let kept = named.into_iter().filter(|n| rule.names(n) || !rules.excludes(n));
     let mut rails: Vec<Rail> = kept
         .filter_map(|name| nics.iter().find(|n| n.name == name))
@@ -277,8 +277,8 @@ fn by_rule(
     let mut reason = format!("the rule `{}`", rule.text);
     if rails.is_empty() {
         return Err(format!(
-            "{reason} leaves no device for {}: what it names is excluded or can't be opened; there \
-             are {}",
+            "{reason} leaves no device for {}: its devices are excluded or can't be opened; \
+            available: {}",
             spot.name,
             names.join(", ")
         ));
@@ -291,7 +291,7 @@ fn by_rule(
     Ok(Choice { location: spot.location, name: spot.name.clone(), rails, reason })
 }
 
-/// The usable NICs nearest to a spot.
+/// The usable NICs nearest to a target.
 fn want(topology: &Topology, spot: &Spot<'_>, usable: &[&Nic]) -> Want {
     let all: Vec<Distance> = usable.iter().map(|nic| spot.to(topology, nic)).collect();
     let nearest = all.iter().copied().min_by_key(|d| d.rank());
@@ -338,7 +338,7 @@ mod tests {
     use super::{super::Node, *};
 
     #[test]
-    fn host_memory_is_where_the_process_is_confined_or_where_rails_are_near() {
+    fn the_home_node_is_the_confined_one_or_the_one_with_the_nearest_rails() {
         let place = Place::of(std::path::Path::new("pci0000:10/0000:10:00.0"));
         let nic = |name: &str, numa| Nic { place: place.clone(), numa, ..placeless(name) };
         let nics = vec![nic("a", Some(0)), nic("b", Some(1)), nic("c", Some(1))];

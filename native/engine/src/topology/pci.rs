@@ -1,8 +1,8 @@
-//! Where a device sits: its PCI address, and the bridges between it and its root complex.
+//! PCI addresses, and the bridges between a device and its root complex.
 
 use std::{fmt, path::Path, str::FromStr};
 
-/// `0000:18:00.0`. Orders as the system numbers devices.
+/// A PCI address such as `0000:18:00.0`, in the system's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     pub domain: u32,
@@ -21,7 +21,8 @@ impl fmt::Display for PciAddress {
 impl FromStr for PciAddress {
     type Err = String;
 
-    /// Takes every spelling in use: CUDA's `0000:18:00.0`, NVML's `00000000:18:00.0`, lspci's `18:00.0`.
+    /// Parses every spelling in use: CUDA's `0000:18:00.0`, NVML's `00000000:18:00.0`, lspci's
+    /// `18:00.0`.
     fn from_str(text: &str) -> Result<Self, String> {
         parse(text)
             .ok_or_else(|| format!("`{text}` isn't a PCI address; write it like 0000:18:00.0"))
@@ -45,22 +46,22 @@ fn parse(text: &str) -> Option<PciAddress> {
     })
 }
 
-/// A device's place in the PCI tree.
+/// A device's location in the PCI tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     pub address: PciAddress,
-    /// The root complex (host bridge), as sysfs names it: `pci0000:15`.
+    /// The root complex (host bridge) in sysfs: `pci0000:15`.
     pub root: String,
-    /// From the root port down to the bridge that the device hangs from.
+    /// The bridges from the root port down to the device.
     pub bridges: Vec<PciAddress>,
 }
 
 impl Place {
-    /// The place that a path below `/sys/devices` describes; `None` for what isn't a PCI device.
+    /// The location that a path below `/sys/devices` describes; `None` if it isn't a PCI device.
     ///
-    /// Whatever lies under the last PCI device is left away: `.../0000:18:00.0/mlx5_core.sf.2`
-    /// is at `0000:18:00.0`. With a bridge that opens a PCI domain of its own (Intel VMD), only
-    /// that domain counts.
+    /// Path parts below the last PCI device are ignored: `.../0000:18:00.0/mlx5_core.sf.2` is at
+    /// `0000:18:00.0`. Below a bridge with a separate PCI domain (Intel VMD), only that domain
+    /// counts.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let mut root = None;
         let mut chain = Vec::new();
@@ -69,7 +70,7 @@ impl Place {
                 root = Some(part);
                 chain.clear();
             } else if root.is_some() {
-                // Only full addresses: `18:00.0` might be anything's name.
+                // Only full addresses: `18:00.0` may be another name.
                 let full = part.len() >= "0000:00:00.0".len();
                 chain.extend(parse(part).filter(|_| full));
             }
@@ -78,8 +79,8 @@ impl Place {
         Some(Self { address, root: root?.to_owned(), bridges: chain })
     }
 
-    /// How many bridges two devices have in common, from the root port down; 0 under different
-    /// root complexes too.
+    /// Number of bridges that two devices share, from the root port down; 0 under different root
+    /// complexes.
     pub fn shared_bridges(&self, other: &Self) -> usize {
         if self.root != other.root {
             return 0;
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_read_from_paths() {
+    fn locations_are_parsed_from_paths() {
         let at = |path| Place::of(Path::new(path));
         let nic = at("/sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:18:00.0/net/ib0");
         let nic = nic.expect("a PCI device");

@@ -1,29 +1,28 @@
-//! What the user says about rails, over what the machine suggests.
+//! The user's rules for rails, which override the defaults.
 
 use super::{
     glob::{is_pattern, matches},
     pair::Spot,
 };
 
-/// The most rails of one group.
+/// Largest number of rails of one group.
 pub const MOST_RAILS: usize = 4;
 
-/// `gpu0=mlx5_0,mlx5_1; host=mlx5_2; exclude=mlx5_bond_*`, taken apart.
+/// Parsed rules such as `gpu0=mlx5_0,mlx5_1; host=mlx5_2; exclude=mlx5_bond_*`.
 ///
-/// To the left of `=` stands `gpuN`, a GPU's PCI address, `host` (all NUMA nodes), `hostN` (node
-/// N), or `exclude`; on both sides `*` and `?` stand for any characters. Of several rules for one
-/// place the last counts.
+/// The left side of `=` is `gpuN`, a GPU's PCI address, `host` (all NUMA nodes), `hostN` (node N),
+/// or `exclude`. On both sides `*` and `?` match any characters. The last rule for a target wins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     assignments: Vec<Assignment>,
     excluded: Vec<String>,
-    /// The most rails for one GPU or node, where no rule names them.
+    /// Largest number of rails for one GPU or node, where no rule names them.
     pub max_rails: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Assignment {
-    /// As written, for messages.
+    /// The rule's text, for messages.
     pub text: String,
     target: String,
     pub nics: Vec<String>,
@@ -37,7 +36,7 @@ impl Default for Rules {
 
 impl Rules {
     /// # Errors
-    /// A sentence that quotes what isn't a rule.
+    /// A sentence that quotes the invalid rule.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut rules = Self::default();
         for rule in text.split([';', '\n']).map(str::trim).filter(|r| !r.is_empty()) {
@@ -52,7 +51,7 @@ impl Rules {
             let nics: Vec<String> =
                 nics.split(',').map(|n| n.trim().to_owned()).filter(|n| !n.is_empty()).collect();
             if target.is_empty() {
-                return Err(wrong("it doesn't say for which GPU"));
+                return Err(wrong("it names no GPU"));
             }
             if nics.is_empty() {
                 return Err(wrong("it names no device"));
@@ -67,22 +66,22 @@ impl Rules {
         Ok(rules)
     }
 
-    /// The same rules, for groups of at most `max` rails.
+    /// The same rules, with at most `max` rails per group.
     pub(super) fn limited_to(&self, max: usize) -> Self {
         Self { max_rails: self.max_rails.min(max).max(1), ..self.clone() }
     }
 
-    /// Whether some `exclude` names this device.
+    /// Whether an `exclude` matches this device.
     pub(super) fn excludes(&self, nic: &str) -> bool {
         self.excluded.iter().any(|pattern| matches(pattern, nic))
     }
 
-    /// The rule for a place, if there is one.
+    /// The rule for a target, if there is one.
     pub(super) fn for_spot(&self, spot: &Spot) -> Option<&Assignment> {
         self.assignments.iter().rev().find(|rule| spot.is_named_by(&rule.target))
     }
 
-    /// Every rule must mean something here: a misspelt one would quietly leave the defaults.
+    /// Every rule must match something: a misspelt rule would leave the defaults without notice.
     pub(super) fn check(&self, spots: &[Spot], nics: &[String]) -> Result<(), String> {
         for rule in &self.assignments {
             if !spots.iter().any(|spot| spot.is_named_by(&rule.target)) {
@@ -109,7 +108,7 @@ impl Rules {
 }
 
 impl Assignment {
-    /// The devices that the rule names, in its order; what a pattern stands for in theirs.
+    /// The devices that the rule names, in its order; those that match a pattern in their order.
     pub fn select(&self, nics: &[String]) -> Vec<String> {
         let mut chosen: Vec<String> = Vec::new();
         for pattern in &self.nics {
@@ -122,7 +121,7 @@ impl Assignment {
         chosen
     }
 
-    /// Whether the rule names this device itself rather than by a pattern.
+    /// Whether the rule names this device literally.
     pub fn names(&self, nic: &str) -> bool {
         self.nics.iter().any(|pattern| !is_pattern(pattern) && pattern == nic)
     }

@@ -1,4 +1,4 @@
-//! How NICs are dealt out to GPUs that are equally near to them.
+//! Divides NICs among GPUs that are equally near to them.
 
 use super::Distance;
 
@@ -11,16 +11,16 @@ pub(super) struct Want {
 #[derive(Clone, Default)]
 pub(super) struct Share {
     pub rails: Vec<usize>,
-    /// How many wanted the same NICs.
+    /// Number of GPUs that want the same NICs.
     pub gpus: usize,
-    /// How many NICs there were for them.
+    /// Number of NICs for them.
     pub of: usize,
 }
 
-/// Every GPU gets as many as any other that wants the same NICs: collectives go at the pace of the
-/// slowest. Where NICs are fewer, neighbours share one: the order of PCI addresses follows the
-/// switches, also where a guest doesn't see them. Who is nearer to its NICs chooses first, and
-/// what `uses` says is taken is chosen last.
+/// GPUs that want the same NICs get equally many, because collectives run at the pace of the
+/// slowest. If there are fewer NICs than GPUs, neighbours share one: PCI addresses follow the
+/// switches, even where a guest does not see them. GPUs nearer to their NICs choose first. NICs
+/// with more `uses` are chosen last.
 pub(super) fn share(wants: &[Want], uses: &mut [usize], most: usize) -> Vec<Share> {
     let mut shares = vec![Share::default(); wants.len()];
     let mut order: Vec<usize> = (0..wants.len()).collect();
@@ -49,7 +49,7 @@ pub(super) fn share(wants: &[Want], uses: &mut [usize], most: usize) -> Vec<Shar
     shares
 }
 
-/// At most `most` of them, spread evenly: neighbours may hang from one switch.
+/// At most `most` of them, spread evenly, because neighbours may share a switch.
 pub(super) fn spread(nics: &[usize], most: usize) -> Vec<usize> {
     let n = nics.len().min(most);
     (0..n).map(|i| nics[i * nics.len() / n]).collect()

@@ -1,6 +1,6 @@
-//! Takes a topology down from sysfs, or from a recorded copy of its tree.
+//! Reads a topology from sysfs, or from a recorded copy of it.
 //!
-//! Whatever can't be read is absent: containers hide parts of sysfs, and a machine without RDMA
+//! Unreadable entries count as absent: containers hide parts of sysfs, and a machine without RDMA
 //! devices lacks the whole class.
 
 use std::{
@@ -16,7 +16,7 @@ const NVIDIA: u16 = 0x10de;
 const AMD: u16 = 0x1002;
 
 impl Topology {
-    /// Reads the tree at `root`, which is `/sys` for the machine this runs on.
+    /// Reads the tree at `root`; for the local machine that is `/sys`.
     ///
     /// # Errors
     /// A sentence, if there is no sysfs tree at `root`.
@@ -42,7 +42,7 @@ impl Tree {
         let root = fs::canonicalize(root).map_err(|e| format!("can't read {shown}: {e}"))?;
         if !root.join("devices").is_dir() {
             return Err(format!(
-                "{shown} is no sysfs tree (it has no `devices`); give /sys or a recorded copy of it"
+                "{shown} is no sysfs tree (it has no `devices`); pass /sys or a recorded copy of it"
             ));
         }
         Ok(Self { root })
@@ -79,11 +79,11 @@ impl Tree {
             .iter()
             .filter_map(|name| {
                 let dir = base.join(name);
-                // Machines have hundreds of PCI devices: the class decides first.
+                // Machines have hundreds of PCI devices: test the class first.
                 let class = hex(&dir.join("class"))? >> 8;
                 let vendor = hex(&dir.join("vendor"))? as u16;
                 let drawing = matches!(class, 0x0300 | 0x0302);
-                // AMD's accelerators have a class of their own.
+                // AMD's accelerators have a separate class.
                 let gpu = (drawing && matches!(vendor, NVIDIA | AMD))
                     || (class == 0x1200 && vendor == AMD);
                 let place = self.place(&dir).filter(|_| gpu)?;
@@ -118,8 +118,8 @@ impl Tree {
         let software = !dir.join("device").exists();
         let mut interfaces = names(&dir.join("device/net"));
         interfaces.sort_by(|a, b| by_number(a, b));
-        // Soft-RoCE has a file with the interface that it is made over; later kernels leave it to
-        // the table of GIDs.
+        // For soft-RoCE a file names the underlying interface; later kernels have it in the GID
+        // table only.
         let over = ["parent", "ports/1/gid_attrs/ndevs/0"];
         let over = over.iter().find_map(|file| text(&dir.join(file)).filter(|t| !t.is_empty()));
         if let (true, Some(over)) = (software, over) {
@@ -162,7 +162,7 @@ impl Tree {
     }
 }
 
-/// The fastest port that is up, or the fastest of all.
+/// The fastest active port, or else the fastest port.
 fn port(dir: &Path) -> Port {
     let mut ports: Vec<Port> = names(dir)
         .iter()
@@ -189,9 +189,9 @@ fn port(dir: &Path) -> Port {
     ports.into_iter().next().unwrap_or(none)
 }
 
-/// The NUMA node of a device. Where there is one node, a device that names none is on it.
+/// The NUMA node of a device. On a machine with one node, a device without an entry is on it.
 fn numa(device: &Path, nodes: &[Node]) -> Option<u32> {
-    // -1 where the firmware doesn't say; no file in a kernel without NUMA.
+    // -1 if the firmware does not know; no file in a kernel without NUMA.
     let said: Option<u32> = number(&device.join("numa_node"));
     match nodes {
         [only] if device.exists() => Some(said.unwrap_or(only.id)),
@@ -220,7 +220,7 @@ fn cpus(file: &Path) -> Vec<usize> {
     parse_cpus(&text(file).unwrap_or_default())
 }
 
-/// `mlx5_2` before `mlx5_10`.
+/// Numeric order: `mlx5_2` before `mlx5_10`.
 pub(super) fn by_number(a: &str, b: &str) -> Ordering {
     let (mut a, mut b) = (a, b);
     loop {
@@ -236,7 +236,7 @@ pub(super) fn by_number(a: &str, b: &str) -> Ordering {
     }
 }
 
-/// A run of digits or of anything else, and what follows it.
+/// A run of digits or of other characters, and the rest.
 fn head(s: &str) -> (&str, &str) {
     let digits = s.starts_with(|c: char| c.is_ascii_digit());
     let end = s.find(|c: char| c.is_ascii_digit() != digits).unwrap_or(s.len());
@@ -248,7 +248,7 @@ mod tests {
     use super::by_number;
 
     #[test]
-    fn names_go_by_their_numbers() {
+    fn names_sort_by_their_numbers() {
         let mut names = ["rxe_h1r0", "mlx5_10", "mlx5_2", "mlx5_bond_0", "rxe_h0r2", "mlx5_", "e"];
         names.sort_by(|a, b| by_number(a, b));
         let expected = ["e", "mlx5_", "mlx5_2", "mlx5_10", "mlx5_bond_0", "rxe_h0r2", "rxe_h1r0"];

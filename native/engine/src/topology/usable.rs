@@ -1,10 +1,10 @@
-//! Which NICs come into question at all, and why not the others.
+//! Decides which NICs are usable, and why the others are not.
 
 use super::{Gpu, LeftOut, Link, Nic, Rules, Tier, Topology};
 
-/// The NICs that GPUs and nodes may be paired with, and the rest with reasons.
+/// The NICs that GPUs and nodes may be paired with, and the others with reasons.
 ///
-/// Each test looks at what the tests before it left.
+/// Each test sees only what the tests before it kept.
 pub(super) fn usable<'a>(
     topology: &Topology,
     nics: &'a [Nic],
@@ -46,7 +46,7 @@ fn port_down(nic: &Nic) -> String {
     }
 }
 
-/// With its physical function in use, a virtual one adds nothing: they share the port.
+/// A virtual function adds nothing if its physical function is used: they share the port.
 fn virtual_function(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let parent = nic.parent?;
     let parent = kept.iter().find(|n| n.place.as_ref().is_some_and(|p| p.address == parent))?;
@@ -55,10 +55,11 @@ fn virtual_function(nic: &Nic, kept: &[&Nic]) -> Option<String> {
 
 fn software(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let real = kept.iter().any(|n| !n.software);
-    (nic.software && real).then(|| "made by software, while there are real RDMA devices".to_owned())
+    (nic.software && real).then(|| "a software device, while there are hardware RDMA devices".to_owned())
 }
 
-/// Devices of different links can't reach each other, so one is chosen: the one that carries most.
+/// Devices of different link layers can't communicate, so the layer with the most bandwidth is
+/// chosen.
 fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let carries = |link: Link| -> f64 {
         kept.iter().filter(|n| n.port.link == link).map(|n| n.port.gbps).sum()
@@ -66,7 +67,7 @@ fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let mut chosen = kept.first()?.port.link;
     for other in kept.iter().map(|n| n.port.link) {
         let (more, ours) = (carries(other), carries(chosen));
-        // InfiniBand stands first: a machine that has both has it for this.
+        // At equal bandwidth InfiniBand wins: it is there for this purpose.
         if more > ours || (more == ours && other < chosen) {
             chosen = other;
         }
@@ -81,22 +82,22 @@ fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     })
 }
 
-/// A rail that is much slower would hold up the writes that are cut over all rails.
+/// A much slower rail would delay writes that are cut over all rails.
 fn slow(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let fastest = kept.iter().map(|n| n.port.gbps).fold(0.0, f64::max);
     (nic.port.gbps * 2.0 < fastest)
         .then(|| format!("{} Gb/s, less than half of the fastest ({fastest} Gb/s)", nic.port.gbps))
 }
 
-/// Where every GPU has NICs on its switch, one that is on nobody's serves storage or management,
-/// and may well be on another network.
+/// If every GPU has NICs on its switch, a NIC on no GPU's switch serves storage or management, and
+/// may be in another network.
 fn far_from_gpus(topology: &Topology, nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let close = |gpu: &Gpu, nic: &Nic| topology.gpu_to_nic(gpu, nic).tier == Tier::Switch;
     let gpus = &topology.gpus;
     let all_have = gpus.iter().all(|gpu| kept.iter().any(|n| close(gpu, n)));
     let odd = !gpus.is_empty() && all_have && !gpus.iter().any(|gpu| close(gpu, nic));
     odd.then(|| {
-        "on no GPU's switch, while every GPU has NICs on its own: taken for storage or management"
+        "on no GPU's switch, while every GPU has NICs on its switch: assumed to serve storage or management"
             .to_owned()
     })
 }

@@ -1,5 +1,5 @@
-//! What `infiniband/verbs.h` declares, as far as it is used. Field for field; enumerations are
-//! plain integers, because a newer library may know more values.
+//! The used declarations of `infiniband/verbs.h`, field by field. Enumerations are plain integers,
+//! because a newer library may know more values.
 
 use libc::{c_int, c_uint, c_void};
 
@@ -26,7 +26,7 @@ opaque! {
     Ah,
 }
 
-/// `struct ibv_context`, up to what is used: only ever behind a pointer.
+/// `struct ibv_context`, up to the used fields: only ever behind a pointer.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Context {
@@ -39,7 +39,7 @@ pub struct Context {
 
 type Unused = *mut c_void;
 
-/// `struct ibv_context_ops`: the calls that the header makes inline.
+/// `struct ibv_context_ops`: the calls that the header inlines.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ContextOps {
@@ -62,7 +62,7 @@ pub struct CompChannel {
     pub fd: c_int,
 }
 
-/// `struct ibv_cq`, up to what is used.
+/// `struct ibv_cq`, up to the used fields.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Cq {
@@ -73,7 +73,7 @@ pub struct Cq {
     pub cqe: c_int,
 }
 
-/// `struct ibv_qp`, up to what is used.
+/// `struct ibv_qp`, up to the used fields.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Qp {
@@ -131,7 +131,7 @@ pub struct DeviceAttr {
     pub max_pkeys: u16,
     pub local_ca_ack_delay: u8,
     pub phys_port_cnt: u8,
-    /// Newer libraries may write beyond what this header knew.
+    /// Newer libraries may write beyond this header.
     pub spare: [u64; 8],
 }
 
@@ -161,7 +161,7 @@ pub struct PortAttr {
     pub link_layer: u8,
     pub flags: u8,
     pub port_cap_flags2: u16,
-    /// Newer libraries may write beyond what this header knew.
+    /// Newer libraries may write beyond this header.
     pub spare: [u64; 8],
 }
 
@@ -206,7 +206,7 @@ pub struct Sge {
     pub lkey: u32,
 }
 
-/// The part of `struct ibv_send_wr` that depends on the operation: RDMA, or a datagram.
+/// The part of `struct ibv_send_wr` that depends on the operation: RDMA or datagram.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union WrTarget {
@@ -388,7 +388,7 @@ pub const ACCESS_REMOTE_WRITE: c_int = 1 << 1;
 pub const ACCESS_REMOTE_READ: c_int = 1 << 2;
 pub const ACCESS_RELAXED_ORDERING: c_int = 1 << 20;
 
-/// `struct ibv_async_event`; which member of `element` counts depends on the type.
+/// `struct ibv_async_event`; its type determines the member of `element`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct AsyncEvent {
@@ -429,7 +429,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers that a C compiler gives for rdma-core's header on 64-bit Linux.
+    /// Sizes and offsets that a C compiler reports for rdma-core's header on 64-bit Linux.
     #[test]
     fn types_lie_as_in_the_header() {
         let spare = size_of::<[u64; 8]>();

@@ -1,10 +1,10 @@
-//! Layouts of the C headers, as a compiler gives them.
+//! Layouts of the C headers, as a compiler reports them.
 
 use std::mem::{offset_of, size_of};
 
 use super::*;
 
-/// What a C compiler says of the headers of 1.17 on a 64-bit machine.
+/// Layouts of the headers of 1.17 on a 64-bit machine.
 #[test]
 fn types_are_laid_out_as_in_the_headers() {
     let layout: &[(&str, usize, usize)] = &[
@@ -47,7 +47,7 @@ fn types_are_laid_out_as_in_the_headers() {
         ("MrAttr.iface", offset_of!(MrAttr, iface), 64),
         ("MrAttr.device", offset_of!(MrAttr, device), 72),
         ("MrAttr.later", offset_of!(MrAttr, later), 80),
-        // Of 1.20: earlier ones have no such type.
+        // Of 1.20; earlier versions lack this type.
         ("MrDmabuf", size_of::<MrDmabuf>(), 32),
         ("MrDmabuf.offset", offset_of!(MrDmabuf, offset), 8),
         ("MrDmabuf.len", offset_of!(MrDmabuf, len), 16),

@@ -1,4 +1,4 @@
-//! Objects and their tables of functions, as far as version 1.14 has them.
+//! Objects and their function tables, as of version 1.14.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -10,7 +10,7 @@ pub fn has(size: usize, offset: usize) -> bool {
     size > offset
 }
 
-/// A function that is not called from here.
+/// A function that this crate does not call.
 pub type Unused = Option<unsafe extern "C" fn()>;
 
 #[repr(C)]

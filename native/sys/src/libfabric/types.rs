@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_void};
 
 use super::ops::{Fid, FidDomain, FidFabric, FidWait};
 
-/// Where a peer is, by the address vector's count.
+/// A peer's index in the address vector.
 pub type FiAddr = u64;
 
 pub const ADDR_UNSPEC: FiAddr = u64::MAX;
@@ -22,14 +22,14 @@ pub mod flag {
     pub const REMOTE_CQ_DATA: u64 = 1 << 17;
     pub const COMPLETION: u64 = 1 << 24;
     pub const DELIVERY_COMPLETE: u64 = 1 << 28;
-    /// Of a registration: by a dma-buf. From 1.20 on.
+    /// Registration by a dma-buf, from 1.20 on.
     pub const MR_DMABUF: u64 = 1 << 40;
     pub const HMEM: u64 = 1 << 47;
     pub const LOCAL_COMM: u64 = 1 << 51;
     pub const REMOTE_COMM: u64 = 1 << 52;
 }
 
-/// What a provider asks of its user.
+/// Requirements of a provider for its user.
 pub mod mode {
     pub const CONTEXT: u64 = 1 << 59;
     pub const MSG_PREFIX: u64 = 1 << 58;
@@ -37,7 +37,7 @@ pub mod mode {
     pub const CONTEXT2: u64 = 1 << 52;
 }
 
-/// What a provider asks of registrations.
+/// Requirements of a provider for registrations.
 pub mod mr_mode {
     use std::ffi::c_int;
 
@@ -177,7 +177,7 @@ pub struct Info {
     pub nic: *mut FidNic,
 }
 
-/// What the provider knows of the device, if it does.
+/// The device's attributes, if the provider knows them.
 #[repr(C)]
 #[derive(Debug)]
 pub struct FidNic {
@@ -260,7 +260,7 @@ pub struct CqErrEntry {
     pub prov_errno: c_int,
     pub err_data: *mut c_void,
     pub err_data_size: usize,
-    /// Later versions write more than 1.17 knows of.
+    /// Later versions write more than 1.17.
     pub later: [u64; 8],
 }
 
@@ -279,12 +279,12 @@ pub struct MrAttr {
     pub iface: c_int,
     /// A union: of CUDA, an `int` in its first bytes.
     pub device: u64,
-    /// Later versions read more than 1.17 knows of: zeros.
+    /// Later versions read more than 1.17: zeros.
     pub later: [u64; 8],
 }
 
-/// A part of a dma-buf: `len` bytes from `offset` on. Peers name its first byte by
-/// `base_addr + offset`.
+/// A part of a dma-buf: `len` bytes from `offset`. Peers address its first byte as `base_addr +
+/// offset`.
 #[repr(C)]
 #[derive(Debug)]
 pub struct MrDmabuf {

@@ -1,4 +1,4 @@
-//! Work requests, cut into chunks; each is one copy, or two where it takes a slot on its way.
+//! Work requests, cut into chunks. A chunk is one copy, or two if it passes through a slot.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ pub(super) const CHUNK: u64 = 1 << 20;
 const MOST_PAGES: u32 = 512;
 const SLOTS: u8 = 8;
 
-/// Host memory for what no processor can move directly.
+/// Host memory for copies that no CPU can make directly.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     memory: Option<Pinned>,
     free: Vec<u8>,
 }
 
-/// One of them.
+/// One slot of it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     number: u8,
@@ -33,7 +33,7 @@ pub(super) struct Slot {
 }
 
 impl Slots {
-    /// A slot; `None` if all are in use.
+    /// Takes a slot; `None` if all are in use.
     pub fn take(&mut self, device: Option<i32>) -> Result<Option<Slot>, DomainError> {
         let memory = match &self.memory {
             Some(memory) => memory,
@@ -56,18 +56,18 @@ impl Slots {
     }
 }
 
-/// One work request of the group's.
+/// One work request.
 #[derive(Debug)]
 pub(super) struct Job {
     pub link: LinkId,
     pub token: Token,
     pub count: Option<Count>,
-    /// Kept until it is over (MR-1).
+    /// Kept until the job is done (MR-1).
     pub local: Arc<RegionMemory>,
     pub remote: Arc<RegionMemory>,
     data: Data,
     write: bool,
-    /// How far it is cut up.
+    /// The position up to which it is cut into chunks.
     page: u32,
     byte: u64,
     moving: u32,
@@ -81,7 +81,7 @@ pub(super) struct Moving {
     pub ticket: Ticket,
     pub slot: Option<Slot>,
     pub bytes: u64,
-    /// From the slot on, once the first half is done.
+    /// The second copy, from the slot on.
     then: SmallVec<[Piece; 4]>,
 }
 
@@ -97,7 +97,7 @@ impl Job {
                 u64::from(list.max()).checked_mul(*stride).and_then(|n| n.checked_add(*offset))
             }
         };
-        // MR-3: a descriptor may promise more than its region has.
+        // MR-3: a descriptor may exceed its region.
         if last.and_then(|l| l.checked_add(data.page_len)).is_none_or(|end| end > remote.len) {
             return Err(DomainError::Refused(format!(
                 "bytes outside region {} of {} bytes",
@@ -112,7 +112,7 @@ impl Job {
         self.error.get_or_insert(e);
     }
 
-    /// Whether no chunk is left to be begun.
+    /// Whether all chunks have been started.
     pub fn has_begun(&self) -> bool {
         self.error.is_some() || self.page == self.data.pages
     }
@@ -129,14 +129,14 @@ impl Job {
         self.local.key.index == index || self.remote.key.index == index
     }
 
-    /// Whether neither end can be reached from the other directly.
+    /// Whether neither end can be copied to or from the other directly.
     pub fn needs_slot(&self) -> bool {
         let (a, b) = (&self.local.location, &self.remote.location);
         let gpus = a.cuda().is_some() && b.cuda().is_some();
         !a.is_host() && !b.is_host() && !gpus
     }
 
-    /// The region that bytes come from, and the one they go to.
+    /// The source region and the destination region.
     fn ends(&self) -> (&Arc<RegionMemory>, &Arc<RegionMemory>) {
         match self.write {
             true => (&self.local, &self.remote),
@@ -144,7 +144,7 @@ impl Job {
         }
     }
 
-    /// The next chunk's ranges, as they lie at both ends, and its bytes.
+    /// The ranges of the next chunk at both ends, and its bytes.
     fn cut(&mut self) -> (SmallVec<[Piece; 4]>, u64) {
         let mut pieces: SmallVec<[Piece; 4]> = SmallVec::new();
         let (mut bytes, data) = (0, &self.data);
@@ -175,7 +175,7 @@ impl Job {
         (pieces, bytes)
     }
 
-    /// Begins the next chunk.
+    /// Starts the next chunk.
     pub fn begin_chunk(
         &mut self,
         key: usize,
@@ -188,8 +188,8 @@ impl Job {
             Some(slot) => through(slot, &pieces),
             None => (pieces, SmallVec::new()),
         };
-        // SAFETY: the ranges lie in regions that this job keeps, as was checked when it was made, or in
-        // a slot that is this chunk's until it is over.
+        // SAFETY: the ranges lie in regions that this job keeps, as was checked when it was
+        // created, or in a slot that belongs to this chunk until it ends.
         let ticket = unsafe {
             match slot.is_some() || to.location.is_host() {
                 true => lanes.start(&from.location, false, &first)?,
@@ -200,7 +200,7 @@ impl Job {
         Ok(Moving { job: key, ticket, slot, bytes, then })
     }
 
-    /// The first copy of a chunk is done: begins the second, if there is one.
+    /// The first copy of a chunk is done: starts the second, if there is one.
     pub fn next_half(&self, moving: &mut Moving, lanes: &mut Lanes) -> Result<bool, DomainError> {
         if moving.then.is_empty() || self.error.is_some() {
             return Ok(false);
@@ -212,7 +212,7 @@ impl Job {
         Ok(true)
     }
 
-    /// A chunk is over.
+    /// A chunk has ended.
     pub fn ended(&mut self, error: Option<DomainError>) {
         self.moving -= 1;
         if let Some(e) = error {
@@ -221,7 +221,7 @@ impl Job {
     }
 }
 
-/// Ranges by way of a slot, where they lie side by side.
+/// The ranges of the copies to and from a slot, where they are adjacent.
 fn through(slot: Slot, pieces: &[Piece]) -> (SmallVec<[Piece; 4]>, SmallVec<[Piece; 4]>) {
     let (mut to_slot, mut from_slot) = (SmallVec::new(), SmallVec::new());
     let mut at = slot.addr;

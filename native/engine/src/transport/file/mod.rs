@@ -1,9 +1,10 @@
-//! From an engine to itself: between its own memory and its own files, and among either. Its only peer
-//! is the engine whose domain it is, so that spilling a page and fetching it back are the requests that
-//! a peer would be sent, counted by the engine's own counters.
+//! The transport of an engine to itself: copies among its own memory and files. Its only peer is
+//! the engine itself, so spilling a page and fetching it back are ordinary requests, counted by the
+//! engine's own counters.
 //!
-//! Files are read into the memory that was named and written from it, without staging; only between two
-//! places that no processor reaches, a file and a file or a GPU, bytes take a slot of host memory.
+//! Files are read into and written from the named memory without staging. Only between two
+//! locations that CPUs can't access (file and file, or file and GPU) do bytes pass through a slot
+//! of host memory.
 
 mod job;
 
@@ -22,14 +23,14 @@ use crate::{
 };
 use job::{Job, Moving, Slots};
 
-/// Chunks under way: disks like several requests at a time.
+/// Chunks under way: disks work best with several requests.
 const MOST_MOVING: usize = 16;
-/// Work requests taken in; further ones wait in the group.
+/// Work requests accepted; further ones wait in the group.
 const MOST_JOBS: usize = 1 << 12;
-/// Bytes that processors copy by one poll, under the engine's lock.
+/// Bytes that CPUs copy per poll, under the engine's lock.
 const MOST_COPIED: u64 = 4 << 20;
 
-/// See the module.
+/// The file transport; see the module.
 pub(crate) struct FileDomain {
     own: Option<EngineAddress>,
     book: RegionBook,
@@ -38,16 +39,16 @@ pub(crate) struct FileDomain {
     link: Option<LinkId>,
     links: LinkId,
     jobs: Slab<Job>,
-    /// Jobs that are not cut up yet, in order.
+    /// Jobs that are not fully cut into chunks, in order.
     queue: VecDeque<usize>,
     moving: Vec<Moving>,
     messages: VecDeque<(Token, Arc<[u8]>)>,
-    /// Regions that are withdrawn when their last chunk has ended.
+    /// Deregistered regions whose last chunk has not ended.
     retiring: Vec<u32>,
     news: Vec<Completion>,
-    /// A link on its way down, told when its last chunk has ended.
+    /// A closing link, reported after its last chunk has ended.
     closing: Option<(LinkId, DomainError)>,
-    /// A device of this process that has memory registered: slots are pinned for it.
+    /// A device of this process with registered memory: slots are pinned for it.
     device: Option<i32>,
 }
 
@@ -89,7 +90,7 @@ impl FileDomain {
             && self.closing.is_none()
     }
 
-    /// Begins chunks, as many as may be under way and as much as may be copied by one poll.
+    /// Starts as many chunks as may be under way and be copied per poll.
     fn begin_chunks(&mut self) -> bool {
         let (mut moved, mut copied) = (false, 0);
         while self.moving.len() < MOST_MOVING && copied < MOST_COPIED {
@@ -127,7 +128,7 @@ impl FileDomain {
         moved
     }
 
-    /// Moves chunks on whose copy has ended.
+    /// Advances chunks whose copy has ended.
     fn step_chunks(&mut self) -> bool {
         let mut moved = false;
         let mut i = 0;
@@ -152,7 +153,7 @@ impl FileDomain {
         moved
     }
 
-    /// Reports a job that is over: its count after its bytes are in place (IC-2), or its error.
+    /// Reports a finished job: its count after its bytes are in place (IC-2), or its error.
     fn finish(&mut self, key: usize) -> bool {
         let job = &self.jobs[key];
         if !job.is_over() {
@@ -183,7 +184,7 @@ impl FileDomain {
                     break;
                 }
                 Admit::TooLong { limit } => Err(DomainError::Refused(format!(
-                    "a message of {} bytes, its pool takes {limit}",
+                    "the message of {} bytes is longer than the receive buffers of {limit} bytes",
                     message.len()
                 ))),
                 Admit::Take => {
@@ -197,7 +198,7 @@ impl FileDomain {
         moved
     }
 
-    /// Tells the end of a link when the last chunk has ended (MR-1).
+    /// Reports the end of a link after the last chunk has ended (MR-1).
     fn bury(&mut self) {
         if !self.jobs.is_empty() {
             return;
@@ -252,7 +253,7 @@ impl Domain for FileDomain {
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
         match self.id() == Some(peer.id) {
             true => None,
-            false => Some("it leads to this engine's own files and memory only".into()),
+            false => Some("it serves this engine's own files and memory only".into()),
         }
     }
 
@@ -263,7 +264,7 @@ impl Domain for FileDomain {
         endpoint: usize,
     ) -> Result<LinkId, DomainError> {
         let Some(own) = self.own.clone().filter(|own| own.id == peer.id) else {
-            return Err(DomainError::Unavailable("it leads to this engine only".into()));
+            return Err(DomainError::Unavailable("it serves this engine only".into()));
         };
         self.links += 1;
         let link = self.links;
@@ -323,7 +324,7 @@ impl Domain for FileDomain {
         let job = Job::new((link, token), (data.clone(), count, write), (local, remote))?;
         let key = self.jobs.insert(job);
         self.queue.push_back(key);
-        // The worker may sleep, and nobody else rings.
+        // The worker may sleep, and nothing else wakes it.
         self.lanes.wake();
         Ok(Post::Queued)
     }
@@ -342,7 +343,7 @@ impl Domain for FileDomain {
     }
 
     fn flush(&mut self) {
-        // Disks may begin while the caller is still busy.
+        // Disks may start while the caller is still busy.
         self.begin_chunks();
     }
 
@@ -370,7 +371,7 @@ impl Domain for FileDomain {
         // After this nothing lands (MR-1).
         self.lanes.close();
         self.moving.iter().for_each(|m| m.ticket.quiesce());
-        // The engine closes all its transports; this is the one that every engine has.
+        // The engine closes all its transports; every engine has this one.
         self.lanes.close_files();
         (self.link, self.closing) = (None, None);
         self.queue.clear();

@@ -1,4 +1,4 @@
-//! Which NICs there are for libfabric, which of them an engine drives, and why not the others.
+//! NICs that libfabric offers, and why each is used or not.
 
 use super::{
     gpu,
@@ -12,25 +12,24 @@ use crate::{
     transport::nics::nearest,
 };
 
-/// What is driven if nobody says otherwise: the others are no better than the engine's own tcp and
-/// shm, or than its verbs.
+/// Default provider. The others are no better than the engine's own tcp, shm and verbs transports.
 const DEFAULT_PROVIDER: &str = "efa";
 
-/// One thing that the library offers.
+/// One entry that the library offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct NicReport {
     pub provider: String,
     pub fabric: String,
-    /// The NIC, as libfabric calls it.
+    /// The NIC's name in libfabric.
     pub domain: String,
-    /// A PCI address, where the provider knows it.
+    /// PCI address, if the provider knows it.
     pub pci: Option<String>,
-    /// Bits per second; 0 where the provider doesn't know.
+    /// Bits per second; 0 if the provider does not know.
     pub speed: u64,
     /// Whether the NIC places bytes by itself.
     pub rdma: bool,
     pub chosen: bool,
-    /// Why it was, or was not.
+    /// Why it is or isn't used.
     pub why: String,
 }
 
@@ -40,28 +39,28 @@ pub fn version() -> Result<String, String> {
     Ok(format!("{} {}", api.library, dotted(api.found)))
 }
 
-/// All that the library offers to an engine with this configuration, chosen or not and why.
-pub fn discover(config: &EngineConfig) -> Result<Vec<Found>, String> {
-    // Providers initialise with the first question.
+/// Everything that the library offers for this configuration, and why each entry is used or not.
+pub fn discover(config: &EngineConfig) -> Result<Vec<NicReport>, String> {
+    // Providers initialise with the first query.
     fabric_sys::keep_signals(|| ask(config))
 }
 
-fn ask(config: &EngineConfig) -> Result<Vec<Found>, String> {
+fn ask(config: &EngineConfig) -> Result<Vec<NicReport>, String> {
     let api = library::get().map_err(|e| e.to_string())?;
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let all = offers(&api, &config.nics);
-    let verdicts = judge(&all, &config.nics, secret);
-    let found = all.iter().zip(verdicts).map(|(info, verdict)| {
+    let assessments = assess(&all, &config.nics, secret);
+    let found = all.iter().zip(assessments).map(|(info, answer)| {
         let o = &info.offer;
-        Found {
+        NicReport {
             provider: o.provider.clone(),
             fabric: o.fabric.clone(),
             domain: o.domain.clone(),
             pci: o.pci.clone(),
             speed: o.speed,
             rdma: o.is_rdma(),
-            chosen: verdict.is_ok(),
-            why: verdict.unwrap_or_else(|why| why),
+            chosen: answer.is_ok(),
+            why: answer.unwrap_or_else(|why| why),
         }
     });
     Ok(found.collect())
@@ -82,10 +81,10 @@ pub(super) fn choose(
         }
         None => nics,
     };
-    let verdicts = judge(&all, nics, secret);
-    let reasons = reasons(all.iter().map(|i| &i.offer).zip(&verdicts));
+    let assessments = assess(&all, nics, secret);
+    let reasons = reasons(all.iter().map(|i| &i.offer).zip(&assessments));
     let mut chosen: Vec<OwnedInfo> =
-        all.into_iter().zip(verdicts).filter(|(_, v)| v.is_ok()).map(|(i, _)| i).collect();
+        all.into_iter().zip(assessments).filter(|(_, v)| v.is_ok()).map(|(i, _)| i).collect();
     if chosen.is_empty() {
         let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
         let mut why =
@@ -97,21 +96,21 @@ pub(super) fn choose(
             reasons.into_iter().fold(why, |why, reason| format!("{why}; {reason}")),
         ));
     }
-    chosen.sort_by_key(|i| place_of(&i.offer, &nics.names));
+    chosen.sort_by_key(|i| pattern_index(&i.offer, &nics.names));
     Ok(chosen)
 }
 
-/// Why the others are not driven, each reason once, with the first few that it holds for.
+/// Why entries are not used: each reason once, with the first few entries that it holds for.
 fn reasons<'a>(
-    judged: impl Iterator<Item = (&'a Offer, &'a Result<String, String>)>,
+    on_access_answer: impl Iterator<Item = (&'a Offer, &'a Result<String, String>)>,
 ) -> Vec<String> {
-    let mut whom: Vec<(&str, Vec<String>)> = Vec::new();
-    for (offer, verdict) in judged {
-        let Err(why) = verdict else { continue };
+    let mut initiator: Vec<(&str, Vec<String>)> = Vec::new();
+    for (offer, answer) in on_access_answer {
+        let Err(why) = answer else { continue };
         let name = format!("{} ({})", offer.domain, offer.provider);
-        match whom.iter_mut().find(|(known, _)| known == why) {
+        match initiator.iter_mut().find(|(known, _)| known == why) {
             Some((_, names)) => names.push(name),
-            None => whom.push((why, vec![name])),
+            None => initiator.push((why, vec![name])),
         }
     }
     let said = |(why, names): (&str, Vec<String>)| {
@@ -119,16 +118,17 @@ fn reasons<'a>(
         let and = if more > 0 { format!(" and {more} more") } else { String::new() };
         format!("{}{and}: {why}", names[..names.len() - more].join(", "))
     };
-    whom.into_iter().map(said).collect()
+    initiator.into_iter().map(said).collect()
 }
 
-/// The NICs nearest to what the engine serves, if it is for us to choose among hardware.
+/// Prefers the NICs nearest to the engine's memory, if the user names none.
 fn by_topology(
     all: &[OwnedInfo],
     nics: &NicConfig,
     secret: bool,
 ) -> Result<Option<Vec<String>>, DomainError> {
-    let usable = |i: &&OwnedInfo| i.offer.is_rdma() && unusable(&i.offer, nics, secret).is_none();
+    let usable =
+        |i: &&OwnedInfo| i.offer.is_rdma() && unusable_reason(&i.offer, nics, secret).is_none();
     let mut domains: Vec<&str> =
         all.iter().filter(usable).map(|i| i.offer.domain.as_str()).collect();
     domains.dedup();
@@ -141,7 +141,7 @@ fn by_topology(
     Ok(Some(chosen.iter().filter_map(of).map(|d| (*d).to_owned()).collect()))
 }
 
-/// The RDMA device behind a domain: efa's are called `rdmap0s6-rdm`.
+/// The RDMA device of a domain; efa's domains have names such as `rdmap0s6-rdm`.
 fn device_of(domain: &str) -> &str {
     let (device, kind) = domain.rsplit_once('-').unwrap_or((domain, ""));
     match kind {
@@ -150,19 +150,19 @@ fn device_of(domain: &str) -> &str {
     }
 }
 
-/// What the configured provider offers, best first; without one, what all offer.
+/// The entries of the configured provider, best first; without one, of all providers.
 fn offers(api: &Api, nics: &NicConfig) -> Vec<OwnedInfo> {
     let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
     let mut all = Vec::new();
-    if gpu::are_there() {
-        // First, so that of two entries for a NIC it is this one. Software would copy by itself what
-        // is better staged.
+    if gpu::may_exist() {
+        // First, so that this entry wins among several for a NIC. A software provider would copy by
+        // itself what is better staged.
         all = info::query(api, Some(provider), true).unwrap_or_default();
         all.retain(|i| i.offer.hmem && i.offer.is_rdma());
     }
     all.extend(info::query(api, Some(provider), false).unwrap_or_default());
     if all.is_empty() && nics.provider.is_none() {
-        // Not driven, but named: whoever wonders why sees what there is.
+        // Listed but not used, so that reports show them.
         all = info::query(api, None, false).unwrap_or_default();
     }
     let rank = |o: &Offer| {
@@ -170,7 +170,7 @@ fn offers(api: &Api, nics: &NicConfig) -> Vec<OwnedInfo> {
     };
     all.sort_by_key(|i| rank(&i.offer));
     let mut seen = Vec::new();
-    // Entries that differ in what is not used here.
+    // Removes entries that differ only in unused attributes.
     all.retain(|i| {
         let o = &i.offer;
         let name = (o.provider.clone(), o.fabric.clone(), o.domain.clone(), o.source.clone());
@@ -183,31 +183,32 @@ fn offers(api: &Api, nics: &NicConfig) -> Vec<OwnedInfo> {
     all
 }
 
-/// For each offer: why it is driven, or why not.
-fn judge(all: &[OwnedInfo], nics: &NicConfig, secret: bool) -> Vec<Result<String, String>> {
+/// For each offer: why it is used, or why not.
+fn assess(all: &[OwnedInfo], nics: &NicConfig, secret: bool) -> Vec<Result<String, String>> {
     let offers: Vec<&Offer> = all.iter().map(|i| &i.offer).collect();
-    verdicts(&offers, nics, secret)
+    assessments(&offers, nics, secret)
 }
 
-fn verdicts(offers: &[&Offer], nics: &NicConfig, secret: bool) -> Vec<Result<String, String>> {
+fn assessments(offers: &[&Offer], nics: &NicConfig, secret: bool) -> Vec<Result<String, String>> {
     let mut taken: Vec<&str> = Vec::new();
     let most = nics.max_rails.clamp(1, MAX_RAILS);
-    // Loopback interfaces are driven where nothing else is, or by name.
-    let only_local = offers.iter().all(|o| unusable(o, nics, secret).is_some() || o.is_local());
+    // Loopback interfaces are used if there is nothing else, or by name.
+    let only_local =
+        offers.iter().all(|o| unusable_reason(o, nics, secret).is_some() || o.is_local());
     let mut order: Vec<usize> = (0..offers.len()).collect();
-    order.sort_by_key(|i| place_of(offers[*i], &nics.names));
-    let mut verdicts = vec![Err(String::new()); offers.len()];
+    order.sort_by_key(|i| pattern_index(offers[*i], &nics.names));
+    let mut assessments = vec![Err(String::new()); offers.len()];
     for i in order {
         let o = offers[i];
-        verdicts[i] = match unusable(o, nics, secret) {
+        assessments[i] = match unusable_reason(o, nics, secret) {
             Some(why) => Err(why),
             None if nics.names.is_empty() && o.is_local() && !only_local => {
-                Err("it does not leave this host; name it to use it".into())
+                Err("it reaches this host only; set its name in `nics` to use it".into())
             }
             None if taken.contains(&o.domain.as_str()) => {
                 Err("another entry for the same NIC is used".into())
             }
-            None if taken.len() >= most => Err(format!("{most} rails are taken by others")),
+            None if taken.len() >= most => Err(format!("all {most} rails are in use")),
             None if !taken.is_empty() && o.provider.contains("ofi_rxm") && o.is_rdma() => Err(
                 "ofi_rxm up to libfabric 2.6 can crash a process in which connections of several \
                  NICs close: one rail only; verbs drives several"
@@ -222,41 +223,43 @@ fn verdicts(offers: &[&Offer], nics: &NicConfig, secret: bool) -> Vec<Result<Str
             }
         };
     }
-    verdicts
+    assessments
 }
 
-/// Where its name stands in the configuration.
-fn place_of(o: &Offer, names: &[String]) -> usize {
+/// Index of the pattern that names it in the configuration.
+fn pattern_index(o: &Offer, names: &[String]) -> usize {
     names.iter().position(|n| matches_glob(n, &o.domain)).unwrap_or(names.len())
 }
 
-fn unusable(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
+fn unusable_reason(o: &Offer, nics: &NicConfig, secret: bool) -> Option<String> {
     use fabric_sys::libfabric::{mode, mr_mode};
     let provider = nics.provider.as_deref().unwrap_or(DEFAULT_PROVIDER);
     let layered = |p: &str| p == provider || p.split(';').next() == Some(provider);
     if !layered(&o.provider) {
-        return Some(format!("provider {provider} is wanted; libfabric_provider names another"));
+        return Some(format!(
+            "the provider in use is {provider}; set libfabric_provider to use another"
+        ));
     }
     if !nics.names.is_empty() && !nics.names.iter().any(|n| matches_glob(n, &o.domain)) {
         return Some(format!("not among the NICs named: {}", nics.names.join(", ")));
     }
     if o.cq_data_bytes < 4 {
-        return Some(format!("its immediates have {} bytes, counters need 4", o.cq_data_bytes));
+        return Some(format!("its immediates have {} bytes, expected 4", o.cq_data_bytes));
     }
     if o.mr_mode & mr_mode::RAW != 0 {
-        return Some("its memory keys are of the raw kind, which is not supported".into());
+        return Some("it uses raw memory keys, which are not supported".into());
     }
     let odd = o.mode & !(mode::CONTEXT | mode::CONTEXT2 | mode::RX_CQ_DATA);
     if odd != 0 {
-        return Some(format!("it asks for modes that are not supported here ({odd:#x})"));
+        return Some(format!("it requires unsupported modes ({odd:#x})"));
     }
     if o.down {
         return Some("its link is down".into());
     }
     if !secret && !o.is_local() {
         return Some(
-            "without a token whoever reaches it could write to this engine's memory; give all \
-             engines the same token"
+            "without a token every process that reaches it could write to this engine's memory; \
+            give all engines the same token"
                 .into(),
         );
     }
@@ -278,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn efa_alone_is_driven_unless_asked_and_the_rest_is_told_why() {
+    fn efa_alone_is_used_by_default_and_the_rest_has_reasons() {
         let all = [
             offer("efa", "efa-direct", "rdmap0"),
             offer("efa", "efa", "rdmap0"),
@@ -287,36 +290,36 @@ mod tests {
         ];
         let all: Vec<&Offer> = all.iter().collect();
         let nics = NicConfig::default();
-        let v = verdicts(&all, &nics, true);
+        let v = assessments(&all, &nics, true);
         assert!(v[0].is_ok() && v[2].is_ok());
         assert!(v[1].as_ref().unwrap_err().contains("same NIC"));
         assert!(v[3].as_ref().unwrap_err().contains("libfabric_provider"));
         let one = NicConfig { max_rails: 1, ..NicConfig::default() };
-        assert!(verdicts(&all, &one, true)[2].as_ref().unwrap_err().contains("1 rails"));
+        assert!(assessments(&all, &one, true)[2].as_ref().unwrap_err().contains("1 rails"));
         let named = NicConfig { names: vec!["*1".into(), "rdmap0".into()], ..one };
-        let v = verdicts(&all, &named, true);
+        let v = assessments(&all, &named, true);
         assert!(v[0].is_err() && v[2].is_ok(), "{v:?}");
         let layered = [
             offer("verbs;ofi_rxm", "10.0.0.0/8", "rxe0"),
             offer("verbs;ofi_rxm", "10.0.1.0/8", "rxe1"),
         ];
         let by_verbs = NicConfig { provider: Some("verbs;ofi_rxm".into()), ..NicConfig::default() };
-        let v = verdicts(&layered.iter().collect::<Vec<_>>(), &by_verbs, true);
+        let v = assessments(&layered.iter().collect::<Vec<_>>(), &by_verbs, true);
         assert!(v[0].is_ok() && v[1].as_ref().unwrap_err().contains("one rail only"), "{v:?}");
-        let without_token = verdicts(&all, &nics, false);
+        let without_token = assessments(&all, &nics, false);
         assert!(without_token[0].as_ref().unwrap_err().contains("token"));
     }
 
     #[test]
-    fn what_an_offer_lacks_is_said_in_words() {
+    fn an_unusable_offer_names_what_it_lacks() {
         let nics = NicConfig::default();
         let small = Offer { cq_data_bytes: 2, ..offer("efa", "efa", "a") };
         let raw = Offer { mr_mode: 1 << 3, ..offer("efa", "efa", "b") };
         let odd = Offer { mode: 1 << 51, ..offer("efa", "efa", "c") };
         let down = Offer { down: true, ..offer("efa", "efa", "d") };
-        let v = verdicts(&[&small, &raw, &odd, &down], &nics, true);
-        for (verdict, word) in v.iter().zip(["2 bytes", "raw", "modes", "down"]) {
-            assert!(verdict.as_ref().unwrap_err().contains(word), "{verdict:?}");
+        let v = assessments(&[&small, &raw, &odd, &down], &nics, true);
+        for (answer, word) in v.iter().zip(["2 bytes", "raw", "modes", "down"]) {
+            assert!(answer.as_ref().unwrap_err().contains(word), "{answer:?}");
         }
     }
 }

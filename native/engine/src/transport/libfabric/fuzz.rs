@@ -1,10 +1,10 @@
-//! Whatever strangers and peers say to this transport before it becomes a write.
+//! Fuzz target of bytes from strangers and peers.
 
 use super::{
-    delivery::Seen,
+    address::EndpointAddress,
+    delivery::ReceivedFrames,
+    handshake::{split_parts, Terms},
     link::SEAL,
-    place::Place,
-    setup::{unpack, Terms},
 };
 use crate::{
     fuzzing::{pieces, sealed},
@@ -14,39 +14,39 @@ use crate::{
     },
 };
 
-/// Endpoints, terms, the parts of letters, and frames with what goes before them. Holds that what decodes is bounded
-/// and encodes to the same, and that a frame comes once, however often it is said.
+/// Endpoints, terms, handshake messages and frames. Checks that decoded values are bounded and
+/// encode to the same bytes, and that a frame is new once, however often it arrives.
 pub fn peer_says(bytes: &[u8]) {
     let Some((kind, said)) = bytes.split_first() else { return };
     match kind % 4 {
-        0 => place(&sealed(b"FRlf", said)),
+        0 => address(&sealed(b"FRlf", said)),
         1 => {
             let Ok(terms) = Terms::decode(&sealed(b"FRlt", said)) else { return };
             assert!(terms.receive_limits.check().is_ok());
             assert_eq!(Terms::decode(&terms.encode()), Ok(terms));
         }
-        2 => letters(said),
+        2 => messages(said),
         _ => frames(said),
     }
 }
 
-fn place(bytes: &[u8]) {
-    let Ok(p) = Place::decode(bytes) else { return };
+fn address(bytes: &[u8]) {
+    let Ok(p) = EndpointAddress::decode(bytes) else { return };
     assert!((1..=512).contains(&p.address.len()) && p.label().len() < 400);
-    assert_eq!(Place::decode(&p.encode()), Ok(p));
+    assert_eq!(EndpointAddress::decode(&p.encode()), Ok(p));
 }
 
-/// What is whole of them comes apart into what makes it up, and no letter is longer than any may be.
-fn letters(said: &[u8]) {
+/// Checks that reassembled messages split into their parts and are bounded.
+fn messages(said: &[u8]) {
     let mut message = Reassembly::default();
     for f in pieces(said) {
         let Some((_, bytes)) = f.split_first_chunk::<SEAL>() else { continue };
         let Ok((_, Body::HandshakeFragment(p))) = frame::decode(bytes) else { continue };
         let Ok(Some(whole)) = message.take(&p) else { continue };
         assert!(whole.len() <= MAX_EXCHANGE_MESSAGE);
-        if let Ok((first, second)) = unpack(&whole) {
+        if let Ok((first, second)) = split_parts(&whole) {
             assert_eq!(2 + first.len() + second.len(), whole.len());
-            place(first);
+            address(first);
             let _ = Terms::decode(first);
         }
     }
@@ -54,14 +54,14 @@ fn letters(said: &[u8]) {
 
 /// Numbers and confirmations of frames.
 fn frames(said: &[u8]) {
-    let (mut seen, mut taken) = (Seen::default(), Vec::new());
+    let (mut seen, mut taken) = (ReceivedFrames::default(), Vec::new());
     for f in pieces(said) {
         let Some((seal, bytes)) = f.split_first_chunk::<SEAL>() else { continue };
         let [_, _, _, _, _, _, _, _, n0, n1, n2, n3, confirms @ ..] = *seal;
-        let confirmed = Seen::decode(confirms);
-        assert_eq!(Seen::decode(confirmed.encode()), confirmed);
+        let confirmed = ReceivedFrames::decode(confirms);
+        assert_eq!(ReceivedFrames::decode(confirmed.encode()), confirmed);
         let number = u32::from_le_bytes([n0, n1, n2, n3]);
-        match seen.take(number) {
+        match seen.insert(number) {
             Some(true) => {
                 assert!(!taken.contains(&number), "a frame came twice");
                 taken.push(number);
@@ -69,16 +69,16 @@ fn frames(said: &[u8]) {
             Some(false) => {}
             None => assert!(!taken.contains(&number)),
         }
-        assert_eq!(Seen::decode(seen.encode()), seen);
+        assert_eq!(ReceivedFrames::decode(seen.encode()), seen);
         let _ = frame::decode(bytes);
     }
 }
 
 #[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
-    use super::{link, setup::pack};
+    use super::{handshake::join_parts, link};
     use crate::transport::nic::{frame::Header, handshake_fragments::HandshakeMessage};
-    let place = Place {
+    let remote = EndpointAddress {
         provider: "efa".into(),
         protocol: 19,
         addr_format: 12,
@@ -96,19 +96,19 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     };
     let body = |kind: u8, sealed: Vec<u8>| [&[kind], &sealed[10..]].concat();
     let piece = |f: &[u8]| [&[f.len() as u8], f].concat();
-    let before = |number: u32, seen: &Seen| {
+    let before = |number: u32, seen: &ReceivedFrames| {
         [&terms.seal.to_le_bytes()[..], &number.to_le_bytes(), &seen.encode()].concat()
     };
-    let letter = HandshakeMessage {
+    let message = HandshakeMessage {
         exchange: [7; 16],
         to_initiator: false,
         step: 1,
-        bytes: pack(&place.encode(), &[5; 200]),
+        bytes: join_parts(&remote.encode(), &[5; 200]),
     };
-    let none = before(0, &Seen::default());
-    let letters: Vec<u8> =
-        letter.frames(200).flat_map(|f| piece(&[none.as_slice(), &f].concat())).collect();
-    let mut seen = Seen::default();
+    let none = before(0, &ReceivedFrames::default());
+    let messages: Vec<u8> =
+        message.frames(200).flat_map(|f| piece(&[none.as_slice(), &f].concat())).collect();
+    let mut seen = ReceivedFrames::default();
     let mut said = vec![3];
     for (number, frame) in
         [(0, Body::Heartbeat), (2, Body::Fence(7)), (1, Body::Fenced(7)), (2, Body::Heartbeat)]
@@ -116,12 +116,12 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         let mut out = [0; 64];
         let n = frame::encode(&Header::default(), &frame, &mut out);
         said.extend(piece(&[before(number, &seen).as_slice(), &out[..n]].concat()));
-        seen.take(number);
+        seen.insert(number);
     }
     vec![
-        ("place", body(0, place.encode())),
+        ("place", body(0, remote.encode())),
         ("terms", body(1, terms.encode())),
-        ("fragments", [&[2][..], &letters].concat()),
+        ("fragments", [&[2][..], &messages].concat()),
         ("frames", said),
     ]
 }

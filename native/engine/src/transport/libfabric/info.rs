@@ -1,4 +1,4 @@
-//! What the library offers: its `fi_info` entries, owned, and the part of them that is used here.
+//! The library's `fi_info` entries, and the attributes that are used of them.
 
 use std::{
     ffi::{c_char, CStr},
@@ -11,7 +11,7 @@ use fabric_sys::libfabric::{self as fi, flag, mode, mr_mode};
 use super::library::Api;
 use crate::domain::DomainError;
 
-/// What one entry says, as plain values.
+/// The attributes of one entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Offer {
     pub provider: String,
@@ -28,17 +28,17 @@ pub(super) struct Offer {
     pub tx_size: usize,
     pub rx_size: usize,
     pub max_bytes: u64,
-    /// Whether it registers memory of GPUs.
+    /// Whether it registers GPU memory.
     pub hmem: bool,
     pub auto_progress: bool,
-    /// Bits per second; 0: not known.
+    /// Bits per second; 0 if unknown.
     pub speed: u64,
     pub pci: Option<String>,
     pub down: bool,
 }
 
 impl Offer {
-    /// Whether bytes are placed by the NIC itself, so that ending a registration ends all access.
+    /// Whether the NIC places bytes by itself, so that all access ends with the registration.
     pub fn is_rdma(&self) -> bool {
         let first = self.provider.split(';').next().unwrap_or_default();
         matches!(first, "efa" | "verbs" | "cxi")
@@ -48,21 +48,21 @@ impl Offer {
         self.provider.split(';').next() == Some("efa")
     }
 
-    /// Whether a refused access can't be asked about: the shm provider of some versions leaves the
-    /// operation hanging, and a connection of verbs breaks, with all that is under way on it. There,
-    /// peers are asked before an access, not after it.
+    /// Whether peers must be queried before an access rather than after a refusal. Some versions of
+    /// the shm provider leave a refused operation hanging, and a verbs connection breaks with
+    /// everything under way on it.
     pub fn hides_refusals(&self) -> bool {
         self.provider.split(';').any(|p| matches!(p, "shm" | "verbs"))
     }
 
-    /// Whether closing needs the peers' silence: `ofi_rxm` reads what a connection still had for it
-    /// after it has closed that connection, and gives the buffers back to what is gone (until 2.6),
-    /// which can crash the process.
+    /// Whether closing must wait until peers are silent. `ofi_rxm` up to 2.6 reads pending data of
+    /// a connection after closing it, and returns the buffers to freed memory, which can crash the
+    /// process.
     pub fn closes_late(&self) -> bool {
         self.provider.split(';').any(|p| p == "ofi_rxm")
     }
 
-    /// Whether only this host can be reached from there.
+    /// Whether it reaches this host only.
     pub fn is_local(&self) -> bool {
         match self.ip() {
             Some(std::net::IpAddr::V4(ip)) => ip.is_loopback(),
@@ -71,18 +71,18 @@ impl Offer {
         }
     }
 
-    /// Whether its address means something else on every link.
+    /// Whether its address is link-local.
     pub fn is_link_local(&self) -> bool {
         matches!(self.ip(), Some(std::net::IpAddr::V6(ip)) if ip.is_unicast_link_local())
     }
 
-    /// The address of the NIC, where it is one of IP.
+    /// The NIC's IP address, if it has one.
     pub fn ip(&self) -> Option<std::net::IpAddr> {
         ip_of(self.addr_format, &self.source)
     }
 }
 
-/// The IP address in a socket address of C.
+/// The IP address in a C socket address.
 pub(super) fn ip_of(format: u32, bytes: &[u8]) -> Option<std::net::IpAddr> {
     match format {
         fi::SOCKADDR_IN => {
@@ -104,7 +104,7 @@ pub(super) struct OwnedInfo {
     pub offer: Offer,
 }
 
-// SAFETY: plain memory of the library's, reached through this owner only.
+// SAFETY: plain memory of the library, accessed through this owner only.
 unsafe impl Send for OwnedInfo {}
 
 impl Drop for OwnedInfo {
@@ -124,16 +124,16 @@ unsafe fn text(s: *const c_char) -> String {
     if s.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's pointer is a string of the library's.
+    // SAFETY: by this function's contract `s` is null or a string of the library.
     unsafe { CStr::from_ptr(s) }.to_string_lossy().into_owned()
 }
 
-/// Reads what is used of an entry.
+/// Reads the attributes of an entry.
 ///
 /// # Safety
 /// `raw` is an entry from fi_getinfo or fi_dupinfo.
 unsafe fn read(raw: *const fi::Info) -> Offer {
-    // SAFETY: such entries have all their attributes; only `nic` may be missing, and parts of it.
+    // SAFETY: entries have all their attributes; only `nic` and its parts may be missing.
     unsafe {
         let info = &*raw;
         let (ep, domain, fabric) = (&*info.ep_attr, &*info.domain_attr, &*info.fabric_attr);
@@ -171,8 +171,8 @@ unsafe fn read(raw: *const fi::Info) -> Offer {
     }
 }
 
-/// The capabilities and the ways of registration to ask for.
-fn wanted(provider: Option<&str>, hmem: bool) -> (u64, i32) {
+/// The capabilities and registration modes to request.
+fn requested(provider: Option<&str>, hmem: bool) -> (u64, i32) {
     let access = flag::READ | flag::WRITE | flag::REMOTE_READ | flag::REMOTE_WRITE;
     let mut caps = flag::MSG | flag::RMA | flag::SEND | flag::RECV | access;
     let mut ways = mr_mode::LOCAL
@@ -180,12 +180,12 @@ fn wanted(provider: Option<&str>, hmem: bool) -> (u64, i32) {
         | mr_mode::ALLOCATED
         | mr_mode::PROV_KEY
         | mr_mode::ENDPOINT;
-    // For peers on other hosts only: `efa` then has no shared memory beside its device, and a
-    // descriptor to sleep on.
+    // Remote peers only: `efa` then uses no shared memory beside its device, and has a wait
+    // descriptor.
     if provider == Some("efa") {
         caps |= flag::REMOTE_COMM;
     }
-    // One without the other is refused.
+    // The library refuses one without the other.
     if hmem {
         caps |= flag::HMEM;
         ways |= mr_mode::HMEM;
@@ -193,28 +193,28 @@ fn wanted(provider: Option<&str>, hmem: bool) -> (u64, i32) {
     (caps, ways)
 }
 
-/// Whether an entry with these takes memory of GPUs.
+/// Whether an entry supports GPU memory.
 fn takes_gpus(caps: u64, ways: i32) -> bool {
     caps & flag::HMEM != 0 && ways & mr_mode::HMEM != 0
 }
 
-/// All that a provider (or any, without a name) offers for what is wanted here: reliable unconnected
-/// endpoints with messages, remote writes and reads, delivery reported when it is complete. `hmem`:
-/// only what takes memory of GPUs too.
+/// All entries of a provider (or of all) with the required capabilities: reliable unconnected
+/// endpoints with messages, remote writes and reads, and delivery completion. `hmem`: only entries
+/// that also support GPU memory.
 pub(super) fn query(
     api: &Api,
     provider: Option<&str>,
     hmem: bool,
 ) -> Result<Vec<OwnedInfo>, DomainError> {
-    // SAFETY: hints and results are entries of the library's own; strings put into hints come from
-    // the allocator that fi_freeinfo frees them with.
+    // SAFETY: hints and results are entries of the library; strings in hints come from the
+    // allocator that fi_freeinfo frees them with.
     unsafe {
         let hints = (api.fns.dupinfo)(null());
         if hints.is_null() {
             return Err(api.fail("fi_allocinfo", libc::ENOMEM.into()));
         }
         let h = &mut *hints;
-        let (caps, ways) = wanted(provider, hmem);
+        let (caps, ways) = requested(provider, hmem);
         h.caps = caps;
         h.mode = mode::CONTEXT | mode::CONTEXT2 | mode::RX_CQ_DATA;
         (*h.ep_attr).kind = fi::EP_RDM;
@@ -240,7 +240,7 @@ pub(super) fn query(
         while !at.is_null() {
             let raw = (api.fns.dupinfo)(at);
             if !raw.is_null() {
-                // The default for operations that don't say; all of ours say.
+                // The default of operations without explicit flags; all operations have them.
                 (*(*raw).tx_attr).op_flags = 0;
                 all.push(OwnedInfo { api: *api, raw, offer: read(raw) });
             }
@@ -256,11 +256,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_gpus_is_asked_for_with_the_way_to_register_it() {
+    fn gpu_memory_is_requested_with_its_registration_mode() {
         for provider in [None, Some("efa"), Some("verbs;ofi_rxm")] {
-            let (plain, ways) = wanted(provider, false);
+            let (plain, ways) = requested(provider, false);
             assert!(!takes_gpus(plain, ways) && plain & flag::HMEM == 0);
-            let (caps, more) = wanted(provider, true);
+            let (caps, more) = requested(provider, true);
             assert!(takes_gpus(caps, more));
             assert_eq!((caps & !flag::HMEM, more & !mr_mode::HMEM), (plain, ways));
             assert!(!takes_gpus(caps, ways) && !takes_gpus(plain, more));

@@ -1,4 +1,4 @@
-//! The library itself: opened once for each process, at run time.
+//! The libfabric library, opened once per process at run time.
 
 use std::{ffi::CStr, sync::OnceLock};
 
@@ -9,17 +9,17 @@ use fabric_sys::{
 
 use crate::domain::DomainError;
 
-/// Names another library than the system's.
+/// Path of another library than the system's.
 const PATH_VAR: &str = "FABRIC_RAY_LIBFABRIC";
-/// Has the tcp provider close a peer's connection with its address: what hangs there ends, and lands
-/// nowhere any more (MR-1). A user's own setting stays.
+/// Has the tcp provider close a peer's connection when its address is removed, so that transfers
+/// there end and land nowhere (MR-1). A user's own setting stays.
 const CLEANUP_VAR: &str = "FI_AV_REMOVE_CLEANUP";
-/// Older ones lack functions that are called here.
+/// Oldest supported version; older ones lack functions that are called here.
 const OLDEST: u32 = version(1, 14);
-/// The interface that is asked for. From 1.18 on `efa` uses the device's own RDMA for whoever asks
-/// for that version, and from 1.20 on takes dma-bufs; nothing newer is needed.
+/// The API version to request. From 1.18 on `efa` uses the device's RDMA for callers that request
+/// that version, and 1.20 supports dma-bufs; nothing newer is needed.
 const NEWEST: u32 = version(1, 20);
-/// The first with `FI_MR_DMABUF`.
+/// The first version with `FI_MR_DMABUF`.
 const DMABUF: u32 = version(1, 20);
 
 /// The opened library.
@@ -27,32 +27,32 @@ const DMABUF: u32 = version(1, 20);
 pub(super) struct Api {
     pub fns: Libfabric,
     pub library: &'static str,
-    /// What the library is.
+    /// Name of the library.
     pub found: u32,
-    /// The interface to ask for.
+    /// The API version to request.
     pub api: u32,
 }
 
-/// The library, or why there is none.
+/// The library, or why it is missing.
 pub(super) fn get() -> Result<Api, DomainError> {
     static API: OnceLock<Result<Api, String>> = OnceLock::new();
     let api = API.get_or_init(|| {
         let path = std::env::var(PATH_VAR).ok().filter(|p| !p.is_empty());
-        // Once for each process: the name must live as long as the library, which is for ever.
+        // Once per process: the path must live as long as the library, which is for ever.
         let path: Option<&'static str> = path.map(|p| &*p.leak());
         open(path)
     });
     api.clone().map_err(DomainError::Unavailable)
 }
 
-/// Without these, providers keep registrations after their end (MR-1) and use them again for other
-/// memory at the same address (IC-2). They watch for that by replacing functions of libc, which calls
-/// of the kernel by others pass by.
+/// Disables registration caches. They keep registrations after their end (MR-1) and reuse them for
+/// other memory at the same address (IC-2). Their monitors patch libc functions and miss direct
+/// system calls.
 const NO_CACHE: [(&str, &str); 2] =
     [("FI_MR_CACHE_MAX_COUNT", "0"), ("FI_EFA_MR_CACHE_ENABLE", "0")];
 
-/// Whether that setting is in force: a user's own may say no.
-pub(super) fn cleans_up() -> bool {
+/// Whether the cleanup setting is in force; the user may have disabled it.
+pub(super) fn cleanup_enabled() -> bool {
     static YES: OnceLock<bool> = OnceLock::new();
     *YES.get_or_init(|| {
         let set = std::env::var(CLEANUP_VAR).unwrap_or_default().to_lowercase();
@@ -63,7 +63,7 @@ pub(super) fn cleans_up() -> bool {
 fn open(path: Option<&'static str>) -> Result<Api, String> {
     for (name, value) in NO_CACHE {
         if std::env::var_os(name).is_none() {
-            // Read by the library when it is first called; there is no other way to tell it.
+            // The library reads the environment at its first call; there is no other interface.
             std::env::set_var(name, value);
         }
     }
@@ -78,7 +78,7 @@ fn open(path: Option<&'static str>) -> Result<Api, String> {
         std::env::set_var(CLEANUP_VAR, "1");
     }
     let fns = Libfabric::load(&library).map_err(|e| e.to_string())?;
-    // SAFETY: it takes nothing and returns a number.
+    // SAFETY: it takes no arguments and returns a number.
     let found = unsafe { (fns.version)() };
     if found < OLDEST {
         return Err(format!(
@@ -92,21 +92,21 @@ fn open(path: Option<&'static str>) -> Result<Api, String> {
 }
 
 impl Api {
-    /// The library's words for one of its errors, negative or not.
+    /// The library's text for an error code, negative or not.
     pub fn strerror(&self, code: i64) -> String {
         let code = code.unsigned_abs().min(i32::MAX as u64) as i32;
-        // SAFETY: it returns a string that lives as long as the library, or null.
+        // SAFETY: it returns null, or a string that lives as long as the library.
         unsafe {
-            let words = (self.fns.strerror)(code);
-            match words.is_null() {
+            let text = (self.fns.strerror)(code);
+            match text.is_null() {
                 true => format!("error {code}"),
-                false => CStr::from_ptr(words).to_string_lossy().into_owned(),
+                false => CStr::from_ptr(text).to_string_lossy().into_owned(),
             }
         }
     }
 
-    /// Whether registrations can name a dma-buf.
-    pub fn takes_dmabufs(&self) -> bool {
+    /// Whether registrations can use a dma-buf.
+    pub fn supports_dmabuf(&self) -> bool {
         self.api >= DMABUF
     }
 
@@ -124,10 +124,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_missing_is_explained() {
+    fn a_missing_library_is_explained() {
         let why = open(Some("/nowhere/libfabric.so.1")).unwrap_err();
         assert!(why.contains("/nowhere/libfabric.so.1") && why.contains(PATH_VAR), "{why}");
-        // One that is something else.
+        // A library that is not libfabric.
         let why = open(Some("libc.so.6")).unwrap_err();
         assert!(why.contains("fi_version"), "{why}");
     }

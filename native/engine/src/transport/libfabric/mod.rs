@@ -1,34 +1,34 @@
-//! Links over libfabric: reliable unconnected endpoints, one for each NIC. `efa` is what it is for;
-//! its `tcp`, `shm` and layered providers are driven by the same code.
+//! Links over libfabric: reliable unconnected endpoints, one for each NIC. Meant for `efa`; the
+//! same code drives the `tcp`, `shm` and layered providers.
 //!
-//! Nothing here leans on the order in which anything arrives: every page carries its own immediate,
-//! fragments and credits are counted, and a write is done when the provider says that it was
-//! delivered (`FI_DELIVERY_COMPLETE`), not that it was sent.
+//! Nothing relies on the order of arrival: every page carries its own immediate, fragments and
+//! credits are counted, and a write is done once the provider reports delivery
+//! (`FI_DELIVERY_COMPLETE`).
 
-mod addresses;
+mod access_check;
+mod address;
+mod address_vector;
+mod deferred_close;
 mod delivery;
 mod discover;
-mod doubt;
-mod ending;
 mod frames;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod gpu;
-mod grave;
+mod handshake;
 mod info;
 mod library;
 mod link;
 mod ops;
-mod place;
 mod poll;
 mod post;
 mod raw;
-mod retire;
-mod setup;
+mod regions;
 mod shuffle;
 mod slots;
+mod teardown;
 
-pub use discover::{discover, version, Found};
+pub use discover::{discover, version, NicReport};
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -54,85 +54,85 @@ use crate::{
         nics::AffinityGuard,
     },
 };
-use addresses::Addresses;
+use address::EndpointAddress;
+use address_vector::AddressVector;
+use handshake::HandshakeState;
 use info::{Offer, OwnedInfo};
 use library::Api;
 use link::Link;
-use ops::Table;
-use place::Place;
+use ops::ContextTable;
 use poll::Event;
-use post::Stalled;
+use post::PartialPost;
 use raw::Nic;
-use retire::Regions;
-use setup::Setup;
+use regions::Regions;
 use shuffle::Shuffle;
 use slots::Slots;
 
-/// Receive slots of a domain, transmit slots, and pieces of operations under way, at most.
+/// Upper bounds of a domain's receive slots, transmit slots, and chunks under way.
 const RECEIVES: usize = 512;
 const TRANSMITS: usize = 64;
-const PIECES: usize = 1024;
+const CHUNKS: usize = 1024;
 /// Pages of one work request.
 const PAGES: u32 = 16;
-/// Bytes of one piece. Longer ones would keep signs of life waiting behind them.
-const HANDSHAKE_FRAGMENT_HEADER: u64 = 32 << 20;
-/// Counters, handshakes and heartbeats are looked after so often.
+/// Bytes of one chunk. Longer ones would delay heartbeats.
+const CHUNK_BYTES: u64 = 32 << 20;
+/// Interval of the timer that handles counters, handshakes and heartbeats.
 const TICK: Duration = Duration::from_millis(1);
-/// Between polls of a provider that has nothing to sleep on: at first, and after a long silence.
-const SHORT_NAP: Duration = Duration::from_micros(50);
-const LONG_NAP: Duration = Duration::from_millis(1);
+/// Interval between polls of a provider without a wait descriptor: at first, and when idle.
+const MIN_IDLE_POLL: Duration = Duration::from_micros(50);
+const MAX_IDLE_POLL: Duration = Duration::from_millis(1);
 
-/// A link's place: taken as soon as a connect begins.
+/// A link's entry, reserved as soon as a connect begins.
 enum Slot {
     Reserved,
     Up(Box<Link>),
 }
 
-/// See the module.
+/// One endpoint of one NIC; see the module.
 pub struct LibfabricDomain {
     offer: Offer,
     credentials: Credentials,
     log: LogLimit,
-    /// This endpoint's place in the engine's address.
+    /// This endpoint's index in the engine's address.
     own_endpoint: usize,
-    place: Place,
+    own_address: EndpointAddress,
     nic: Option<Nic>,
-    table: Table,
+    table: ContextTable,
     rx: Slots,
     tx: Slots,
     scratch: Slots,
     regions: Regions,
-    addresses: Addresses,
+    addresses: AddressVector,
     links: Slab<Slot>,
-    lives: u32,
-    /// Handshakes by exchange and whether we began them.
-    setups: HashMap<(Exchange, bool), Setup>,
-    /// Hellos of which not all pieces are there.
+    generation: u32,
+    /// Handshakes by exchange, and whether this side is the initiator.
+    handshakes: HashMap<(Exchange, bool), HandshakeState>,
+    /// Hellos of which fragments are missing, with their deadline.
     strangers: Vec<(Exchange, Reassembly, Time)>,
-    /// Letters' pieces on their way to an address.
+    /// Handshake fragments that wait for the provider, with their destination.
     outbox: VecDeque<(usize, Vec<u8>)>,
-    /// Work requests of which the provider took a part.
-    stalled: VecDeque<Stalled>,
-    /// Work requests about which the peer is asked first.
-    parked: HashMap<u32, Stalled>,
-    asks_first: bool,
-    /// A link has been up.
+    /// Work requests that are posted in part.
+    partial_posts: VecDeque<PartialPost>,
+    /// Work requests that wait for the peer's answer to an access query.
+    parked: HashMap<u32, PartialPost>,
+    queries_first: bool,
+    /// Whether a link has been up.
     warm: bool,
-    /// No handshakes any more.
+    /// Whether new handshakes are refused.
     closing: bool,
     /// Receive slots that the provider had no room for.
     unposted: Vec<u32>,
     events: Vec<Event>,
-    /// The frame that is being read.
+    /// Buffer of the frame that is being read.
     frame: Vec<u8>,
     shuffle: Option<Shuffle<Event>>,
-    news: Vec<Completion>,
+    completions: Vec<Completion>,
     peer_timeout: Duration,
     now: Time,
     tick_at: Time,
     ticked_at: Time,
-    nap: Duration,
-    nap_until: Time,
+    idle_poll: Duration,
+    next_idle_poll: Time,
 }
 
 impl std::fmt::Debug for LibfabricDomain {
@@ -146,7 +146,7 @@ impl std::fmt::Debug for LibfabricDomain {
     }
 }
 
-/// The domains of this kind, one for each NIC.
+/// Opens one domain for each chosen NIC.
 pub(crate) fn open(
     id: EngineId,
     config: &EngineConfig,
@@ -154,7 +154,7 @@ pub(crate) fn open(
     let api = library::get()?;
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let chosen = discover::choose(&api, &config.nics, secret)?;
-    // Queues are allocated where they are used from.
+    // Allocates queues on the NICs' NUMA node.
     let devices: Vec<String> = chosen.iter().map(|i| i.offer.domain.clone()).collect();
     let _near = AffinityGuard::near(&devices);
     let mut domains: Vec<Box<dyn Domain>> = Vec::new();
@@ -173,7 +173,7 @@ fn closed() -> DomainError {
 
 fn random() -> u64 {
     let mut bytes = [0; 8];
-    // A machine without a random source can't open an engine in the first place.
+    // An engine can't open on a machine without a random source.
     let _ = getrandom::fill(&mut bytes);
     u64::from_le_bytes(bytes)
 }
@@ -189,61 +189,61 @@ impl LibfabricDomain {
         let offer = info.offer.clone();
         let receives = offer.rx_size.clamp(2 * link::LINK_SLOTS, RECEIVES);
         let transmits = TRANSMITS.min(offer.tx_size / 4).max(4);
-        let pieces = offer.tx_size.saturating_sub(transmits).clamp(PAGES as usize, PIECES);
-        let entries = receives + transmits + pieces + RECEIVES;
+        let chunks = offer.tx_size.saturating_sub(transmits).clamp(PAGES as usize, CHUNKS);
+        let entries = receives + transmits + chunks + RECEIVES;
         let nic = Nic::open(api, info, entries)?;
-        let key = || retire::wished_key(&offer);
+        let key = || regions::requested_key(&offer);
         let rx = Slots::new(&nic, receives, key())?;
         let tx = Slots::new(&nic, transmits, key())?;
         let scratch = Slots::new(&nic, 1, key())?;
-        let place = Place {
+        let own_address = EndpointAddress {
             provider: offer.provider.clone(),
             protocol: offer.protocol,
             addr_format: offer.addr_format,
             address: nic.name()?,
             nic: offer.domain.clone(),
-            host: place::host(),
+            host: address::host(),
         };
         let own = EngineAddress { id, name: String::new(), endpoints: Vec::new() };
         let by_nic = offer.is_rdma() && !nic.emulates_writes();
-        let asks_first = offer.hides_refusals();
+        let queries_first = offer.hides_refusals();
         let seed = config.nics.shuffle.map(|seed| seed.wrapping_add(rail as u64));
         let mut this = Self {
-            regions: Regions::new(by_nic, asks_first),
+            regions: Regions::new(by_nic, queries_first),
             offer,
             log: LogLimit::default(),
             credentials: Credentials::new(own, Secret::new(config.token.as_deref())?),
             own_endpoint: usize::MAX,
             nic: Some(nic),
-            table: Table::new(receives as u32, transmits as u32, pieces as u32),
+            table: ContextTable::new(receives as u32, transmits as u32, chunks as u32),
             rx,
             tx,
             scratch,
-            addresses: Addresses::new(place.addr_format, place.address.len()),
-            place,
+            addresses: AddressVector::new(own_address.addr_format, own_address.address.len()),
+            own_address,
             links: Slab::new(),
-            lives: 0,
-            setups: HashMap::new(),
+            generation: 0,
+            handshakes: HashMap::new(),
             strangers: Vec::new(),
             outbox: VecDeque::new(),
-            stalled: VecDeque::new(),
+            partial_posts: VecDeque::new(),
             parked: HashMap::new(),
-            asks_first,
+            queries_first,
             warm: false,
             closing: false,
             unposted: (0..receives as u32).collect(),
             events: Vec::new(),
             frame: Vec::new(),
             shuffle: seed.map(Shuffle::new),
-            news: Vec::new(),
+            completions: Vec::new(),
             peer_timeout: config.peer_timeout,
             now: Time(0),
             tick_at: Time(0),
             ticked_at: Time(0),
-            nap: SHORT_NAP,
-            nap_until: Time(0),
+            idle_poll: MIN_IDLE_POLL,
+            next_idle_poll: Time(0),
         };
-        this.nic.iter().for_each(grave::born);
+        this.nic.iter().for_each(deferred_close::opened);
         this.post_receives()?;
         Ok(this)
     }
@@ -260,23 +260,23 @@ impl LibfabricDomain {
         }
     }
 
-    /// A place for a link, and a name that is never used again.
+    /// Reserves an entry for a link, and an id that is never used again.
     fn reserve(&mut self) -> Result<LinkId, DomainError> {
         let slot = self.links.insert(Slot::Reserved) as u32;
         if slot > 0xFFFF {
             self.links.remove(slot as usize);
             return Err(DomainError::Unavailable("65536 links are open already".into()));
         }
-        self.lives = (self.lives + 1) & 0xFFFF;
-        Ok(self.lives << 16 | slot)
+        self.generation = (self.generation + 1) & 0xFFFF;
+        Ok(self.generation << 16 | slot)
     }
 
-    /// Whether remote places are named by their addresses, not by offsets.
+    /// Whether remote bytes are addressed by virtual address rather than by offset.
     fn virtual_addresses(&self) -> bool {
         self.offer.mr_mode & mr_mode::VIRT_ADDR != 0
     }
 
-    /// Whether immediates use up receive slots.
+    /// Whether immediates consume receive slots.
     fn imms_take_slots(&self) -> bool {
         self.offer.mode & mode::RX_CQ_DATA != 0
     }
@@ -300,21 +300,21 @@ impl Domain for LibfabricDomain {
     }
 
     fn is_rdma(&self) -> bool {
-        // `require="rdma"` (RS-2) is kept by a NIC alone, not by what emulates one.
+        // `require="rdma"` (RS-2) demands a NIC that places bytes, not one that emulates it.
         self.regions.by_nic
     }
 
     fn caps(&self) -> Caps {
         let max_pages = PAGES.min(self.table.capacity() as u32);
         Caps {
-            max_bytes: self.offer.max_bytes.min(HANDSHAKE_FRAGMENT_HEADER),
+            max_bytes: self.offer.max_bytes.min(CHUNK_BYTES),
             max_pages,
             max_message: message_channel::MAX_MESSAGE,
         }
     }
 
     fn endpoint(&self) -> Endpoint {
-        Endpoint { transport: TransportKind::Libfabric, data: self.place.encode() }
+        Endpoint { transport: TransportKind::Libfabric, data: self.own_address.encode() }
     }
 
     fn announce(&mut self, own: &EngineAddress) {
@@ -343,8 +343,8 @@ impl Domain for LibfabricDomain {
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
         let mut reason = None;
         for i in peer.endpoints_of(TransportKind::Libfabric) {
-            let why = match Place::of(peer, i) {
-                Ok(place) => place.unfit(&self.offer, &self.place.host),
+            let why = match EndpointAddress::of(peer, i) {
+                Ok(remote) => remote.unfit(&self.offer, &self.own_address.host),
                 Err(e) => Some(e.to_string()),
             };
             match why {
@@ -355,8 +355,8 @@ impl Domain for LibfabricDomain {
         Some(reason.unwrap_or_else(|| {
             match peer.endpoint(TransportKind::Verbs) {
                 Some(_) => {
-                    "the peer drives its NICs by verbs, which libfabric's protocols can't \
-                            talk to; open both with the same transport"
+                    "the peer drives its NICs by verbs, whose protocol libfabric does not speak; open \
+                    both with the same transport"
                 }
                 None => "the peer does not offer libfabric",
             }
@@ -371,17 +371,19 @@ impl Domain for LibfabricDomain {
         endpoint: usize,
     ) -> Result<LinkId, DomainError> {
         self.now = now;
-        if let Some(why) = Place::of(peer, endpoint)?.unfit(&self.offer, &self.place.host) {
+        if let Some(why) =
+            EndpointAddress::of(peer, endpoint)?.unfit(&self.offer, &self.own_address.host)
+        {
             return Err(DomainError::Unavailable(why));
         }
-        self.begin(now, peer, endpoint)
+        self.start_connect(now, peer, endpoint)
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         let cause = DomainError::LinkDown(cause.to_owned());
         match self.link(link) {
-            Some(_) => self.take_down(link, cause, true),
-            None => self.give_up(link, cause),
+            Some(_) => self.close_link(link, cause, true),
+            None => self.drop_connect(link, cause),
         }
     }
 
@@ -393,31 +395,32 @@ impl Domain for LibfabricDomain {
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         self.now = now;
         let before = out.len();
-        out.append(&mut self.news);
-        let mut moved = self.poll_queue();
-        moved |= self.hand_up_messages(room, out);
-        moved |= self.push_on();
+        out.append(&mut self.completions);
+        let mut progressed = self.poll_queue();
+        progressed |= self.deliver_messages(room, out);
+        progressed |= self.send_pending();
         if now >= self.tick_at {
             self.tick_at = now.after(TICK);
-            moved |= self.tick(now);
+            progressed |= self.tick(now);
         }
-        out.append(&mut self.news);
-        moved |= out.len() > before;
-        if moved {
-            self.nap = SHORT_NAP;
+        out.append(&mut self.completions);
+        progressed |= out.len() > before;
+        if progressed {
+            self.idle_poll = MIN_IDLE_POLL;
         }
-        moved
+        progressed
     }
 
     fn arm(&mut self) -> bool {
         self.tick_at = Time(0);
-        let idle = self.news.is_empty() && self.shuffle.as_ref().is_none_or(Shuffle::is_empty);
+        let idle =
+            self.completions.is_empty() && self.shuffle.as_ref().is_none_or(Shuffle::is_empty);
         let Some(nic) = self.nic.as_ref().filter(|_| idle) else { return idle };
         if nic.wait_fd.is_some() {
             return nic.may_sleep();
         }
-        self.nap_until = Time::now().after(self.nap);
-        self.nap = (self.nap * 2).min(LONG_NAP);
+        self.next_idle_poll = Time::now().after(self.idle_poll);
+        self.idle_poll = (self.idle_poll * 2).min(MAX_IDLE_POLL);
         true
     }
 
@@ -431,23 +434,23 @@ impl Domain for LibfabricDomain {
 
     fn next_timer(&self) -> Time {
         let Some(nic) = &self.nic else { return Time::NEVER };
-        if !self.news.is_empty() {
+        if !self.completions.is_empty() {
             return self.now;
         }
-        // What a provider had no room for is tried again soon, whether or not it signals.
-        let mut pressed = !self.stalled.is_empty() || !self.outbox.is_empty();
+        // Retries work that the provider had no room for, whether or not it signals.
+        let mut has_backlog = !self.partial_posts.is_empty() || !self.outbox.is_empty();
         let links = self.links.iter().map(|(_, s)| match s {
             Slot::Up(l) => {
-                pressed |= !l.pending.is_empty();
+                has_backlog |= !l.pending.is_empty();
                 l.next_timer(self.peer_timeout)
             }
             Slot::Reserved => Time::NEVER,
         });
         let links = links.fold(Time::NEVER, Time::min);
-        let setups = self.setups.values().map(Setup::next_timer);
-        let nap = if nic.wait_fd.is_none() { self.nap_until } else { Time::NEVER };
-        let soon = if pressed { self.now.after(TICK) } else { Time::NEVER };
-        setups.fold(nap.min(soon).min(links), Time::min)
+        let handshakes = self.handshakes.values().map(HandshakeState::next_timer);
+        let idle_poll = if nic.wait_fd.is_none() { self.next_idle_poll } else { Time::NEVER };
+        let soon = if has_backlog { self.now.after(TICK) } else { Time::NEVER };
+        handshakes.fold(idle_poll.min(soon).min(links), Time::min)
     }
 
     fn describe(&self, id: LinkId) -> String {
@@ -456,40 +459,40 @@ impl Domain for LibfabricDomain {
             return "connecting".into();
         };
         let o = &self.offer;
-        let mut text = format!("{} ({}) to {}", o.domain, o.provider, l.place.label());
+        let mut text = format!("{} ({}) to {}", o.domain, o.provider, l.remote.label());
         if !self.regions.by_nic {
-            text.push_str("; bytes are moved by processors, this is no RDMA");
-            if !self.nic.as_ref().is_some_and(Nic::cuts_off) {
+            text.push_str("; CPUs move the bytes, this is not RDMA");
+            if !self.nic.as_ref().is_some_and(Nic::aborts_on_remove) {
                 text.push_str(
-                    "; what is on its way when a peer is lost may land later: drop a buffer's \
-                     region before its memory is used again",
+                    "; operations under way when a peer is lost may land later: drop a buffer's \
+                    region before you reuse its memory",
                 );
             }
         }
         if self.nic.as_ref().is_some_and(|n| n.wait_fd.is_none()) {
             text.push_str(
-                "; the provider has nothing to sleep on: it is polled every millisecond when idle",
+                "; the provider has no wait descriptor and is polled every millisecond when idle",
             );
         }
-        if self.regions.leaves_gpus_out {
-            text.push_str(
-                "; the provider has no FI_HMEM: GPU memory is left to other transports, which stage it",
-            );
+        if self.regions.skips_gpu_memory {
+            text.push_str("; the provider has no FI_HMEM: other transports stage GPU memory");
         }
         if self.shuffle.is_some() {
-            text.push_str("; deliveries are shuffled, and some messages lost");
+            text.push_str(
+                "; nics.shuffle is set: deliveries are shuffled and some messages dropped",
+            );
         }
         text
     }
 
     fn close(&mut self) {
-        self.shut_down();
+        self.close_endpoint();
     }
 }
 
 impl Drop for LibfabricDomain {
     fn drop(&mut self) {
         // Memory that the library still uses is freed only after its endpoint (MR-1).
-        self.shut_down();
+        self.close_endpoint();
     }
 }

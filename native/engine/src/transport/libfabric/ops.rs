@@ -1,4 +1,4 @@
-//! Operations under way, and the contexts that the library has in its hands for them.
+//! Operations under way, and the contexts that the library holds for them.
 
 use slab::Slab;
 
@@ -8,52 +8,52 @@ use crate::{
     domain::{Count, DomainError, LinkId, Token},
 };
 
-/// No region: bytes of the domain's own.
+/// No region: the transport's own memory.
 pub(super) const NO_REGION: u32 = u32::MAX;
 
 /// What a context is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
+pub(super) enum ContextUse {
     Free,
-    /// A piece of an operation.
+    /// A chunk of an operation.
     Op(u32),
-    /// A frame of a link, by its number there, in the transmit slot that goes with the context.
+    /// A frame of a link, by its number, in the transmit slot of the context.
     Frame(LinkId, u32),
-    /// A handshake's piece, in the transmit slot of the same number.
-    HandshakeMessage,
-    /// A piece of an operation whose link is gone.
+    /// A handshake fragment, in the transmit slot of the context.
+    HandshakeFragment,
+    /// A chunk or frame whose link is closed.
     Orphan,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct InFlight {
-    pub what: Use,
-    /// The local region whose bytes it uses.
+    pub used_for: ContextUse,
+    /// The local region that it uses.
     pub region: u32,
-    /// The place of the peer's address.
+    /// Index of the peer's address.
     pub address: usize,
     /// Bytes.
     pub len: u32,
 }
 
-/// An operation: done when all its pieces are.
+/// An operation: complete when all its chunks are.
 pub(super) struct Op {
     pub link: LinkId,
     pub token: Token,
-    /// Pieces posted and not over, and pieces not posted yet.
+    /// Chunks posted and not complete, and chunks not posted yet.
     pub left: u32,
     pub imms: u32,
     pub error: Option<DomainError>,
-    /// To be sent when every byte is there: writes that count otherwise than one for each page.
+    /// Sent after all bytes are readable, for writes that do not count once per page.
     pub then: Option<Count>,
-    /// What it touches at the peer, to be asked about.
+    /// The range that it touches at the peer, for queries.
     pub access: Option<(RegionKey, u64, u64)>,
-    /// The peer's fence waits for it.
+    /// Whether a fence of the peer waits for it.
     pub fenced: bool,
 }
 
-/// Contexts: receive slots first, then transmit slots, then pieces of operations.
-pub(super) struct Table {
+/// Contexts: receive slots first, then transmit slots, then chunks.
+pub(super) struct ContextTable {
     pub contexts: Contexts,
     pub receives: u32,
     pub slots: u32,
@@ -63,11 +63,12 @@ pub(super) struct Table {
     pub ops: Slab<Op>,
 }
 
-const IDLE: InFlight = InFlight { what: Use::Free, region: NO_REGION, address: usize::MAX, len: 0 };
+const IDLE: InFlight =
+    InFlight { used_for: ContextUse::Free, region: NO_REGION, address: usize::MAX, len: 0 };
 
-impl Table {
-    pub fn new(receives: u32, slots: u32, pieces: u32) -> Self {
-        let n = receives + slots + pieces;
+impl ContextTable {
+    pub fn new(receives: u32, slots: u32, chunks: u32) -> Self {
+        let n = receives + slots + chunks;
         Self {
             contexts: Contexts::new(n as usize),
             receives,
@@ -75,11 +76,11 @@ impl Table {
             flights: vec![IDLE; n as usize],
             free_slots: (receives..receives + slots).rev().collect(),
             free: (receives + slots..n).rev().collect(),
-            ops: Slab::with_capacity(pieces as usize),
+            ops: Slab::with_capacity(chunks as usize),
         }
     }
 
-    /// Pieces that can be posted now.
+    /// Chunks that can be posted now.
     #[inline]
     pub fn room(&self) -> usize {
         self.free.len()
@@ -89,11 +90,11 @@ impl Table {
         self.flights.len() - (self.receives + self.slots) as usize
     }
 
-    pub fn take_piece(&mut self) -> Option<u32> {
+    pub fn take_chunk(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    /// A transmit slot: its context, which also says which slot it is.
+    /// Takes a transmit slot; its context determines the slot.
     pub fn take_slot(&mut self) -> Option<u32> {
         self.free_slots.pop()
     }
@@ -108,42 +109,42 @@ impl Table {
         self.flights[context as usize] = flight;
     }
 
-    /// A context is ours again; what it was used for.
+    /// Takes a context back; returns what it was used for.
     #[inline]
     pub fn land(&mut self, context: u32) -> InFlight {
         let flight = std::mem::replace(&mut self.flights[context as usize], IDLE);
-        if flight.what != Use::Free {
+        if flight.used_for != ContextUse::Free {
             self.give_back(context);
         }
         flight
     }
 
-    /// The local region whose bytes a context is used for.
+    /// The local region that a context uses.
     pub fn region(&self, context: u32) -> u32 {
         self.flights[context as usize].region
     }
 
-    /// Where what lost its link is still under way to, once for each.
+    /// Destinations of transfers whose link is closed, one per transfer.
     pub fn orphans(&self) -> impl Iterator<Item = usize> + '_ {
-        self.flights.iter().filter(|f| f.what == Use::Orphan).map(|f| f.address)
+        self.flights.iter().filter(|f| f.used_for == ContextUse::Orphan).map(|f| f.address)
     }
 
-    /// Whether what lost its link may still read or fill the memory of regions (MR-1).
+    /// Whether transfers of closed links may still access region memory (MR-1).
     pub fn touches_memory(&self, address: usize) -> bool {
-        let mut lost = self.flights.iter().filter(|f| f.what == Use::Orphan);
+        let mut lost = self.flights.iter().filter(|f| f.used_for == ContextUse::Orphan);
         lost.any(|f| f.address == address && f.region != NO_REGION)
     }
 
-    /// Pieces that one link may have under way: one peer that hangs must not stop the others (RS-4).
+    /// Chunks that one link may have under way, so that a hung peer does not stop others (RS-4).
     #[inline]
     pub fn share(&self) -> usize {
         (self.capacity() / 4).max(32).min(self.capacity())
     }
 
-    /// Transmit slots that letters hold.
-    pub fn letters(&self) -> usize {
+    /// Transmit slots that hold handshake fragments.
+    pub fn handshake_slots(&self) -> usize {
         let slots = self.receives as usize..(self.receives + self.slots) as usize;
-        self.flights[slots].iter().filter(|f| f.what == Use::HandshakeMessage).count()
+        self.flights[slots].iter().filter(|f| f.used_for == ContextUse::HandshakeFragment).count()
     }
 
     /// Transmit slots that one link may hold.
@@ -152,7 +153,7 @@ impl Table {
         (self.slots as usize / 4).max(1)
     }
 
-    /// A context that was taken and not used.
+    /// Returns a context that was taken and not used.
     #[inline]
     pub fn give_back(&mut self, context: u32) {
         match context < self.receives + self.slots {
@@ -162,17 +163,17 @@ impl Table {
     }
 
     pub fn flights(&mut self) -> impl Iterator<Item = &mut InFlight> {
-        self.flights.iter_mut().filter(|f| f.what != Use::Free)
+        self.flights.iter_mut().filter(|f| f.used_for != ContextUse::Free)
     }
 
-    /// Whether the library still holds anything towards an address.
+    /// Whether the library holds a transfer to an address.
     pub fn uses_address(&self, address: usize) -> bool {
-        self.flights.iter().any(|f| f.what != Use::Free && f.address == address)
+        self.flights.iter().any(|f| f.used_for != ContextUse::Free && f.address == address)
     }
 
-    /// Whether anything but receives is in the library's hands.
+    /// Whether the library holds anything besides receives.
     pub fn is_busy(&self) -> bool {
-        self.flights.iter().any(|f| f.what != Use::Free)
+        self.flights.iter().any(|f| f.used_for != ContextUse::Free)
     }
 }
 
@@ -181,17 +182,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn contexts_go_round() {
-        let mut t = Table::new(4, 2, 3);
+    fn contexts_are_reused() {
+        let mut t = ContextTable::new(4, 2, 3);
         assert_eq!((t.room(), t.capacity()), (3, 3));
-        let (slot, piece) = (t.take_slot().unwrap(), t.take_piece().unwrap());
-        assert!(t.slot_of(slot) < 2 && piece >= 6);
-        t.launch(slot, InFlight { what: Use::HandshakeMessage, ..IDLE });
-        t.launch(piece, InFlight { what: Use::Op(0), address: 7, ..IDLE });
+        let (slot, chunk) = (t.take_slot().unwrap(), t.take_chunk().unwrap());
+        assert!(t.slot_of(slot) < 2 && chunk >= 6);
+        t.launch(slot, InFlight { used_for: ContextUse::HandshakeFragment, ..IDLE });
+        t.launch(chunk, InFlight { used_for: ContextUse::Op(0), address: 7, ..IDLE });
         assert!(t.is_busy() && t.uses_address(7) && !t.uses_address(8));
-        assert_eq!(t.land(piece).what, Use::Op(0));
-        // A completion that the library reports twice changes nothing.
-        assert_eq!(t.land(piece).what, Use::Free);
+        assert_eq!(t.land(chunk).used_for, ContextUse::Op(0));
+        // A second completion of the same context changes nothing.
+        assert_eq!(t.land(chunk).used_for, ContextUse::Free);
         t.land(slot);
         assert_eq!((t.room(), t.is_busy()), (3, false));
         assert!(t.take_slot().is_some() && t.take_slot().is_some() && t.take_slot().is_none());

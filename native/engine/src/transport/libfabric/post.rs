@@ -1,12 +1,12 @@
-//! Work requests become pieces: one write or read for each page, each with its own immediate.
+//! Turns work requests into chunks: one write or read for each page, each with its own immediate.
 
 use smallvec::SmallVec;
 
 use super::{
     link::Link,
-    ops::{InFlight, Op, Use, NO_REGION},
+    ops::{ContextUse, InFlight, Op, NO_REGION},
     raw::Span,
-    shuffle::Order,
+    shuffle::PostOrder,
     LibfabricDomain,
 };
 use crate::{
@@ -15,14 +15,14 @@ use crate::{
     transport::nic::files::refuse_files,
 };
 
-/// Bytes under way on one link: what signs of life may have to wait behind. Those that a NIC moves by
-/// itself can't be shown to be on their way.
+/// Bytes under way on one link; heartbeats may have to wait behind them. The limit is smaller for
+/// NICs, whose progress is not visible.
 const WINDOW: u64 = 64 << 20;
 const NIC_WINDOW: u64 = 8 << 20;
-/// Counted writes under way on one link where each takes a receive slot of the peer's.
+/// Counted writes under way on one link, if each takes a receive slot of the peer.
 const IMM_WINDOW: u32 = 16;
 
-/// What the pieces of an operation are.
+/// The kind and data of an operation's chunks.
 #[derive(Clone, Debug)]
 pub(super) enum Work {
     Write {
@@ -32,7 +32,7 @@ pub(super) enum Work {
     Read {
         data: Data,
     },
-    /// Writes of no bytes that only count.
+    /// Writes without bytes that only count.
     Imms {
         raw: u32,
         n: u32,
@@ -40,8 +40,8 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// Bytes of one piece.
-    fn piece(&self) -> u64 {
+    /// Bytes of one chunk.
+    fn chunk_bytes(&self) -> u64 {
         match self {
             Work::Write { data, .. } | Work::Read { data } => data.page_len,
             Work::Imms { .. } => 0,
@@ -49,12 +49,12 @@ impl Work {
     }
 }
 
-/// An operation of which some pieces are not posted yet.
-pub(super) struct Stalled {
+/// An operation with chunks that are not posted yet.
+pub(super) struct PartialPost {
     op: u32,
     link: LinkId,
     work: Work,
-    order: Order,
+    order: PostOrder,
     next: u32,
     n: u32,
 }
@@ -75,7 +75,7 @@ impl LibfabricDomain {
                 if !link.channel.submit(token, message) {
                     return Ok(Post::Full);
                 }
-                self.pump(id);
+                self.send_frames(id);
                 return Ok(Post::Queued);
             }
             WorkRequest::Write { data, count: None } => {
@@ -96,9 +96,9 @@ impl LibfabricDomain {
         let link = self.link(id).ok_or_else(down)?;
         let full = (link.bytes > 0 && link.bytes + bytes > window)
             || (takes_slots && link.imms > 0 && link.imms + imms > IMM_WINDOW)
-            || link.pieces + n as usize > share
-            || link.asking.ops.len() >= share;
-        let behind = self.stalled.iter().any(|s| s.link == id);
+            || link.chunks + n as usize > share
+            || link.queries.ops.len() >= share;
+        let behind = self.partial_posts.iter().any(|s| s.link == id);
         if full || behind || (n as usize) > self.table.room() {
             return Ok(Post::Full);
         }
@@ -108,16 +108,16 @@ impl LibfabricDomain {
         let op = self.table.ops.insert(op) as u32;
         let Some(link) = self.link(id) else { return Err(down()) };
         link.imms += imms;
-        let order = self.shuffle.as_mut().map_or(Order::straight(n), |s| s.order(n));
-        let work = Stalled { op, link: id, work, order, next: 0, n };
-        match self.must_ask(id, access) {
-            true => self.ask_first(id, work),
+        let order = self.shuffle.as_mut().map_or(PostOrder::sequential(n), |s| s.order(n));
+        let work = PartialPost { op, link: id, work, order, next: 0, n };
+        match self.must_query(id, access) {
+            true => self.query_first(id, work),
             false => self.launch(work),
         }
         Ok(Post::Queued)
     }
 
-    /// Whether keys for all of it are at hand (MR-2): found out before anything is sent.
+    /// Checks that keys for all bytes exist (MR-2), before anything is posted.
     fn check(&mut self, id: LinkId, work: &Work) -> Result<(), DomainError> {
         let (Work::Write { data, .. } | Work::Read { data }) = work else { return Ok(()) };
         self.check_local(data)?;
@@ -132,10 +132,10 @@ impl LibfabricDomain {
                 }
                 None => {
                     refuse_files(data)?;
-                    let nic = link.place.label();
+                    let nic = link.remote.label();
                     return Err(DomainError::Stale(format!(
-                        "its descriptor has no key for {nic}: it lies on a GPU, was registered \
-                         before that NIC was there, or on another engine"
+                        "the region's descriptor has no key for {nic}: the region lies on a GPU, or was \
+                        registered before that NIC was opened or on another engine"
                     )));
                 }
             }
@@ -148,52 +148,52 @@ impl LibfabricDomain {
             return Ok(());
         }
         Err(DomainError::Stale(format!(
-            "local region {} is not registered here any more, or lies in a file or on a GPU, which {} \
-             doesn't reach",
+            "local region {} is not registered with this NIC, or lies in a file or on a GPU, which \
+            {} doesn't support",
             data.local_region, self.offer.provider
         )))
     }
 
-    /// Whether the peer has to be asked before an access.
+    /// Whether the peer must be queried before an access.
     #[inline]
-    fn must_ask(&mut self, id: LinkId, access: Option<(RegionKey, u64, u64)>) -> bool {
-        let (true, Some((key, offset, len))) = (self.asks_first, access) else { return false };
+    fn must_query(&mut self, id: LinkId, access: Option<(RegionKey, u64, u64)>) -> bool {
+        let (true, Some((key, offset, len))) = (self.queries_first, access) else { return false };
         let end = offset.saturating_add(len);
-        let known = self.link(id).and_then(|l| l.asking.vouched.get(&key).copied());
+        let known = self.link(id).and_then(|l| l.queries.allowed_up_to.get(&key).copied());
         known.is_none_or(|limit| end > limit)
     }
 
-    fn ask_first(&mut self, id: LinkId, work: Stalled) {
+    fn query_first(&mut self, id: LinkId, work: PartialPost) {
         let op = work.op;
         self.parked.insert(op, work);
         if let Some(link) = self.link(id) {
-            link.asking.ops.push_back(op);
+            link.queries.ops.push_back(op);
         }
-        self.ask_next(id);
+        self.send_next_query(id);
     }
 
-    /// The peer has no objection to an access that it was asked about first.
+    /// Posts an operation after the peer has allowed its access.
     pub(super) fn launch_parked(&mut self, op: u32) -> bool {
         let Some(work) = self.parked.remove(&op) else { return false };
         self.launch(work);
         true
     }
 
-    /// Posts what can be posted; the rest goes on with later polls.
-    fn launch(&mut self, mut work: Stalled) {
-        if !self.post_pieces(&mut work) {
-            self.stalled.push_back(work);
+    /// Posts as many chunks as possible; later polls post the rest.
+    fn launch(&mut self, mut work: PartialPost) {
+        if !self.post_chunks(&mut work) {
+            self.partial_posts.push_back(work);
         }
     }
 
-    /// Posts pieces until all are or the provider has no room; true if all are.
-    fn post_pieces(&mut self, s: &mut Stalled) -> bool {
+    /// Posts chunks until all are posted or there is no room; true if all are.
+    fn post_chunks(&mut self, s: &mut PartialPost) -> bool {
         while s.next < s.n {
-            if !self.has_share(s) {
+            if !self.has_chunk_share(s) {
                 return false;
             }
-            let Some(context) = self.table.take_piece() else { return false };
-            match self.post_piece(s, context) {
+            let Some(context) = self.table.take_chunk() else { return false };
+            match self.post_chunk(s, context) {
                 Ok(true) => s.next += 1,
                 Ok(false) => {
                     self.table.give_back(context);
@@ -201,8 +201,8 @@ impl LibfabricDomain {
                 }
                 Err(e) => {
                     self.table.give_back(context);
-                    // What was posted before comes back by itself.
-                    self.pieces_over(s.op, s.n - s.next, Some(e));
+                    // Chunks posted before complete by themselves.
+                    self.chunks_done(s.op, s.n - s.next, Some(e));
                     return true;
                 }
             }
@@ -210,11 +210,11 @@ impl LibfabricDomain {
         true
     }
 
-    /// Whether its link may have one more piece under way.
-    fn has_share(&mut self, s: &Stalled) -> bool {
-        let (share, window, len) = (self.table.share(), self.window(), s.work.piece());
+    /// Whether the link may have one more chunk under way.
+    fn has_chunk_share(&mut self, s: &PartialPost) -> bool {
+        let (share, window, len) = (self.table.share(), self.window(), s.work.chunk_bytes());
         let Some(link) = self.link(s.link) else { return true };
-        link.pieces < share && (link.bytes == 0 || link.bytes + len <= window)
+        link.chunks < share && (link.bytes == 0 || link.bytes + len <= window)
     }
 
     fn window(&self) -> u64 {
@@ -224,7 +224,7 @@ impl LibfabricDomain {
         }
     }
 
-    fn post_piece(&mut self, s: &Stalled, context: u32) -> Result<bool, DomainError> {
+    fn post_chunk(&mut self, s: &PartialPost, context: u32) -> Result<bool, DomainError> {
         if self.table.ops.get(s.op as usize).is_none() {
             self.table.give_back(context);
             return Ok(true);
@@ -247,8 +247,8 @@ impl LibfabricDomain {
         let (addr, address) = (link.addr, link.address);
         let nic = self.nic.as_ref().ok_or_else(super::closed)?;
         let scratch_of = self.table.contexts.at(context);
-        // SAFETY: the local region, or the scratch slot, stays registered and its memory kept while
-        // `uses` counts this piece; the context is this piece's until it lands.
+        // SAFETY: the local region, or the scratch slot, stays registered and allocated while
+        // `uses` counts this chunk; the context belongs to this chunk until it lands.
         let posted = unsafe {
             match s.work {
                 Work::Read { .. } => nic.read(addr, &span, scratch_of),
@@ -256,28 +256,29 @@ impl LibfabricDomain {
             }
         }?;
         if posted {
-            let len = s.work.piece();
-            let flight = InFlight { what: Use::Op(s.op), region, address, len: len as u32 };
+            let len = s.work.chunk_bytes();
+            let flight =
+                InFlight { used_for: ContextUse::Op(s.op), region, address, len: len as u32 };
             self.table.launch(context, flight);
-            self.regions.used(region);
+            self.regions.add_use(region);
             if let Some(link) = self.link(id) {
-                link.pieces += 1;
+                link.chunks += 1;
                 link.bytes += len;
             }
         }
         Ok(posted)
     }
 
-    /// What is written where nothing but the immediate matters. EFA wants a descriptor and a key that
-    /// are valid even then; the shm provider never ends a write of no bytes, and gets one.
+    /// The span of a write that only counts. EFA needs a valid descriptor and key even then. The
+    /// shm provider never completes a write without bytes, so it writes one byte.
     fn empty_span(&mut self, id: LinkId) -> Option<Span> {
         let (local, desc) = (self.scratch.addr(0), self.scratch.desc());
-        let len = u64::from(self.asks_first);
+        let len = u64::from(self.queries_first);
         let terms = &self.link(id)?.terms;
         Some(Span { local, desc, len, remote: terms.scratch, key: terms.scratch_key })
     }
 
-    /// Where page `i` lies here and at the peer.
+    /// The local and remote position of page `i`.
     #[inline]
     fn span(&mut self, id: LinkId, data: &Data, i: u32) -> Option<Span> {
         if data.page_len == 0 {
@@ -296,30 +297,30 @@ impl LibfabricDomain {
         })
     }
 
-    /// Goes on with what the provider had no room for.
-    pub(super) fn push_stalled(&mut self) -> bool {
-        let mut moved = false;
-        // Links that can't go on: theirs wait in their order, while others go on.
-        let mut stuck: SmallVec<[LinkId; 8]> = SmallVec::new();
-        for _ in 0..self.stalled.len() {
-            let Some(mut s) = self.stalled.pop_front() else { break };
-            if stuck.contains(&s.link) {
-                self.stalled.push_back(s);
+    /// Posts chunks that the provider had no room for.
+    pub(super) fn post_partials(&mut self) -> bool {
+        let mut progressed = false;
+        // Links that can't proceed; their chunks keep their order while other links proceed.
+        let mut blocked: SmallVec<[LinkId; 8]> = SmallVec::new();
+        for _ in 0..self.partial_posts.len() {
+            let Some(mut s) = self.partial_posts.pop_front() else { break };
+            if blocked.contains(&s.link) {
+                self.partial_posts.push_back(s);
                 continue;
             }
             let next = s.next;
-            let all = self.post_pieces(&mut s);
-            moved |= all || s.next > next;
+            let all = self.post_chunks(&mut s);
+            progressed |= all || s.next > next;
             if !all {
-                stuck.push(s.link);
-                self.stalled.push_back(s);
+                blocked.push(s.link);
+                self.partial_posts.push_back(s);
             }
         }
-        moved
+        progressed
     }
 
-    /// Pieces of an operation are over, well or not.
-    pub(super) fn pieces_over(&mut self, op: u32, n: u32, error: Option<DomainError>) {
+    /// `n` chunks of an operation are complete or failed.
+    pub(super) fn chunks_done(&mut self, op: u32, n: u32, error: Option<DomainError>) {
         let Some(o) = self.table.ops.get_mut(op as usize) else { return };
         o.left -= n;
         if o.error.is_none() {
@@ -331,30 +332,37 @@ impl LibfabricDomain {
         let link = o.link;
         match (&o.error, o.then.take()) {
             (None, Some(Count { imm, n })) => {
-                // Every byte is there: now it may count (IC-2).
+                // All bytes are readable: now the write may count (IC-2).
                 let work = Work::Imms { raw: imm, n };
                 let (n, _, _) = size(&work);
                 o.left = n;
-                self.launch(Stalled { op, link, work, order: Order::straight(n), next: 0, n });
+                self.launch(PartialPost {
+                    op,
+                    link,
+                    work,
+                    order: PostOrder::sequential(n),
+                    next: 0,
+                    n,
+                });
             }
-            (None, None) => self.op_over(op, Ok(())),
-            // Our own side's doing: nothing to ask the peer about.
+            (None, None) => self.finish_op(op, Ok(())),
+            // A local error: there is nothing to ask the peer.
             (Some(stale @ DomainError::Stale(_)), _) => {
                 let stale = stale.clone();
-                self.op_over(op, Err(stale));
+                self.finish_op(op, Err(stale));
             }
-            (Some(_), _) => self.explain_failure(op),
+            (Some(_), _) => self.query_failure(op),
         }
     }
 
-    /// Forgets what is not posted of a link that is gone.
-    pub(super) fn drop_stalled(&mut self, id: LinkId) {
-        self.stalled.retain(|s| s.link != id);
+    /// Drops the chunks of a closed link that are not posted.
+    pub(super) fn drop_partials(&mut self, id: LinkId) {
+        self.partial_posts.retain(|s| s.link != id);
         self.parked.retain(|_, s| s.link != id);
     }
 }
 
-/// Pieces, bytes, and immediates.
+/// Chunks, bytes, and immediates of an operation.
 fn size(work: &Work) -> (u32, u64, u32) {
     match work {
         Work::Write { data, imm } => {
@@ -369,7 +377,7 @@ fn size(work: &Work) -> (u32, u64, u32) {
     }
 }
 
-/// What is touched at the peer, from the first byte to the last.
+/// The range that an operation touches at the peer: region, offset, length.
 fn access(work: &Work) -> Option<(RegionKey, u64, u64)> {
     let (Work::Write { data, .. } | Work::Read { data }) = work else { return None };
     let (mut from, mut to) = (u64::MAX, 0u64);

@@ -1,7 +1,7 @@
 //! The library's objects as Rust values that close themselves, and the calls on them.
 //!
-//! An object keeps its parents by reference count, so it is always closed before them. One thread
-//! at a time calls (`FI_THREAD_DOMAIN`): the group's lock sees to it.
+//! An object holds its parents by reference count, so it is closed before them. One thread calls at
+//! a time (`FI_THREAD_DOMAIN`); the group's lock guarantees it.
 
 mod contexts;
 mod queue;
@@ -24,13 +24,13 @@ use super::{
 };
 use crate::domain::DomainError;
 
-/// The library's way of saying "not now".
+/// The library's code for "try again".
 pub(super) const EAGAIN: i64 = -(libc::EAGAIN as i64);
 
-/// `FI_OPT_EFA_EMULATED_WRITE`: unknown to versions that can't tell.
+/// `FI_OPT_EFA_EMULATED_WRITE`; versions without it return an error.
 const EFA_EMULATED_WRITE: c_int = -(0xefa << 16) + 2;
 
-/// Any object: closed when dropped.
+/// An object of the library; closed when dropped.
 struct Object {
     fid: *mut fi::Fid,
     _parents: Vec<Arc<Object>>,
@@ -38,7 +38,7 @@ struct Object {
 
 // SAFETY: libfabric's objects are not bound to threads; calls are serialised by the group's lock.
 unsafe impl Send for Object {}
-// SAFETY: as above; nothing is called through a shared reference but under the lock.
+// SAFETY: as above; shared references are used only under the lock.
 unsafe impl Sync for Object {}
 
 impl Drop for Object {
@@ -46,7 +46,7 @@ impl Drop for Object {
         // SAFETY: the object was opened and is closed once, here, before its parents.
         let code = unsafe { ((*(*self.fid).ops).close)(self.fid) };
         if code != 0 {
-            tracing::warn!(code, "an object of libfabric could not be closed");
+            tracing::warn!(code, "can't close an object of libfabric");
         }
     }
 }
@@ -62,35 +62,35 @@ pub(super) struct Mr {
 }
 
 impl Mr {
-    /// What local operations must show.
+    /// The descriptor for local operations.
     pub fn desc(&self) -> *mut c_void {
         // SAFETY: a `fid_mr` begins with its `fid`, and lives as long as `object`.
         unsafe { (*self.object.fid.cast::<fi::FidMr>()).desc }
     }
 }
 
-/// One NIC, opened: its domain, endpoint, addresses and completions.
+/// One NIC: its domain, endpoint, addresses and completions.
 pub(super) struct Nic {
     api: Api,
-    // In the order in which they must go.
+    // Field order is drop order.
     ep: Arc<Object>,
     cq: Arc<Object>,
     av: Arc<Object>,
     domain: Arc<Object>,
     fabric: Arc<Object>,
     info: OwnedInfo,
-    /// Becomes readable when there is something to do; `None`: it must be polled.
+    /// Readable when there is work; `None` if the NIC must be polled.
     pub wait_fd: Option<RawFd>,
 }
 
-/// Memory to be registered.
+/// Memory to register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub base: usize,
     pub len: u64,
-    /// The GPU that it lies on, as CUDA counts them.
+    /// The CUDA index of the GPU that holds it.
     pub gpu: Option<i32>,
-    /// A dma-buf, and where the memory begins in it.
+    /// A dma-buf, and the offset of the memory in it.
     pub dmabuf: Option<(RawFd, u64)>,
 }
 
@@ -105,7 +105,7 @@ impl Extent {
     }
 }
 
-/// Where bytes lie here, and where at the peer.
+/// Local and remote position of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
     pub local: usize,
@@ -115,7 +115,7 @@ pub(super) struct Span {
     pub key: u64,
 }
 
-/// Opens an object by a call that fills in a pointer to it.
+/// Opens an object by a call that stores a pointer to it.
 fn opened<T>(
     api: &Api,
     call: &str,
@@ -131,8 +131,8 @@ fn opened<T>(
 impl Nic {
     pub fn open(api: Api, info: OwnedInfo, cq_entries: usize) -> Result<Self, DomainError> {
         let raw = info.raw();
-        // SAFETY: `info` is one of the library's own; each object is opened from one that is open,
-        // and bound before the endpoint is enabled, as fi_endpoint(3) asks.
+        // SAFETY: `info` was allocated by the library; each object is opened from an open one, and
+        // bound before the endpoint is enabled, as fi_endpoint(3) requires.
         unsafe {
             let fabric = opened(&api, "fi_fabric", |out| {
                 (api.fns.fabric)((*raw).fabric_attr, out, null_mut())
@@ -181,11 +181,11 @@ impl Nic {
         self.ep.fid.cast()
     }
 
-    /// The address under which others reach this endpoint.
+    /// The endpoint's address for peers.
     pub fn name(&self) -> Result<Vec<u8>, DomainError> {
         let mut name = vec![0u8; 512];
         let mut len = name.len();
-        // SAFETY: the endpoint is enabled; `len` is the room at `name`.
+        // SAFETY: the endpoint is enabled; `len` is the size of `name`.
         let code = unsafe {
             let cm = (*self.ep()).cm;
             ((*cm).getname)(self.ep.fid, name.as_mut_ptr().cast(), &mut len)
@@ -197,46 +197,46 @@ impl Nic {
         Ok(name)
     }
 
-    /// Whether peers in this process use the endpoint's memory directly.
+    /// Whether peers in this process access the endpoint's memory directly.
     pub fn shares_queues(&self) -> bool {
         self.info.offer.provider.split(';').any(|p| p == "shm")
     }
 
-    /// Takes the name away from the memory that peers on this host find the endpoint by.
+    /// Unlinks the shared memory by which peers on this host find the endpoint.
     pub fn unlink(&self) {
         let name = self.name().ok().and_then(|n| String::from_utf8(n).ok()).unwrap_or_default();
         let name = name.trim_end_matches('\0').rsplit("://").next().unwrap_or_default();
         if let Ok(name) = std::ffi::CString::new(name) {
-            // SAFETY: a string that lives through the call.
+            // SAFETY: the string lives through the call.
             unsafe { libc::shm_unlink(name.as_ptr()) };
         }
     }
 
-    /// Whether the provider itself ends, with an error, what is under way to an address that is
-    /// removed: it closes the connection (see [`super::library`]).
-    pub fn cuts_off(&self) -> bool {
-        self.info.offer.provider.split(';').next() == Some("tcp") && library::cleans_up()
+    /// Whether the provider fails transfers to an address that is removed: it closes the connection
+    /// (see [`super::library`]).
+    pub fn aborts_on_remove(&self) -> bool {
+        self.info.offer.provider.split(';').next() == Some("tcp") && library::cleanup_enabled()
     }
 
-    /// An error that says why, if registrations can't name a dma-buf.
-    pub fn takes_dmabufs(&self) -> Result<(), DomainError> {
-        match self.api.takes_dmabufs() {
+    /// An error if registrations can't use a dma-buf.
+    pub fn supports_dmabuf(&self) -> Result<(), DomainError> {
+        match self.api.supports_dmabuf() {
             true => Ok(()),
             false => Err(DomainError::Unavailable(format!(
-                "libfabric {} takes none; 1.20 or later does",
+                "libfabric {} has no dma-buf support; use 1.20 or later",
                 library::dotted(self.api.found)
             ))),
         }
     }
 
-    /// Whether `efa` moves written bytes by software, for want of a device that can: then the end of
-    /// a registration doesn't end what is under way.
+    /// Whether `efa` emulates writes in software. If so, the end of a registration does not end
+    /// transfers under way.
     pub fn emulates_writes(&self) -> bool {
         if !self.info.offer.is_efa() {
             return false;
         }
         let (mut value, mut len) = (true, size_of::<bool>());
-        // SAFETY: the option is a `bool`; `len` is the room for it.
+        // SAFETY: the option is a `bool`; `len` is its size.
         let code = unsafe {
             let ops = (*self.ep()).ops;
             ((*ops).getopt)(self.ep.fid, 0, EFA_EMULATED_WRITE, (&raw mut value).cast(), &mut len)
@@ -244,15 +244,15 @@ impl Nic {
         code != 0 || value
     }
 
-    /// Makes a peer's address known. What it says has been bounded, not believed: the library takes
-    /// it for an address of its own format.
+    /// Adds a peer's address. Its length is bounded; its content is unchecked, and the library
+    /// takes it for an address of its own format.
     pub fn insert(&self, address: &[u8]) -> Result<FiAddr, DomainError> {
         let mut addr = fi::ADDR_UNSPEC;
         let av = self.av.fid.cast::<fi::FidAv>();
-        // Providers read as many bytes as the format has: give them zeros behind.
+        // Providers read as many bytes as the format has: pad with zeros.
         let mut padded = address.to_vec();
         padded.resize(address.len() + 256, 0);
-        // SAFETY: one address is read from `padded`, one number is written to `addr`.
+        // SAFETY: the library reads one address from `padded` and writes one number to `addr`.
         let n = unsafe {
             ((*(*av).ops).insert)(av, padded.as_ptr().cast(), 1, &mut addr, 0, null_mut())
         };
@@ -268,24 +268,24 @@ impl Nic {
     pub fn remove(&self, addr: FiAddr) {
         let mut addr = addr;
         let av = self.av.fid.cast::<fi::FidAv>();
-        // SAFETY: the address was inserted and no operation of ours uses it any more.
+        // SAFETY: the address was inserted and no local operation uses it any more.
         let code = unsafe { ((*(*av).ops).remove)(av, &mut addr, 1, 0) };
         if code != 0 {
-            tracing::debug!(code, "an address was not removed");
+            tracing::debug!(code, "can't remove an address");
         }
     }
 
-    /// Registers memory of the host for local and remote access.
+    /// Registers host memory for local and remote access.
     ///
     /// # Safety
     /// The bytes must stay mapped until the registration is dropped.
     pub unsafe fn register(&self, base: usize, len: u64, key: u64) -> Result<Mr, DomainError> {
         let extent = Extent { base, len, gpu: None, dmabuf: None };
-        // SAFETY: as the caller states.
+        // SAFETY: by this function's contract.
         unsafe { self.register_extent(&extent, key) }
     }
 
-    /// Registers memory, wherever it lies.
+    /// Registers host or GPU memory.
     ///
     /// # Safety
     /// It must stay allocated until the registration is dropped.
@@ -312,8 +312,9 @@ impl Nic {
         attr.requested_key = key;
         (attr.iface, attr.device) = (iface, device);
         let domain = self.domain.fid.cast::<fi::FidDomain>();
-        // SAFETY: the attributes live until the call returns; the caller vouches for the bytes. With
-        // FI_MR_ENDPOINT the registration is bound and enabled before its key is read.
+        // SAFETY: the attributes live until the call returns; the bytes stay by this function's
+        // contract. With FI_MR_ENDPOINT the registration is bound and enabled before its key is
+        // read.
         unsafe {
             let mr = opened(&self.api, "fi_mr_regattr", |out| {
                 ((*(*domain).mr).regattr)(self.domain.fid, &attr, flags, out)
@@ -337,7 +338,7 @@ impl Nic {
         }
     }
 
-    /// Posts a write; with an immediate if there is one. False: not now.
+    /// Posts a write, optionally with an immediate. False if the provider has no room.
     ///
     /// # Safety
     /// The local bytes, their registration and `context` must stay until the completion.
@@ -352,11 +353,11 @@ impl Nic {
         if imm.is_some() {
             flags |= flag::REMOTE_CQ_DATA;
         }
-        // SAFETY: as the caller states.
+        // SAFETY: by this function's contract.
         unsafe { self.rma(to, span, imm.unwrap_or(0), context, flags, true) }
     }
 
-    /// Posts a read. False: not now.
+    /// Posts a read. False if the provider has no room.
     ///
     /// # Safety
     /// As for [`Nic::write`].
@@ -366,9 +367,9 @@ impl Nic {
         span: &Span,
         context: *mut c_void,
     ) -> Result<bool, DomainError> {
-        // Without this flag the shm provider copies by itself and never looks at the key.
+        // Without this flag the shm provider copies by itself and skips the key check.
         let flags = flag::COMPLETION | flag::DELIVERY_COMPLETE;
-        // SAFETY: as the caller states.
+        // SAFETY: by this function's contract.
         unsafe { self.rma(from, span, 0, context, flags, false) }
     }
 
@@ -394,7 +395,7 @@ impl Nic {
             context,
             data: data.into(),
         };
-        // SAFETY: the message is read during the call; the rest is the caller's word.
+        // SAFETY: the message is read during the call; the rest holds by this function's contract.
         let code = unsafe {
             let ops = (*self.ep()).rma;
             match write {
@@ -405,7 +406,7 @@ impl Nic {
         self.posted(if write { "fi_writemsg" } else { "fi_readmsg" }, code as i64)
     }
 
-    /// Posts a send. False: not now.
+    /// Posts a send. False if the provider has no room.
     ///
     /// # Safety
     /// The bytes, their registration and `context` must stay until the completion.
@@ -420,17 +421,17 @@ impl Nic {
         let iov = libc::iovec { iov_base: bytes as *mut c_void, iov_len: len };
         let mut desc = desc;
         let msg = fi::Msg { iov: &iov, desc: &mut desc, iov_count: 1, addr: to, context, data: 0 };
-        // Providers that reconnect by themselves lose what was only sent: it is to be delivered.
+        // Delivery completion, because providers that reconnect lose messages that were only sent.
         let flags = flag::COMPLETION | flag::DELIVERY_COMPLETE;
         // SAFETY: as for `rma`.
         let code = unsafe { ((*(*self.ep()).msg).sendmsg)(self.ep(), &msg, flags) };
         self.posted("fi_sendmsg", code as i64)
     }
 
-    /// Posts a receive slot. False: not now.
+    /// Posts a receive slot. False if the provider has no room.
     ///
     /// # Safety
-    /// As for [`Nic::send`]; nobody may touch the bytes until then.
+    /// As for [`Nic::send`]; the bytes must not be accessed until then.
     pub unsafe fn receive(
         &self,
         bytes: usize,
@@ -461,7 +462,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_a_gpu_is_named_by_its_device_and_its_dmabuf_if_there_is_one() {
+    fn gpu_memory_is_registered_by_device_and_dmabuf() {
         let host = Extent { base: 4096, len: 64, gpu: None, dmabuf: None };
         assert_eq!(host.kind(), (fi::HMEM_SYSTEM, 0, 0));
         let gpu = Extent { gpu: Some(3), ..host };

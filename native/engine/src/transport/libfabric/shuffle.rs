@@ -1,53 +1,53 @@
-//! Deliveries in an order that nobody may rely on: what SRD does now and then, done all the time.
+//! Test aid: delivers events in random order and drops messages, as SRD does now and then.
 
-/// Events that are handed on in a random order, each after a random number of polls.
+/// Holds events back for a random number of polls.
 pub(super) struct Shuffle<E> {
     rng: fastrand::Rng,
-    held: Vec<(u8, E)>,
+    held_back: Vec<(u8, E)>,
 }
 
-/// Polls that an event is kept back at most.
+/// Polls for which an event is held back at most.
 const LONGEST: u8 = 6;
-/// Of so many messages one is lost: as by providers that say delivered when a message is on its way,
-/// and whose connection breaks then.
+/// One in so many messages is dropped, as by providers that report delivery early and whose
+/// connection then breaks.
 const LOST: u8 = 32;
 
 impl<E> Shuffle<E> {
     pub fn new(seed: u64) -> Self {
-        Self { rng: fastrand::Rng::with_seed(seed), held: Vec::new() }
+        Self { rng: fastrand::Rng::with_seed(seed), held_back: Vec::new() }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.held.is_empty()
+        self.held_back.is_empty()
     }
 
-    /// Whether a message is lost.
-    pub fn loses(&mut self) -> bool {
+    /// Whether to drop a message.
+    pub fn drops(&mut self) -> bool {
         self.rng.u8(..LOST) == 0
     }
 
-    /// Takes what came with this poll, and gives what is due.
-    pub fn pass(&mut self, events: &mut Vec<E>) {
+    /// Takes the events of this poll, and returns those that are due.
+    pub fn deliver(&mut self, events: &mut Vec<E>) {
         for event in events.drain(..) {
-            self.held.push((self.rng.u8(..=LONGEST), event));
+            self.held_back.push((self.rng.u8(..=LONGEST), event));
         }
         let mut i = 0;
-        while i < self.held.len() {
-            if self.held[i].0 == 0 {
-                events.push(self.held.swap_remove(i).1);
+        while i < self.held_back.len() {
+            if self.held_back[i].0 == 0 {
+                events.push(self.held_back.swap_remove(i).1);
             } else {
-                self.held[i].0 -= 1;
+                self.held_back[i].0 -= 1;
                 i += 1;
             }
         }
         self.rng.shuffle(events);
     }
 
-    /// The order in which to post `n` pieces: a start and a step without common divisor with `n`.
-    pub fn order(&mut self, n: u32) -> Order {
+    /// A random order of `n` chunks: a start, and a step without common divisor with `n`.
+    pub fn order(&mut self, n: u32) -> PostOrder {
         let start = self.rng.u32(..n.max(1));
         let step = (1..n).rev().find(|s| gcd(*s, n) == 1).unwrap_or(1);
-        Order { start, step, n }
+        PostOrder { start, step, n }
     }
 }
 
@@ -59,16 +59,16 @@ fn gcd(a: u32, b: u32) -> u32 {
     }
 }
 
-/// A walk over `0..n`.
+/// A permutation of `0..n`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Order {
+pub(super) struct PostOrder {
     start: u32,
     step: u32,
     n: u32,
 }
 
-impl Order {
-    pub fn straight(n: u32) -> Self {
+impl PostOrder {
+    pub fn sequential(n: u32) -> Self {
         Self { start: 0, step: 1, n }
     }
 
@@ -87,17 +87,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_comes_out_once_and_not_in_order() {
+    fn every_event_is_delivered_once_and_out_of_order() {
         let mut shuffle = Shuffle::new(7);
         let mut out = Vec::new();
         for round in 0..10 {
             let mut events: Vec<u32> = (round * 10..round * 10 + 10).collect();
-            shuffle.pass(&mut events);
+            shuffle.deliver(&mut events);
             out.extend(events);
         }
         while !shuffle.is_empty() {
             let mut events = Vec::new();
-            shuffle.pass(&mut events);
+            shuffle.deliver(&mut events);
             out.extend(events);
         }
         assert!(!out.is_sorted());
@@ -106,10 +106,10 @@ mod tests {
     }
 
     #[test]
-    fn orders_visit_every_piece_once() {
+    fn orders_visit_every_chunk_once() {
         let mut shuffle = Shuffle::<u8>::new(1);
         for n in 1..40 {
-            for order in [shuffle.order(n), Order::straight(n)] {
+            for order in [shuffle.order(n), PostOrder::sequential(n)] {
                 let mut seen: Vec<u32> = (0..n).map(|i| order.nth(i)).collect();
                 seen.sort_unstable();
                 assert_eq!(seen, (0..n).collect::<Vec<_>>());

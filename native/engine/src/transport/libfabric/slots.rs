@@ -1,11 +1,11 @@
-//! Memory for frames: equal slots, registered with the NIC where it asks for that.
+//! Frame buffers: slots of equal size, registered with the NIC if it needs that.
 
 use std::{alloc, ffi::c_void, ptr::null_mut};
 
 use super::raw::{Mr, Nic};
 use crate::domain::DomainError;
 
-/// Bytes of a slot: fits one packet of every NIC.
+/// Bytes of a slot: one packet of every NIC.
 pub(super) const SLOT: usize = 4096;
 
 /// Slots of [`SLOT`] bytes each.
@@ -31,7 +31,7 @@ impl Drop for Slots {
 
 impl Slots {
     fn layout(n: usize) -> alloc::Layout {
-        // A page's alignment is a power of two, and the size is bounded by the queue's.
+        // The alignment is a power of two, and the size is bounded by the queue's.
         alloc::Layout::from_size_align(n.max(1) * SLOT, 4096)
             .unwrap_or_else(|_| unreachable!("slots of a bounded queue"))
     }
@@ -62,7 +62,7 @@ impl Slots {
         self.mr.as_ref().map_or(0, |mr| mr.key)
     }
 
-    /// Takes all slots away.
+    /// Takes all slots out.
     pub fn take(&mut self) -> Self {
         std::mem::replace(self, Self { base: null_mut(), n: 0, mr: None })
     }
@@ -74,12 +74,12 @@ impl Slots {
 
     /// The first `len` bytes of a slot that is not posted.
     pub fn bytes(&self, i: usize, len: usize) -> &[u8] {
-        // SAFETY: inside the allocation, initialised; the caller holds a slot that the NIC has
-        // given back, so nobody writes to it.
+        // SAFETY: inside the allocation and initialised; the caller holds a slot that the NIC has
+        // returned, so there is no writer.
         unsafe { std::slice::from_raw_parts(self.addr(i) as *const u8, len.min(SLOT)) }
     }
 
-    /// A slot that is not posted, to be filled.
+    /// A slot to fill, which is not posted.
     pub fn fill(&mut self, i: usize) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed for as long.
         unsafe { std::slice::from_raw_parts_mut(self.addr(i) as *mut u8, SLOT) }

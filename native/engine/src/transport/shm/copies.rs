@@ -1,62 +1,62 @@
-//! One copy between local memory and an imported region: which way, by whom, in which chunks.
+//! One copy between local memory and an imported region: by CPU, kernel or copy engine, in chunks.
 
 use rustix::io::Errno;
 
 use super::{
     imports::{Import, Reach},
-    raw::{across, piece, Direction, Piece},
+    raw::{io_range, process_vm_copy, Direction, IoRange},
 };
 use crate::{
     domain::{Data, DomainError},
     memory::{device, Copier},
 };
 
-/// What one thread copies before it looks around: some hundred microseconds of work.
+/// Bytes that one thread copies per chunk: some hundred microseconds.
 const CHUNK: u64 = 1 << 20;
-/// Pieces in one kernel call; IOV_MAX is 1024.
-const PIECES: u32 = 512;
-/// What a copy engine is given before a thread waits for it.
+/// Ranges per system call; IOV_MAX is 1024.
+const MAX_RANGES: u32 = 512;
+/// Bytes and ranges per call of a copy engine.
 const DEVICE_CHUNK: u64 = 64 << 20;
-const DEVICE_PIECES: u32 = 4096;
-/// Bytes that cross to another process's ordinary memory in one go.
+const MAX_DEVICE_RANGES: u32 = 4096;
+/// Bytes per transfer between a GPU and another process's memory, through a bounce buffer.
 const BOUNCE: u64 = 8 << 20;
 
-/// What is done with the bytes of a work request.
+/// The operation on the bytes of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Motion {
+pub(super) enum Operation {
     Copy(Direction),
-    /// Page tables are filled, so that a later copy meets no page fault.
-    Touch,
+    /// Fill page tables, so that a later copy has no page faults.
+    Populate,
 }
 
 /// A copy between local memory and an imported region.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copy<'a> {
+pub(super) struct CopyTask<'a> {
     pub data: &'a Data,
     pub import: &'a Import,
-    pub motion: Motion,
-    /// The GPU whose memory the local side is.
+    pub operation: Operation,
+    /// The GPU that holds the local memory.
     pub device: Option<i32>,
 }
 
-impl Copy<'_> {
-    /// The GPU that copies, if processors can't.
-    fn engine(&self) -> Option<i32> {
+impl CopyTask<'_> {
+    /// The GPU whose copy engine copies, if CPUs can't.
+    fn copy_engine(&self) -> Option<i32> {
         match self.import.reach {
             Reach::Device(device, _) => Some(self.device.unwrap_or(device)),
             Reach::Mapped(_) | Reach::Process(_) => self.device,
         }
     }
 
-    /// Bytes of a page that one chunk takes at most, and how many pages.
+    /// Largest part of a page in one chunk, bytes, and largest number of pages.
     fn chunk(&self) -> (u64, u32) {
-        match self.engine() {
-            Some(_) => (DEVICE_CHUNK, DEVICE_PIECES),
-            None => (CHUNK, PIECES),
+        match self.copy_engine() {
+            Some(_) => (DEVICE_CHUNK, MAX_DEVICE_RANGES),
+            None => (CHUNK, MAX_RANGES),
         }
     }
 
-    /// How many chunks it is cut into, pages per chunk and bytes per chunk of a page.
+    /// Number of chunks, pages per chunk, and bytes per page of a chunk.
     pub fn cut(&self) -> (u32, u32, u64) {
         let Data { page_len, pages, .. } = *self.data;
         let (chunk, pieces) = self.chunk();
@@ -67,11 +67,11 @@ impl Copy<'_> {
         (pages.div_ceil(per_chunk), per_chunk, page_len)
     }
 
-    /// All of it, on this thread.
+    /// Copies everything on this thread.
     #[inline]
     pub fn run(&self, copier: &Copier) -> Result<(), DomainError> {
         if self.data.pages == 1 && self.data.page_len <= CHUNK {
-            return self.pieces(0..1, 0, self.data.page_len, copier);
+            return self.copy_ranges(0..1, 0, self.data.page_len, copier);
         }
         let (chunks, ..) = self.cut();
         (0..chunks).try_for_each(|c| self.run_chunk(c, copier))
@@ -85,15 +85,15 @@ impl Copy<'_> {
             let per_page = page_len.div_ceil(limit) as u32;
             let (page, part) = (chunk / per_page, u64::from(chunk % per_page));
             let from = part * bytes;
-            return self.pieces(page..page + 1, from, bytes.min(page_len - from), copier);
+            return self.copy_ranges(page..page + 1, from, bytes.min(page_len - from), copier);
         }
         let first = chunk * per_chunk;
-        self.pieces(first..(first + per_chunk).min(pages), 0, page_len, copier)
+        self.copy_ranges(first..(first + per_chunk).min(pages), 0, page_len, copier)
     }
 
-    /// Copies `len` bytes from byte `from` of each of some pages.
+    /// Copies `len` bytes from byte `from` of each page.
     #[inline]
-    fn pieces(
+    fn copy_ranges(
         &self,
         pages: std::ops::Range<u32>,
         from: u64,
@@ -103,17 +103,17 @@ impl Copy<'_> {
         let Data { local, local_seq, remote_seq, .. } = self.data;
         let local_at = |i: u32| local.0 + (local_seq.nth(i) + from) as usize;
         let remote_at = |i: u32| self.import.base + (remote_seq.nth(i) + from) as usize;
-        if let Some(device) = self.engine() {
-            return self.by_engine(device, pages, len, (&local_at, &remote_at));
+        if let Some(device) = self.copy_engine() {
+            return self.copy_by_engine(device, pages, len, (&local_at, &remote_at));
         }
-        let (pid, direction) = match (&self.import.reach, self.motion) {
+        let (pid, direction) = match (&self.import.reach, self.operation) {
             (Reach::Device(..), _) => return Ok(()),
-            (Reach::Mapped(mapping), Motion::Touch) => {
+            (Reach::Mapped(mapping), Operation::Populate) => {
                 pages.for_each(|i| mapping.populate(remote_at(i), len as usize));
                 return Ok(());
             }
-            (Reach::Process(_), Motion::Touch) => return Ok(()),
-            (Reach::Mapped(mapping), Motion::Copy(direction)) => {
+            (Reach::Process(_), Operation::Populate) => return Ok(()),
+            (Reach::Mapped(mapping), Operation::Copy(direction)) => {
                 let at = |i: u32| {
                     let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
                     if len >= 512 {
@@ -125,36 +125,36 @@ impl Copy<'_> {
                     }
                 };
                 // SAFETY: the remote ranges were checked against the import's length when this copy
-                // was made, and the import keeps its mapping; the local ranges lie in a region that
-                // the request keeps registered; they are different mappings.
+                // was made, and the import keeps its mapping. The local ranges lie in a region that
+                // the request keeps registered. The mappings are different.
                 unsafe { copier.copy_pages(pages.len() as u32, len as usize, at) };
                 return Ok(());
             }
-            (Reach::Process(pid), Motion::Copy(direction)) => (*pid, direction),
+            (Reach::Process(pid), Operation::Copy(direction)) => (*pid, direction),
         };
-        let cut = |at: &dyn Fn(u32) -> usize| -> Vec<Piece> {
-            pages.clone().map(|i| piece(at(i), len as usize)).collect()
+        let cut = |at: &dyn Fn(u32) -> usize| -> Vec<IoRange> {
+            pages.clone().map(|i| io_range(at(i), len as usize)).collect()
         };
         let (mut l, mut r) = (cut(&local_at), cut(&remote_at));
         // SAFETY: the local ranges lie in a region that the request keeps registered.
-        unsafe { across(pid, direction, &mut l, &mut r) }.map_err(no_longer)
+        unsafe { process_vm_copy(pid, direction, &mut l, &mut r) }.map_err(memory_error)
     }
 }
 
-impl Copy<'_> {
-    /// By the copy engine of a GPU. The copies have ended when this returns, so that the count comes
-    /// after them (IC-2).
-    fn by_engine(
+impl CopyTask<'_> {
+    /// Copies by a GPU's copy engine. The copies have ended when this returns, so the count follows
+    /// them (IC-2).
+    fn copy_by_engine(
         &self,
         device: i32,
         pages: std::ops::Range<u32>,
         len: u64,
         (local_at, remote_at): (&dyn Fn(u32) -> usize, &dyn Fn(u32) -> usize),
     ) -> Result<(), DomainError> {
-        let (direction, pid) = match (self.motion, &self.import.reach) {
-            (Motion::Touch, _) => return Ok(()),
-            (Motion::Copy(direction), Reach::Process(pid)) => (direction, Some(*pid)),
-            (Motion::Copy(direction), _) => (direction, None),
+        let (direction, pid) = match (self.operation, &self.import.reach) {
+            (Operation::Populate, _) => return Ok(()),
+            (Operation::Copy(direction), Reach::Process(pid)) => (direction, Some(*pid)),
+            (Operation::Copy(direction), _) => (direction, None),
         };
         let failed = |e: DomainError| DomainError::Refused(e.to_string());
         if let Some(pid) = pid {
@@ -165,18 +165,20 @@ impl Copy<'_> {
                 let n = BOUNCE.min(len - part * BOUNCE) as usize;
                 let (local, there) = (local_at(page) + from, remote_at(page) + from);
                 let middle = buffer.as_mut_ptr() as usize;
-                let (mut l, mut r) = ([piece(middle, n)], [piece(there, n)]);
+                let (mut l, mut r) = ([io_range(middle, n)], [io_range(there, n)]);
                 // SAFETY: the local range lies in a region that the request keeps registered; the
-                // buffer holds `n` bytes and is ours.
+                // buffer holds `n` bytes and belongs to this function.
                 unsafe {
                     match direction {
                         Direction::Out => {
                             let out = device::Piece { to: middle, from: local, len: n };
                             device::copy_now(device, &[out]).map_err(failed)?;
-                            across(pid, direction, &mut l, &mut r).map_err(no_longer)?;
+                            process_vm_copy(pid, direction, &mut l, &mut r)
+                                .map_err(memory_error)?;
                         }
                         Direction::In => {
-                            across(pid, direction, &mut l, &mut r).map_err(no_longer)?;
+                            process_vm_copy(pid, direction, &mut l, &mut r)
+                                .map_err(memory_error)?;
                             let inward = device::Piece { to: local, from: middle, len: n };
                             device::copy_now(device, &[inward]).map_err(failed)?;
                         }
@@ -194,19 +196,18 @@ impl Copy<'_> {
                 device::Piece { to, from, len: len as usize }
             })
             .collect();
-        // SAFETY: the local ranges lie in a region that the request keeps registered, the remote ones
-        // in an import that was checked against the owner's word and keeps its mapping.
+        // SAFETY: the local ranges lie in a region that the request keeps registered; the remote
+        // ones in an import whose bounds were checked and that keeps its mapping.
         unsafe { device::copy_now(device, &pieces) }.map_err(failed)
     }
 }
 
-/// What the kernel says of another process's memory.
-fn no_longer(e: Errno) -> DomainError {
+/// The error of a failed access to another process's memory.
+fn memory_error(e: Errno) -> DomainError {
     match e {
-        Errno::SRCH => DomainError::LinkDown("its process has ended".into()),
+        Errno::SRCH => DomainError::LinkDown("the peer's process has ended".into()),
         Errno::FAULT => DomainError::Refused(
-            "the memory behind the region is not there any more; its owner must deregister before \
-             it frees"
+            "the memory behind the region is unmapped; the owner must deregister before it frees"
                 .into(),
         ),
         errno => DomainError::Io { call: "process_vm_writev", errno },

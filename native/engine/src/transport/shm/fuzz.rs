@@ -1,12 +1,11 @@
-//! A peer on this host that has proven itself and then says anything, over its socket and in the
-//! memory it shares.
+//! Fuzz target of a proven peer on this host, over its socket and in the memory that it shares.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
 use smallvec::smallvec;
 
 use super::{
-    control::Fds,
+    control_socket::Fds,
     layout::INBOX,
     link::{Link, Stage},
     raw::Map,
@@ -23,8 +22,7 @@ use crate::{
     wake::Waker,
 };
 
-/// Of plain memory (its lowest bits): writes are copied by the call itself, and nothing is left to a
-/// thread whose end would have to be waited for.
+/// Plain memory (its lowest bits): posts copy inline, so no copy thread is involved.
 const KEY: RegionKey = RegionKey { index: 0, rkey: 8 };
 const SHARED: usize = 4096;
 
@@ -50,16 +48,16 @@ fn open() -> Option<ShmDomain> {
 }
 
 fn poll(domain: &mut ShmDomain, out: &mut Vec<Completion>) {
-    domain.look_at = Time(0);
+    domain.poll_sockets_at = Time(0);
     domain.poll(Time(1), &Room, out);
 }
 
-/// The one link of a domain.
+/// The only link of a domain.
 fn link(domain: &mut ShmDomain) -> Option<&mut Link> {
     domain.links.iter_mut().next().map(|(_, l)| l)
 }
 
-/// Two domains in one process, joined by a real handshake.
+/// Two domains in one process, connected by a real handshake.
 fn joined() -> Option<(ShmDomain, ShmDomain)> {
     let (mut us, mut peer) = (open()?, open()?);
     peer.connect(Time(0), &us.credentials.own.clone(), 0).ok()?;
@@ -68,14 +66,14 @@ fn joined() -> Option<(ShmDomain, ShmDomain)> {
         poll(&mut us, &mut out);
         poll(&mut peer, &mut out);
     }
-    // Both are this process: memory named by address would be this fuzzer's own.
-    let Stage::Up(lines) = &mut link(&mut us)?.stage else { return None };
-    lines.process = Err("it is this process".into());
+    // Both are this process: memory named by address would be the fuzzer's own.
+    let Stage::Up(outbound) = &mut link(&mut us)?.stage else { return None };
+    outbound.process = Err("it is this process".into());
     link(&mut peer)?.is_up().then_some((us, peer))
 }
 
-/// Does in turn what each piece of the input says. Holds that the domain goes on until the link is
-/// down, that every operation of ours ends at most once, and that none is left when it is.
+/// Executes the input step by step. Checks that the domain works until the link is down, that every
+/// local operation completes at most once, and that none is left after that.
 pub fn peer_does(bytes: &[u8]) {
     let (Some((mut us, mut peer)), Ok((_, shared))) = (joined(), Map::create(SHARED)) else {
         return;
@@ -86,13 +84,13 @@ pub fn peer_does(bytes: &[u8]) {
     let _ =
         us.register(&Arc::new(RegionMemory::new(KEY, base, SHARED as u64, backing, None)), None);
     let (mut out, mut posted) = (Vec::new(), 0);
-    for piece in pieces(bytes).take(64) {
-        let Some((what, body)) = piece.split_first() else { continue };
+    for io_range in pieces(bytes).take(64) {
+        let Some((what, body)) = io_range.split_first() else { continue };
         act(&mut us, &mut peer, (*what, body), &shared, &mut posted, &mut out);
         poll(&mut us, &mut out);
     }
     drop(peer);
-    // Its socket may be open for a moment yet: in a child of another thread's, between fork and exec.
+    // The socket may stay open for a moment in a child of another thread, between fork and exec.
     for turn in 0..2000 {
         poll(&mut us, &mut out);
         if turn >= 4 && out.iter().any(|c| matches!(c, Completion::LinkDown { .. })) {
@@ -113,18 +111,18 @@ fn act(
     posted: &mut u32,
     out: &mut Vec<Completion>,
 ) {
-    let Some(theirs) = link(peer) else { return };
+    let Some(peer_link) = link(peer) else { return };
     let fds = || -> Fds { shared.try_clone().map_or(smallvec![], |fd| smallvec![fd]) };
     match what % 5 {
-        0 => drop(theirs.control.send(sealed(b"FRsc", body), smallvec![])),
-        1 => drop(theirs.control.send(sealed(b"FRsc", body), fds())),
-        2 => drop(theirs.control.send(body.to_vec(), fds())),
+        0 => drop(peer_link.control.send(sealed(b"FRsc", body), smallvec![])),
+        1 => drop(peer_link.control.send(sealed(b"FRsc", body), fds())),
+        2 => drop(peer_link.control.send(body.to_vec(), fds())),
         3 => {
-            // Into the rings that we read.
-            let Stage::Up(lines) = &mut theirs.stage else { return };
+            // Into the rings that this side reads.
+            let Stage::Up(outbound) = &mut peer_link.stage else { return };
             let Some((at, body)) = body.split_first_chunk::<4>() else { return };
             let at = u32::from_le_bytes(*at) as usize % (INBOX - body.len());
-            lines.outbox.write(at, body);
+            outbound.outbox.write(at, body);
         }
         _ => {
             let Some(id) = link(us).map(|l| l.id).filter(|_| !body.is_empty()) else { return };
@@ -161,16 +159,16 @@ fn judge(out: &[Completion], posted: u32) {
             _ => {}
         }
     }
-    assert!(down, "the peer is gone");
+    assert!(down, "the link is not down");
     assert!(ended.iter().all(|n| *n == 1), "an operation was lost, or ended twice");
 }
 
 #[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
-    use super::control::Frame;
-    let piece = |what: u8, body: &[u8]| [&[body.len() as u8 + 1, what], body].concat();
-    let frame = |what, f: Frame| piece(what, &f.encode()[10..]);
-    let write = piece(4, &[1; 64]);
+    use super::control_socket::Frame;
+    let io_range = |what: u8, body: &[u8]| [&[body.len() as u8 + 1, what], body].concat();
+    let frame = |what, f: Frame| io_range(what, &f.encode()[10..]);
+    let write = io_range(4, &[1; 64]);
     let mapped = |offset, len| Frame::Mapped {
         key: KEY,
         len,
@@ -178,8 +176,9 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         allocation_len: SHARED as u64,
         offset,
     };
-    let word =
-        |at: usize, n: u64| piece(3, &[&(at as u32).to_le_bytes()[..], &n.to_le_bytes()].concat());
+    let word = |at: usize, n: u64| {
+        io_range(3, &[&(at as u32).to_le_bytes()[..], &n.to_le_bytes()].concat())
+    };
     let ring = super::layout::MESSAGE_RING;
     let message = [word(ring.bytes, 5), word(ring.bytes + 8, 0x6F_6C6C_6568), word(ring.head, 16)];
     let counts = super::layout::COUNTS;
@@ -211,6 +210,6 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         ),
         ("denied", [write, frame(0, Frame::Denied { key: KEY, reason: "no".into() })].concat()),
         ("rings", [count, message.concat()].concat()),
-        ("bye", frame(0, Frame::Bye { reason: "over".into() })),
+        ("bye", frame(0, Frame::Close { reason: "over".into() })),
     ]
 }

@@ -1,4 +1,4 @@
-//! Peers' regions as this process reaches them.
+//! Peers' regions as this process accesses them.
 
 use std::{
     collections::HashMap,
@@ -16,10 +16,10 @@ use crate::{
     memory::{self, device::Driver},
 };
 
-/// Page tables are filled in steps of this many bytes, just before the first large copy there.
-const STEP: usize = 2 << 20;
+/// Bytes per step in which page tables are filled, just before the first large copy there.
+const POPULATE_STEP: usize = 2 << 20;
 
-/// A peer's allocation, mapped here.
+/// A peer's allocation, mapped into this process.
 #[derive(Debug)]
 pub(super) struct Mapping {
     map: Map,
@@ -29,39 +29,39 @@ pub(super) struct Mapping {
 impl Mapping {
     fn new(fd: OwnedFd, len: u64) -> Result<Self, DomainError> {
         let len = usize::try_from(len)
-            .map_err(|_| DomainError::Refused("its memory is too large to be mapped".into()))?;
+            .map_err(|_| DomainError::Refused("the peer's memory is too large to map".into()))?;
         let map = Map::import(fd.as_fd(), len)?;
-        let populated = (0..len.div_ceil(STEP)).map(|_| AtomicBool::new(false)).collect();
+        let populated = (0..len.div_ceil(POPULATE_STEP)).map(|_| AtomicBool::new(false)).collect();
         Ok(Self { map, populated })
     }
 
-    /// Fills the page tables for a range: one call instead of a fault for every page.
+    /// Fills the page tables for a range: one call instead of a fault per page.
     pub fn populate(&self, addr: usize, len: usize) {
-        let from = (addr - self.map.base()) / STEP;
-        let to = (addr - self.map.base() + len).div_ceil(STEP);
+        let from = (addr - self.map.base()) / POPULATE_STEP;
+        let to = (addr - self.map.base() + len).div_ceil(POPULATE_STEP);
         for step in from..to {
             if self.populated[step].load(Relaxed) || self.populated[step].swap(true, Relaxed) {
                 continue;
             }
-            let at = step * STEP;
-            let n = STEP.min(self.map.len() - at);
-            // If it fails, pages are filled by faults: slower, nothing else.
+            let at = step * POPULATE_STEP;
+            let n = POPULATE_STEP.min(self.map.len() - at);
+            // If it fails, faults fill the pages: slower, but correct.
             let _ = memory::populate(self.map.base() + at, n);
         }
     }
 }
 
-/// How the bytes of a region are reached.
+/// How the bytes of a region are accessed.
 #[derive(Debug)]
 pub(super) enum Reach {
     Mapped(Arc<Mapping>),
-    /// By the kernel, in this process.
+    /// By the kernel, in the process with this id.
     Process(i32),
     /// By the copy engine of this device.
     Device(i32, Option<Arc<DeviceMapping>>),
 }
 
-/// A peer's GPU allocation, mapped here.
+/// A peer's GPU allocation, mapped into this process.
 #[derive(Debug)]
 pub(super) struct DeviceMapping {
     driver: &'static Driver,
@@ -81,33 +81,33 @@ impl DeviceMapping {
 impl Drop for DeviceMapping {
     fn drop(&mut self) {
         if let Err(error) = self.driver.forget(self.device, self.base) {
-            tracing::warn!(%error, "a peer's GPU memory stays mapped");
+            tracing::warn!(%error, "can't unmap a peer's GPU memory");
         }
     }
 }
 
-/// A peer's region, resolved. Copy jobs hold it by reference count: while one does, it is in use.
+/// A resolved region of a peer. Copy jobs hold a reference while they use it.
 #[derive(Debug)]
 pub(super) struct Import {
     pub key: RegionKey,
     pub len: u64,
-    /// Address of its first byte: here if mapped, in the peer's process otherwise.
+    /// Address of the first byte: in this process if mapped, else in the peer's.
     pub base: usize,
     pub reach: Reach,
 }
 
-/// All that one link has resolved.
+/// The resolved regions of one link.
 #[derive(Debug, Default)]
 pub(super) struct Imports {
     regions: HashMap<u32, Arc<Import>>,
     mappings: HashMap<u64, Weak<Mapping>>,
     device_mappings: HashMap<[u8; 64], Weak<DeviceMapping>>,
-    /// The last one looked up: most writes go where the last one went.
+    /// The last region looked up: most writes go to the same region as the one before.
     last: Option<Arc<Import>>,
-    /// Those that devices store to by themselves.
+    /// Regions that devices store to by themselves.
     apertures: Vec<(u32, Arc<Aperture>)>,
-    /// Revoked by the owner, still used by a copy under way, or by a device.
-    leaving: Vec<(Arc<Import>, Vec<Arc<Aperture>>)>,
+    /// Regions that the owner has revoked and that a copy or a device still uses.
+    revoked: Vec<(Arc<Import>, Vec<Arc<Aperture>>)>,
 }
 
 impl Imports {
@@ -128,7 +128,7 @@ impl Imports {
         fd: OwnedFd,
     ) -> Result<(), DomainError> {
         if offset.checked_add(len).is_none_or(|end| end > allocation_len) {
-            return Err(DomainError::Handshake("a region outside its own memory".into()));
+            return Err(DomainError::Handshake("a region lies outside its memory".into()));
         }
         let known = self.mappings.get(&allocation).and_then(Weak::upgrade);
         let mapping = match known {
@@ -145,7 +145,7 @@ impl Imports {
         self.add(Import { key, len, base, reach: Reach::Process(pid) });
     }
 
-    /// `here` if the peer is this very process, whose own handles CUDA doesn't map.
+    /// `here` if the peer is this process, because CUDA does not map handles of the same process.
     pub fn add_device(
         &mut self,
         key: RegionKey,
@@ -155,7 +155,7 @@ impl Imports {
         here: bool,
     ) -> Result<(), DomainError> {
         let driver = Driver::open()?;
-        // From CUDA 10.1 on, devices that this process doesn't see can be mapped as well.
+        // From CUDA 10.1 on, devices that this process does not see can be mapped too.
         let device = driver.ordinal_of(&uuid).unwrap_or(0);
         if here {
             let base = (base + offset) as usize;
@@ -164,20 +164,20 @@ impl Imports {
         }
         let handle: [u8; 64] = handle
             .try_into()
-            .map_err(|_| DomainError::Handshake("a GPU handle of a wrong length".into()))?;
+            .map_err(|_| DomainError::Handshake("a GPU handle has the wrong length".into()))?;
         let known = self.device_mappings.get(&handle).and_then(Weak::upgrade);
         let mapping = match known {
             Some(mapping) => mapping,
             None => Arc::new(DeviceMapping::new(device, handle).map_err(|e| {
                 DomainError::Unavailable(format!(
-                    "its GPU memory can't be mapped here: {e}; leave cuda_ipc out of the \
-                     transports, and shm stages through host memory"
+                    "the peer's GPU memory can't be mapped: {e}; remove cuda_ipc from the \
+                    transports, so that shm stages through host memory"
                 ))
             })?),
         };
         let (_, size) = driver.allocation(device, mapping.base)?;
         if offset.checked_add(len).is_none_or(|end| end > size) {
-            return Err(DomainError::Handshake("a region outside its own allocation".into()));
+            return Err(DomainError::Handshake("a region lies outside its allocation".into()));
         }
         self.device_mappings.insert(handle, Arc::downgrade(&mapping));
         let base = (mapping.base + offset) as usize;
@@ -189,79 +189,85 @@ impl Imports {
         self.regions.insert(import.key.index, Arc::new(import));
     }
 
-    /// Where a GPU stores to a region that is known here, or the processors; `left` is called when one has ended.
+    /// An aperture through which a GPU, or the CPUs, store to a resolved region. `left` is called
+    /// when a stay ends.
     pub fn aperture(
         &mut self,
         key: RegionKey,
         by: Option<i32>,
         left: impl Fn() + Send + Sync + 'static,
     ) -> Result<Arc<Aperture>, String> {
-        let import = self.get(key).cloned().ok_or("its owner has not shown it yet, or no more")?;
-        let (base, held): (usize, Held) = match (&import.reach, by) {
+        let import = self
+            .get(key)
+            .cloned()
+            .ok_or("the region is not resolved, or its owner has revoked it")?;
+        let (base, to_wake): (usize, Held) = match (&import.reach, by) {
             (Reach::Mapped(_), None) => (import.base, Arc::clone(&import) as Held),
             (Reach::Device(owner, _), Some(device)) if *owner == device => {
                 (import.base, Arc::clone(&import) as Held)
             }
             (Reach::Device(_, Some(mapping)), Some(device)) => {
-                // Another GPU reaches it by a mapping of its own.
+                // Another GPU needs a mapping of its own.
                 let own = DeviceMapping::new(device, mapping.handle).map_err(|e| e.to_string())?;
                 let offset = import.base - mapping.base as usize;
                 (own.base as usize + offset, Arc::new((own, Arc::clone(&import))) as Held)
             }
             (Reach::Device(_, None), Some(device)) => {
-                return Err(format!("it is another GPU's of this process, and not cuda:{device}'s"))
+                return Err(format!(
+                    "the memory belongs to another GPU of this process than cuda:{device}"
+                ))
             }
-            (Reach::Device(..), None) => return Err("processors don't reach GPU memory".into()),
+            (Reach::Device(..), None) => return Err("CPUs can't store to GPU memory".into()),
             (Reach::Mapped(_), Some(device)) => {
-                return Err(format!("it is host memory, which cuda:{device} does not reach"))
+                return Err(format!("cuda:{device} can't store to host memory"))
             }
             (Reach::Process(_), _) => {
-                let why = "it is memory that its process can't share; allocate it with alloc()";
+                let why = "the owner's process can't share the memory; allocate it with alloc()";
                 return Err(why.into());
             }
         };
-        let aperture = Aperture::new(base, import.len, held, left);
+        let aperture = Aperture::new(base, import.len, to_wake, left);
         self.apertures.push((key.index, Arc::clone(&aperture)));
         Ok(aperture)
     }
 
-    /// No device begins to store any more.
-    pub fn shut(&mut self, cause: &str) {
+    /// Lets no device begin to store any more.
+    pub fn shut_apertures(&mut self, cause: &str) {
         self.apertures.iter().for_each(|(_, aperture)| aperture.shut(cause));
     }
 
     /// Whether a device may be storing.
-    pub fn is_entered(&self) -> bool {
-        self.entered().next().is_some()
+    pub fn has_stores(&self) -> bool {
+        self.apertures_in_use().next().is_some()
     }
 
-    /// Where one may be.
-    pub fn entered(&self) -> impl Iterator<Item = &Arc<Aperture>> {
-        let leaving = self.leaving.iter().flat_map(|(_, apertures)| apertures);
+    /// Apertures through which a device may be storing.
+    pub fn apertures_in_use(&self) -> impl Iterator<Item = &Arc<Aperture>> {
+        let revoked = self.revoked.iter().flat_map(|(_, apertures)| apertures);
         let known = self.apertures.iter().map(|(_, aperture)| aperture);
-        known.chain(leaving).filter(|aperture| aperture.stays() > 0)
+        known.chain(revoked).filter(|aperture| aperture.stays() > 0)
     }
 
-    /// Forgets a region; true if nothing uses it any more, else `left` will say so later (MR-1).
+    /// Removes a region; true if it is not in use, else `left` returns it later (MR-1).
     pub fn revoke(&mut self, index: u32) -> bool {
         self.last = None;
         let of_region = self.apertures.extract_if(.., |(of, _)| *of == index);
         let apertures: Vec<Arc<Aperture>> = of_region.map(|(_, aperture)| aperture).collect();
-        apertures.iter().for_each(|aperture| aperture.shut("it has taken its memory back"));
+        apertures.iter().for_each(|aperture| aperture.shut("its owner has revoked it"));
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
         self.device_mappings.retain(|_, m| m.strong_count() > 0);
         if Arc::strong_count(&import) == 1 {
             return true;
         }
-        self.leaving.push((import, apertures));
+        self.revoked.push((import, apertures));
         false
     }
 
-    /// Revoked regions whose last copy has ended since.
-    pub fn left(&mut self) -> Vec<u32> {
+    /// Revoked regions whose last use has ended since the last call.
+    pub fn take_released(&mut self) -> Vec<u32> {
         let mut left = Vec::new();
-        self.leaving.retain(|(import, _)| match Arc::strong_count(import) {
+        self.revoked.retain(|(import, _)| match Arc::strong_count(import) {
             1 => {
                 left.push(import.key.index);
                 false
@@ -271,9 +277,10 @@ impl Imports {
         left
     }
 
-    /// Whether there is something to look after before long: a device says when it has ended.
-    pub fn is_leaving(&self) -> bool {
-        let entered = |apertures: &[Arc<Aperture>]| apertures.iter().any(|a| a.stays() > 0);
-        self.leaving.iter().any(|(_, apertures)| !entered(apertures))
+    /// Whether a revoked region needs polling. A device's end is signalled.
+    pub fn has_releasable(&self) -> bool {
+        let apertures_in_use =
+            |apertures: &[Arc<Aperture>]| apertures.iter().any(|a| a.stays() > 0);
+        self.revoked.iter().any(|(_, apertures)| !apertures_in_use(apertures))
     }
 }

@@ -1,4 +1,5 @@
-//! Large copies: cut into chunks that helper threads, and callers who wait anyway, take in turn.
+//! Large copies, cut into chunks. Copy threads, and callers that wait anyway, take the chunks in
+//! turn.
 
 use std::{
     sync::{
@@ -16,7 +17,7 @@ use crossbeam_queue::SegQueue;
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    copies::{Copy, Motion},
+    copies::{CopyTask, Operation},
     imports::{Import, Reach},
 };
 use crate::{
@@ -25,17 +26,17 @@ use crate::{
     wake::Waker,
 };
 
-/// How long the end of a copy may go untold while others wait, nanoseconds: so long while more waits than has ended, and
-/// the shorter time after that. A chunk of mapped memory comes on top.
-const TELL_AFTER: u64 = 500_000;
-const TELL_SOON: u64 = 100_000;
+/// Nanoseconds for which the end of a copy may stay unreported: while more chunks wait than have
+/// ended, and otherwise. One chunk of mapped memory comes on top.
+const NOTIFY_AFTER: u64 = 500_000;
+const NOTIFY_SOON: u64 = 100_000;
 
-/// A copy on its way through the pool.
+/// A copy in the pool.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct CopyJob {
     data: Data,
     import: Arc<Import>,
-    motion: Motion,
+    operation: Operation,
     device: Option<i32>,
     pub link: LinkId,
     pub token: Token,
@@ -47,18 +48,18 @@ pub(super) struct Job {
     failure: Mutex<Option<DomainError>>,
 }
 
-impl Job {
+impl CopyJob {
     pub fn new(
         data: Data,
         import: Arc<Import>,
-        (motion, device): (Motion, Option<i32>),
+        (operation, device): (Operation, Option<i32>),
         (link, token, count): (LinkId, Token, Option<Count>),
     ) -> Arc<Self> {
-        let (chunks, ..) = Copy { data: &data, import: &import, motion, device }.cut();
+        let (chunks, ..) = CopyTask { data: &data, import: &import, operation, device }.cut();
         Arc::new(Self {
             data,
             import,
-            motion,
+            operation,
             device,
             link,
             token,
@@ -75,12 +76,13 @@ impl Job {
         self.failure.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Whether a chunk may keep a thread for much longer than mapped memory does: another process may make it wait.
-    fn takes_long(&self) -> bool {
+    /// Whether a chunk may block much longer than a copy to mapped memory, since another process is
+    /// involved.
+    fn may_block(&self) -> bool {
         self.device.is_some() || !matches!(self.import.reach, Reach::Mapped(_))
     }
 
-    /// Takes the next chunk; false if all are taken.
+    /// Copies the next chunk; `None` if all are taken, else whether it was the last to end.
     fn work(&self, copier: &Copier) -> Option<bool> {
         let chunk = self.next.fetch_add(1, Relaxed);
         if chunk >= self.chunks {
@@ -88,8 +90,8 @@ impl Job {
             return None;
         }
         if !self.cancelled.load(Acquire) {
-            let Self { data, import, motion, device, .. } = self;
-            let copy = Copy { data, import, motion: *motion, device: *device };
+            let Self { data, import, operation, device, .. } = self;
+            let copy = CopyTask { data, import, operation: *operation, device: *device };
             if let Err(e) = copy.run_chunk(chunk, copier) {
                 self.failure.lock().get_or_insert(e);
                 self.cancelled.store(true, SeqCst);
@@ -100,39 +102,39 @@ impl Job {
 }
 
 struct Queue {
-    jobs: Vec<Arc<Job>>,
+    jobs: Vec<Arc<CopyJob>>,
     threads: Vec<JoinHandle<()>>,
     closed: bool,
 }
 
-/// The copying threads of one engine and their queue.
-pub(super) struct Pool {
+/// The copy threads of one engine and their queue.
+pub(super) struct CopyPool {
     queue: Mutex<Queue>,
     wake: Condvar,
     /// Jobs in the queue, readable without the lock.
     pending: AtomicUsize,
-    /// Threads that copy now, the waiting callers among them; at most `limit`.
+    /// Threads that copy now, including callers; at most `limit`.
     active: AtomicUsize,
     limit: usize,
     pub copier: Copier,
-    pub done: SegQueue<Arc<Job>>,
-    /// Chunks that aren't copied yet.
+    pub done: SegQueue<Arc<CopyJob>>,
+    /// Chunks that are not copied yet.
     waiting: AtomicU64,
-    /// When the first copy ended that nobody was told of, in nanoseconds after `born`; 0 if there is none.
-    untold: AtomicU64,
-    /// Chunks of all of those.
-    untold_chunks: AtomicU64,
-    born: Instant,
+    /// When the first unreported copy ended, in nanoseconds after `started`; 0 if there is none.
+    unreported_since: AtomicU64,
+    /// Chunks of all unreported copies.
+    unreported_chunks: AtomicU64,
+    started: Instant,
     waker: Waker,
 }
 
-impl std::fmt::Debug for Pool {
+impl std::fmt::Debug for CopyPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Pool(limit {}, {:?})", self.limit, self.copier)
     }
 }
 
-impl Pool {
+impl CopyPool {
     pub fn new(limit: usize, waker: &Waker) -> Arc<Self> {
         Arc::new(Self {
             queue: Mutex::new(Queue { jobs: Vec::new(), threads: Vec::new(), closed: false }),
@@ -143,14 +145,14 @@ impl Pool {
             copier: Copier::default(),
             done: SegQueue::new(),
             waiting: AtomicU64::new(0),
-            untold: AtomicU64::new(0),
-            untold_chunks: AtomicU64::new(0),
-            born: Instant::now(),
+            unreported_since: AtomicU64::new(0),
+            unreported_chunks: AtomicU64::new(0),
+            started: Instant::now(),
             waker: waker.clone(),
         })
     }
 
-    pub fn submit(self: &Arc<Self>, job: Arc<Job>) {
+    pub fn submit(self: &Arc<Self>, job: Arc<CopyJob>) {
         let chunks = job.chunks as usize;
         let mut q = self.queue.lock();
         self.waiting.fetch_add(chunks as u64, SeqCst);
@@ -158,13 +160,14 @@ impl Pool {
         self.pending.store(q.jobs.len(), SeqCst);
         while q.threads.len() < self.limit {
             let pool = Arc::clone(self);
-            let thread =
-                std::thread::Builder::new().name("fabric-copy".into()).spawn(move || pool.serve());
+            let thread = std::thread::Builder::new()
+                .name("fabric-copy".into())
+                .spawn(move || pool.run_thread());
             match thread {
                 Ok(t) => q.threads.push(t),
                 Err(e) => {
-                    // Callers who wait, and the worker, copy as well.
-                    tracing::warn!(error = %e, "fewer copying threads than configured");
+                    // Callers that wait, and the worker, copy as well.
+                    tracing::warn!(error = %e, "can't start a copy thread; copying with fewer");
                     break;
                 }
             }
@@ -179,31 +182,31 @@ impl Pool {
         self.pending.load(SeqCst) > 0
     }
 
-    fn front(&self) -> Option<Arc<Job>> {
+    fn front(&self) -> Option<Arc<CopyJob>> {
         self.queue.lock().jobs.first().cloned()
     }
 
-    fn remove(&self, job: &Arc<Job>) {
+    fn remove(&self, job: &Arc<CopyJob>) {
         let mut q = self.queue.lock();
         q.jobs.retain(|j| !Arc::ptr_eq(j, job));
         self.pending.store(q.jobs.len(), SeqCst);
     }
 
-    /// Copies one chunk of the oldest job, unless enough threads are at it.
+    /// Copies one chunk of the oldest job, unless `limit` threads copy already.
     fn step(&self) -> bool {
         if self.active.fetch_add(1, SeqCst) >= self.limit {
             self.active.fetch_sub(1, SeqCst);
             return false;
         }
         let worked = self.front().is_some_and(|job| {
-            if job.takes_long() {
-                self.tell_at_once();
+            if job.may_block() {
+                self.notify_now();
             }
             let chunks = u64::from(job.chunks);
             match job.work(&self.copier) {
                 None => {
                     self.remove(&job);
-                    self.tell(0);
+                    self.notify(0);
                     true
                 }
                 Some(last) => {
@@ -212,7 +215,7 @@ impl Pool {
                         self.remove(&job);
                         self.done.push(job);
                     }
-                    self.tell(if last { chunks } else { 0 });
+                    self.notify(if last { chunks } else { 0 });
                     true
                 }
             }
@@ -221,39 +224,39 @@ impl Pool {
         worked
     }
 
-    /// Has the engine look at copies that have ended, of which this one had so many chunks. While others wait for their
-    /// turn, several are told of at once: that takes as long as copying a part of the next. As soon as fewer wait than
-    /// have ended it is less put off, so that who keeps a window of writes full has the time to.
-    fn tell(&self, ended: u64) {
-        if ended == 0 && self.untold.load(SeqCst) == 0 {
+    /// Notifies the engine of ended copies; this one had `ended` chunks. While more chunks wait,
+    /// several copies are reported together. Once fewer wait than have ended, the delay is shorter,
+    /// so that the group can refill its window of writes.
+    fn notify(&self, ended: u64) {
+        if ended == 0 && self.unreported_since.load(SeqCst) == 0 {
             return;
         }
-        let now = self.born.elapsed().as_nanos() as u64;
+        let now = self.started.elapsed().as_nanos() as u64;
         if ended > 0 {
-            self.untold_chunks.fetch_add(ended, SeqCst);
-            let _ = self.untold.compare_exchange(0, now.max(1), SeqCst, SeqCst);
+            self.unreported_chunks.fetch_add(ended, SeqCst);
+            let _ = self.unreported_since.compare_exchange(0, now.max(1), SeqCst, SeqCst);
         }
-        // Whoever finds that no chunk waits any more comes by here after it.
-        let first = self.untold.load(SeqCst);
+        // A thread that finds no waiting chunk passes here afterwards.
+        let first = self.unreported_since.load(SeqCst);
         if first == 0 {
             return;
         }
-        let more_waits = self.waiting.load(SeqCst) > self.untold_chunks.load(SeqCst);
-        let late = if more_waits { TELL_AFTER } else { TELL_SOON };
+        let more_waits = self.waiting.load(SeqCst) > self.unreported_chunks.load(SeqCst);
+        let late = if more_waits { NOTIFY_AFTER } else { NOTIFY_SOON };
         if !self.is_busy() || now.saturating_sub(first) >= late {
-            self.tell_at_once();
+            self.notify_now();
         }
     }
 
-    fn tell_at_once(&self) {
-        // In this order: chunks that end in between count for the next time.
-        self.untold_chunks.store(0, SeqCst);
-        if self.untold.swap(0, SeqCst) != 0 {
+    fn notify_now(&self) {
+        // In this order: chunks that end in between count for the next notification.
+        self.unreported_chunks.store(0, SeqCst);
+        if self.unreported_since.swap(0, SeqCst) != 0 {
             self.waker.act();
         }
     }
 
-    fn serve(&self) {
+    fn run_thread(&self) {
         loop {
             while self.is_busy() && self.step() {}
             let mut q = self.queue.lock();
@@ -262,7 +265,7 @@ impl Pool {
             }
             let enough = self.active.load(SeqCst) >= self.limit;
             if q.jobs.is_empty() || enough {
-                // When others are enough, look again now and then: a caller that helped may stop.
+                // If enough threads copy, check again now and then: a caller that helped may stop.
                 match q.jobs.is_empty() {
                     true => self.wake.wait(&mut q),
                     false => {
@@ -286,14 +289,14 @@ impl Pool {
         for t in threads {
             let _ = t.join();
         }
-        // Callers that wait for something may be in the middle of a chunk (MR-1).
+        // Callers that help may be in the middle of a chunk (MR-1).
         while self.active.load(SeqCst) > 0 {
             std::thread::yield_now();
         }
     }
 }
 
-impl Assist for Pool {
+impl Assist for CopyPool {
     #[inline]
     fn assist(&self) -> bool {
         self.is_busy() && self.step()
@@ -324,7 +327,7 @@ mod tests {
         (src, dst, import)
     }
 
-    fn copy(src: &[u8], import: &Arc<Import>, offset: usize, len: usize) -> Arc<Job> {
+    fn copy(src: &[u8], import: &Arc<Import>, offset: usize, len: usize) -> Arc<CopyJob> {
         let seq = Seq::Strided { offset: offset as u64, stride: 0 };
         let data = Data {
             local: LocalAddr(src.as_ptr() as usize),
@@ -336,48 +339,48 @@ mod tests {
             page_len: len as u64,
             pages: 1,
         };
-        let motion = (Motion::Copy(Direction::Out), None);
-        Job::new(data, Arc::clone(import), motion, (0, Token::default(), None))
+        let operation = (Operation::Copy(Direction::Out), None);
+        CopyJob::new(data, Arc::clone(import), operation, (0, Token::default(), None))
     }
 
     #[test]
-    fn the_end_of_a_small_copy_is_told_before_that_of_a_large_one_behind_it() {
+    fn a_small_copy_is_reported_before_a_large_one_behind_it() {
         const LARGE: usize = 64 << 20;
         let (src, _dst, import) = memory(LARGE + PAGE);
         let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
-        let pool = Pool::new(1, &waker);
+        let pool = CopyPool::new(1, &waker);
         let jobs = [copy(&src, &import, 0, PAGE), copy(&src, &import, PAGE, LARGE)];
         let large = Arc::clone(&jobs[1]);
         waker.set(move |_| tell.send(large.left.load(SeqCst)).unwrap());
-        // Both are there before the thread looks.
+        // Both jobs are queued before the thread runs.
         pool.active.fetch_add(1, SeqCst);
         jobs.into_iter().for_each(|job| pool.submit(job));
         pool.active.fetch_sub(1, SeqCst);
-        let left = told.recv_timeout(Duration::from_secs(20)).expect("nobody tells");
-        assert!(left > 16, "the end of the first was told with that of the last, or nearly");
+        let left = told.recv_timeout(Duration::from_secs(20)).expect("no notification");
+        assert!(left > 16, "the first copy was reported with the last");
         pool.close();
     }
 
     #[test]
-    fn ic_3_the_end_of_every_copy_is_told() {
+    fn ic_3_every_copy_is_reported() {
         let (src, dst, import) = memory(64 * PAGE);
         let (waker, (tell, told)) = (Waker::default(), mpsc::channel());
         waker.set(move |_| tell.send(()).unwrap());
-        let pool = Pool::new(2, &waker);
+        let pool = CopyPool::new(2, &waker);
         for round in 0..300u64 {
             let jobs = 1 + round % 64;
             for page in 0..jobs {
                 pool.submit(copy(&src, &import, page as usize * PAGE, PAGE));
             }
-            // As an engine: it looks when it is told to, and never else.
+            // Like an engine: it polls only after a notification.
             let mut over = 0;
             while over < jobs {
-                told.recv_timeout(Duration::from_secs(20)).expect("nobody tells");
+                told.recv_timeout(Duration::from_secs(20)).expect("no notification");
                 over += std::iter::from_fn(|| pool.done.pop()).count() as u64;
             }
         }
         pool.close();
-        // SAFETY: mapped for as long as `dst` lives, and nobody writes any more.
+        // SAFETY: mapped for as long as `dst` lives, and there is no writer any more.
         let arrived = unsafe { std::slice::from_raw_parts(dst.base() as *const u8, src.len()) };
         assert!(arrived == src);
     }

@@ -1,7 +1,7 @@
-//! Where things lie in a link's inbox: the memory that its consumer makes and its producer maps.
+//! Layout of a link's inbox, which the consumer creates and the producer maps.
 
 use super::{
-    messages::Place,
+    messages::RingLayout,
     raw::Map,
     ring::{Slot, Tail},
 };
@@ -15,8 +15,8 @@ const MESSAGE_BYTES: usize = 256 << 10;
 
 pub(super) const INBOX: usize = MESSAGES + MESSAGE_BYTES;
 
-pub(super) const MESSAGE_RING: Place =
-    Place { head: 256, tail: 512, waiting: 768, bytes: MESSAGES, capacity: MESSAGE_BYTES };
+pub(super) const MESSAGE_RING: RingLayout =
+    RingLayout { head: 256, tail: 512, waiting: 768, bytes: MESSAGES, capacity: MESSAGE_BYTES };
 
 #[inline]
 pub(super) fn counts(inbox: &Map) -> (&[Slot], &Tail) {

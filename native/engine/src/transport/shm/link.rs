@@ -1,4 +1,4 @@
-//! One connection to a process on this host: its handshake, its rings, what it has resolved.
+//! One connection to a process on this host: handshake state, rings, and resolved regions.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -7,12 +7,12 @@ use std::{
 };
 
 use super::{
-    bell::PeerBell,
-    control::{Control, Fds, Frame, Gone, Setup},
+    control_socket::{ControlSocket, Disconnected, Fds, Frame, LinkSetup},
+    doorbell::PeerDoorbell,
     imports::Imports,
-    jobs::Job,
+    jobs::CopyJob,
     layout::{counts, INBOX, MESSAGE_RING},
-    messages::{Fate, Receiver, Sender},
+    messages::{Receiver, SendResult, Sender},
     raw::Map,
     ring::{Consumer, Producer},
 };
@@ -27,80 +27,82 @@ use crate::{
     transport::handshake::{Acceptor, Initiator, Pending},
 };
 
-/// Regions that a link asks for at a time; work on further ones waits in the group. Half of what the owner answers
-/// without listening to us, so that two that ask each other always go on.
-pub(super) const MOST_ASKED: usize = super::control::MOST_OWED / 2;
+/// Regions that a link resolves at a time; work on further ones waits in the group. Half of the
+/// replies that an owner sends without reading, so that two links that resolve from each other
+/// never block.
+pub(super) const MAX_RESOLVING: usize = super::control_socket::MAX_PENDING_REPLIES / 2;
 
-/// How far the two have got with each other.
+/// State of the handshake.
 pub(super) enum Stage {
     AwaitHello,
     AwaitProof(Acceptor),
     AwaitWelcome(Initiator),
     AwaitAccepted(Pending),
     AwaitSetup(PeerIdentity),
-    Up(Box<Lines>),
+    Up(Box<Outbound>),
 }
 
-/// What a link that is up writes to.
-pub(super) struct Lines {
+/// The sending side of a link that is up.
+pub(super) struct Outbound {
     /// The peer's inbox.
     pub outbox: Map,
-    pub bell: PeerBell,
+    pub doorbell: PeerDoorbell,
     produce: Producer,
     sender: Sender,
-    /// The peer's process id if its memory can be written by the kernel, or why not.
+    /// The peer's process id if the kernel can write its memory, or why not.
     pub process: Result<i32, String>,
 }
 
 pub(super) struct Link {
     pub id: LinkId,
-    pub control: Control,
+    pub control: ControlSocket,
     pub stage: Stage,
-    /// Who it proved to be.
+    /// The proven peer.
     pub peer: Option<EngineId>,
     inbox: Map,
     consume: Consumer,
     receiver: Receiver,
     pub imports: Imports,
-    /// Work that waits for the owner's word on a region.
+    /// Work that waits for a region to be resolved.
     pub resolving: HashMap<RegionKey, Vec<(Token, WorkRequest)>>,
-    /// Work whose region is known but whose count found the ring full.
+    /// Work on resolved regions whose count found the ring full.
     pub deferred: VecDeque<(Token, WorkRequest)>,
-    /// Copies that are done and whose count found the ring full.
+    /// Finished copies whose count found the ring full.
     uncounted: VecDeque<(Token, Count)>,
-    /// A count found the ring full and was refused: whoever posts tries again after the next poll.
-    refused: bool,
-    /// Work whose count the peer may not have taken before it left.
-    unheard: Vec<Token>,
+    /// Whether a count was refused because the ring was full; the caller retries after the next
+    /// poll.
+    count_refused: bool,
+    /// Work whose count the peer may not have received before it left.
+    unacknowledged: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
-    pub jobs: Vec<Arc<Job>>,
-    /// Our regions that the peer may reach.
+    pub jobs: Vec<Arc<CopyJob>>,
+    /// Local regions that the peer may access.
     pub exported: HashSet<u32>,
     /// When the connection was made.
-    pub begun: Time,
-    /// The handshake, or a farewell, must be over by then.
+    pub connected_at: Time,
+    /// When the handshake must be over.
     pub deadline: Time,
-    /// On its way down; nothing new is posted.
+    /// The cause, once the link is closing; nothing new is posted then.
     pub closing: Option<DomainError>,
-    /// Nothing is taken from the peer any more.
-    pub deaf: bool,
-    /// The peer has been told that nothing of ours touches its memory any more (MR-1).
-    pub finished: bool,
-    /// `LinkDown` has been reported.
-    pub told: bool,
-    /// Nothing of the peer's touches our memory any more: its end of the connection has ended, which
-    /// a living peer has done last (MR-1).
-    pub gone: bool,
-    /// Goes to the peer with the setup.
+    /// Whether nothing is received from the peer any more.
+    pub receiving_stopped: bool,
+    /// Whether the peer was told that this side accesses its memory no more (MR-1).
+    pub send_closed: bool,
+    /// Whether `LinkDown` was reported.
+    pub down_reported: bool,
+    /// Whether the peer has closed its side of the connection, which a living peer does after its
+    /// last access to local memory (MR-1).
+    pub peer_closed: bool,
+    /// Sent to the peer with the setup.
     pub inbox_fd: Option<OwnedFd>,
 }
 
 impl Link {
     pub fn new(
         id: LinkId,
-        control: Control,
+        control: ControlSocket,
         stage: Stage,
-        (begun, deadline): (Time, Time),
+        (connected_at, deadline): (Time, Time),
     ) -> Result<Self, DomainError> {
         let (inbox, fd) = Map::create(INBOX)?;
         Ok(Self {
@@ -115,43 +117,43 @@ impl Link {
             resolving: HashMap::new(),
             deferred: VecDeque::new(),
             uncounted: VecDeque::new(),
-            refused: false,
-            unheard: Vec::new(),
+            count_refused: false,
+            unacknowledged: Vec::new(),
             sends: VecDeque::new(),
             jobs: Vec::new(),
             exported: HashSet::new(),
-            begun,
+            connected_at,
             deadline,
             closing: None,
-            deaf: false,
-            finished: false,
-            told: false,
-            gone: false,
+            receiving_stopped: false,
+            send_closed: false,
+            down_reported: false,
+            peer_closed: false,
             inbox_fd: Some(fd),
         })
     }
 
-    pub fn send(&mut self, frame: &Frame, fds: Fds) -> Result<(), Gone> {
+    pub fn send(&mut self, frame: &Frame, fds: Fds) -> Result<(), Disconnected> {
         self.control.send(frame.encode(), fds)
     }
 
-    /// As `send`, for what the peer has asked for.
-    pub fn reply(&mut self, frame: &Frame, fds: Fds) -> Result<(), Gone> {
+    /// Sends a frame that answers a request of the peer.
+    pub fn reply(&mut self, frame: &Frame, fds: Fds) -> Result<(), Disconnected> {
         self.control.reply(frame.encode(), fds)
     }
 
-    /// Takes the peer's setup: maps its inbox and bell, tries whether its memory can be reached.
-    pub fn bring_up(&mut self, setup: &Setup, fds: Fds) -> Result<(), DomainError> {
-        let [inbox, bell, event]: [OwnedFd; 3] = fds
+    /// Handles the peer's setup: maps its inbox and doorbell, and tests access to its memory.
+    pub fn open(&mut self, setup: &LinkSetup, fds: Fds) -> Result<(), DomainError> {
+        let [inbox, doorbell, event]: [OwnedFd; 3] = fds
             .into_iter()
             .collect::<Vec<_>>()
             .try_into()
             .map_err(|_| DomainError::Handshake("the setup lacks its descriptors".into()))?;
         let outbox = Map::import(std::os::fd::AsFd::as_fd(&inbox), INBOX)?;
         let process = probe(self.control.peer_pid(), setup);
-        self.stage = Stage::Up(Box::new(Lines {
+        self.stage = Stage::Up(Box::new(Outbound {
             outbox,
-            bell: PeerBell::import(bell, event)?,
+            doorbell: PeerDoorbell::import(doorbell, event)?,
             produce: Producer::new(),
             sender: Sender::new(MESSAGE_RING),
             process,
@@ -160,9 +162,9 @@ impl Link {
         Ok(())
     }
 
-    pub fn lines(&mut self) -> Option<&mut Lines> {
+    pub fn outbound(&mut self) -> Option<&mut Outbound> {
         match &mut self.stage {
-            Stage::Up(lines) if self.closing.is_none() => Some(lines),
+            Stage::Up(outbound) if self.closing.is_none() => Some(outbound),
             _ => None,
         }
     }
@@ -171,13 +173,14 @@ impl Link {
         matches!(self.stage, Stage::Up(_))
     }
 
-    /// Reports what has arrived in the rings; counts of one kind in a row become one.
+    /// Reports what has arrived in the rings. Consecutive counts with the same immediate are
+    /// merged.
     pub fn take_arrivals(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
-        let Stage::Up(lines) = &mut self.stage else { return false };
+        let Stage::Up(outbound) = &mut self.stage else { return false };
         let (slots, tail) = counts(&self.inbox);
-        let mut moved = false;
+        let mut progressed = false;
         let mut run: Option<Count> = None;
-        // Bounded, so that a busy writer can't keep this thread from everything else.
+        // Bounded, so that a busy writer can't occupy this thread.
         for _ in 0..1024 {
             let Some(count) = self.consume.pop(slots) else { break };
             match &mut run {
@@ -187,28 +190,28 @@ impl Link {
                 _ => out.extend(run.replace(count).map(Completion::Count)),
             }
             if self.consume.publish(slots, tail, false) {
-                lines.bell.ring();
+                outbound.doorbell.ring();
             }
         }
         if let Some(count) = run {
             out.push(Completion::Count(count));
-            moved = true;
+            progressed = true;
             if self.consume.is_empty(slots) && self.consume.publish(slots, tail, true) {
-                lines.bell.ring();
+                outbound.doorbell.ring();
             }
         }
-        moved | self.take_messages(room, out) | self.settle_sends(out)
+        progressed | self.take_messages(room, out) | self.report_sends(out)
     }
 
     fn take_messages(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
-        let Stage::Up(lines) = &mut self.stage else { return false };
-        let mut moved = false;
+        let Stage::Up(outbound) = &mut self.stage else { return false };
+        let mut progressed = false;
         while self.closing.is_none() {
             let len = match self.receiver.peek(&self.inbox) {
                 Ok(None) => break,
                 Ok(Some(len)) => len,
                 Err(_) => {
-                    let cause = "its message ring is corrupt";
+                    let cause = "the peer's message ring is corrupt";
                     self.closing = Some(DomainError::Handshake(cause.into()));
                     return true;
                 }
@@ -218,52 +221,54 @@ impl Link {
                 Admit::TooLong { .. } => self.receiver.refuse(&self.inbox, len),
                 Admit::Take => {
                     let message = self.receiver.pop(&self.inbox, len);
-                    // Reported one at a time: each takes its place in the pool before the next
-                    // asks for one.
+                    // One message per call: each takes its buffer of the pool before the next is
+                    // admitted.
                     out.push(Completion::Message { link: self.id, message });
-                    moved = true;
+                    progressed = true;
                     break;
                 }
             }
-            moved = true;
+            progressed = true;
         }
-        if moved && self.receiver.wakes_sender(&self.inbox) {
-            lines.bell.ring();
+        if progressed && self.receiver.wakes_sender(&self.inbox) {
+            outbound.doorbell.ring();
         }
-        moved
+        progressed
     }
 
-    fn settle_sends(&mut self, out: &mut Vec<Completion>) -> bool {
-        let Stage::Up(lines) = &mut self.stage else { return false };
-        let mut moved = false;
+    fn report_sends(&mut self, out: &mut Vec<Completion>) -> bool {
+        let Stage::Up(outbound) = &mut self.stage else { return false };
+        let mut progressed = false;
         while let Some((token, len)) = self.sends.front().copied() {
-            let Some(fate) = lines.sender.settle(&lines.outbox, len) else { break };
+            let Some(result) = outbound.sender.take_result(&outbound.outbox, len) else { break };
             self.sends.pop_front();
-            moved = true;
-            let result = match fate {
-                Fate::Taken => Ok(()),
-                Fate::TooLong => Err(DomainError::Refused(format!(
-                    "{len} bytes are more than its receive pool takes"
+            progressed = true;
+            let result = match result {
+                SendResult::Delivered => Ok(()),
+                SendResult::TooLong => Err(DomainError::Refused(format!(
+                    "the message of {len} bytes is longer than the peer's receive buffers"
                 ))),
             };
             out.push(Completion::Done { link: self.id, token, result });
         }
-        moved
+        progressed
     }
 
-    /// Whether a poll would find something; asked once more after the bell was armed.
+    /// Whether a poll would find something; checked again after the doorbell was armed.
     pub fn has_work(&mut self, room: &dyn Fn(usize) -> bool) -> bool {
         if !self.is_up() {
             return false;
         }
-        // Once its end was told, only the connection has something to say, or a device that stored until now.
-        if self.told {
-            return (self.gone || !self.finished) && !self.imports.is_entered();
+        // After `LinkDown` only the connection, or a device that stored until now, needs attention.
+        if self.down_reported {
+            return (self.peer_closed || !self.send_closed) && !self.imports.has_stores();
         }
         let (slots, _) = counts(&self.inbox);
-        // A link on its way down has its last word to say, or its end to tell; then its peer has.
-        let stores = self.imports.is_entered();
-        let ends = self.closing.is_some() && (!self.finished && !stores || self.deaf);
+        // A closing link still has to close its side, or report its end; then the peer closes its
+        // side.
+        let stores = self.imports.has_stores();
+        let ends =
+            self.closing.is_some() && (!self.send_closed && !stores || self.receiving_stopped);
         if !self.consume.is_empty(slots) || ends {
             return true;
         }
@@ -272,92 +277,95 @@ impl Link {
             Err(_) => return true,
             _ => {}
         }
-        let Stage::Up(lines) = &mut self.stage else { return false };
+        let Stage::Up(outbound) = &mut self.stage else { return false };
         let settles = self
             .sends
             .front()
-            .is_some_and(|(_, len)| lines.sender.ask_and_look(&lines.outbox, *len));
-        let refused = self.refused && self.closing.is_none();
-        let waits = refused || !self.uncounted.is_empty() || !self.deferred.is_empty();
-        let (slots, tail) = counts(&lines.outbox);
-        settles || (waits && lines.produce.has_room(slots, tail)) || self.imports.is_leaving()
+            .is_some_and(|(_, len)| outbound.sender.request_wake(&outbound.outbox, *len));
+        let count_refused = self.count_refused && self.closing.is_none();
+        let waits = count_refused || !self.uncounted.is_empty() || !self.deferred.is_empty();
+        let (slots, tail) = counts(&outbound.outbox);
+        settles
+            || (waits && outbound.produce.has_room(slots, tail))
+            || self.imports.has_releasable()
     }
 
-    /// Whether a count can be sent now; if not, the peer will ring when it can.
+    /// Whether a count can be sent now; if not, the peer rings once it can.
     #[inline]
     pub fn has_room(&mut self) -> bool {
         if !self.uncounted.is_empty() {
             return false;
         }
-        let Some(lines) = self.lines() else { return false };
-        let (slots, tail) = counts(&lines.outbox);
-        lines.produce.has_room(slots, tail)
+        let Some(outbound) = self.outbound() else { return false };
+        let (slots, tail) = counts(&outbound.outbox);
+        outbound.produce.has_room(slots, tail)
     }
 
-    /// Whether a count can be posted now; if not, the link has work as soon as one can (IC-4).
+    /// Whether a count can be posted now; if not, the link has work as soon as it can (IC-4).
     #[inline]
-    pub fn takes_count(&mut self) -> bool {
+    pub fn can_count(&mut self) -> bool {
         let takes = self.has_room();
-        self.refused |= !takes;
+        self.count_refused |= !takes;
         takes
     }
 
-    /// Whether there is room again for what was refused, which is tried again then.
-    pub fn take_refusal(&mut self) -> bool {
-        let again = self.refused && self.has_room();
-        self.refused &= !again;
+    /// Whether there is room again after a refusal; clears the refusal.
+    pub fn take_count_refusal(&mut self) -> bool {
+        let again = self.count_refused && self.has_room();
+        self.count_refused &= !again;
         again
     }
 
-    /// Sends a count; there must be room. False if its work is not over: the peer has left, perhaps
-    /// before it took the count, so the work ends with the link. Without `now`, `ring` is to follow.
+    /// Sends a count; there must be room. False if its work is not done: the peer has left, perhaps
+    /// before it received the count, so the work ends with the link. Without `now` the caller calls
+    /// `ring`.
     #[inline]
     pub fn push_count(&mut self, token: Token, count: Count, now: bool) -> bool {
-        let Stage::Up(lines) = &mut self.stage else { return false };
-        let (slots, tail) = counts(&lines.outbox);
-        lines.produce.push(slots, count);
+        let Stage::Up(outbound) = &mut self.stage else { return false };
+        let (slots, tail) = counts(&outbound.outbox);
+        outbound.produce.push(slots, count);
         match now {
             // Its fence is the one that `is_closed` needs.
-            true => lines.bell.ring(),
+            true => outbound.doorbell.ring(),
             false => fence(SeqCst),
         }
         if !Producer::is_closed(tail) {
             return true;
         }
-        self.unheard.push(token);
-        let cause = "its other end has left it".to_owned();
+        self.unacknowledged.push(token);
+        let cause = "the peer has closed the link".to_owned();
         self.closing.get_or_insert(DomainError::LinkDown(cause));
         false
     }
 
     /// Wakes the peer if it sleeps.
-    pub fn ring(&self) {
-        if let Stage::Up(lines) = &self.stage {
-            lines.bell.ring();
+    pub fn ring_doorbell(&self) {
+        if let Stage::Up(outbound) = &self.stage {
+            outbound.doorbell.ring();
         }
     }
 
-    /// Begins no more copies; those under way end with the chunk that they are at.
+    /// Cancels copies; those under way end after their current chunk.
     pub fn stop_copying(&self) {
         self.jobs.iter().for_each(|job| job.cancelled.store(true, SeqCst));
     }
 
-    /// Takes no more counts after those that are here already.
+    /// Receives no counts beyond those in the ring.
     pub fn stop_counting(&self) {
         Consumer::close(counts(&self.inbox).1);
     }
 
     pub fn push_message(&mut self, token: Token, message: &[u8]) -> bool {
-        let Some(lines) = self.lines() else { return false };
-        if !lines.sender.push(&lines.outbox, message) {
+        let Some(outbound) = self.outbound() else { return false };
+        if !outbound.sender.push(&outbound.outbox, message) {
             return false;
         }
-        lines.bell.ring();
+        outbound.doorbell.ring();
         self.sends.push_back((token, message.len()));
         true
     }
 
-    /// Counts a finished copy, now or as soon as the ring has room.
+    /// Counts a finished copy, now or once the ring has room.
     pub fn count_copy(&mut self, token: Token, count: Count, out: &mut Vec<Completion>) {
         if self.has_room() {
             if self.push_count(token, count, true) {
@@ -369,7 +377,7 @@ impl Link {
     }
 
     pub fn flush_counts(&mut self, out: &mut Vec<Completion>) -> bool {
-        let mut moved = false;
+        let mut progressed = false;
         while let Some((token, count)) = self.uncounted.pop_front() {
             if !self.has_room_for_next() {
                 self.uncounted.push_front((token, count));
@@ -378,39 +386,39 @@ impl Link {
             if self.push_count(token, count, true) {
                 out.push(Completion::Done { link: self.id, token, result: Ok(()) });
             }
-            moved = true;
+            progressed = true;
         }
-        moved
+        progressed
     }
 
     fn has_room_for_next(&mut self) -> bool {
-        let Some(lines) = self.lines() else { return false };
-        let (slots, tail) = counts(&lines.outbox);
-        lines.produce.has_room(slots, tail)
+        let Some(outbound) = self.outbound() else { return false };
+        let (slots, tail) = counts(&outbound.outbox);
+        outbound.produce.has_room(slots, tail)
     }
 
-    /// Every token that has not been completed, except those of copies still running.
+    /// Removes every token that is not completed, except those of running copies.
     pub fn abandon(&mut self) -> Vec<Token> {
         let resolving = std::mem::take(&mut self.resolving).into_values().flatten().map(|(t, _)| t);
         let deferred = std::mem::take(&mut self.deferred).into_iter().map(|(t, _)| t);
         let uncounted = std::mem::take(&mut self.uncounted).into_iter().map(|(t, _)| t);
         let sends = std::mem::take(&mut self.sends).into_iter().map(|(t, _)| t);
-        let unheard = std::mem::take(&mut self.unheard);
-        resolving.chain(deferred).chain(uncounted).chain(sends).chain(unheard).collect()
+        let unacknowledged = std::mem::take(&mut self.unacknowledged);
+        resolving.chain(deferred).chain(uncounted).chain(sends).chain(unacknowledged).collect()
     }
 }
 
-/// Whether the peer's memory can be reached by the kernel: reads a random value that only it knows.
-fn probe(pid: Option<i32>, setup: &Setup) -> Result<i32, String> {
-    let pid = pid.filter(|p| *p > 0).ok_or("it runs in another pid namespace")?;
+/// Tests whether the kernel can access the peer's memory: reads a random value that only it knows.
+fn probe(pid: Option<i32>, setup: &LinkSetup) -> Result<i32, String> {
+    let pid = pid.filter(|p| *p > 0).ok_or("the peer runs in another pid namespace")?;
     let mut seen = [0u8; 16];
-    let mut local = [super::raw::piece(seen.as_mut_ptr() as usize, 16)];
-    let mut remote = [super::raw::piece(setup.probe_addr as usize, 16)];
-    // SAFETY: the local piece is `seen`.
-    unsafe { super::raw::across(pid, super::raw::Direction::In, &mut local, &mut remote) }
+    let mut local = [super::raw::io_range(seen.as_mut_ptr() as usize, 16)];
+    let mut remote = [super::raw::io_range(setup.probe_addr as usize, 16)];
+    // SAFETY: the local range is `seen`.
+    unsafe { super::raw::process_vm_copy(pid, super::raw::Direction::In, &mut local, &mut remote) }
         .map_err(|e| format!("process_vm_readv: {e}"))?;
     match seen == setup.probe {
         true => Ok(pid),
-        false => Err("its process id means somebody else here".into()),
+        false => Err("its process id names another process here".into()),
     }
 }

@@ -1,25 +1,25 @@
-//! Same-host links: one copy straight into the peer's memory, then a record in a ring.
+//! Same-host links: one copy into the peer's memory, then a record in a ring.
 //!
-//! Who can shake hands over a Unix socket and map what comes with it is on this host; nothing is
-//! inferred from names. Memory that the engine allocated is mapped and copied to by this process;
-//! any other memory is reached by the kernel (process_vm_writev).
+//! A peer that completes a handshake over a Unix socket and maps the memory sent with it runs on
+//! this host; nothing is inferred from names. Memory that the engine allocated is mapped and copied
+//! to by this process; the kernel copies to other memory (process_vm_writev).
 
-mod bell;
-mod control;
+mod close;
+mod control_plane;
+mod control_socket;
 mod copies;
-mod farewell;
+mod doorbell;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod imports;
 mod jobs;
 mod layout;
 mod link;
+#[cfg(test)]
+mod link_tests;
 mod messages;
 mod raw;
 mod ring;
-mod serve;
-#[cfg(test)]
-mod serve_tests;
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -48,52 +48,52 @@ use crate::{
     },
     wake::Waker,
 };
-use bell::OwnBell;
-use control::Frame;
-use copies::{Copy, Motion};
+use control_socket::Frame;
+use copies::{CopyTask, Operation};
+use doorbell::Doorbell;
 use imports::Import;
-use jobs::{Job, Pool};
+use jobs::{CopyJob, CopyPool};
 use link::{Link, Stage};
 use raw::Direction;
 
-/// How often a thread that polls the rings looks at the sockets as well.
-const LOOK_EVERY: Duration = Duration::from_micros(20);
-/// How long a handshake or a farewell may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Interval at which a thread that polls the rings polls the sockets too.
+const SOCKET_POLL_INTERVAL: Duration = Duration::from_micros(20);
+/// Time that a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
-const BELL: u64 = u64::MAX - 1;
+const DOORBELL: u64 = u64::MAX - 1;
 
-/// See the module.
+/// The shm transport; see the module.
 pub struct ShmDomain {
     /// Shm, or CudaIpc: the same links, over which GPU memory is mapped as well.
     kind: TransportKind,
     credentials: Credentials,
     log: LogLimit,
-    /// None once the engine is closed: who tries then is turned away at once.
+    /// `None` once the engine is closed, so that new connections are refused at once.
     listener: Option<Listener>,
     epoll: OwnedFd,
-    bell: OwnBell,
+    doorbell: Doorbell,
     links: Slab<Link>,
     /// Upper half of link ids, so that no id is used twice.
-    lives: u32,
+    generation: u32,
     book: RegionBook,
-    /// Regions on their way out, and the links that have not let go of them.
+    /// Regions being deregistered, and the links that still hold them.
     retiring: HashMap<u32, HashSet<LinkId>>,
-    pool: Arc<Pool>,
+    pool: Arc<CopyPool>,
     waker: Waker,
     inline_bytes: u64,
     inline_left: u64,
-    /// A request is being posted: its peers are woken when all of it is.
-    holding: bool,
-    /// Whom to wake then.
-    held: SmallVec<[LinkId; 4]>,
-    /// Something to be reported at the next poll.
-    news: Vec<Completion>,
-    /// Whispers that nobody has taken yet.
-    whispers: VecDeque<(LinkId, Vec<u8>)>,
-    look_at: Time,
-    /// Read by peers to find out whether they can reach this process's memory.
+    /// Whether a request is being posted. Its peers are woken after all of it is posted.
+    batching: bool,
+    /// Links whose peers are woken then.
+    to_wake: SmallVec<[LinkId; 4]>,
+    /// Completions to report at the next poll.
+    completions: Vec<Completion>,
+    /// Control messages that were received and not taken yet.
+    control_messages: VecDeque<(LinkId, Vec<u8>)>,
+    poll_sockets_at: Time,
+    /// Peers read it to find out whether they can access this process's memory.
     probe: Box<[u8; 16]>,
     /// Whether the message pool has room, as of the last poll.
     room_for: usize,
@@ -112,13 +112,18 @@ impl ShmDomain {
         config: &EngineConfig,
         waker: &Waker,
     ) -> Result<Self, DomainError> {
-        let listener = control::listen(&control::socket_name(kind, &id))?;
-        let bell = OwnBell::new()?;
+        let listener = control_socket::listen(&control_socket::socket_name(kind, &id))?;
+        let doorbell = Doorbell::new()?;
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
         let listener = Listener::new(listener, LISTENER, &epoll)?;
-        epoll::add(&epoll, &bell.event, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)
-            .map_err(DomainError::io("epoll_ctl"))?;
+        epoll::add(
+            &epoll,
+            &doorbell.event,
+            epoll::EventData::new_u64(DOORBELL),
+            epoll::EventFlags::IN,
+        )
+        .map_err(DomainError::io("epoll_ctl"))?;
         if !config.stage_foreign {
             raw::admit_peers();
         }
@@ -134,20 +139,20 @@ impl ShmDomain {
             ),
             listener: Some(listener),
             epoll,
-            bell,
+            doorbell,
             links: Slab::new(),
-            lives: 0,
+            generation: 0,
             book: RegionBook::default(),
             retiring: HashMap::new(),
-            pool: Pool::new(config.copy_threads, waker),
+            pool: CopyPool::new(config.copy_threads, waker),
             waker: waker.clone(),
             inline_bytes: config.inline_bytes,
             inline_left: config.inline_bytes,
-            holding: false,
-            held: SmallVec::new(),
-            news: Vec::new(),
-            whispers: VecDeque::new(),
-            look_at: Time(0),
+            batching: false,
+            to_wake: SmallVec::new(),
+            completions: Vec::new(),
+            control_messages: VecDeque::new(),
+            poll_sockets_at: Time(0),
             probe,
             room_for: 0,
         })
@@ -162,7 +167,7 @@ impl ShmDomain {
         self.links.get_mut(Self::slot(id)).filter(|l| l.id == id)
     }
 
-    /// Whether every piece lies inside the region, by the owner's own word (MR-3).
+    /// Checks that all pages lie inside the region, by its owner's descriptor (MR-3).
     fn check(data: &Data, import: &Import) -> Result<(), DomainError> {
         let last = match &data.remote_seq {
             Seq::Strided { .. } => Some(data.remote_seq.nth(data.pages.saturating_sub(1))),
@@ -179,41 +184,41 @@ impl ShmDomain {
         }
     }
 
-    /// Moves data if its region is known; asks for the region otherwise.
+    /// Copies data if its region is resolved; otherwise resolves the region first.
     fn post_data(
         &mut self,
         id: LinkId,
         token: Token,
         wr: &WorkRequest,
     ) -> Result<Post, DomainError> {
-        let (data, count, motion) = match wr {
-            WorkRequest::Write { data, count } => (data, *count, Motion::Copy(Direction::Out)),
-            WorkRequest::Read { data } => (data, None, Motion::Copy(Direction::In)),
-            WorkRequest::Prepare { data } => (data, None, Motion::Touch),
+        let (data, count, operation) = match wr {
+            WorkRequest::Write { data, count } => (data, *count, Operation::Copy(Direction::Out)),
+            WorkRequest::Read { data } => (data, None, Operation::Copy(Direction::In)),
+            WorkRequest::Prepare { data } => (data, None, Operation::Populate),
             WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
         };
-        // Processors can't copy GPU memory, and whoever waits for a copy engine had better be a thread
-        // of the pool.
+        // CPUs can't copy GPU memory, and a pool thread should be the one that waits for a copy
+        // engine.
         let device = self.book.get(data.local_region).and_then(|r| r.location.cuda());
         let device = device.map(|range| range.device);
-        let by_engine = device.is_some() || data.remote.nature().is_device();
-        let inline = !by_engine && data.bytes() <= self.inline_left;
+        let copy_by_engine = device.is_some() || data.remote.nature().is_device();
+        let inline = !copy_by_engine && data.bytes() <= self.inline_left;
         let (pool, links) = (&self.pool, &mut self.links);
         let link = &mut links[Self::slot(id)];
         if link.imports.get(data.remote).is_none() {
             let known = link.resolving.contains_key(&data.remote);
-            if !known && link.resolving.len() >= link::MOST_ASKED {
+            if !known && link.resolving.len() >= link::MAX_RESOLVING {
                 return Ok(Post::Full);
             }
             let waiting = link.resolving.entry(data.remote).or_default();
             waiting.push((token, wr.clone()));
             if waiting.len() == 1 {
                 let _ = link.send(&Frame::Resolve(data.remote), smallvec![]);
-                self.watch(id);
+                self.update_interest(id);
             }
             return Ok(Post::Queued);
         }
-        if count.is_some() && !link.takes_count() {
+        if count.is_some() && !link.can_count() {
             return Ok(Post::Full);
         }
         let Some(import) = link.imports.get(data.remote) else {
@@ -221,7 +226,7 @@ impl ShmDomain {
         };
         Self::check(data, import)?;
         if inline {
-            Copy { data, import, motion, device }.run(&pool.copier)?;
+            CopyTask { data, import, operation, device }.run(&pool.copier)?;
             self.inline_left -= data.bytes();
             return Ok(match count {
                 Some(count) => self.post_count(id, token, count),
@@ -229,20 +234,20 @@ impl ShmDomain {
             });
         }
         let import = Arc::clone(import);
-        let job = Job::new(data.clone(), import, (motion, device), (id, token, count));
+        let job = CopyJob::new(data.clone(), import, (operation, device), (id, token, count));
         link.jobs.push(Arc::clone(&job));
         pool.submit(job);
         Ok(Post::Queued)
     }
 
-    /// Sends a count of a link that has room for it.
+    /// Sends a count on a link that has room for it.
     #[inline]
     fn post_count(&mut self, id: LinkId, token: Token, count: Count) -> Post {
-        let holding = self.holding;
+        let batching = self.batching;
         let Some(link) = self.link(id) else { return Post::Full };
-        let over = link.push_count(token, count, !holding);
-        if holding && self.held.last() != Some(&id) {
-            self.held.push(id);
+        let over = link.push_count(token, count, !batching);
+        if batching && self.to_wake.last() != Some(&id) {
+            self.to_wake.push(id);
         }
         match over {
             true => Post::Done,
@@ -250,9 +255,9 @@ impl ShmDomain {
         }
     }
 
-    /// Reports a copy that has ended. On a link that goes down its chunks may have been left out, so
-    /// that it has failed whatever it says (RS-1).
-    fn finish_job(&mut self, job: &Arc<Job>, out: &mut Vec<Completion>) {
+    /// Reports a copy that has ended. On a closing link chunks may have been skipped, so it counts
+    /// as failed whatever its result (RS-1).
+    fn finish_job(&mut self, job: &Arc<CopyJob>, out: &mut Vec<Completion>) {
         let Some(link) = self.link(job.link) else { return };
         link.jobs.retain(|j| !Arc::ptr_eq(j, job));
         let (link_id, token) = (link.id, job.token);
@@ -268,7 +273,7 @@ impl ShmDomain {
 
     /// Retries work that waited for room in the ring.
     fn retry_deferred(&mut self, id: LinkId, out: &mut Vec<Completion>) -> bool {
-        let mut moved = false;
+        let mut progressed = false;
         while let Some((token, wr)) = self.link(id).and_then(|l| l.deferred.pop_front()) {
             let done = match self.post_data(id, token, &wr) {
                 Ok(Post::Full) => {
@@ -281,10 +286,10 @@ impl ShmDomain {
                 Ok(Post::Done) => Some(Ok(())),
                 Err(e) => Some(Err(e)),
             };
-            moved = true;
+            progressed = true;
             out.extend(done.map(|result| Completion::Done { link: id, token, result }));
         }
-        moved
+        progressed
     }
 }
 
@@ -330,7 +335,7 @@ impl Domain for ShmDomain {
         if holders.is_empty() {
             return Quiet::Now;
         }
-        holders.iter().for_each(|id| self.watch(*id));
+        holders.iter().for_each(|id| self.update_interest(*id));
         self.retiring.insert(index, holders);
         Quiet::Later
     }
@@ -347,7 +352,7 @@ impl Domain for ShmDomain {
         };
         link.imports.aperture(key, by, move || {
             waker.wake();
-            farewell::end_what_is_over();
+            close::finish_closed_links();
         })
     }
 
@@ -364,13 +369,13 @@ impl Domain for ShmDomain {
         peer: &EngineAddress,
         _endpoint: usize,
     ) -> Result<LinkId, DomainError> {
-        self.begin(now, peer)
+        self.start_connect(now, peer)
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         let reason = cause.to_owned();
         if let Some(l) = self.link(link) {
-            let _ = l.send(&Frame::Bye { reason: reason.clone() }, smallvec![]);
+            let _ = l.send(&Frame::Close { reason: reason.clone() }, smallvec![]);
             l.closing = Some(DomainError::LinkDown(reason));
             l.stop_copying();
         }
@@ -378,14 +383,14 @@ impl Domain for ShmDomain {
 
     fn begin_request(&mut self) {
         self.inline_left = self.inline_bytes;
-        self.holding = true;
+        self.batching = true;
     }
 
     fn flush(&mut self) {
-        self.holding = false;
-        for id in std::mem::take(&mut self.held) {
+        self.batching = false;
+        for id in std::mem::take(&mut self.to_wake) {
             if let Some(link) = self.link(id) {
-                link.ring();
+                link.ring_doorbell();
             }
         }
     }
@@ -400,7 +405,7 @@ impl Domain for ShmDomain {
                 self.post_data(id, token, wr)
             }
             WorkRequest::Count(count) => {
-                if !link.takes_count() {
+                if !link.can_count() {
                     return Ok(Post::Full);
                 }
                 Ok(self.post_count(id, token, *count))
@@ -414,43 +419,45 @@ impl Domain for ShmDomain {
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let before = out.len();
-        out.append(&mut self.news);
-        let mut moved = out.len() > before;
+        out.append(&mut self.completions);
+        let mut progressed = out.len() > before;
         self.room_for = match room.admit(1) {
             crate::domain::Admit::Wait => 0,
             _ => usize::MAX,
         };
         while let Some(job) = self.pool.done.pop() {
-            moved = true;
+            progressed = true;
             self.finish_job(&job, out);
         }
         for slot in 0..self.links.capacity() {
-            let open = |l: &&mut Link| l.is_up() && !l.deaf;
+            let open = |l: &&mut Link| l.is_up() && !l.receiving_stopped;
             let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
-            moved |= link.take_arrivals(room, out) | link.flush_counts(out);
+            progressed |= link.take_arrivals(room, out) | link.flush_counts(out);
             let id = link.id;
             if !link.deferred.is_empty() {
-                moved |= self.retry_deferred(id, out);
+                progressed |= self.retry_deferred(id, out);
             }
-            moved |= self.link(id).is_some_and(Link::take_refusal);
+            progressed |= self.link(id).is_some_and(Link::take_count_refusal);
         }
-        if now >= self.look_at {
-            self.look_at = now.after(LOOK_EVERY);
-            moved |= self.look(now, out);
+        if now >= self.poll_sockets_at {
+            self.poll_sockets_at = now.after(SOCKET_POLL_INTERVAL);
+            progressed |= self.poll_sockets(now, out);
         }
-        moved
+        progressed
     }
 
     fn arm(&mut self) -> bool {
-        self.bell.arm();
+        self.doorbell.arm();
         let room_for = self.room_for;
-        let busy = !self.pool.done.is_empty() || !self.news.is_empty() || !self.whispers.is_empty();
+        let busy = !self.pool.done.is_empty()
+            || !self.completions.is_empty()
+            || !self.control_messages.is_empty();
         !busy && !self.links.iter_mut().any(|(_, l)| l.has_work(&|_| room_for > 0))
     }
 
     fn disarm(&mut self) {
-        self.bell.disarm();
-        self.look_at = Time(0);
+        self.doorbell.disarm();
+        self.poll_sockets_at = Time(0);
     }
 
     fn wake_fds(&self) -> WakeFds {
@@ -469,19 +476,19 @@ impl Domain for ShmDomain {
     fn describe(&self, id: LinkId) -> String {
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
         let said = match link.map(|l| &l.stage) {
-            Some(Stage::Up(lines)) => match &lines.process {
+            Some(Stage::Up(outbound)) => match &outbound.process {
                 Ok(pid) => format!(
-                    "memory of the engine is mapped, other memory goes by process_vm_writev to \
-                     process {pid}"
+                    "engine memory is mapped; other memory is copied by process_vm_writev to process \
+                    {pid}"
                 ),
                 Err(why) => {
-                    format!("memory of the engine is mapped, other memory can't be reached: {why}")
+                    format!("engine memory is mapped; other memory can't be accessed: {why}")
                 }
             },
             _ => return "connecting".into(),
         };
         match self.kind {
-            TransportKind::CudaIpc => format!("GPU memory goes by the copy engine, {said}"),
+            TransportKind::CudaIpc => format!("the copy engine copies GPU memory; {said}"),
             _ => said,
         }
     }
@@ -489,7 +496,7 @@ impl Domain for ShmDomain {
     fn close(&mut self) {
         self.listener = None;
         self.pool.close();
-        self.say_goodbye();
+        self.close_links();
     }
 }
 
@@ -505,15 +512,14 @@ impl Whispers for ShmDomain {
 
     fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
         if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
-            // If the other end is gone, the socket says so soon.
-            // Most answer what the peer has whispered.
-            let _ = link.reply(&Frame::Whisper(frame), smallvec![]);
-            self.watch(id);
+            // If the peer is gone, the socket reports it soon. Most control messages are answers.
+            let _ = link.reply(&Frame::ControlMessage(frame), smallvec![]);
+            self.update_interest(id);
         }
     }
 
     fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {
-        self.whispers.pop_front()
+        self.control_messages.pop_front()
     }
 
     fn reaches(&self, nature: Nature) -> bool {

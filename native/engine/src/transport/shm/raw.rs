@@ -1,4 +1,4 @@
-//! The unsafe half of the shm transport: shared mappings and other processes' memory.
+//! Unsafe code of the shm transport: shared mappings and other processes' memory.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -22,7 +22,8 @@ pub(super) struct Map {
 }
 
 impl Map {
-    /// New shared memory of `len` bytes (a multiple of the page size), all zero, and its descriptor.
+    /// Creates `len` bytes of zeroed shared memory (a multiple of the page size), and its
+    /// descriptor.
     pub fn create(len: usize) -> Result<(Self, OwnedFd), DomainError> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create(c"fabric-ray-link", flags)
@@ -33,7 +34,7 @@ impl Map {
         Ok((Self::attach(fd.as_fd(), len)?, fd))
     }
 
-    /// Maps what a peer sent. It must be sealed against shrinking, or the peer could end this
+    /// Maps a peer's memory. It must be sealed against shrinking, or the peer could kill this
     /// process with a SIGBUS.
     pub fn import(fd: BorrowedFd<'_>, len: usize) -> Result<Self, DomainError> {
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
@@ -43,7 +44,7 @@ impl Map {
                 "the peer's shared memory is too small or not sealed".into(),
             ));
         }
-        // Mappings of huge pages from a pool have other lengths than those asked for.
+        // Mappings of hugetlb files have other lengths than requested.
         let kind = rustix::fs::fstatfs(fd).map_err(DomainError::io("fstatfs"))?.f_type;
         if kind == libc::HUGETLBFS_MAGIC {
             return Err(DomainError::Handshake(
@@ -69,7 +70,7 @@ impl Map {
     /// `n` consecutive values of a type at `offset`.
     ///
     /// # Safety
-    /// `T` must be valid for any bytes and made of atomics, because a peer writes here.
+    /// `T` must be valid for any bytes and consist of atomics, because a peer writes here.
     unsafe fn view<T>(&self, offset: usize, n: usize) -> &[T] {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + n * size_of::<T>() <= self.len);
         // SAFETY: in bounds and aligned as asserted; lives as long as the mapping.
@@ -86,7 +87,7 @@ impl Map {
         unsafe { &self.view(offset, 1)[0] }
     }
 
-    /// A word that peers signal over.
+    /// A word that peers signal through.
     #[cfg(not(loom))]
     pub fn shared_word(&self, offset: usize) -> &AtomicU32 {
         self.u32_at(offset)
@@ -119,12 +120,12 @@ impl Map {
         unreachable!("loom checks protocols in ordinary memory")
     }
 
-    /// Copies out of the shared memory. A peer that writes at the same time spoils only its own
+    /// Copies out of the shared memory. A peer that writes at the same time damages only its own
     /// message.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         assert!(offset + out.len() <= self.len);
         let from = (self.base + offset) as *const u8;
-        // SAFETY: in bounds as asserted; `out` is ours, so they don't overlap.
+        // SAFETY: in bounds as asserted; `out` is a local buffer, so they don't overlap.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) }
     }
 
@@ -143,46 +144,45 @@ impl Drop for Map {
     }
 }
 
-/// One piece of memory, here or in another process.
-pub(super) type Piece = libc::iovec;
+/// A range of memory in this or another process.
+pub(super) type IoRange = libc::iovec;
 
-pub(super) fn piece(addr: usize, len: usize) -> Piece {
-    Piece { iov_base: addr as *mut _, iov_len: len }
+pub(super) fn io_range(addr: usize, len: usize) -> IoRange {
+    IoRange { iov_base: addr as *mut _, iov_len: len }
 }
 
-/// Which way bytes go between this process and another.
+/// Direction of a copy between this process and another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     Out,
     In,
 }
 
-/// Lets processes of the same user reach this one's memory where the Yama module would only let
-/// its parent (`kernel.yama.ptrace_scope` 1, as on desktop distributions). Which processes will
-/// write here isn't known before they ask, and only one can be named at a time.
+/// Lets processes of the same user access this one's memory where Yama allows only its parent
+/// (`kernel.yama.ptrace_scope` 1, as on desktop distributions). The processes are unknown in
+/// advance, and Yama accepts one name at a time, so any is allowed.
 pub(super) fn admit_peers() {
     const ANY: libc::c_ulong = libc::c_ulong::MAX;
     // SAFETY: takes two numbers. Without Yama it fails, and isn't needed.
     unsafe { libc::prctl(libc::PR_SET_PTRACER, ANY) };
 }
 
-/// Moves the bytes of `local` to or from `remote` of process `pid`, completely (process_vm_writev,
-/// process_vm_readv). Both lists describe equally many bytes, in at most IOV_MAX pieces each.
-///
+/// Copies all bytes of `local` to or from `remote` in process `pid` (process_vm_writev,
+/// process_vm_readv). Both lists have the same number of bytes, in at most IOV_MAX ranges each.
 /// # Safety
-/// The local pieces must be memory that may be read or written now.
-pub(super) unsafe fn across(
+/// The local ranges must be memory that may be read or written now.
+pub(super) unsafe fn process_vm_copy(
     pid: i32,
     direction: Direction,
-    local: &mut [Piece],
-    remote: &mut [Piece],
+    local: &mut [IoRange],
+    remote: &mut [IoRange],
 ) -> Result<(), Errno> {
     let (mut local, mut remote) = (local, remote);
     while !local.is_empty() {
         let (l, ln) = (local.as_ptr(), local.len() as libc::c_ulong);
         let (r, rn) = (remote.as_ptr(), remote.len() as libc::c_ulong);
-        // SAFETY: the lists are valid; the caller vouches for the local memory, and the kernel
-        // checks the remote.
+        // SAFETY: the lists are valid; the local memory is valid by this function's contract, and
+        // the kernel checks the remote.
         let n = unsafe {
             match direction {
                 Direction::Out => libc::process_vm_writev(pid, l, ln, r, rn, 0),
@@ -202,7 +202,7 @@ pub(super) unsafe fn across(
 }
 
 /// Drops the first `n` bytes of a list.
-fn advance(mut pieces: &mut [Piece], mut n: usize) -> &mut [Piece] {
+fn advance(mut pieces: &mut [IoRange], mut n: usize) -> &mut [IoRange] {
     while let Some(first) = pieces.first_mut() {
         if first.iov_len > n {
             first.iov_base = (first.iov_base as usize + n) as *mut _;
@@ -220,18 +220,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_cross_in_both_directions_in_many_pieces() {
+    fn bytes_are_copied_in_both_directions_in_many_ranges() {
         let pid = std::process::id() as i32;
         let src: Vec<u8> = (0..5000).map(|i| i as u8).collect();
         for direction in [Direction::Out, Direction::In] {
             let mut dst = vec![0u8; 5000];
-            let cut = |base: usize, sizes: &[usize]| -> Vec<Piece> {
+            let cut = |base: usize, sizes: &[usize]| -> Vec<IoRange> {
                 let mut at = base;
                 sizes
                     .iter()
                     .map(|n| {
                         at += n;
-                        piece(at - n, *n)
+                        io_range(at - n, *n)
                     })
                     .collect()
             };
@@ -241,13 +241,16 @@ mod tests {
                 Direction::Out => (&mut a, &mut b),
                 Direction::In => (&mut b, &mut a),
             };
-            // SAFETY: all pieces lie in the two vectors.
-            unsafe { across(pid, direction, local, remote) }.unwrap();
+            // SAFETY: all ranges lie in the two vectors.
+            unsafe { process_vm_copy(pid, direction, local, remote) }.unwrap();
             assert_eq!(src, dst);
         }
-        let (mut a, mut b) = ([piece(src.as_ptr() as usize, 8)], [piece(8, 8)]);
-        // SAFETY: the local piece lies in a vector; the remote one does not exist.
-        assert_eq!(unsafe { across(pid, Direction::Out, &mut a, &mut b) }, Err(Errno::FAULT));
+        let (mut a, mut b) = ([io_range(src.as_ptr() as usize, 8)], [io_range(8, 8)]);
+        // SAFETY: the local range lies in a vector; the remote one does not exist.
+        assert_eq!(
+            unsafe { process_vm_copy(pid, Direction::Out, &mut a, &mut b) },
+            Err(Errno::FAULT)
+        );
     }
 
     #[test]
@@ -256,7 +259,7 @@ mod tests {
         rustix::fs::ftruncate(&fd, 4096).unwrap();
         assert!(matches!(Map::import(fd.as_fd(), 4096), Err(DomainError::Handshake(_))));
         let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
-        // It needs no huge page while nobody touches it.
+        // It uses no huge page unless touched.
         if let Ok(fd) = rustix::fs::memfd_create(c"t", flags) {
             rustix::fs::ftruncate(&fd, 4 << 20).unwrap();
             rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();

@@ -1,9 +1,9 @@
-//! The ring that carries counts from a writer to its peer: one producer, one consumer, in memory
-//! that both map.
+//! The ring of counts from a writer to its peer: one producer, one consumer, in memory that both
+//! map.
 //!
-//! A record is valid when its sequence word has the value that its place and lap call for, so that
-//! the consumer looks at one cache line and the producer never waits for an index to travel. The
-//! other side is not trusted with more than the records: every index here is a local copy.
+//! A record is valid when its sequence word matches its index and lap. So the consumer reads one
+//! cache line, and the producer never waits for an index. The other side is trusted with the
+//! records only: every index here is a local copy.
 
 use crate::{
     domain::Count,
@@ -24,19 +24,19 @@ pub(super) struct Slot {
     sequence: AtomicU64,
 }
 
-/// What the consumer tells the producer.
+/// The consumer's state, as the producer sees it.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(super) struct Tail {
-    /// Records consumed so far.
+    /// Number of records consumed.
     consumed: AtomicU64,
-    /// The producer found the ring full and wants to be woken.
+    /// Whether the producer found the ring full and wants to be woken.
     stalled: AtomicU32,
-    /// The consumer takes nothing more.
+    /// Whether the consumer has left.
     closed: AtomicU32,
 }
 
-/// A ring in ordinary memory.
+/// A ring in private memory.
 #[cfg(test)]
 pub(super) fn memory(n: usize) -> (Box<[Slot]>, Tail) {
     let slot = || Slot { count: AtomicU64::new(0), sequence: AtomicU64::new(0) };
@@ -48,7 +48,7 @@ pub(super) fn memory(n: usize) -> (Box<[Slot]>, Tail) {
 #[derive(Debug)]
 pub(super) struct Producer {
     next: u64,
-    /// The consumer's progress as last seen.
+    /// The consumer's progress when last read.
     consumed: u64,
 }
 
@@ -57,7 +57,7 @@ impl Producer {
         Self { next: 0, consumed: 0 }
     }
 
-    /// Whether a record fits. If not, the consumer will wake us when one does.
+    /// Whether a record fits. If not, the consumer wakes the producer once one does.
     #[inline]
     pub fn has_room(&mut self, slots: &[Slot], tail: &Tail) -> bool {
         let capacity = slots.len() as u64;
@@ -70,18 +70,18 @@ impl Producer {
         }
         tail.stalled.store(1, SeqCst);
         total_order();
-        // The consumer may have made room before it could see that we stalled.
+        // The consumer may have made room before it saw `stalled`.
         self.see(tail);
         self.next - self.consumed < capacity
     }
 
     fn see(&mut self, tail: &Tail) {
-        // A hostile value may neither run ahead of us nor go back.
+        // A hostile value may neither overtake `next` nor go back.
         self.consumed = tail.consumed.load(SeqCst).clamp(self.consumed, self.next);
     }
 
-    /// Publishes a record: whatever this thread stored before is visible to who reads it (IC-2).
-    /// The ring must have room.
+    /// Publishes a record. A consumer that reads it sees everything that this thread stored before
+    /// (IC-2). The ring must have room.
     #[inline]
     pub fn push(&mut self, slots: &[Slot], count: Count) {
         let slot = &slots[(self.next % slots.len() as u64) as usize];
@@ -90,8 +90,8 @@ impl Producer {
         slot.sequence.store(self.next, Release);
     }
 
-    /// Whether the consumer may have left before it took what was pushed last. What it hasn't seen
-    /// of that by then, it never will; a fence must lie between the push and this (IC-4).
+    /// Whether the consumer may have left before it took the last records; it never takes those
+    /// that it has not seen by then. A fence must lie between the push and this call (IC-4).
     #[inline]
     pub fn is_closed(tail: &Tail) -> bool {
         tail.closed.load(SeqCst) != 0
@@ -126,13 +126,13 @@ impl Consumer {
         Some(Count { imm: raw as u32, n: (raw >> 32) as u32 })
     }
 
-    /// The consumer leaves: whoever pushes from now on sees that. It must look once more after this.
+    /// The consumer leaves; later pushes see that. It must read the ring once more after this.
     pub fn close(tail: &Tail) {
         tail.closed.store(1, SeqCst);
         total_order();
     }
 
-    /// Gives consumed places back; true if the producer stalled and must be woken.
+    /// Releases consumed slots; true if the producer stalled and must be woken.
     #[inline]
     pub fn publish(&mut self, slots: &[Slot], tail: &Tail, all: bool) -> bool {
         let behind = self.next - self.published;
@@ -204,9 +204,9 @@ mod loom_tests {
     fn ic_2_a_popped_record_comes_after_the_bytes_and_no_stall_is_lost() {
         loom::model(|| {
             let shared = Arc::new((memory(2), AtomicU64::new(0)));
-            let theirs = Arc::clone(&shared);
+            let peer_link = Arc::clone(&shared);
             let producer = thread::spawn(move || {
-                let ((slots, tail), data) = &*theirs;
+                let ((slots, tail), data) = &*peer_link;
                 let mut p = Producer::new();
                 let mut stalled = false;
                 for i in 1..=3u32 {
@@ -229,7 +229,7 @@ mod loom_tests {
                 woken |= c.publish(slots, tail, true);
             }
             let stalled = producer.join().unwrap();
-            // Whoever stalled is woken by a later publication, if not by one before.
+            // A stalled producer is woken by this or a later publication.
             if stalled && !woken {
                 while c.pop(slots).is_some() {}
                 assert!(c.publish(slots, tail, true));

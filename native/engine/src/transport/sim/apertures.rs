@@ -1,4 +1,5 @@
-//! Memory that one node stores to by itself at another, as on one host: the network has no part in it.
+//! Apertures between simulated nodes, as between processes of one host; the simulated network is
+//! not involved.
 
 use std::sync::{Arc, Weak};
 
@@ -10,7 +11,7 @@ use crate::{
     domain::{Aperture, Completion, Held, Quiet},
 };
 
-/// An aperture of `by` into a region.
+/// An aperture of engine `by` into a region.
 struct Shown {
     by: EngineId,
     owner: Port,
@@ -22,12 +23,12 @@ struct Shown {
 #[derive(Default)]
 pub(crate) struct Apertures {
     shown: Vec<Shown>,
-    /// Regions that were withdrawn, and not all stays in them are over.
+    /// Deregistered regions whose stays have not all ended.
     leaving: Vec<(Port, u32)>,
 }
 
 impl World {
-    /// Shows a region to another node of this network.
+    /// Opens an aperture into a region of another node.
     pub fn show(
         &mut self,
         (by, owner): (Port, Port),
@@ -35,9 +36,9 @@ impl World {
         world: Weak<Mutex<World>>,
     ) -> Result<Arc<Aperture>, String> {
         if !self.config.apertures {
-            return Err("this network shows no memory of its nodes".into());
+            return Err("this network has no apertures".into());
         }
-        let node = self.nodes.get(&owner).ok_or("its node is dead")?;
+        let node = self.nodes.get(&owner).ok_or("the region's node has ended")?;
         let region = node.book.lookup_for(Some(by.engine), key).map_err(|e| e.to_string())?;
         let (base, len, held) = (region.base, region.len, Arc::clone(region) as Held);
         let left = move || {
@@ -51,14 +52,14 @@ impl World {
         Ok(aperture)
     }
 
-    /// A region is withdrawn: nobody begins to store there any more (MR-1).
+    /// A region is deregistered: no further stay begins (MR-1).
     pub fn withdraw(&mut self, owner: Port, index: u32) -> Quiet {
         let of_region = |s: &&Shown| s.owner == owner && s.index == index;
         self.apertures
             .shown
             .iter()
             .filter(of_region)
-            .for_each(|s| s.aperture.shut("it has taken its memory back"));
+            .for_each(|s| s.aperture.shut("its owner has revoked it"));
         match self.apertures.is_entered(owner, index) {
             true => {
                 self.apertures.leaving.push((owner, index));
@@ -68,15 +69,15 @@ impl World {
         }
     }
 
-    /// What a node that is no more had under way will never land.
+    /// Closes the apertures of an engine that has ended.
     pub fn end_apertures_of(&mut self, engine: EngineId) {
         let shown = &mut self.apertures.shown;
-        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut("this node is dead"));
+        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut("this node has ended"));
         shown.retain(|s| s.by != engine);
         self.end_stays();
     }
 
-    /// Tells owners whose last stay is over.
+    /// Reports regions whose last stay has ended.
     fn end_stays(&mut self) {
         let leaving = std::mem::take(&mut self.apertures.leaving);
         let (still, over) = leaving

@@ -1,4 +1,4 @@
-//! The clocks of engines: none shows the same time as another, nor runs as fast.
+//! The clocks of engines: they show different times and run at different rates.
 
 use std::sync::{
     atomic::{AtomicU64, Ordering::SeqCst},
@@ -8,20 +8,20 @@ use std::sync::{
 use crate::time::Time;
 
 const MILLION: i64 = 1_000_000;
-/// How far apart two clocks can be, nanoseconds: an hour.
+/// Largest difference between two clocks, nanoseconds: an hour.
 const FAR: u64 = 3_600_000_000_000;
 
-/// What one engine takes for the time.
+/// The clock of one engine.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock {
     shown: Arc<AtomicU64>,
     offset: u64,
-    /// So many of its nanoseconds are a millisecond.
+    /// Nanoseconds of this clock per real millisecond.
     rate: u64,
 }
 
 impl Clock {
-    /// A clock that is off by up to so many parts per million, if that isn't 0.
+    /// A clock that is off by up to `skew` parts per million; exact if `skew` is 0.
     pub fn random(skew: u32, rng: &mut fastrand::Rng) -> Self {
         let skew = i64::from(skew);
         let (offset, off) = match skew {
@@ -35,7 +35,7 @@ impl Clock {
         Arc::clone(&self.shown)
     }
 
-    /// Sets it to what it shows at this time.
+    /// Sets the clock to what it shows at `now`.
     pub fn set(&self, now: Time) -> Time {
         let at = self.at(now);
         self.shown.fetch_max(at.0, SeqCst);
@@ -47,7 +47,7 @@ impl Clock {
         Time(u64::try_from(gone).map_or(u64::MAX, |gone| gone.saturating_add(self.offset)))
     }
 
-    /// The first moment at which it shows this.
+    /// The first moment at which it shows `shown`.
     pub fn when(&self, shown: Time) -> Time {
         if shown == Time::NEVER {
             return shown;
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_is_off_shows_what_is_asked_for_at_the_first_such_moment() {
+    fn when_is_the_first_moment_at_which_a_clock_shows_a_time() {
         let mut rng = fastrand::Rng::with_seed(1);
         for skew in [0, 1, 50_000, 500_000] {
             for _ in 0..1000 {

@@ -2,39 +2,41 @@ use std::ops::Range;
 
 use crate::domain::Receipts;
 
-/// What the simulated network is like. Times are virtual nanoseconds, rates bytes per nanosecond.
+/// Properties of the simulated network. Times are virtual nanoseconds, rates bytes per nanosecond.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
     pub seed: u64,
-    /// Latency and jitter: every delivery takes a time drawn from this range of its own.
+    /// Latency and jitter: each delivery takes a time drawn from this range.
     pub delay: Range<u64>,
-    /// Links keep the order in which work was posted, as reliable connections do, and what was counted is told
-    /// as a number; else every delivery finds its own way, and what came is told by number.
+    /// Whether links keep the order of posts, as reliable connections do; receipts are then numbers
+    /// of counted writes. Otherwise each delivery has its own delay, and receipts list numbers.
     pub ordered: bool,
-    /// A page of a counted paged write counts when it is there; else all pages when the last one is.
-    /// Without order there are no receipts then, as with a NIC that says no more than immediates.
+    /// Whether each page of a counted paged write counts when it has arrived, rather than all pages
+    /// with the last one. Without order there are no receipts then, as with a NIC that reports only
+    /// immediates.
     pub page_counts: bool,
-    /// What a NIC sends, and what it takes in, at most.
+    /// Largest rate at which a NIC sends, and at which it receives.
     pub port_rate: Option<f64>,
-    /// What one direction of a link carries at most.
+    /// Largest rate of one direction of a link.
     pub link_rate: Option<f64>,
-    /// One connection in so many comes up at the far end only; 0: none.
+    /// One connection in so many comes up at the acceptor only; 0: none.
     pub half_open: u32,
-    /// Each engine's clock shows a time of its own, and is off by up to so many parts per million; 0: all show
-    /// the same.
+    /// Each engine's clock shows a different time and is off by up to this many parts per million;
+    /// 0: all show the same.
     pub skew: u32,
-    /// Nothing has a time of its own: what happens next is chosen, see [`SimNet::choices`](crate::simulation::SimNet::choices).
+    /// Nothing has a time; the caller chooses the next event, see
+    /// [`SimNet::choices`](crate::simulation::SimNet::choices).
     pub free: bool,
-    /// Bytes of one work request; small, so that writes are cut.
+    /// Largest work request, bytes; small, so that writes are cut.
     pub max_bytes: u64,
     pub max_pages: u32,
-    /// The longest message.
+    /// Longest message, bytes.
     pub max_message: usize,
-    /// Work requests that a link takes at a time.
+    /// Work requests that a link accepts at a time.
     pub window: usize,
-    /// Peers' memory can be stored to, as on one host.
+    /// Whether peers' memory can be stored to, as on one host.
     pub apertures: bool,
-    /// Bytes are carried. Else only time passes: for measuring rates that no memory keeps up with.
+    /// Whether bytes are copied. Otherwise only time passes, for rates that no memory sustains.
     pub carries: bool,
 }
 

@@ -18,7 +18,7 @@ use crate::{
     time::Time,
 };
 
-/// One node's link to the simulated network.
+/// One NIC of a node in the simulated network.
 pub struct SimDomain {
     port: Port,
     name: String,
@@ -36,7 +36,7 @@ impl SimDomain {
         Self { port, name: format!("sim{}", port.rail), world }
     }
 
-    /// The other end of a link that is up here, and what both call it.
+    /// The other end of a link that is up here, and the link's name.
     fn there(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
         let end = world.nodes.get(&self.port)?.links.get(&link)?;
         Some((end.there, end.name))
@@ -84,7 +84,7 @@ impl Domain for SimDomain {
     fn deregister(&mut self, index: u32) -> Quiet {
         let mut world = self.world.lock();
         if let Some(node) = world.nodes.get_mut(&self.port) {
-            // As with an adapter: what lands from now on finds an invalid key.
+            // As with a NIC, later deliveries find an invalid key.
             node.book.remove(index);
         }
         world.withdraw(self.port, index)
@@ -116,7 +116,7 @@ impl Domain for SimDomain {
     ) -> Result<LinkId, DomainError> {
         let mut world = self.world.lock();
         let Some(node) = world.nodes.get_mut(&self.port) else {
-            return Err(DomainError::LinkDown("this node is dead".into()));
+            return Err(DomainError::LinkDown("this node has ended".into()));
         };
         let link = node.new_link();
         let to = Port { engine: peer.id, rail: endpoint as u8 };
@@ -193,7 +193,7 @@ impl Domain for SimDomain {
                     return out.len() > before;
                 }
                 Admit::TooLong { limit } => Err(DomainError::Refused(format!(
-                    "{len} bytes are more than its receive pool's {limit}"
+                    "the message of {len} bytes is longer than the peer's receive buffers of {limit} bytes"
                 ))),
                 Admit::Take => {
                     let message = held.message.as_ref().into();

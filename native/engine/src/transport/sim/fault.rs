@@ -1,4 +1,4 @@
-//! What goes wrong, on purpose.
+//! Injected faults.
 
 use super::{
     node::{Port, Side},
@@ -6,12 +6,12 @@ use super::{
 };
 use crate::{api::EngineId, domain::DomainError};
 
-/// One thing that goes wrong. Nodes are named by their place in the order in which they were opened, links of
-/// a NIC by their place among those that are up (modulo their number); times are virtual nanoseconds.
+/// A fault. Nodes are named by the index at which they were opened, links of a NIC by their index
+/// among those that are up (modulo their number); times are virtual nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// One work request fails at its sender, and after `rest` the whole link; bytes may land all the same.
+    /// One work request fails at its sender, and after `rest` the whole link; its bytes may land.
     WorkFails {
         node: u8,
         rail: u8,
@@ -27,14 +27,14 @@ pub enum Fault {
         here: u64,
         there: u64,
     },
-    /// A link carries nothing for a while, and nobody is told.
+    /// A link carries nothing for a while, without notice.
     Stall {
         node: u8,
         rail: u8,
         nth: u8,
         lasts: u64,
     },
-    /// A NIC is out: its node learns of it after `here`, each peer after up to `there`.
+    /// A NIC fails: its node learns of it after `here`, each peer after up to `there`.
     NicDown {
         node: u8,
         rail: u8,
@@ -51,16 +51,16 @@ pub enum Fault {
         rail: u8,
         rate: u32,
     },
-    /// Nodes whose bit is set and the others don't reach each other; from the 65th on, nodes are with the others.
-    /// Links between them are lost at both ends after `told`, for good if `gone`: as after a silence for as long as a
-    /// peer may be silent.
+    /// Nodes whose bit is set can't communicate with the others; nodes from the 65th on have no
+    /// bit. Links between them are lost at both ends after `told`, for good if `gone`, as after the
+    /// peer timeout.
     Partition {
         side: u64,
         told: Option<u64>,
         gone: bool,
         lasts: u64,
     },
-    /// A process ends as by `kill -9`; peers find out after up to `there`.
+    /// A process ends as by `kill -9`; peers learn of it after up to `there`.
     Crash {
         node: u8,
         there: u64,
@@ -142,13 +142,13 @@ impl World {
         self.after(after.1, Event::Cut { at: ends.1, cause: cause.clone() });
     }
 
-    /// Every link of a NIC, by both ends.
+    /// Both ends of every link of a NIC.
     pub(super) fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
         let Some(node) = self.nodes.get(&port) else { return Vec::new() };
         node.links.iter().map(|(link, end)| ((port, *link), end.there)).collect()
     }
 
-    /// A cable is pulled: nothing comes in or goes out until it is plugged in.
+    /// Unplugs a NIC: nothing arrives or leaves until it is plugged in.
     pub(crate) fn unplug(&mut self, port: Port, (here, there): (u64, u64), cause: &str) {
         let links = self.links_of(port);
         let Some(node) = self.nodes.get_mut(&port) else { return };
@@ -181,16 +181,16 @@ impl World {
         self.partitions.push(Partition { one_side, until });
         let Some(told) = told else { return };
         for at in lost {
-            let why = "nothing was heard for too long".to_owned();
+            let why = "nothing received for too long".to_owned();
             let cause = if gone { DomainError::Gone(why) } else { DomainError::LinkDown(why) };
             let after = told + self.delay();
             self.after(after, Event::Cut { at, cause });
         }
     }
 
-    /// All of an engine's NICs are gone at once; peers find out one by one.
+    /// Ends all NICs of an engine at once; peers learn of it one by one.
     pub(crate) fn kill(&mut self, engine: EngineId, there: u64) {
-        let cause = DomainError::LinkDown("its process has ended".into());
+        let cause = DomainError::LinkDown("the peer's process has ended".into());
         let ports = self.nodes.ports();
         for port in ports.into_iter().filter(|p| p.engine == engine) {
             self.end(port, there, &cause);
@@ -198,7 +198,7 @@ impl World {
         self.end_apertures_of(engine);
     }
 
-    /// A NIC is no more.
+    /// Ends a NIC.
     pub(crate) fn end(&mut self, port: Port, there: u64, cause: &DomainError) {
         for (_, theirs) in self.links_of(port) {
             let after = self.rng.u64(..=there);
@@ -207,7 +207,7 @@ impl World {
         self.nodes.remove(&port);
     }
 
-    /// All cables are plugged in.
+    /// Plugs all NICs in.
     pub(crate) fn plug_all(&mut self) {
         let ports = self.nodes.ports();
         ports.into_iter().for_each(|p| self.unpark(p));

@@ -1,8 +1,9 @@
-//! A network in which nothing has a time of its own: whoever drives it says what happens next. So every order of
-//! what is under way can be tried, and not only those that delays bring about.
+//! A network in which nothing has a time: the caller chooses the next event, so every order of
+//! events can be tested, not only those that delays produce.
 //!
-//! An engine is a state machine, so its state follows from what it has seen, in its order. These histories, as
-//! numbers, are the state of the whole: two runs that share them go on alike.
+//! An engine is a state machine, so its state follows from the events that it has seen, in order.
+//! The hashes of these histories are the state of the whole: two runs with equal hashes continue
+//! alike.
 
 use std::collections::BTreeMap;
 
@@ -15,12 +16,12 @@ use crate::{
     domain::{DomainError, LinkId},
 };
 
-/// One thing that may happen next, named by its place among the others of its kind.
+/// One possible next event, named by its index among those of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Choice {
-    /// What is under way arrives, or what has happened is found out.
+    /// A delivery arrives, or an end learns of an event.
     Event(usize),
-    /// One end of a link is lost. Its other end finds out later, or is told before.
+    /// One end of a link is lost. The other end learns of it later, or is told before.
     Loss(usize),
 }
 
@@ -30,7 +31,7 @@ struct Pending {
     event: Event,
 }
 
-/// What one engine has seen, and how much it has sent since the start.
+/// Hash of the events that one engine has seen, and number of those it has sent.
 #[derive(Default)]
 struct History {
     seen: u64,
@@ -41,12 +42,12 @@ struct History {
 pub(crate) struct Free {
     pending: Vec<Pending>,
     histories: BTreeMap<EngineId, History>,
-    /// What happens just now.
+    /// Id of the current event.
     happening: u64,
 }
 
 impl Free {
-    /// Something is under way; `by` has sent it.
+    /// Adds an event that `by` has sent.
     pub fn add(&mut self, by: EngineId, way: Option<Way>, event: Event) {
         let history = self.histories.entry(by).or_default();
         history.sent += 1;
@@ -54,23 +55,23 @@ impl Free {
         self.pending.push(Pending { id, way, event });
     }
 
-    /// A number for what all engines have seen.
+    /// A hash of what all engines have seen.
     pub fn seen(&self, start: u64) -> u64 {
         self.histories.values().map(|h| h.seen).fold(start, mix)
     }
 
-    /// An engine sees something.
+    /// An engine sees an event.
     pub fn see(&mut self, engine: EngineId, what: u64) {
         let history = self.histories.entry(engine).or_default();
         history.seen = mix(history.seen, what);
     }
 
-    /// A name for the link that comes up now: the same whenever the same engines have seen the same.
+    /// A name for the link that comes up now; equal in runs with equal histories.
     pub fn name(&self) -> u64 {
         self.happening | 1
     }
 
-    /// Those of the pending that nothing is ahead of.
+    /// Indices of pending events that no other event must precede.
     fn ready(&self, ordered: bool) -> Vec<usize> {
         let lane = |p: &Pending| p.way.map(|w| (w.name, w.from));
         let is_note = |p: &Pending| matches!(p.event, Event::Note { .. });
@@ -95,7 +96,7 @@ pub(crate) fn hash(bytes: &[u8]) -> u64 {
 }
 
 impl Event {
-    /// The end of a link that it comes to; `Err` for a connection: at whose place it is made.
+    /// The link end at which it arrives; for a connect `Err` with the acceptor's NIC.
     fn end(&self) -> Result<Side, Port> {
         match self {
             Event::Land { job, .. } => Ok(job.to),
@@ -106,7 +107,7 @@ impl Event {
         }
     }
 
-    /// At whose place it happens.
+    /// The NIC at which it happens.
     pub fn at(&self) -> Port {
         self.end().map_or_else(|port| port, |(port, _)| port)
     }
@@ -117,7 +118,7 @@ impl World {
         self.nodes.get(&port).is_some_and(|n| n.links.contains_key(&link))
     }
 
-    /// Both ends of every link that is up at both, by either end.
+    /// Both ends of every link that is up at both, from either end.
     fn ends(&self) -> Vec<(Side, Side)> {
         let mut ends: Vec<_> =
             self.nodes.ports().into_iter().flat_map(|port| self.links_of(port)).collect();
@@ -127,7 +128,7 @@ impl World {
 
     pub(crate) fn choices(&mut self) -> Vec<Choice> {
         let Some(mut free) = self.free.take() else { return Vec::new() };
-        // What comes to an end that is down does nothing, in whatever order.
+        // Events at an end that is down have no effect, in whatever order.
         free.pending.retain(|p| p.event.end().map_or(true, |end| self.is_up(end)));
         let events = free.ready(self.config.ordered).into_iter().map(Choice::Event);
         let losses = (0..self.ends().len()).map(Choice::Loss);

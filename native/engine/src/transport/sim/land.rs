@@ -1,4 +1,4 @@
-//! What happens where something arrives.
+//! Arrivals: writes, reads, counts, messages and connections.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-/// Pages longer than this land in two halves, so that a count that came early would be caught.
+/// Pages longer than this arrive in two halves, so that an early count is detected.
 const WHOLE: usize = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -27,22 +27,23 @@ enum Kind {
     Count,
 }
 
-/// A stretch of a page.
+/// A part of a page.
 struct Piece {
-    /// Its address at the end that posted it, and its offset in the peer's region.
+    /// Its address at the poster, and its offset in the peer's region.
     here: usize,
     there: u64,
     page: usize,
     len: usize,
-    /// What travels: of a write, taken when it was posted, and again when it lands if the sender's end is
-    /// still at it, as an adapter that sends anew would. Empty where nothing is carried.
+    /// The bytes under way. A write's bytes are taken when it is posted and, if the sender still
+    /// has it posted, again when it lands, like a retransmission. Empty if the simulation copies no
+    /// bytes.
     bytes: Mutex<Vec<u8>>,
 }
 
 /// A work request under way.
 pub(crate) struct Job {
     pub from: Side,
-    /// The peer's port, and its name for the link.
+    /// The peer's NIC, and its id of the link.
     pub to: Side,
     pub name: LinkName,
     pub token: Token,
@@ -51,9 +52,9 @@ pub(crate) struct Job {
     key: RegionKey,
     pieces: Vec<Piece>,
     count: Option<Count>,
-    /// Whether each page is counted by itself.
+    /// Whether each page is counted separately.
     page_counts: bool,
-    /// Into how many parts a bare count falls: a NIC's immediate may not hold all of it.
+    /// Number of deliveries of a bare count: a NIC's immediate may not hold all of it.
     parts: usize,
     left: Mutex<Left>,
 }
@@ -66,7 +67,7 @@ struct Left {
 }
 
 impl Job {
-    /// `None` for what takes no way.
+    /// `None` for work without a transfer.
     pub fn new(
         (from, to, name): (Side, Side, LinkName),
         (token, number): (Token, u64),
@@ -121,7 +122,7 @@ impl Job {
         Way { from: self.to.0, to: self.from.0, name: self.name }
     }
 
-    /// How many bytes each delivery of it has on its way there.
+    /// Bytes of each delivery towards the peer.
     pub fn deliveries(&self) -> Vec<usize> {
         match (self.pieces.is_empty(), self.kind) {
             (true, _) => vec![0; self.parts],
@@ -131,7 +132,7 @@ impl Job {
     }
 }
 
-/// The pieces in which a work request's bytes land.
+/// The chunks in which a work request's bytes land.
 fn cut(data: &Data, write: bool, carries: bool) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for page in 0..data.pages {
@@ -145,7 +146,8 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Piece> {
             let len = to - from;
             let mut bytes = vec![0; if carries { len } else { 0 }];
             if write {
-                // SAFETY: the request keeps its local region registered, and its bounds were checked.
+                // SAFETY: the request keeps its local region registered, and its bounds were
+                // checked.
                 unsafe { take(here, &mut bytes) };
             }
             let there = data.remote_seq.nth(page) + from as u64;
@@ -170,9 +172,9 @@ unsafe fn place(bytes: &[u8], to: usize) {
 }
 
 impl World {
-    /// One piece lands; the last one brings the count (IC-2) and the acknowledgement.
+    /// A chunk lands; the last one brings the count (IC-2) and the acknowledgement.
     pub(crate) fn land(&mut self, job: &Arc<Job>, at: usize) {
-        // Makes no difference to what carries nothing.
+        // Irrelevant if no bytes are copied.
         let sending = self.config.carries
             && self.nodes.get(&job.from.0).is_some_and(|n| n.is_posted(job.from.1, job.token));
         let ((to, back), from) = (job.to, job.from.0.engine);
@@ -186,9 +188,9 @@ impl World {
             match target.book.resolve(from, job.key, piece.there, piece.len as u64) {
                 Err(e) => error = Some(e),
                 Ok(addr) => {
-                    // SAFETY: the book holds the peer's region registered, and the range lies inside. While
-                    // the sender's end has work posted, the request keeps its local region registered.
-                    // Everything in a simulation runs on one thread.
+                    // SAFETY: the book holds the peer's region registered, and the range lies
+                    // inside. While the sender has the work posted, the request keeps its local
+                    // region registered. A simulation runs on one thread.
                     unsafe {
                         match job.kind {
                             Kind::Read => take(addr, &mut bytes),
@@ -209,7 +211,7 @@ impl World {
             }
         }
         if let (Some(free), Some(found)) = (&mut self.free, found) {
-            // What the checks of a test do at one node when something is over at another.
+            // Tests check one node's memory when something ends at another node.
             free.see(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
@@ -246,14 +248,15 @@ impl World {
             self.send(job.way_back(), 0, Event::Done { to, token, result });
         }
         if refused && self.config.ordered {
-            // Such a link ends with the first work that it refuses: what comes behind isn't counted either.
+            // Such a link ends with the first refused work request, so later ones don't count
+            // either.
             let cause = DomainError::LinkDown("it refused a work request".into());
             self.cut(job.to, &cause);
             self.send(job.way_back(), 0, Event::Cut { at: job.from, cause });
         }
     }
 
-    /// Whether a page is whole with this piece, and the result if it was the last one.
+    /// Whether a page is complete with this chunk, and the result if it was the last chunk.
     fn arrived(
         &self,
         job: &Job,
@@ -266,7 +269,7 @@ impl World {
             left.error.get_or_insert(e);
         }
         let page = job.pieces.get(at).is_some_and(|p| {
-            // A page of which a piece was refused is never whole.
+            // A page with a refused chunk is never complete.
             let n = &mut left.of_pages[p.page];
             *n = if refused { u8::MAX } else { n.saturating_sub(1) };
             *n == 0
@@ -276,12 +279,12 @@ impl World {
         (page, over.then(|| left.error.take().map_or(Ok(()), Err)))
     }
 
-    /// A piece that was read comes home; it is placed as long as somebody waits for it.
+    /// A chunk that was read arrives; it is stored while the read is pending.
     pub(crate) fn fetched(&mut self, job: &Job, at: usize) {
         let (port, link) = job.from;
         let waits = |w: &Self| w.nodes.get(&port).is_some_and(|n| n.is_posted(link, job.token));
         let Some(piece) = job.pieces.get(at).filter(|_| waits(self)) else { return };
-        // SAFETY: the request keeps its local region registered until it is told.
+        // SAFETY: the request keeps its local region registered until it completes.
         unsafe { place(&piece.bytes.lock(), piece.here) };
         if let (_, Some(result)) = self.arrived(job, at, None) {
             if let Some(node) = self.nodes.get_mut(&port) {
@@ -332,18 +335,18 @@ impl World {
         };
         let (ours, theirs) = (address(self, from), address(self, to));
         let (Some(ours), Some(theirs)) = (ours, theirs) else {
-            return self.fail_to_connect((from, link), "nobody answers at its address");
+            return self.fail_to_connect((from, link), "no engine answers at its address");
         };
         let Some(there) = self.nodes.get_mut(&to) else { return };
         let back = there.new_link();
         there.links.insert(back, End::new((from, link), name));
         there.inbox.push_back(up(back, ours, from, name));
         if half {
-            // The last word of the handshake is lost: the far end finds out later.
-            let cause = DomainError::LinkDown("its other end never came up".into());
+            // The last handshake message is lost: the acceptor learns of it later.
+            let cause = DomainError::LinkDown("the initiator's end never came up".into());
             let time = self.delay() * 4;
             self.after(time, Event::Cut { at: (to, back), cause });
-            return self.fail_to_connect((from, link), "the handshake broke off");
+            return self.fail_to_connect((from, link), "the handshake was interrupted");
         }
         let Some(here) = self.nodes.get_mut(&from) else { return };
         here.links.insert(link, End::new((to, back), name));

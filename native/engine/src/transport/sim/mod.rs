@@ -1,8 +1,9 @@
-//! Simulated links on a virtual clock: seeded and replayable. The engine above is the real one; only time and
-//! the wire are made up.
+//! Simulated links on a virtual clock: seeded and replayable. The engine is the real one; only time
+//! and the network are simulated.
 //!
-//! Two ends of a link know of each other only by what travels. What is on its way lands as long as the end it
-//! comes to is up, whatever became of the end that sent it; each end learns of a loss in its own time.
+//! The two ends of a link know of each other only by what travels. A delivery lands as long as the
+//! receiving end is up, whatever happened to the sending end. Each end learns of a loss at its own
+//! time.
 
 mod apertures;
 mod clock;

@@ -1,4 +1,4 @@
-//! NICs and the ends of links: what one side knows.
+//! NICs and link ends: the state of one side.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -20,17 +20,17 @@ pub(crate) struct Port {
     pub rail: u8,
 }
 
-/// A link as one side names it.
+/// A link at one NIC.
 pub(crate) type Side = (Port, LinkId);
 
-/// One end of a link that is up here.
+/// One end of a link that is up.
 pub(crate) struct End {
     pub there: Side,
     pub name: LinkName,
     landed: Landed,
-    /// Writes that were counted, whatever their immediates.
+    /// Number of counted writes.
     counted: u64,
-    /// Work posted here and not completed, by its numbers.
+    /// Work posted here and not completed, with its numbers.
     pub posted: VecDeque<(Token, u64)>,
     begun: u64,
     /// Work that failed before its link.
@@ -54,14 +54,14 @@ impl End {
         self.counted += u64::from(count.n);
     }
 
-    /// Enters work; the number that the other end will remember.
+    /// Enters work; returns the number that the other end records.
     pub fn begin(&mut self, token: Token) -> u64 {
         self.begun += 1;
         self.posted.push_back((token, self.begun));
         self.begun
     }
 
-    /// Work of the other end's is over here.
+    /// This end has carried out work of the other end.
     pub fn over_here(&mut self, number: u64, done: bool) {
         self.landed.note(number, done);
     }
@@ -75,7 +75,7 @@ impl End {
     }
 }
 
-/// A message that waits for room: the link it came by, and whom to tell when it is taken.
+/// A message that waits for room: its link, and the sender to notify.
 pub(crate) struct Held {
     pub link: LinkId,
     pub message: Arc<[u8]>,
@@ -83,7 +83,7 @@ pub(crate) struct Held {
     pub token: Token,
 }
 
-/// All NICs of a network. Each thing that happens looks some of them up; what goes through all takes them in their order.
+/// All NICs of a network. Lookups use a hash map; iteration is in the order of ports.
 #[derive(Default)]
 pub(crate) struct Nodes(HashMap<Port, Node, ByName>);
 
@@ -111,7 +111,7 @@ impl Nodes {
     }
 }
 
-/// For maps by engine or link, whose names are drawn at random.
+/// For maps keyed by engine or link ids, which are random.
 pub(crate) type ByName = BuildHasherDefault<NameHasher>;
 
 #[derive(Default)]
@@ -139,7 +139,7 @@ impl Hasher for NameHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bits from both ends, and a product has its best in the upper half.
+        // The map uses bits of both ends, and a product has its best bits in the upper half.
         self.0.rotate_left(26)
     }
 }
@@ -150,17 +150,17 @@ pub(crate) struct Node {
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,
     pub links: BTreeMap<LinkId, End>,
-    /// Its cable is out.
+    /// Whether its cable is unplugged.
     pub unplugged: bool,
-    /// What waits for the cable.
+    /// Deliveries that wait for the cable.
     pub parked: Vec<Scheduled>,
-    /// Work requests posted ever.
+    /// Number of work requests ever posted.
     pub posts: u64,
     /// Messages that found no room.
     pub held: VecDeque<Held>,
     /// Bytes per nanosecond in each direction.
     pub rate: Option<f64>,
-    /// When what was given to it so far has left, and when what came so far is in.
+    /// When everything given to it has been sent, and everything received has been accepted.
     pub sent_at: u64,
     pub in_at: u64,
     next_link: LinkId,
@@ -181,7 +181,7 @@ impl Node {
         self.links.get(&link).is_some_and(|end| end.posted.iter().any(|(t, _)| *t == token))
     }
 
-    /// Reports a work request as over, once: it may have failed with its link.
+    /// Completes a work request, unless it has failed with its link.
     pub fn complete(&mut self, link: LinkId, token: Token, result: Result<(), DomainError>) {
         let Some(end) = self.links.get_mut(&link) else { return };
         let Some(at) = end.posted.iter().position(|(t, _)| *t == token) else { return };
@@ -189,7 +189,7 @@ impl Node {
         self.inbox.push_back(Completion::Done { link, token, result });
     }
 
-    /// Ends a link here: its work fails, and nothing lands by it any more.
+    /// Ends a link here: its work fails, and nothing lands over it any more.
     pub fn cut(&mut self, link: LinkId, cause: &DomainError, receipts: Receipts) {
         let Some(mut end) = self.links.remove(&link) else { return };
         self.held.retain(|h| h.link != link);

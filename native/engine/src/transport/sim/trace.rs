@@ -1,4 +1,4 @@
-//! What became of each work request, for whoever measures.
+//! A record of each work request, for measurements.
 
 use std::collections::HashMap;
 
@@ -11,32 +11,32 @@ use crate::{
     domain::{Completion, LinkId, Token, WorkRequest},
 };
 
-/// What a work request was for.
+/// Kind of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Work {
     Write,
     Read,
-    /// It brings a count, and no bytes.
+    /// A count without bytes.
     Count,
     Message,
 }
 
-/// One work request that a NIC was given. Times are virtual nanoseconds.
+/// A posted work request. Times are virtual nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Traced {
     pub engine: EngineId,
     pub rail: u8,
     pub work: Work,
     pub bytes: u64,
-    /// Where its first byte lies in the peer's region: what is sent again has the same place.
+    /// Offset of its first byte in the peer's region; the same when it is sent again.
     pub offset: u64,
     pub posted: u64,
-    /// When its sender was told, and whether it succeeded; `None` while it is under way.
+    /// When its sender was notified, and whether it succeeded; `None` while it is under way.
     pub ended: Option<(u64, bool)>,
 }
 
-/// See [`crate::simulation::SimNet::trace`].
+/// Recorded by [`crate::simulation::SimNet::trace`].
 #[derive(Default)]
 pub(crate) struct Trace {
     done: Vec<Traced>,
@@ -64,7 +64,7 @@ impl Trace {
         self.open.insert((port, link, token), traced);
     }
 
-    /// Its sender is told.
+    /// The sender of a work request is notified.
     pub fn told(&mut self, now: u64, port: Port, completion: &Completion) {
         let Completion::Done { link, token, result } = completion else { return };
         if let Some(mut traced) = self.open.remove(&(port, *link, *token)) {
@@ -73,12 +73,12 @@ impl Trace {
         }
     }
 
-    /// What has ended since the last time.
+    /// Takes the work requests that have ended since the last call.
     pub fn take(&mut self) -> Vec<Traced> {
         std::mem::take(&mut self.done)
     }
 
-    /// What is under way.
+    /// The work requests under way.
     pub fn open(&self) -> impl Iterator<Item = Traced> + '_ {
         self.open.values().copied()
     }

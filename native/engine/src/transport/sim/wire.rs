@@ -1,4 +1,4 @@
-//! What is under way, and when it arrives: latency, jitter, bandwidth, order, and what is in the way.
+//! Events under way and their arrival times: latency, jitter, bandwidth, order and faults.
 
 use std::{
     cmp::Reverse,
@@ -24,19 +24,19 @@ use crate::{
     domain::{Caps, DomainError, LinkId, LinkName, Token},
 };
 
-/// Something that will happen.
+/// An event of the simulation.
 pub(crate) enum Event {
-    /// A piece of a work request reaches its place; of a read: the place it is taken from.
+    /// A chunk of a work request arrives at the peer; for a read, at the memory to read.
     Land {
         job: Arc<Job>,
         piece: usize,
     },
-    /// A piece that was read comes home.
+    /// A chunk that was read arrives at the reader.
     Fetched {
         job: Arc<Job>,
         piece: usize,
     },
-    /// The sender of a work request is told.
+    /// The sender of a work request is notified.
     Done {
         to: Side,
         token: Token,
@@ -58,19 +58,19 @@ pub(crate) enum Event {
         to: Port,
         link: LinkId,
     },
-    /// One end finds out that its link is lost.
+    /// One end learns that its link is lost.
     Cut {
         at: Side,
         cause: DomainError,
     },
-    /// One piece of work fails, and its link some time later.
+    /// One work request fails, and its link some time later.
     WorkFails {
         at: Side,
         pick: u32,
     },
 }
 
-/// From where to where, by which link. What one side finds out by itself takes no way.
+/// Sender, receiver and link of a delivery. Events within one node have no route.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Way {
     pub from: Port,
@@ -83,12 +83,12 @@ pub(crate) struct Scheduled {
     order: u64,
     way: Option<Way>,
     bytes: usize,
-    /// The receiving NIC has taken it in.
+    /// Whether the receiving NIC has accepted it.
     is_in: bool,
     pub event: Event,
 }
 
-/// When something happens that is in `World::coming`: a heap moves what it holds about, and this is small.
+/// Time of an event in `World::coming`. The heap moves its entries, so they are small.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Due {
     at: u64,
@@ -100,12 +100,12 @@ struct Due {
 #[derive(Default)]
 struct Lane {
     sent_at: u64,
-    /// Nothing of an ordered link, and no note of any, arrives before these.
+    /// Lower bounds for arrivals on an ordered link, and for notes of any link.
     last: u64,
     last_note: u64,
 }
 
-/// Two parts of the network that don't reach each other.
+/// Two parts of the network that can't communicate.
 pub(crate) struct Partition {
     pub one_side: Vec<EngineId>,
     pub until: u64,
@@ -117,12 +117,12 @@ pub(crate) struct World {
     pub rng: fastrand::Rng,
     pub stalls: HashMap<LinkName, u64>,
     pub partitions: Vec<Partition>,
-    /// Frames between groups that have arrived.
+    /// Number of frames between groups that have arrived.
     pub notes: u64,
     pub trace: Option<Trace>,
-    /// Engines that have something to look at.
+    /// Engines that have something to process.
     pub stirred: BTreeSet<EngineId>,
-    /// What is under way where nothing has a time of its own.
+    /// The events under way if nothing has a time.
     pub free: Option<Free>,
     pub apertures: Apertures,
     coming: Slab<Scheduled>,
@@ -164,7 +164,7 @@ impl World {
         Caps { max_bytes, max_pages, max_message }
     }
 
-    /// A number that two runs share only if the same things happened at the same times.
+    /// A number that two runs share only if the same events happened at the same times.
     pub fn digest(&self) -> u64 {
         self.digest
     }
@@ -176,7 +176,7 @@ impl World {
         }
     }
 
-    /// Has something happen at one side after a time, whatever the network is like.
+    /// Schedules an event at one node after a time, independent of the network.
     pub fn after(&mut self, time: u64, event: Event) {
         let at = self.now() + time;
         self.push(at, None, 0, event);
@@ -189,7 +189,7 @@ impl World {
         }
         self.order += 1;
         let scheduled = Scheduled { at, order: self.order, way, bytes, is_in: false, event };
-        // Who connects finds out that nothing goes out; what was begun waits for the cable.
+        // A connect fails at an unplugged NIC; other events wait until it is plugged in.
         let waits = !matches!(scheduled.event, Event::Connect { .. });
         let unplugged = |w: &Way| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
         match way.filter(|w| waits && unplugged(w)) {
@@ -208,7 +208,7 @@ impl World {
         self.events.push(Reverse(Due { at, order, place }));
     }
 
-    /// Sends something on its way.
+    /// Sends something over the network.
     pub fn send(&mut self, way: Way, bytes: usize, event: Event) {
         let now = self.now();
         let delay = self.delay();
@@ -237,12 +237,12 @@ impl World {
         self.push(at, Some(way), bytes, event);
     }
 
-    /// When the next event is due.
+    /// Time of the next event.
     pub fn next(&self) -> Option<u64> {
         self.events.peek().map(|Reverse(due)| due.at)
     }
 
-    /// The next thing to happen; `None` if it is held up by something.
+    /// The next event; `None` if it is delayed.
     pub fn pop(&mut self) -> Option<Event> {
         let Reverse(due) = self.events.pop()?;
         let mut next = self.coming.remove(due.place);
@@ -259,7 +259,7 @@ impl World {
         }
         let free_at = self.blocked(way);
         if free_at > next.at {
-            // What keeps its order keeps its place among what waits as well.
+            // Ordered deliveries keep their order among those that wait.
             let jitter = match self.config.ordered || matches!(next.event, Event::Note { .. }) {
                 true => 0,
                 false => self.delay(),
@@ -270,7 +270,7 @@ impl World {
         }
         if let Some(node) = self.nodes.get_mut(&way.to).filter(|_| !next.is_in) {
             if let Some(rate) = node.rate {
-                // Also what has no bytes, or it would overtake.
+                // Deliveries without bytes too, or they would overtake.
                 node.in_at = node.in_at.max(next.at) + time(next.bytes, rate);
                 (next.at, next.is_in) = (node.in_at, true);
                 self.schedule(next);
@@ -288,7 +288,7 @@ impl World {
         }
     }
 
-    /// Until when nothing gets through.
+    /// Time until which nothing gets through.
     pub fn blocked(&self, way: Way) -> u64 {
         let stall = self.stalls.get(&way.name).copied().unwrap_or(0);
         let apart = |p: &&Partition| {
@@ -298,7 +298,7 @@ impl World {
         until.fold(stall, u64::max)
     }
 
-    /// Lets go of what waited for a cable.
+    /// Plugs a NIC in, and schedules what waited for it.
     pub fn unpark(&mut self, port: Port) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         node.unplugged = false;
@@ -333,7 +333,7 @@ impl World {
     }
 }
 
-/// How long so many bytes take.
+/// Time that so many bytes take.
 fn time(bytes: usize, rate: f64) -> u64 {
     (bytes as f64 / rate).ceil() as u64
 }

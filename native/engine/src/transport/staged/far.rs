@@ -1,4 +1,4 @@
-//! The writer's half: what becomes of jobs and their chunks.
+//! The requesting side: jobs and their chunks.
 
 use smallvec::{smallvec, SmallVec};
 
@@ -55,7 +55,7 @@ impl<D: Whispers> Staged<D> {
     ) -> Result<(), DomainError> {
         let Some(side) = self.sides.get_mut(&link) else { return Ok(()) };
         if !matches!(side.far, Far::Asked) || key.index & HIDDEN == 0 {
-            return Err(DomainError::Handshake("a window that nobody asked for".into()));
+            return Err(DomainError::Handshake("a window without a request".into()));
         }
         side.far = Far::Open { key, free: (0..SLOTS).collect() };
         self.pump(link);
@@ -68,7 +68,7 @@ impl<D: Whispers> Staged<D> {
         links.into_iter().fold(false, |moved, link| self.pump(link) | moved)
     }
 
-    /// Begins as many chunks of a link as there are slots for.
+    /// Starts as many chunks of a link as there are slots for.
     fn pump(&mut self, link: LinkId) -> bool {
         let mut moved = false;
         while let Some(key) = self.sides.get(&link).and_then(|s| s.queue.front().copied()) {
@@ -114,7 +114,8 @@ impl<D: Whispers> Staged<D> {
         }
     }
 
-    /// All the slots that a chunk needs, or none: who holds one never waits for another.
+    /// Takes all slots that a chunk needs, or none, so that a chunk with a slot never waits for
+    /// another.
     #[allow(clippy::type_complexity)]
     fn take_slots(
         &mut self,
@@ -154,14 +155,14 @@ impl<D: Whispers> Staged<D> {
         self.advance(key);
     }
 
-    /// Tries chunks that wait for a copy engine, or for room on the wire.
+    /// Advances chunks that wait for a copy engine, or for room in the transport.
     pub(super) fn step_chunks(&mut self) -> bool {
         let due = self.chunks.iter().filter(|(_, c)| !matches!(c.state, State::Waiting));
         let due: SmallVec<[usize; 16]> = due.map(|(key, _)| key).collect();
         due.into_iter().fold(false, |moved, key| self.advance(key) | moved)
     }
 
-    /// Moves a chunk on as far as it goes now; false if it stays where it is.
+    /// Advances a chunk as far as possible; false if it did not move.
     fn advance(&mut self, key: usize) -> bool {
         let mut moved = false;
         loop {
@@ -204,7 +205,7 @@ impl<D: Whispers> Staged<D> {
         }
     }
 
-    /// Begins the copy between local memory and our slot.
+    /// Starts the copy between local memory and the local slot.
     fn copy(&mut self, key: usize) -> Result<State, DomainError> {
         let chunk = &self.chunks[key];
         let job = &self.jobs[chunk.job];
@@ -214,14 +215,14 @@ impl<D: Whispers> Staged<D> {
         let inward = !job.write;
         let at = own.memory.base() + slot_offset(slot) as usize;
         let pieces = local_pieces(&chunk.data, at, inward);
-        // SAFETY: the pieces lie in a region that the request keeps registered until its token is
-        // completed, which this chunk holds back, and in a slot that is this chunk's.
+        // SAFETY: the pieces lie in a region that the request keeps registered until its token
+        // completes, which needs this chunk, and in a slot that belongs to this chunk.
         let ticket =
             unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(refused)?;
         Ok(State::Copying(ticket))
     }
 
-    /// What the transport is to do: where a side is staged, its slot stands for it.
+    /// Posts the chunk's transfer; a slot replaces each staged side.
     fn post_chunk(&mut self, key: usize) -> Result<Post, DomainError> {
         let chunk = &self.chunks[key];
         let token = Token { slot: key as u32, serial: chunk.serial, part: OWN };
@@ -243,19 +244,19 @@ impl<D: Whispers> Staged<D> {
             data.remote_seq = seq;
         }
         if chunk.near.is_some() && chunk.far.is_some() {
-            // Side by side at both ends: one page.
+            // Pages are adjacent at both ends: one page.
             data.page_len *= u64::from(data.pages);
             data.pages = 1;
         }
         let wr = match self.jobs[chunk.job].write {
-            // Of memory that the peer copies from its window, the count comes after that copy.
+            // If the peer copies from its window, the count follows that copy.
             true => WorkRequest::Write { data, count: chunk.count.filter(|_| chunk.far.is_none()) },
             false => WorkRequest::Read { data },
         };
         self.inner.post(chunk.link, token, &wr)
     }
 
-    /// Asks the peer to copy between its window and its region.
+    /// Requests the peer to copy between its window and its region.
     fn ask(&mut self, key: usize) {
         let chunk = &self.chunks[key];
         let Some((_, slot)) = chunk.far else { return };
@@ -269,7 +270,7 @@ impl<D: Whispers> Staged<D> {
         self.inner.whisper(chunk.link, frame.encode());
     }
 
-    /// The transport has carried out a post of ours.
+    /// The transport has completed a staged transfer.
     pub(super) fn wired(&mut self, token: Token, result: Result<(), DomainError>) {
         let key = token.slot as usize;
         if self.chunks.get(key).is_none_or(|c| c.serial != token.serial) {
@@ -278,7 +279,7 @@ impl<D: Whispers> Staged<D> {
         self.passed(key, result);
     }
 
-    /// The peer has carried out a copy, or says why not.
+    /// The peer has completed a copy, or refused it.
     pub(super) fn moved(
         &mut self,
         link: LinkId,
@@ -291,7 +292,7 @@ impl<D: Whispers> Staged<D> {
             c.link == link && c.serial == serial && waits
         };
         if self.chunks.get(key).filter(asked).is_none() {
-            return Err(DomainError::Handshake("an answer to what was never asked".into()));
+            return Err(DomainError::Handshake("an answer without a request".into()));
         }
         self.passed(key, result.map_err(Refusal::into_error));
         Ok(())
@@ -309,7 +310,7 @@ impl<D: Whispers> Staged<D> {
         }
     }
 
-    /// A chunk is over; its job too, if it was the last.
+    /// Ends a chunk, and its job if it was the last.
     fn drop_chunk(&mut self, key: usize, result: Result<(), DomainError>) {
         let chunk = self.chunks.remove(key);
         if let (Some(slot), Some(own)) = (chunk.near, &mut self.own) {
@@ -331,7 +332,8 @@ impl<D: Whispers> Staged<D> {
         self.finish(chunk.job);
     }
 
-    /// Ends a job whose last chunk has ended: counted first, if it was cut up (IC-1, IC-2).
+    /// Finishes a job whose chunks have ended; a job with several chunks is counted first (IC-1,
+    /// IC-2).
     fn finish(&mut self, key: usize) {
         let job = &mut self.jobs[key];
         if !job.is_over() {
@@ -361,7 +363,7 @@ impl<D: Whispers> Staged<D> {
         self.news.push(Completion::Done { link, token, result: error.map_or(Ok(()), Err) });
     }
 
-    /// A link is gone: what doesn't copy any more fails now, `bury` waits for the rest.
+    /// A link is lost: chunks without a running copy fail now, `bury` waits for the others.
     pub(super) fn link_lost(&mut self, link: LinkId, cause: &DomainError) {
         if let Some(side) = self.sides.get_mut(&link) {
             side.closing = Some(cause.clone());
@@ -385,7 +387,7 @@ impl<D: Whispers> Staged<D> {
         }
     }
 
-    /// Ends links that were lost and whose last copy has ended (MR-1: not earlier).
+    /// Closes lost links whose last copy has ended (not earlier, MR-1).
     pub(super) fn bury(&mut self) {
         let over = |(link, side): (&LinkId, &Side)| {
             let copies = self.landings.iter().any(|l| l.link == *link);
@@ -402,7 +404,7 @@ impl<D: Whispers> Staged<D> {
                     link,
                     cause,
                     receipt: side.receipt,
-                    // What was staged has no numbers: it isn't sent again.
+                    // Staged work has no numbers: it isn't sent again.
                     unfinished: side.unfinished,
                 });
             }

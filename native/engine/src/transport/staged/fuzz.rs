@@ -1,4 +1,4 @@
-//! A peer that has proven itself and then asks for copies between its window and any region.
+//! Fuzz target of a proven peer that requests copies between its window and any region.
 
 use super::{
     wire::{slot_offset, Frame},
@@ -13,7 +13,7 @@ const BASE: usize = 1 << 40;
 const LEN: u64 = 3 << 20;
 const WINDOW: usize = 1 << 30;
 
-/// What a frame asks for lies in the region and in its slot, or is refused (MR-3).
+/// Checks that requested copies lie in the region and in their slot, or are refused (MR-3).
 pub fn peer_whispers(bytes: &[u8]) {
     let Ok(frame) = Frame::decode(&sealed(b"FRst", bytes)) else { return };
     assert_eq!(Frame::decode(&frame.encode()).as_ref(), Ok(&frame));

@@ -1,4 +1,4 @@
-//! Jobs, the chunks they are cut into, and the stages of each.
+//! Jobs, their chunks, and the stages of a chunk.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::{
     },
 };
 
-/// Marks our own tokens; no transfer has so many parts.
+/// Marks tokens of staged transfers; no transfer has so many parts.
 pub(super) const OWN: u32 = u32::MAX;
 
-/// The peer's window, as far as we have it.
+/// State of the peer's window.
 #[derive(Debug, Default)]
 pub(super) enum Far {
     #[default]
@@ -29,14 +29,14 @@ pub(super) enum Far {
     },
 }
 
-/// Staging memory of ours.
+/// Local staging memory.
 #[derive(Debug)]
 pub(super) struct Own {
     pub memory: Pinned,
     pub free: Vec<u8>,
 }
 
-/// One work request of the group's.
+/// One work request.
 #[derive(Debug)]
 pub(super) struct Job {
     pub link: LinkId,
@@ -53,25 +53,25 @@ pub(super) struct Job {
     pub error: Option<DomainError>,
 }
 
-/// What happens to a chunk, one after the other.
+/// The stages of a chunk, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Between local memory and our slot.
+    /// Copy between local memory and the local slot.
     Copy,
-    /// Between us and the peer, by the transport.
+    /// Transfer between the ends.
     Wire,
-    /// Between the peer's slot and its region, by the peer.
+    /// Copy between the peer's slot and its region, by the peer.
     Ask,
-    /// The count of a job whose chunks are all in place.
+    /// Count of a job whose chunks are all in place.
     Count,
 }
 
 #[derive(Debug)]
 pub(super) enum State {
-    /// To be begun, or begun in vain for want of room.
+    /// To be started; possibly tried before without success.
     Ready,
     Copying(Ticket),
-    /// On the wire, or asked of the peer.
+    /// Under way in the transport, or at the peer.
     Waiting,
 }
 
@@ -85,7 +85,7 @@ pub(super) struct Chunk {
     pub stages: SmallVec<[Stage; 3]>,
     pub at: usize,
     pub state: State,
-    /// Counted along with this chunk, the only one of its job.
+    /// Counted with this chunk, which is the only one of its job.
     pub count: Option<Count>,
     pub near: Option<u8>,
     pub far: Option<(RegionKey, u8)>,
@@ -96,12 +96,12 @@ impl Chunk {
         matches!(self.state, State::Copying(_))
     }
 
-    /// Whether its copy has ended, or ends without a sign.
+    /// Whether its copy has ended or must be polled.
     pub fn wants_a_look(&self) -> bool {
         matches!(&self.state, State::Copying(ticket) if ticket.wants_a_look())
     }
 
-    /// Sees to it that its copy touches nothing any more.
+    /// Waits until its copy touches no memory any more.
     pub fn quiesce(&self) {
         if let State::Copying(ticket) = &self.state {
             ticket.quiesce();
@@ -113,7 +113,7 @@ impl Chunk {
     }
 }
 
-/// The stages of a chunk: local memory is staged, or remote memory is, or both.
+/// The stages of a chunk, depending on whether local and remote memory are staged.
 pub(super) fn stages(write: bool, local: bool, remote: bool) -> SmallVec<[Stage; 3]> {
     let mut stages: SmallVec<[Stage; 3]> = SmallVec::new();
     stages.extend(local.then_some(Stage::Copy));
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_read_goes_through_the_stages_of_a_write_backwards() {
+    fn a_read_has_the_stages_of_a_write_in_reverse() {
         for (local, remote) in [(true, false), (false, true), (true, true)] {
             let mut write = stages(true, local, remote);
             assert_eq!(write.contains(&Stage::Copy), local);

@@ -1,11 +1,12 @@
-//! Memory that a transport can't reach, moved through memory that it can: GPU memory over sockets
-//! and shared memory, files, and memory of processes that the kernel keeps apart.
+//! Staging: moves memory that a transport can't access through memory that it can. This covers GPU
+//! memory over sockets and shared memory, files, and memory of processes that the kernel isolates.
 //!
-//! Whoever owns such memory gives each peer a window: slots in pinned host memory that the transport
-//! reaches. A write is cut into chunks. Each is copied out of local GPU memory or a file into a slot
-//! of our own, written into a slot of the peer's window, copied from there by its owner, and only then
-//! acknowledged or counted (IC-2); reads go the other way. Chunks are in different stages at the same
-//! time, so that copy engines and wire overlap. Everything else goes to the transport untouched.
+//! The owner of such memory gives each peer a window: slots in pinned host memory that the
+//! transport accesses. A write is cut into chunks. Each chunk is copied from local GPU memory or a
+//! file into a local slot, written into a slot of the peer's window, copied from there by the
+//! owner, and only then acknowledged or counted (IC-2). Reads take the reverse path. Chunks are in
+//! different stages at the same time, so copy engines and network overlap. All other work goes to
+//! the transport unchanged.
 
 mod far;
 #[cfg(any(test, fuzzing))]
@@ -37,45 +38,45 @@ use job::{Chunk, Far, Job, Own};
 use near::{Landing, Window};
 use wire::Frame;
 
-/// Slots of a window, and of our own staging memory.
+/// Slots of a window, and of the local staging memory.
 const SLOTS: u8 = 8;
-/// Long enough to keep a copy engine busy while it is asked for the next.
+/// Large enough to keep a copy engine busy while the next copy is requested.
 const SLOT_BYTES: u64 = 1 << 20;
 /// Jobs of one link; further ones wait in the group.
 const MAX_JOBS: usize = 1 << 12;
 
-/// A transport that carries small frames beside its own traffic, in order.
+/// A transport that carries small messages beside its traffic, in order.
 pub(crate) trait Whispers: Domain {
-    /// Whether a link is up; no longer once its `LinkDown` is among what `poll` has reported.
+    /// Whether a link is up; false once `poll` has reported its `LinkDown`.
     fn is_up(&self, link: LinkId) -> bool;
 
-    /// Who is at the other end of a link that is up.
+    /// The peer of a link that is up.
     fn peer(&self, link: LinkId) -> Option<EngineId>;
 
-    /// Sends a frame of at most 3584 bytes; forgotten if the link is going down.
+    /// Sends a message of at most 3584 bytes; drops it if the link is closing.
     fn whisper(&mut self, link: LinkId, frame: Vec<u8>);
 
-    /// Takes what peers have whispered, in order for each link.
+    /// Takes the next received message; messages of one link are in order.
     fn heard(&mut self) -> Option<(LinkId, Vec<u8>)>;
 
-    /// Whether it moves bytes of this nature by itself.
+    /// Whether the transport itself moves bytes of this nature.
     fn reaches(&self, nature: Nature) -> bool {
         nature == Nature::Plain
     }
 }
 
-/// One link.
+/// State of one link.
 #[derive(Debug, Default)]
 struct Side {
     far: Far,
-    /// What the peer was given.
+    /// The window that the peer was given.
     window: Option<Window>,
-    /// Jobs that are not cut up yet, in order.
+    /// Jobs that are not fully cut into chunks, in order.
     queue: std::collections::VecDeque<usize>,
     jobs: usize,
-    /// On its way down: told when the last copy has ended.
+    /// Why it is closing; reported after the last copy has ended.
     closing: Option<DomainError>,
-    /// What the transport's own receipt said.
+    /// The transport's receipt.
     receipt: Receipt,
     unfinished: Vec<(Token, u64)>,
     /// What has been staged, for `describe`.
@@ -84,10 +85,10 @@ struct Side {
     host: bool,
 }
 
-/// See the module.
+/// A transport with staging; see the module.
 pub(crate) struct Staged<D> {
     inner: D,
-    /// Our regions that only we can reach.
+    /// Local regions that the transport can't access.
     book: RegionBook,
     lanes: Lanes,
     own: Option<Own>,
@@ -95,17 +96,17 @@ pub(crate) struct Staged<D> {
     jobs: Slab<Job>,
     chunks: Slab<Chunk>,
     landings: Vec<Landing>,
-    /// Regions that are withdrawn when their last copy has ended.
+    /// Deregistered regions whose last copy has not ended.
     retiring: Vec<u32>,
-    /// Windows of links that are down, not yet let go of.
+    /// Windows of closed links that the transport has not released.
     shut: Vec<Window>,
-    /// Windows made so far.
+    /// Number of windows created.
     windows: u32,
     serial: u32,
-    /// A device of this process that has memory registered: staging memory is pinned for it.
+    /// A device of this process with registered memory: staging memory is pinned for it.
     device: Option<i32>,
     news: Vec<Completion>,
-    /// Stages everything, so that tests drive each stage on a machine without a GPU.
+    /// Stages everything, so that tests cover each stage on a machine without a GPU.
     #[cfg(test)]
     pub everything: bool,
 }
@@ -148,12 +149,12 @@ impl<D: Whispers> Staged<D> {
         false
     }
 
-    /// Whether a region of ours is reached by staging only.
+    /// Whether a local region is accessed by staging only.
     fn keeps(&self, region: &RegionMemory) -> bool {
         !self.inner.reaches(region.key.nature()) || self.is_forced()
     }
 
-    /// The region that local work begins or ends in, if the transport can't reach it.
+    /// The local region of a request, if the transport can't access it.
     fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
         let region = self.book.get(data.local_region)?;
         let nature = region.key.nature();
@@ -170,7 +171,7 @@ impl<D: Whispers> Staged<D> {
         own && self.news.is_empty() && self.shut.is_empty()
     }
 
-    /// Takes what the transport reports of our own doing out of what is the group's.
+    /// Takes completions of staged transfers out of those for the group.
     fn sort(&mut self, from: usize, out: &mut Vec<Completion>) {
         let mut i = from;
         while i < out.len() {
@@ -217,7 +218,7 @@ impl<D: Whispers> Staged<D> {
             self.news.push(Completion::Note { link, frame });
             return Ok(());
         }
-        // The rest is about windows, and those end with their link.
+        // The other frames are about windows, which end with their link.
         let closing = self.sides.get(&link).is_some_and(|side| side.closing.is_some());
         if closing || !self.inner.is_up(link) {
             return Ok(());
@@ -345,8 +346,8 @@ impl<D: Whispers> Domain for Staged<D> {
             return self.inner.post(link, token, wr);
         }
         if !self.inner.is_up(link) {
-            // Its end is reported, and may have been passed on already: whoever posts now, since the link
-            // came up and went down in one poll, would wait for ever (RS-4).
+            // The group may not have seen the link's end yet. Work posted now, after the link came
+            // up and went down in one poll, would never complete (RS-4).
             return Err(DomainError::LinkDown("the link is down".into()));
         }
         if matches!(wr, WorkRequest::Prepare { .. }) {
@@ -385,7 +386,7 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn arm(&mut self) -> bool {
         let armed = self.inner.arm();
-        // Copy engines ring no bell: while copies run, somebody looks.
+        // Copy engines do not wake the engine, so it keeps polling while they copy.
         let look = self.landings.iter().any(|l| l.ticket.wants_a_look())
             || self.chunks.iter().any(|(_, c)| c.wants_a_look());
         armed && !look && self.news.is_empty()

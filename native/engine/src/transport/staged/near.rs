@@ -1,4 +1,4 @@
-//! The owner's half: a window of slots for each peer, and the copies between it and our regions.
+//! The owning side: a window of slots for each peer, and the copies between it and local regions.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub(super) struct Window {
     busy: u32,
 }
 
-/// A copy of ours that a peer asked for.
+/// A local copy that a peer requested.
 #[derive(Debug)]
 pub(super) struct Landing {
     pub link: LinkId,
@@ -64,8 +64,8 @@ impl<D: Whispers> Staged<D> {
         Ok(())
     }
 
-    /// Begins a copy that a peer asked for, if its key is that of a region (MR-2) that it may reach, and
-    /// its pages lie in there (MR-3). An error means that the peer is broken.
+    /// Starts a copy that a peer requested, if its key names a region (MR-2) that it may access and
+    /// the pages lie inside (MR-3). An error means that the peer violates the protocol.
     pub(super) fn land(
         &mut self,
         link: LinkId,
@@ -76,14 +76,14 @@ impl<D: Whispers> Staged<D> {
         let window = self.sides.get_mut(&link).and_then(|s| s.window.as_mut());
         let bit = 1u32.checked_shl(u32::from(slot)).unwrap_or(0);
         let Some(window) = window.filter(|w| slot < SLOTS && w.busy & bit == 0) else {
-            return Err(DomainError::Handshake("it uses a slot that isn't its own".into()));
+            return Err(DomainError::Handshake("it uses a slot that it does not own".into()));
         };
         let at = window.memory.base() + slot_offset(slot) as usize;
         let begun = self.book.lookup_for(self.inner.peer(link), pages.key).and_then(|region| {
             let pieces = pages.pieces(region, at, inward)?;
-            // SAFETY: the pieces lie in the region, which the landing keeps registered, and in the
-            // slot, whose window is kept while the bit is set; a peer that writes to the slot
-            // meanwhile spoils its own bytes.
+            // SAFETY: the pieces lie in the region, which the copy keeps registered, and in the
+            // slot, whose window is kept while its bit is set. A peer that writes to the slot
+            // meanwhile damages its own bytes.
             let ticket =
                 unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(refused)?;
             Ok((ticket, Arc::clone(region)))
@@ -102,7 +102,7 @@ impl<D: Whispers> Staged<D> {
         Ok(())
     }
 
-    /// Reports copies that have ended: their count comes now and not earlier (IC-2).
+    /// Reports copies that have ended; their counts follow the bytes (IC-2).
     pub(super) fn settle(&mut self, out: &mut Vec<Completion>) -> bool {
         let mut moved = false;
         let mut i = 0;
@@ -112,7 +112,7 @@ impl<D: Whispers> Staged<D> {
                 continue;
             };
             moved = true;
-            // In order: counts of one peer keep theirs.
+            // `remove` keeps the order, and so the order of one peer's counts.
             let landing = self.landings.remove(i);
             let count = landing.count.filter(|_| result.is_ok());
             if let Some(side) = self.sides.get_mut(&landing.link) {
@@ -134,12 +134,12 @@ impl<D: Whispers> Staged<D> {
         moved
     }
 
-    /// Whether a copy into or out of a region of ours is under way.
+    /// Whether a copy to or from a local region is under way.
     pub(super) fn is_landing(&self, index: u32) -> bool {
         self.landings.iter().any(|l| l.region.key.index == index)
     }
 
-    /// Withdraws a region that peers reach by staging only; `None` if it isn't one.
+    /// Deregisters a staged region; `None` if it isn't one.
     pub(super) fn withdraw(&mut self, index: u32) -> Option<Quiet> {
         self.book.remove(index)?;
         if !self.is_landing(index) {
@@ -149,11 +149,11 @@ impl<D: Whispers> Staged<D> {
         Some(Quiet::Later)
     }
 
-    /// Takes a window back, when no copy uses it any more.
+    /// Deregisters a window that no copy uses any more.
     pub(super) fn shut_window(&mut self, window: Window) {
         match self.inner.deregister(window.key.index) {
             Quiet::Now => drop(window),
-            // Until the transport says that the peer has let go.
+            // Until the transport reports that the peer has released it.
             Quiet::Later => self.shut.push(window),
         }
     }

@@ -1,4 +1,4 @@
-//! Two ends over real sockets and real shared memory, every byte staged at both.
+//! Two ends over real sockets and shared memory, every byte staged at both.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -50,7 +50,7 @@ impl<D: Whispers> End<D> {
         Self { domain, address, link, done, counts, down, notes: Vec::new() }
     }
 
-    /// One poll; `at_count` is called at the moment a count is reported.
+    /// Polls once; calls `at_count` at the moment a count is reported.
     fn poll(&mut self, at_count: &mut dyn FnMut(Count)) {
         let mut out = Vec::new();
         self.domain.poll(Time::now(), &Room, &mut out);
@@ -119,7 +119,7 @@ fn drive<D: Whispers>(
 ) {
     let start = std::time::Instant::now();
     while !over(a, b) {
-        assert!(start.elapsed().as_secs() < 20, "{what} does not come");
+        assert!(start.elapsed().as_secs() < 20, "timed out waiting for {what}");
         a.poll(&mut |_| {});
         b.poll(&mut |_| {});
     }
@@ -149,7 +149,7 @@ fn noise(rng: &mut fastrand::Rng, n: usize) -> Vec<u8> {
     bytes
 }
 
-/// Pages in some order, in a range of their own of the region.
+/// Pages in some order, in a separate range of the region.
 fn places(rng: &mut fastrand::Rng, from: u64, stride: u64, pages: u32) -> Seq {
     if rng.bool() {
         return Seq::Strided { offset: from, stride };
@@ -192,7 +192,7 @@ fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
         jobs.push((work, write, count.filter(|_| write)));
     }
 
-    // What must have changed, and what not.
+    // The expected contents of both sides.
     let mut after = before.clone();
     for (work, write, _) in &jobs {
         for i in 0..work.pages {
@@ -206,11 +206,14 @@ fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
     }
     let expected = after[1].clone();
     let in_place = |count: Count| {
-        // IC-2: at the very moment of the count all bytes are there.
+        // IC-2: at the moment of the count all bytes are in place.
         let (work, ..) = &jobs[count.imm as usize - 100];
         for i in 0..work.pages {
             let (r, n) = (work.remote_seq.nth(i) as usize, work.page_len as usize);
-            assert!(theirs[r..r + n] == expected[r..r + n], "counted before it was there");
+            assert!(
+                theirs[r..r + n] == expected[r..r + n],
+                "counted before the bytes were in place"
+            );
         }
     };
     let start = std::time::Instant::now();
@@ -222,7 +225,7 @@ fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
         b.poll(&mut { in_place });
     }
     assert!(a.done.values().all(Result::is_ok), "seed {seed}: {:?}", a.done);
-    assert!(mine == after[0] && theirs == after[1], "seed {seed}: bytes went astray");
+    assert!(mine == after[0] && theirs == after[1], "seed {seed}: wrong bytes");
     for (_, _, count) in &jobs {
         if let Some(c) = count {
             assert_eq!(b.counts[&c.imm], c.n, "seed {seed}: IC-1");
@@ -267,7 +270,7 @@ fn mr_2_and_mr_3_hold_at_the_owner() {
 }
 
 #[test]
-fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
+fn rs_4_everything_under_way_ends_when_the_peer_leaves() {
     for polls in [0, 1, 3, 10, 100] {
         let (mut a, mut b) = pair(shm);
         let (mine, theirs) = (vec![1u8; 40 << 20], vec![0u8; 40 << 20]);
@@ -283,7 +286,10 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
             };
             a.post(slot, &wr);
         }
-        assert!(a.domain.is_staging(a.link.unwrap()), "it is not to be taken for a stalled link");
+        assert!(
+            a.domain.is_staging(a.link.unwrap()),
+            "the link must count as staging, not as stalled"
+        );
         for _ in 0..polls {
             a.poll(&mut |_| {});
             b.poll(&mut |_| {});
@@ -302,9 +308,9 @@ fn rs_4_all_that_is_under_way_ends_when_the_peer_goes() {
     }
 }
 
-/// The group hears of a link's end after what was reported with it, and may post in between.
+/// The group sees the end of a link after other reports of the same poll, and may post in between.
 #[test]
-fn rs_4_nothing_is_begun_on_a_link_whose_end_is_reported() {
+fn rs_4_nothing_starts_on_a_link_whose_end_is_reported() {
     fn late<D: Whispers>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
         let (mine, theirs) = (vec![1; 64], vec![0; 64]);
@@ -323,7 +329,7 @@ fn rs_4_nothing_is_begun_on_a_link_whose_end_is_reported() {
 }
 
 #[test]
-fn notes_come_through_where_nothing_is_staged() {
+fn notes_pass_without_staging() {
     fn one<D: Whispers>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
         a.domain.note(a.link.unwrap(), vec![7; 9]);
@@ -334,7 +340,7 @@ fn notes_come_through_where_nothing_is_staged() {
 }
 
 #[test]
-fn a_window_goes_when_its_peer_has_left() {
+fn a_window_is_released_when_its_peer_has_left() {
     fn leaves<D: Whispers>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
         let (mine, theirs) = (vec![1; 64], vec![0; 64]);
@@ -352,7 +358,7 @@ fn a_window_goes_when_its_peer_has_left() {
 }
 
 #[test]
-fn a_peer_that_breaks_the_rules_loses_its_link() {
+fn a_peer_that_violates_the_protocol_loses_its_link() {
     fn ask(slot: u8, key: RegionKey) -> Frame {
         let pages = Pages { key, offset: 0, stride: 8, page_len: 8, n: 1, indices: Vec::new() };
         Frame::Move { slot, chunk: 1, pages, inward: true, count: None }
@@ -360,18 +366,21 @@ fn a_peer_that_breaks_the_rules_loses_its_link() {
     type Say = Box<dyn Fn(RegionKey) -> Vec<Vec<u8>>>;
     let bad: Vec<(&str, Say)> = vec![
         ("decode", Box::new(|_| vec![b"nonsense".to_vec()])),
-        ("slot that isn't its own", Box::new(|key| vec![ask(0, key).encode()])),
+        ("slot that it does not own", Box::new(|key| vec![ask(0, key).encode()])),
         (
-            "slot that isn't its own",
+            "slot that it does not own",
             Box::new(|key| vec![Frame::Open.encode(), ask(SLOTS, key).encode()]),
         ),
         (
-            "nobody asked for",
+            "without a request",
             Box::new(
                 |_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()],
             ),
         ),
-        ("never asked", Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()])),
+        (
+            "answer without a request",
+            Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()]),
+        ),
     ];
     for (cause, say) in bad {
         let (mut a, mut b) = pair(tcp);

@@ -1,4 +1,4 @@
-//! What two staging ends say to each other, beside the transport's own traffic.
+//! Frames between two staging ends, sent over the control channel.
 
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -10,23 +10,23 @@ use crate::{
     memory::{device::Piece, RegionMemory},
 };
 
-/// Fits into a control frame of every transport.
+/// Fits into a control message of every transport.
 const ENVELOPE: Envelope = Envelope::new(*b"FRst", "a staging frame", 3584);
-/// Page numbers take up to 5 bytes each.
+/// Page indices take up to 5 bytes each.
 pub(super) const MAX_INDICES: u32 = 512;
 const MAX_REASON: usize = 1600;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Frame {
-    /// I need a window on you.
+    /// Requests a window.
     Open,
-    /// Here it is: this region takes and gives bytes for regions that can't.
+    /// The window: a region through which the sender's other regions are accessed.
     Window { key: RegionKey },
-    /// Copy between a slot of the window and pages of a region.
+    /// Requests a copy between a slot of the window and pages of a region.
     Move { slot: u8, chunk: u64, pages: Pages, inward: bool, count: Option<(u32, u32)> },
-    /// Done, or why not.
+    /// The result of a copy.
     Moved { chunk: u64, result: Result<(), Refusal> },
-    /// Not ours: from group to group.
+    /// A frame between groups.
     Note(Vec<u8>),
 }
 
@@ -45,11 +45,11 @@ pub(super) struct Pages {
     pub stride: u64,
     pub page_len: u64,
     pub n: u32,
-    /// Empty: `0, 1, ...`
+    /// Empty for `0, 1, ...`
     pub indices: Vec<u32>,
 }
 
-/// A copy that can't begin is a refusal, unless a file is why.
+/// A copy that can't start is refused, unless a file is the cause.
 pub(super) fn refused(e: DomainError) -> DomainError {
     match e {
         DomainError::Storage(_) => e,
@@ -88,7 +88,7 @@ impl Refusal {
 }
 
 impl Pages {
-    /// The remote side of a piece of work.
+    /// The remote pages of a request.
     pub fn remote(data: &Data) -> Self {
         let (offset, stride, indices) = match &data.remote_seq {
             Seq::Strided { offset, stride } => (*offset, *stride, Vec::new()),
@@ -108,7 +108,7 @@ impl Pages {
         }
     }
 
-    /// The copies between `slot` and these pages, if they lie inside the region and the slot (MR-3).
+    /// The copies between `slot` and these pages, if both are in bounds (MR-3).
     pub fn pieces(
         &self,
         region: &RegionMemory,
@@ -120,7 +120,9 @@ impl Pages {
             return Err(DomainError::Refused("an impossible number of pages".into()));
         }
         if listed > MAX_INDICES as usize || (listed != 0 && listed != self.n as usize) {
-            return Err(DomainError::Refused("a wrong number of pages".into()));
+            return Err(DomainError::Refused(
+                "the number of page indices differs from the number of pages".into(),
+            ));
         }
         let total = u64::from(self.n).checked_mul(self.page_len);
         if total.is_none_or(|total| total > SLOT_BYTES) {
@@ -148,7 +150,7 @@ impl Pages {
     }
 }
 
-/// The copies between a slot, where pages lie side by side, and the local side of a piece of work.
+/// The copies between a slot, where pages are adjacent, and the local pages of a request.
 pub(super) fn local_pieces(data: &Data, slot: usize, inward: bool) -> SmallVec<[Piece; 4]> {
     let page = data.page_len as usize;
     let places = (0..data.pages).map(|i| {
@@ -158,7 +160,7 @@ pub(super) fn local_pieces(data: &Data, slot: usize, inward: bool) -> SmallVec<[
     join(places, page, inward)
 }
 
-/// Neighbours become one copy: each costs the driver some microseconds.
+/// Merges adjacent ranges into one copy: each costs the driver some microseconds.
 fn join(
     places: impl Iterator<Item = (usize, usize)>,
     page: usize,
@@ -175,12 +177,12 @@ fn join(
     pieces
 }
 
-/// How a piece of work is cut into chunks that fit a slot each.
+/// How a request is cut into chunks that fit a slot each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
-    /// Chunks of one page, if a page is longer than a slot.
+    /// Chunks per page, if a page is longer than a slot.
     per_page: u64,
-    /// Pages of one chunk otherwise.
+    /// Pages per chunk otherwise.
     per_chunk: u32,
     pub chunks: u64,
 }
@@ -195,7 +197,7 @@ impl Cut {
         Self { per_page: 1, per_chunk: fit, chunks: u64::from(data.pages.div_ceil(fit)) }
     }
 
-    /// Chunk `i` of the work.
+    /// Chunk `i` of the request.
     pub fn nth(&self, data: &Data, i: u64) -> Data {
         let (page, part) = ((i / self.per_page) as u32, i % self.per_page);
         let first = page * self.per_chunk;
@@ -211,14 +213,14 @@ impl Cut {
     }
 }
 
-/// Where a slot begins in its window.
+/// Offset of a slot in its window.
 pub(super) fn slot_offset(slot: u8) -> u64 {
     u64::from(slot) * SLOT_BYTES
 }
 
 pub(super) const WINDOW_BYTES: u64 = SLOT_BYTES * SLOTS as u64;
 
-/// A count as it travels.
+/// A count from its encoding.
 pub(super) fn counted((imm, n): (u32, u32)) -> Count {
     Count { imm, n }
 }
@@ -263,7 +265,7 @@ mod tests {
         )
     }
 
-    /// Every byte of the work: where it lies here, where there.
+    /// Every page of the request: local offset, remote offset, length.
     fn spans(data: &Data) -> Vec<(u64, u64, u64)> {
         let page = |i| (data.local_seq.nth(i), data.remote_seq.nth(i), data.page_len);
         (0..data.pages).map(page).collect()
@@ -280,7 +282,7 @@ mod tests {
                 prop_assert!(chunk.pages <= MAX_INDICES);
                 parts.extend(spans(&chunk));
             }
-            // Parts of one page, put together again, are the pages.
+            // Parts of one page, joined again, are the pages.
             let mut whole: Vec<(u64, u64, u64)> = Vec::new();
             for (l, r, n) in parts {
                 match whole.last_mut() {
@@ -319,7 +321,7 @@ mod tests {
         }
 
         #[test]
-        fn joining_changes_no_byte(
+        fn merging_ranges_changes_no_byte(
             at in proptest::collection::vec(0usize..12, 1..12), page in 1usize..9,
         ) {
             let places: Vec<_> = at.iter().enumerate().map(|(i, a)| (a * page, i * page)).collect();
@@ -338,7 +340,7 @@ mod tests {
         }
 
         #[test]
-        fn anything_may_be_decoded(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn decoded_frames_encode_to_the_same(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(frame) = Frame::decode(&ENVELOPE.seal(&bytes)) {
                 let again = Frame::decode(&frame.encode()).unwrap();
                 prop_assert_eq!(again, frame);

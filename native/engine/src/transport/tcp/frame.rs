@@ -1,5 +1,5 @@
-//! What goes over a stream once the handshake is over: a fixed header, little-endian, and for some
-//! kinds an index list and bytes. Nothing here is trusted: every length is checked before use.
+//! Frames of a stream after the handshake: a fixed little-endian header and, for some kinds, an
+//! index list and bytes. Nothing is trusted: every length is checked before use.
 
 use crate::{
     api::RegionKey,
@@ -8,7 +8,7 @@ use crate::{
 
 pub(super) const HEADER: usize = 64;
 
-/// Pages of one frame at most; larger requests come in several frames.
+/// Pages of one frame; larger requests use several frames.
 pub(super) const MAX_PAGES: u32 = 16 << 10;
 pub(super) const MAX_MESSAGE: usize = 64 << 10;
 const MAX_REASON: usize = 512;
@@ -17,27 +17,27 @@ pub(super) const MAX_WHISPER: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Kind {
-    /// Pages for a region; the bytes follow. A single write is one page.
+    /// Pages for a region, followed by their bytes. A single write is one page.
     Write = 1,
-    /// Asks for pages of a region.
+    /// Requests pages of a region.
     Read = 2,
-    /// The bytes of a read; they follow.
+    /// The bytes of a read.
     ReadData = 3,
-    /// A count and nothing else.
+    /// A count without bytes.
     Count = 4,
-    /// A message; its bytes follow.
+    /// A message, followed by its bytes.
     Message = 5,
-    /// So many writes and counts of this stream have been carried out, all told.
+    /// The total of this stream's writes and counts that were carried out.
     Ack = 6,
-    /// An operation was refused; the reason follows.
+    /// Refuses an operation; the reason follows.
     Nak = 7,
-    /// A message was taken.
+    /// The result of a message.
     Taken = 8,
-    /// I am alive.
+    /// A heartbeat.
     Ping = 9,
-    /// I close; the reason follows.
+    /// Closes the link; the reason follows.
     Bye = 10,
-    /// Something for the layer above this transport; its bytes follow.
+    /// A message of the layer above this transport, followed by its bytes.
     Whisper = 11,
 }
 
@@ -50,7 +50,7 @@ impl Kind {
     }
 }
 
-/// Why an operation was refused, as it travels.
+/// Kind of a refusal, as sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Refusal {
@@ -58,24 +58,24 @@ pub(super) enum Refusal {
     Refused = 2,
 }
 
-/// A header's fields; what a kind doesn't use is zero.
+/// The fields of a header; unused ones are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub kind: Kind,
-    /// Write: a count follows when this part is the last to arrive. Nak: why.
+    /// Write: a count is due when the last part has arrived. Nak: kind of refusal.
     pub code: u8,
-    /// Write: in how many parts the operation comes, over all streams.
+    /// Write: number of parts of the operation, over all streams.
     pub parts: u16,
-    /// The operation's number on its link; for `Ack`, how many are done on this stream.
+    /// The operation's number on its link; for `Ack`, the number carried out on this stream.
     pub op: u64,
     pub key: RegionKey,
-    /// Where index 0 lies in the region.
+    /// Offset of index 0 in the region.
     pub offset: u64,
     pub stride: u64,
-    /// Bytes per page, or of the body of kinds without pages.
+    /// Bytes per page, or bytes of the body.
     pub len: u64,
     pub pages: u32,
-    /// Index entries that follow the header: 0 (pages are `0, 1, ...`) or `pages`.
+    /// Index entries after the header: 0 (pages are `0, 1, ...`) or `pages`.
     pub indices: u32,
     pub count: Count,
 }
@@ -137,7 +137,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Limits that hold for any honest peer.
+    /// Checks limits that every honest peer keeps.
     fn check(&self) -> Result<(), DomainError> {
         let bad = |what: &str| Err(DomainError::Handshake(format!("a frame with {what}")));
         let paged = matches!(self.kind, Kind::Write | Kind::Read);
@@ -153,13 +153,13 @@ impl Header {
         match self.kind {
             Kind::Message if self.len > MAX_MESSAGE as u64 => bad("too long a message"),
             Kind::Nak | Kind::Bye if self.len > MAX_REASON as u64 => bad("too long a reason"),
-            Kind::Whisper if self.len > MAX_WHISPER as u64 => bad("too long a whisper"),
+            Kind::Whisper if self.len > MAX_WHISPER as u64 => bad("too long a control message"),
             Kind::Write if self.parts == 0 => bad("no parts"),
             _ => Ok(()),
         }
     }
 
-    /// Bytes that follow the header and the indices.
+    /// Bytes after the header and the indices.
     pub fn body(&self) -> u64 {
         match self.kind {
             Kind::Write => u64::from(self.pages) * self.len,
@@ -190,7 +190,7 @@ pub(super) fn describe(kind: Kind, data: &Data) -> (Header, Vec<u32>) {
     (header, indices)
 }
 
-/// A reason cut to what a frame may carry.
+/// A reason, cut to the length that a frame may carry.
 pub(super) fn reason(text: &str) -> Vec<u8> {
     let mut end = text.len().min(MAX_REASON);
     while !text.is_char_boundary(end) {
@@ -199,7 +199,7 @@ pub(super) fn reason(text: &str) -> Vec<u8> {
     text.as_bytes()[..end].to_vec()
 }
 
-/// A reason from a peer, made fit to be shown.
+/// A peer's reason, made printable.
 pub(super) fn shown(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).chars().filter(|c| !c.is_control()).collect()
 }

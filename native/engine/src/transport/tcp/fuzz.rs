@@ -1,4 +1,4 @@
-//! A peer that has proven itself and then says anything at all.
+//! Fuzz target of a proven peer.
 
 use std::{io::Write, os::unix::net::UnixStream, sync::Arc};
 
@@ -15,10 +15,10 @@ use crate::{
 const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 const GUARD: usize = 256;
 const REGION: usize = 1024;
-/// Which of the local side's bytes a read fetches.
+/// The range of local bytes that a read fetches.
 const FETCHED: std::ops::Range<usize> = 64..192;
 
-/// Whatever decodes as an endpoint encodes to the same.
+/// Checks that a decoded endpoint encodes to the same bytes.
 pub(crate) fn endpoint(bytes: &[u8]) {
     let Ok(place) = Where::decode(bytes) else { return };
     assert!(place.candidates(&place.host).len() <= 1 + super::net::MOST_ADDRESSES);
@@ -37,9 +37,9 @@ impl MessageRoom for Room {
     }
 }
 
-/// Frames on the two streams of a link over which a write, a read and a message of ours are under
-/// way. Holds that no byte lands outside the region and the read's place (MR-3), none of the read
-/// once it is over (MR-1), and that every operation ends once.
+/// Frames on the two streams of a link with a local write, read and message under way. Checks that
+/// no byte lands outside the region and the read's memory (MR-3), none of the read after it ended
+/// (MR-1), and that every operation ends once.
 pub fn peer_says(bytes: &[u8]) {
     let Ok(mut domain) = TcpDomain::open(EngineId([2; 16]), &EngineConfig::default()) else {
         return;
@@ -68,7 +68,7 @@ pub fn peer_says(bytes: &[u8]) {
         let _ = domain.post(id, token, wr);
     }
 
-    // The first byte says how much goes to the quick stream.
+    // The first byte is the number of bytes for the first stream.
     let Some((cut, said)) = bytes.split_first() else { return };
     let (quick, bulk) = said.split_at(said.len() * usize::from(*cut) / 255);
     let _ = peer[0].write_all(quick);
@@ -152,7 +152,7 @@ mod seeds {
         [&header.encode()[..], body].concat()
     }
 
-    /// What an honest peer would say, all on the quick stream.
+    /// Frames of an honest peer, all on the first stream.
     pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         let first = |kind| Header { op: 1, ..Header::new(kind) };
         // Operation numbers carry the serial in their upper half: see `Link::open`.
@@ -168,7 +168,7 @@ mod seeds {
         let read = Header { key: KEY, pages: 2, len: 10, stride: 20, ..first(Kind::Read) };
         let answer = Header { op: 2, len: FETCHED.len() as u64, ..Header::new(Kind::ReadData) };
         let answer = frame(answer, &[6; FETCHED.end - FETCHED.start]);
-        // Half of an answer on the quick stream, a whole one on the other.
+        // Half of an answer on the first stream, a whole one on the other.
         let twice = [&[102], &answer[..128], &answer].concat();
         let message = frame(Header { len: 5, ..first(Kind::Message) }, b"hello");
         let refusal = |op| frame(Header { op, len: 2, code: 1, ..Header::new(Kind::Nak) }, b"no");

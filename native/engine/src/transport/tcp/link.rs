@@ -1,4 +1,4 @@
-//! A link: the streams to one peer, and what is under way over them.
+//! A link: the streams to one peer, and the operations under way on them.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -14,28 +14,29 @@ use crate::{
     time::Time,
 };
 
-/// Streams of a link: the first carries small frames only, so that they never queue behind bulk.
+/// Index of a stream's socket. A link's first stream carries small frames only, so that they never
+/// queue behind bulk data.
 pub(super) type StreamKey = usize;
 
-/// Names the streams that belong together before they are proven to.
+/// Identifies the streams of one link before they are proven.
 pub(super) type LinkNonce = [u8; 16];
 
-/// Bits of an operation's number that travel; the next one marks reads.
+/// Bits of an operation's number that are sent; the next bit marks reads and messages.
 const NUMBER_BITS: u32 = 31;
 const MASK: u64 = (1 << NUMBER_BITS) - 1;
 
-/// Messages that one peer may have on their way to us.
+/// Messages that one peer may have under way.
 pub(super) const MESSAGE_WINDOW: usize = 32;
 /// Operations that may be under way on a link; further ones wait in the group.
 pub(super) const MAX_OPS: usize = 1 << 16;
 
-/// Memory that reads under way on a link may take at the peer, bytes; further ones wait in the group. A peer that keeps
-/// to it is never taken for one that leaves its replies untaken, so that two that read from each other always go on.
+/// Memory that a link's reads may take at the peer, bytes; further reads wait in the group. A peer
+/// that keeps to it is never throttled, so two peers that read from each other always progress.
 pub(super) const READ_WINDOW: u64 = super::stream::MOST_OWED / 2;
 
-/// An operation of ours: done when all its parts are acknowledged.
+/// A local operation: done when all its parts are acknowledged.
 pub(super) struct Op {
-    /// The lower bits of its number, as on the wire: see [`Link::open`].
+    /// The lower bits of its number, as sent: see [`Link::open`].
     serial: u32,
     number: u64,
     pub token: Token,
@@ -43,17 +44,17 @@ pub(super) struct Op {
     pub error: Option<DomainError>,
 }
 
-/// A part of a read of ours: where its bytes go.
+/// A part of a local read, and the memory for its bytes.
 pub(super) struct Fetch {
     pub op: u64,
     pub into: Walk,
     /// Memory that its reply takes at the peer.
     cost: u64,
-    /// Its bytes are on their way to their place: it can be neither answered again nor refused.
+    /// Whether its bytes are being received: it can be neither answered again nor refused.
     pub begun: bool,
 }
 
-/// A write of the peer's that comes in several parts.
+/// A write of the peer that arrives in several parts.
 pub(super) struct Incoming {
     pub left: u16,
     pub count: Option<Count>,
@@ -67,20 +68,20 @@ pub(super) struct Link {
     /// One for each stream; `None` until it is proven.
     pub streams: Vec<Option<StreamKey>>,
     pub peer: Option<PeerIdentity>,
-    /// Known from the address when we connect: whom we want.
+    /// The initiator's address of the peer to connect to.
     pub wanted: Option<crate::api::EngineAddress>,
     pub candidates: VecDeque<SocketAddr>,
     pub tried: Vec<String>,
-    /// Somebody answered at one of them, and the connection broke.
+    /// Whether a connection broke in the middle of a handshake.
     pub cut_off: bool,
     pub remote: String,
     ops: Slab<Op>,
-    /// Writes, counts and messages that were begun, and reads.
+    /// Numbered operations started: writes and counts. And unnumbered ones.
     begun: u64,
     reads: u32,
     pub fetches: HashMap<u64, Fetch>,
     next_fetch: u64,
-    /// Memory that replies to all of `fetches` take at the peer.
+    /// Memory that the replies to all of `fetches` take at the peer.
     asked: u64,
     pub messages: usize,
     pub incoming: HashMap<u64, Incoming>,
@@ -89,7 +90,7 @@ pub(super) struct Link {
     pub spoke_at: Time,
     pub deadline: Time,
     next_bulk: usize,
-    /// What of the peer's is over here.
+    /// The peer's operations that this side has carried out.
     landed: Landed,
 }
 
@@ -131,8 +132,8 @@ impl Link {
         self.ops.len() >= MAX_OPS
     }
 
-    /// A new operation in `parts` parts, under a number that the peer remembers when it is over there. On
-    /// the wire its lower bits stand above the slot.
+    /// Opens an operation in `parts` parts. The peer's receipt refers to its number, whose lower
+    /// bits are sent above the slot.
     pub fn open(&mut self, token: Token, parts: u16) -> u64 {
         self.begun += 1;
         let (number, serial) = (self.begun, (self.begun & MASK) as u32);
@@ -140,9 +141,9 @@ impl Link {
         u64::from(serial) << 32 | slot as u64
     }
 
-    /// A new operation that receipts say nothing of, and that has no number: a read, for its bytes land here,
-    /// or a message, for none is sent again. A number that is never over there would be a gap for ever,
-    /// and everything beyond it remembered one by one.
+    /// Opens an operation without a number, which receipts do not mention: a read, whose bytes land
+    /// on this side, or a message, which is never sent again. With a number it would leave a gap in
+    /// the receipt, beyond which all numbers are remembered one by one.
     pub fn open_unnumbered(&mut self, token: Token, parts: u16) -> u64 {
         self.reads = self.reads.wrapping_add(1);
         let serial = self.reads | 1 << NUMBER_BITS;
@@ -150,7 +151,7 @@ impl Link {
         u64::from(serial) << 32 | slot as u64
     }
 
-    /// An operation of the peer's is over here.
+    /// This side has carried out an operation of the peer.
     pub fn over_here(&mut self, op: u64, done: bool) {
         let number = self.landed.widen(op >> 32 & MASK, NUMBER_BITS);
         self.landed.note(number, done);
@@ -161,14 +162,14 @@ impl Link {
         (op.serial == (number >> 32) as u32).then_some(op)
     }
 
-    /// Notes why an operation will fail once all its parts are accounted for.
+    /// Records why an operation will fail once all its parts are done.
     pub fn refuse(&mut self, number: u64, error: DomainError) {
         if let Some(op) = self.op(number) {
             op.error.get_or_insert(error);
         }
     }
 
-    /// One part is accounted for; returns the result if it was the last.
+    /// One part is done; returns the result if it was the last.
     pub fn part_done(&mut self, number: u64) -> Option<(Token, Result<(), DomainError>)> {
         let op = self.op(number)?;
         op.parts -= 1;
@@ -186,19 +187,19 @@ impl Link {
         self.next_fetch
     }
 
-    /// A part of a read is over.
+    /// A part of a read is done.
     pub fn close_fetch(&mut self, fetch: u64) -> Option<Fetch> {
         let fetch = self.fetches.remove(&fetch)?;
         self.asked -= fetch.cost;
         Some(fetch)
     }
 
-    /// Whether a read whose replies take so much memory at the peer may be asked for now.
+    /// Whether a read whose replies take `cost` bytes at the peer may be sent now.
     pub fn may_ask(&self, cost: u64) -> bool {
         self.asked == 0 || self.asked + cost <= READ_WINDOW
     }
 
-    /// Everything under way, to be failed; what has no number is under 0.
+    /// Removes everything under way, to be failed, with its number or 0.
     pub fn abandon(&mut self) -> Vec<(Token, u64)> {
         self.fetches.clear();
         self.asked = 0;
@@ -206,22 +207,22 @@ impl Link {
         std::mem::take(&mut self.ops).into_iter().map(|(_, op)| (op.token, op.number)).collect()
     }
 
-    /// What both ends call this link.
+    /// The link's name at both ends.
     pub fn name(&self) -> LinkName {
         u64::from_le_bytes(std::array::from_fn(|i| self.nonce[i]))
     }
 
-    /// What came over it. Bytes are placed by whoever reads the sockets: with these nothing lands.
+    /// What arrived over the link. The socket's reader places bytes, so nothing lands after this.
     pub fn receipt(&mut self) -> Receipt {
         Receipt::Landed(std::mem::take(&mut self.landed))
     }
 
-    /// The stream for frames that must not wait.
+    /// The stream for urgent frames.
     pub fn quick(&self) -> Option<StreamKey> {
         self.streams.first().copied().flatten()
     }
 
-    /// The streams for bulk, beginning with another one each time.
+    /// The streams for bulk data, starting with another one each time.
     pub fn bulk(&mut self) -> Vec<StreamKey> {
         let from = if self.streams.len() > 1 { 1 } else { 0 };
         let mut keys: Vec<StreamKey> = self.streams[from..].iter().copied().flatten().collect();
@@ -231,7 +232,7 @@ impl Link {
         keys
     }
 
-    /// When this link wants attention even if nothing happens: to show life, or to miss it.
+    /// The next time for a heartbeat, or for the peer's timeout.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
         if !self.is_complete() {
             return self.deadline;
@@ -245,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ic_3_messages_and_reads_leave_no_gaps_in_what_came() {
+    fn ic_3_messages_and_reads_leave_no_gaps_in_the_receipt() {
         let link = || Link::new(1, [0; 16], 2, true, Time(0));
         let (mut here, mut there) = (link(), link());
         for _ in 0..1000 {

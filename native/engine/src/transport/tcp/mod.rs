@@ -1,5 +1,5 @@
-//! Links between any two hosts, with nothing installed: several streams per peer, bytes received
-//! straight into their region, acknowledged when they are there.
+//! Links between any two hosts without special hardware: several streams per peer; bytes are
+//! received straight into their region and acknowledged afterwards.
 
 mod frame;
 #[cfg(any(test, fuzzing))]
@@ -48,16 +48,16 @@ use net::Where;
 use setup::Half;
 use stream::Stream;
 
-/// How often a polling thread asks the kernel about sockets that were quiet lately.
+/// Interval at which a polling thread asks the kernel about idle sockets.
 const LOOK_EVERY: Duration = Duration::from_micros(20);
-/// A stream is tried at every poll for so long after something came.
+/// Time after the last receive during which every poll tries a stream.
 const HOT: Duration = Duration::from_micros(300);
-/// Small frames that go out together at most, bytes, while earlier ones are unacknowledged.
+/// Bytes of small frames that are sent together while earlier ones are unacknowledged.
 const COALESCE: u64 = 16 << 10;
 
 const LISTENER: u64 = 1 << 62;
 
-/// A socket and whose it is.
+/// A socket and its use.
 struct Socket {
     stream: Stream,
     role: Role,
@@ -70,7 +70,7 @@ enum Role {
     Of(LinkId),
 }
 
-/// See the module.
+/// The tcp transport; see the module.
 pub struct TcpDomain {
     credentials: Credentials,
     log: LogLimit,
@@ -85,10 +85,10 @@ pub struct TcpDomain {
     streams: usize,
     peer_timeout: Duration,
     news: Vec<Completion>,
-    /// Whispers that nobody has taken yet.
+    /// Control messages that were received and not taken yet.
     whispers: VecDeque<(LinkId, Vec<u8>)>,
     look_at: Time,
-    /// The time of the last poll, for those who post between polls.
+    /// Time of the last poll, for posts between polls.
     now: Time,
     bulk_from: u64,
 }
@@ -141,7 +141,7 @@ impl TcpDomain {
         self.links.get_mut(Self::slot(id)).filter(|l| l.id == id)
     }
 
-    /// Has the socket watched for what it now waits for.
+    /// Updates the events for which the socket is watched.
     fn watch(&self, key: StreamKey) {
         let Some(s) = self.sockets.get(key) else { return };
         let mut flags = match s.stream.is_stalled() {
@@ -156,7 +156,7 @@ impl TcpDomain {
             epoll::modify(&self.epoll, s.stream.fd(), epoll::EventData::new_u64(key as u64), flags);
     }
 
-    /// Sends what waits on a stream; its link goes down if that fails.
+    /// Sends a stream's queue; closes its link if that fails.
     fn push_out(&mut self, key: StreamKey) -> bool {
         let Some(s) = self.sockets.get_mut(key) else { return false };
         if s.stream.unsent == 0 {
@@ -165,7 +165,7 @@ impl TcpDomain {
         let was_blocked = s.stream.blocked;
         let sent = s.stream.send();
         let is_blocked = s.stream.blocked;
-        // A peer that takes its replies lives, though it isn't listened to.
+        // A throttled peer that receives its replies is alive.
         let takes = s.stream.is_stalled() && matches!(sent, Ok(true));
         if let Role::Of(id) = s.role {
             let now = self.now;
@@ -187,7 +187,7 @@ impl TcpDomain {
         }
     }
 
-    /// Asks the kernel which sockets have something, without waiting.
+    /// Asks the kernel which sockets are ready, without waiting.
     fn look(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let blank =
             epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -210,7 +210,7 @@ impl TcpDomain {
         n > 0
     }
 
-    /// Whether frames wait in a stream's buffer since its handshake, and may be looked at.
+    /// Whether frames wait in a stream's buffer since its handshake, and may be processed.
     fn has_leftover(&self, s: &Socket) -> bool {
         let Role::Of(id) = s.role else { return false };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
@@ -218,7 +218,7 @@ impl TcpDomain {
         may && link.is_some_and(Link::is_complete)
     }
 
-    /// Regions whose last read has been sent are out of reach now.
+    /// Reports regions whose last read has been sent.
     fn reap(&mut self, out: &mut Vec<Completion>) {
         let sockets = &self.sockets;
         self.retiring.retain(|index| {
@@ -279,7 +279,7 @@ impl Domain for TcpDomain {
             Err(e) => Some(e.to_string()),
             Ok(w) if w.candidates(&self.place.host).is_empty() => Some(
                 "the peer listens on its own loopback only, because it has no token; give all \
-                 engines the same token"
+                engines the same token"
                     .into(),
             ),
             Ok(_) => None,
@@ -366,8 +366,8 @@ impl Domain for TcpDomain {
             if stream.unsent == 0 || stream.blocked {
                 continue;
             }
-            // As long as earlier small frames are unacknowledged, later ones wait to go together:
-            // the acknowledgement, or the next poll, sends them on their way.
+            // While earlier small frames are unacknowledged, later ones are collected; the
+            // acknowledgement or the next poll sends them.
             let waits = stream.unsent < COALESCE && !stream.is_first_flight();
             if !waits {
                 stream.acknowledge();
@@ -441,7 +441,7 @@ impl Whispers for TcpDomain {
         let stream = &mut self.sockets[key].stream;
         stream.say(&header.encode());
         stream.say(&frame);
-        // Most answer what the peer has whispered.
+        // Most control messages are answers.
         stream.owe(frame.len() as u64);
     }
 

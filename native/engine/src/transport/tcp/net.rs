@@ -1,4 +1,4 @@
-//! Addresses and sockets: where an engine listens, what it tells others, how a stream is opened.
+//! Addresses and sockets: where an engine listens, and how a stream connects.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
@@ -20,17 +20,17 @@ use crate::{
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
 
-/// More than these are neither listened on unasked, nor told to peers, nor tried; loopback comes on top.
+/// Maximum of addresses that are listened on by default, sent to peers, or tried; plus loopback.
 pub(super) const MOST_ADDRESSES: usize = 8;
 
-/// Where an engine can be reached over tcp.
+/// Where an engine is reached over tcp.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Where {
-    /// Those of loopback are for whom `host` is the same: to another host they would mean itself.
+    /// Loopback addresses are valid only for peers with the same `host`.
     pub addrs: Vec<SocketAddr>,
-    /// The port at 127.0.0.1, for those whose `host` is the same.
+    /// The port at 127.0.0.1, for peers with the same `host`.
     pub loopback_port: Option<u16>,
-    /// Differs between hosts, and between network namespaces of a host.
+    /// Identifies a network namespace of a host.
     pub host: [u8; 16],
 }
 
@@ -43,20 +43,20 @@ impl Where {
         ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
     }
 
-    /// The addresses to try from here, best first.
+    /// The addresses to try from `here`, best first.
     pub fn candidates(&self, here: &[u8; 16]) -> Vec<SocketAddr> {
         let same = self.host == *here;
         let loopback = self
             .loopback_port
             .filter(|_| same)
             .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
-        // What a peer says is not to be trusted to be remote.
+        // A remote peer's loopback addresses are left out.
         let others = self.addrs.iter().copied().filter(|a| same || !a.ip().is_loopback());
         loopback.into_iter().chain(few(others.collect(), SocketAddr::is_ipv6)).collect()
     }
 }
 
-/// The first of them, the last of which makes room for the other family if it would be missing.
+/// The first addresses; the last one is replaced if the other address family would be missing.
 fn few<T>(mut addrs: Vec<T>, is_v6: impl Fn(&T) -> bool) -> Vec<T> {
     if addrs.len() > MOST_ADDRESSES {
         let rest = addrs.split_off(MOST_ADDRESSES);
@@ -70,7 +70,7 @@ fn few<T>(mut addrs: Vec<T>, is_v6: impl Fn(&T) -> bool) -> Vec<T> {
     addrs
 }
 
-/// Tells network namespaces apart: only within one does a loopback address mean the same.
+/// Identifies this network namespace: only within one do loopback addresses mean the same.
 pub(super) fn host_identity() -> [u8; 16] {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -82,7 +82,7 @@ pub(super) fn host_identity() -> [u8; 16] {
     id
 }
 
-/// ListeningSockets sockets and what to tell others of them.
+/// The listening sockets, and the endpoint to send to peers.
 pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), DomainError> {
     let (ips, policy) = wanted(config);
     let listening = sockets::listen(&ips, policy, config.ports)?;
@@ -103,8 +103,8 @@ pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), Dom
     Ok((listening.sockets.into_iter().map(|(_, socket)| socket).collect(), place))
 }
 
-/// The addresses to listen on: those that are named, or, for peers with the token, those that they
-/// are told; always loopback beside these.
+/// The addresses to listen on: the configured ones, or with a token those of the interfaces; plus
+/// loopback.
 fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, AddressPolicy) {
     let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
     match (config.bind.as_slice(), &config.token) {
@@ -118,7 +118,7 @@ fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, AddressPolicy) {
     }
 }
 
-/// No address beside a wildcard that takes its connections.
+/// Addresses without those that a wildcard covers.
 fn without_covered(named: &[IpAddr]) -> Vec<IpAddr> {
     let any_v6 = named.contains(&Ipv6Addr::UNSPECIFIED.into());
     let any_v4 = named.contains(&Ipv4Addr::UNSPECIFIED.into());
@@ -129,7 +129,7 @@ fn without_covered(named: &[IpAddr]) -> Vec<IpAddr> {
     named.iter().copied().filter(|ip| !covered(ip)).collect()
 }
 
-/// The addresses of this machine's interfaces that others may reach, IPv4 first.
+/// Addresses of this machine's interfaces that peers may reach, IPv4 first.
 fn own_addresses(v6_too: bool) -> Vec<IpAddr> {
     let mut ips: Vec<IpAddr> = if_addrs::get_if_addrs()
         .unwrap_or_default()
@@ -143,7 +143,7 @@ fn own_addresses(v6_too: bool) -> Vec<IpAddr> {
     ips
 }
 
-/// Begins to connect.
+/// Starts to connect.
 pub(super) fn connect(addr: &SocketAddr) -> Result<OwnedFd, DomainError> {
     let socket = new_socket(addr).map_err(DomainError::io("socket"))?;
     tune(&socket);
@@ -153,13 +153,13 @@ pub(super) fn connect(addr: &SocketAddr) -> Result<OwnedFd, DomainError> {
     }
 }
 
-/// The outcome of a connect that was in progress.
+/// The result of a connect that was in progress.
 pub(super) fn connect_result(socket: &impl std::os::fd::AsFd) -> Result<(), Errno> {
     sockopt::socket_error(socket).and_then(|r| r)
 }
 
 pub(super) fn tune(socket: &OwnedFd) {
-    // Without it a small frame would wait for the acknowledgement of the one before.
+    // Otherwise a small frame waits for the acknowledgement of the one before.
     let _ = sockopt::set_tcp_nodelay(socket, true);
 }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_addresses_those_that_are_told_are_tried_and_each_family_is_among_them() {
+    fn the_addresses_tried_are_limited_and_include_each_family() {
         let v4 = |i: u8| format!("10.0.0.{i}:7");
         let many: Vec<String> = (1..20).map(v4).chain(["[fd00::1]:7".into()]).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
@@ -199,7 +199,7 @@ mod tests {
         let shown: Vec<String> = told.iter().map(SocketAddr::to_string).collect();
         assert_eq!(shown[..MOST_ADDRESSES - 1], many[..MOST_ADDRESSES - 1]);
         assert_eq!(shown[MOST_ADDRESSES - 1], "[fd00::1]:7");
-        // What comes from a peer that tells more is no longer.
+        // A peer that sends more addresses gets no more tried.
         assert_eq!(all.candidates(&[2; 16]), told);
         assert_eq!(all.candidates(&[1; 16])[1..], told);
     }
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_token_listens_what_peers_are_told_and_loopback() {
+    fn with_a_token_the_interfaces_and_loopback_listen() {
         let config = EngineConfig { token: Some(vec![1]), ..Default::default() };
         let (sockets, place) = listen(&config).unwrap();
         let mut heard: Vec<SocketAddr> = sockets
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn all_addresses_are_listened_on_when_they_are_named() {
+    fn configured_wildcards_listen_on_all_addresses() {
         let config = EngineConfig {
             token: Some(vec![1]),
             bind: ips(&["0.0.0.0", "127.0.0.1"]),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_loopback_is_told_as_it_is() {
+    fn a_configured_loopback_address_is_sent_to_peers() {
         let config = EngineConfig { bind: ips(&["127.0.0.2"]), ..Default::default() };
         let (_, place) = listen(&config).unwrap();
         assert_eq!(place.loopback_port, None);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_is_not_ours_is_refused_in_words() {
+    fn an_address_of_another_machine_is_refused_by_name() {
         let config = EngineConfig { bind: ips(&["192.0.2.1"]), ..Default::default() };
         let e = listen(&config).unwrap_err().to_string();
         assert!(e.contains("192.0.2.1"), "{e}");

@@ -1,4 +1,4 @@
-//! Where the pages of a frame lie in this process's memory, piece by piece.
+//! The pages of a frame in this process's memory, range by range.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use crate::{
 
 use super::frame::Header;
 
-/// Where each page begins, relative to a base address.
+/// Start of each page, relative to a base address.
 #[derive(Clone, Debug)]
 pub(super) enum Index {
     Strided,
     Listed(Arc<[u32]>),
 }
 
-/// A walk over pages in memory.
+/// A cursor over pages in memory.
 #[derive(Clone, Debug)]
 pub(super) struct Walk {
     base: usize,
@@ -26,7 +26,7 @@ pub(super) struct Walk {
     index: Index,
     page: u32,
     byte: u64,
-    /// The region walked over, if it is one that a peer may lose: kept while the walk goes on.
+    /// The region of a remote request, kept while the cursor exists.
     pub region: Option<Arc<RegionMemory>>,
 }
 
@@ -87,7 +87,7 @@ impl Walk {
         }
     }
 
-    /// One contiguous stretch of memory.
+    /// One contiguous range.
     pub fn stretch(addr: usize, len: u64) -> Self {
         Self {
             base: addr,
@@ -113,7 +113,8 @@ impl Walk {
         self.base + (u64::from(i) * self.stride) as usize
     }
 
-    /// The next stretches, at most `most` of them and `bytes` bytes; the walk stays where it is.
+    /// Calls `f` for the next ranges, at most `most` of them and `bytes` bytes; does not move the
+    /// cursor.
     pub fn peek(&self, most: usize, bytes: u64, mut f: impl FnMut(usize, usize)) {
         let (mut page, mut byte, mut bytes) = (self.page, self.byte, bytes);
         for _ in 0..most {
@@ -133,7 +134,7 @@ impl Walk {
         }
     }
 
-    /// `n` bytes are done.
+    /// Advances by `n` bytes.
     pub fn advance(&mut self, mut n: u64) {
         if self.page_len == 0 {
             self.page = self.pages;
@@ -148,7 +149,7 @@ impl Walk {
         self.left() == 0
     }
 
-    /// The part from `from` on, `len` bytes long, of a walk over a single page.
+    /// `len` bytes from `from` of a cursor over a single page.
     pub fn part(&self, from: u64, len: u64) -> Self {
         debug_assert!(self.pages == 1 && from + len <= self.page_len);
         Self { region: self.region.clone(), ..Self::stretch(self.addr(0) + from as usize, len) }
@@ -160,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_walk_covers_its_pages_in_any_steps() {
+    fn a_cursor_covers_its_pages_in_any_steps() {
         let walk = Walk {
             stride: 100,
             page_len: 30,

@@ -1,4 +1,4 @@
-//! Links that are up: operations become frames, frames become bytes in regions and counts.
+//! Links that are up: sending operations as frames, and handling received frames.
 
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ use crate::{
     memory::RegionMemory,
 };
 
-/// A part of a large operation is at least this long; shorter ones are not cut.
+/// Smallest part of a large operation; shorter ones are not cut.
 const MIN_PART: u64 = 512 << 10;
-/// System calls on one stream before the others have their turn.
+/// System calls on one stream per poll.
 const TURNS: usize = 8;
 
 impl TcpDomain {
@@ -44,7 +44,7 @@ impl TcpDomain {
         }
     }
 
-    /// A frame that is acknowledged in its stream's turn.
+    /// Queues a frame that is acknowledged in the order of its stream.
     fn frame(&mut self, id: LinkId, body: Option<Walk>, token: Token, mut header: Header) {
         let Some(link) = self.link(id) else { return };
         header.op = link.open(token, 1);
@@ -66,7 +66,7 @@ impl TcpDomain {
         }
         let Some(link) = self.link(id) else { return };
         let streams = link.bulk();
-        // Only a single page is cut; its parts go over all streams at once.
+        // Only a single page is cut; its parts use all streams at once.
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
         header.parts = cut as u16;
@@ -107,7 +107,7 @@ impl TcpDomain {
         }
     }
 
-    /// Reads what a socket has; false if it had nothing.
+    /// Reads a socket; false if it had nothing.
     pub(super) fn readable(
         &mut self,
         key: StreamKey,
@@ -119,7 +119,7 @@ impl TcpDomain {
         moved
     }
 
-    /// Has the kernel tell of what comes, unless the peer leaves too much untaken.
+    /// Watches the socket unless the peer leaves too many replies unread.
     pub(super) fn listen_or_stall(&mut self, key: StreamKey) {
         let Some(s) = self.sockets.get_mut(key) else { return };
         let was = s.stream.is_stalled();
@@ -146,7 +146,7 @@ impl TcpDomain {
                 }
                 return true;
             };
-            // Until all streams are there, frames stay in the kernel.
+            // Until all streams are proven, frames stay in the kernel.
             if self.link(id).is_none_or(|l| !l.is_complete()) {
                 return moved;
             }
@@ -162,7 +162,7 @@ impl TcpDomain {
         moved
     }
 
-    /// One system call's worth of frames; false if there was nothing to read.
+    /// Handles the frames of one system call; false if there was nothing to read.
     fn gulp(
         &mut self,
         key: StreamKey,
@@ -171,7 +171,7 @@ impl TcpDomain {
         out: &mut Vec<Completion>,
     ) -> Result<bool, DomainError> {
         let now = self.now;
-        // What came with the handshake's last message is in the buffer already.
+        // Bytes received with the last handshake message are in the buffer already.
         if let Some(s) = self.sockets.get_mut(key) {
             s.stream.leftover = false;
         }
@@ -188,7 +188,7 @@ impl TcpDomain {
         Ok(true)
     }
 
-    /// Acts on every frame that is complete.
+    /// Handles every complete frame.
     fn digest(
         &mut self,
         key: StreamKey,
@@ -199,7 +199,7 @@ impl TcpDomain {
         loop {
             let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
             if s.stream.owes_too_much() {
-                // What has been received waits in its buffer.
+                // The rest stays in the buffer.
                 s.stream.shaken();
                 return Ok(());
             }
@@ -218,7 +218,7 @@ impl TcpDomain {
         }
     }
 
-    /// Where the bytes that follow a header go; `None` if none follow.
+    /// Where the bytes after a header go; `None` if none follow.
     fn destination(
         &mut self,
         key: StreamKey,
@@ -270,7 +270,7 @@ impl TcpDomain {
                         Some(Body::Place(f.into.clone()))
                     }
                     _ => {
-                        return Err(DomainError::Handshake("data that nobody asked for".into()));
+                        return Err(DomainError::Handshake("data without a pending read".into()));
                     }
                 }
             }
@@ -294,7 +294,7 @@ impl TcpDomain {
         stream.owe((HEADER + text.len()) as u64);
     }
 
-    /// Acts on a frame that is complete.
+    /// Handles a complete frame.
     fn act(
         &mut self,
         key: StreamKey,
@@ -338,10 +338,10 @@ impl TcpDomain {
                     _ => DomainError::Refused(why),
                 };
                 let Some(link) = self.link(id) else { return Ok(()) };
-                // A read has no acknowledgement of its own: its refusal is its end.
+                // A read has no acknowledgement; a refusal ends it.
                 match link.close_fetch(header.op) {
                     Some(fetch) if fetch.begun => {
-                        let what = "a refusal of what it has begun to send";
+                        let what = "a refusal of a read whose data has started";
                         return Err(DomainError::Handshake(what.into()));
                     }
                     Some(fetch) => {
@@ -354,7 +354,7 @@ impl TcpDomain {
             Kind::Message => {
                 let Some(link) = self.link(id) else { return Ok(()) };
                 if link.held.len() >= MESSAGE_WINDOW {
-                    return Err(DomainError::Handshake("more messages than agreed".into()));
+                    return Err(DomainError::Handshake("too many messages".into()));
                 }
                 if let Some(Body::Collect(bytes)) = body {
                     link.held.push_back((header.op, bytes));
@@ -366,14 +366,16 @@ impl TcpDomain {
                 let Some(link) = self.link(id) else { return Ok(()) };
                 link.messages = link.messages.saturating_sub(1);
                 if header.code != 0 {
-                    let why = format!("it is longer than its receive pool's {limit} bytes");
+                    let why = format!(
+                        "the message is longer than the peer's receive buffers of {limit} bytes"
+                    );
                     link.refuse(header.op, DomainError::Refused(why));
                 }
                 self.part_done(id, header.op, out);
             }
             Kind::Whisper => {
                 if self.whispers.len() > MAX_OPS {
-                    return Err(DomainError::Handshake("more whispers than agreed".into()));
+                    return Err(DomainError::Handshake("too many control messages".into()));
                 }
                 if let Some(Body::Collect(bytes)) = body {
                     self.whispers.push_back((id, bytes));
@@ -381,7 +383,7 @@ impl TcpDomain {
             }
             Kind::Ping => {}
             Kind::Bye => {
-                let text = format!("it closed the connection: {}", shown(text));
+                let text = format!("the peer closed the connection: {}", shown(text));
                 return Err(match header.code {
                     0 => DomainError::LinkDown(text),
                     _ => DomainError::Gone(text),
@@ -392,8 +394,8 @@ impl TcpDomain {
         Ok(())
     }
 
-    /// A write of the peer's, or a part of one, is in its place (IC-2: its count comes now; IC-1, IC-3:
-    /// that of all parts together, once).
+    /// A part of the peer's write is in place. The count of a write follows its last part (IC-2),
+    /// once for all parts (IC-1, IC-3).
     fn landed(
         &mut self,
         id: LinkId,
@@ -409,17 +411,17 @@ impl TcpDomain {
         }
         let Some(link) = self.link(id) else { return Ok(()) };
         if link.incoming.len() > MAX_OPS {
-            return Err(DomainError::Handshake("more unfinished writes than agreed".into()));
+            return Err(DomainError::Handshake("too many unfinished writes".into()));
         }
         let fresh = || Incoming { left: header.parts, count: Some(header.count), refused: false };
         let incoming = link.incoming.entry(header.op).or_insert_with(fresh);
         if incoming.left > header.parts {
-            return Err(DomainError::Handshake("parts that don't belong together".into()));
+            return Err(DomainError::Handshake("write parts with different part counts".into()));
         }
         incoming.left -= 1;
         incoming.refused |= refused;
         if count.is_none() {
-            // Refused, or not counted at all.
+            // Refused, or not counted.
             incoming.count = None;
         }
         if incoming.left == 0 {
@@ -444,8 +446,8 @@ impl TcpDomain {
         }
     }
 
-    /// Hands up the oldest message if the pool has room; one at a time, for each takes its place
-    /// there before the next asks.
+    /// Delivers the oldest message if the pool has room. One at a time: each takes its buffer
+    /// before the next is admitted.
     fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &[Completion]) -> bool {
         let mut reported = out.iter().chain(&self.news);
         let waiting = reported.any(|c| matches!(c, Completion::Message { .. }));
@@ -454,8 +456,7 @@ impl TcpDomain {
         let (code, limit) = match room.admit(message.len()) {
             Admit::Take if !waiting => {
                 let message = message.into_boxed_slice();
-                // Behind the news that its link is up, if that is as fresh: nobody knows whose a message
-                // is before.
+                // After a pending `LinkUp`: before it the group does not know the link.
                 self.news.push(Completion::Message { link: id, message });
                 (0, 0)
             }
@@ -473,7 +474,7 @@ impl TcpDomain {
         true
     }
 
-    /// Messages that waited for room.
+    /// Delivers messages that waited for room.
     pub(super) fn take_held(&mut self, room: &dyn MessageRoom, out: &[Completion]) -> bool {
         let waiting: Vec<LinkId> =
             self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
@@ -481,7 +482,7 @@ impl TcpDomain {
     }
 }
 
-/// Part `i` of `n` of `bytes` bytes: where it begins and how long it is.
+/// Part `i` of `n` of `bytes` bytes: offset and length.
 fn part(bytes: u64, n: u64, i: u64) -> (u64, u64) {
     let (from, to) = (bytes * i / n, bytes * (i + 1) / n);
     (from, to - from)

@@ -1,4 +1,4 @@
-//! The unsafe half of the tcp transport: handing memory to the kernel by address.
+//! Unsafe code of the tcp transport: passing memory to the kernel by address.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -6,8 +6,8 @@ use rustix::io::Errno;
 
 use super::place::Walk;
 
-/// Stretches of memory for one system call. Whoever adds one vouches that it may be read or written
-/// until the call is over: a region that is registered, or a buffer of the stream's.
+/// Memory ranges for one system call. The caller of `push` guarantees that a range may be read or
+/// written until the call ends: a registered region, or a buffer of the stream.
 pub(super) struct IoVecs {
     list: smallvec::SmallVec<[libc::iovec; 8]>,
 }
@@ -41,7 +41,7 @@ fn result(n: isize) -> Result<usize, Errno> {
 
 pub(super) fn send(socket: BorrowedFd<'_>, iov: &IoVecs) -> Result<usize, Errno> {
     let message = iov.message();
-    // SAFETY: the message points to `iov`, whose stretches may be read (see `IoVecs`).
+    // SAFETY: the message points to `iov`, whose ranges may be read (see `IoVecs`).
     result(unsafe {
         libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
     })
@@ -49,15 +49,15 @@ pub(super) fn send(socket: BorrowedFd<'_>, iov: &IoVecs) -> Result<usize, Errno>
 
 pub(super) fn receive(socket: BorrowedFd<'_>, iov: &IoVecs) -> Result<usize, Errno> {
     let mut message = iov.message();
-    // SAFETY: the message points to `iov`, whose stretches may be written (see `IoVecs`).
+    // SAFETY: the message points to `iov`, whose ranges may be written (see `IoVecs`).
     result(unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) })
 }
 
-/// Copies the walk's bytes to `out`; returns how many. They must fit.
+/// Copies the cursor's bytes to `out`, which has room for them; returns their number.
 pub(super) fn gather(walk: &Walk, out: &mut [u8]) -> usize {
     let mut at = 0;
     walk.peek(usize::MAX, out.len() as u64, |addr, n| {
-        // SAFETY: the walk is over memory that the request keeps registered; `peek` yields at most
+        // SAFETY: the cursor's memory is kept registered by the request; `peek` yields at most
         // `out.len()` bytes.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, out[at..].as_mut_ptr(), n) };
         at += n;
@@ -65,12 +65,12 @@ pub(super) fn gather(walk: &Walk, out: &mut [u8]) -> usize {
     at
 }
 
-/// Copies as many of `bytes` as the walk has room for; returns how many.
+/// Copies `bytes` into the cursor's pages as far as there is room; returns the number copied.
 pub(super) fn scatter(walk: &Walk, bytes: &[u8]) -> usize {
     let mut at = 0;
     walk.peek(usize::MAX, bytes.len() as u64, |addr, n| {
-        // SAFETY: the walk is over a region that it keeps registered, or over the local side of a
-        // read that the request keeps; `peek` yields at most `bytes.len()` bytes.
+        // SAFETY: the cursor keeps its region registered, or the request keeps the local side of a
+        // read; `peek` yields at most `bytes.len()` bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes[at..].as_ptr(), addr as *mut u8, n) };
         at += n;
     });

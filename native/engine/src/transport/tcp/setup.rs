@@ -1,4 +1,4 @@
-//! From a socket to a proven stream of a link, and the end of links.
+//! Handshakes of streams, and the end of links.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -23,12 +23,12 @@ use crate::{
     EngineError,
 };
 
-/// For one address: connecting and shaking hands.
+/// Time for one address: connect and handshake.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-const ENVELOPE: Envelope = Envelope::new(*b"FRts", "a stream's place", 128);
+const ENVELOPE: Envelope = Envelope::new(*b"FRts", "a stream id", 128);
 
-/// Which stream of which link a socket is to be.
+/// Identifies a stream of a link.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Seat {
     link: LinkNonce,
@@ -47,7 +47,7 @@ enum Stage {
 /// A socket in its handshake.
 pub(super) struct Half {
     stage: Stage,
-    /// The link that it is for, if we began it.
+    /// The link and stream index, if this side is the initiator.
     link: Option<(LinkId, usize)>,
     remote: String,
     begun: Time,
@@ -101,12 +101,12 @@ impl TcpDomain {
         Ok(id)
     }
 
-    /// Opens the first stream to the next address of a peer; none left means that the link is down.
+    /// Connects the first stream to the next address of a peer; closes the link if none is left.
     fn try_next(&mut self, now: Time, id: LinkId) {
         while let Some(link) = self.link(id) {
             let Some(addr) = link.candidates.pop_front() else {
                 let tried = link.tried.join(", ");
-                // Whoever was cut off in the middle of a handshake may try again.
+                // A handshake that was interrupted may be tried again.
                 let cause = match link.cut_off {
                     true => DomainError::LinkDown(tried),
                     false => DomainError::Gone(tried),
@@ -116,7 +116,7 @@ impl TcpDomain {
             link.remote = addr.to_string();
             match self.open_stream(now, id, 0, &addr) {
                 Ok(()) => return,
-                // A limit of this process: no other address will do better.
+                // A limit of this process: another address would not help.
                 Err(e @ DomainError::Io { errno, .. }) if EngineError::is_limit(errno) => {
                     return self.take_down(id, e, false);
                 }
@@ -174,7 +174,8 @@ impl TcpDomain {
             match l.admit(now, unproven, 1, &self.epoll) {
                 Admission::Accept => {}
                 Admission::Displace(key) => {
-                    let cause = "newer connections came before it had proven itself".to_owned();
+                    let cause =
+                        "displaced by newer connections before the peer was proven".to_owned();
                     self.socket_failed(key, DomainError::LinkDown(cause));
                     continue;
                 }
@@ -194,12 +195,12 @@ impl TcpDomain {
                 deadline: now.after(PATIENCE),
             };
             if let Err(e) = self.add_socket(socket, half) {
-                self.log.warn("a connection was turned away", &e);
+                self.log.warn("refusing a connection", &e);
             }
         }
     }
 
-    /// A connect has come to its end, or a blocked socket has room.
+    /// A connect has finished, or a blocked socket has room.
     pub(super) fn writable(&mut self, key: StreamKey) {
         let Some(s) = self.sockets.get_mut(key) else { return };
         let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
@@ -221,7 +222,7 @@ impl TcpDomain {
         let Some((id, index)) = half.link else { return Ok(()) };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
         let Some((link, wanted)) = link.and_then(|l| l.wanted.as_ref().map(|w| (l, w))) else {
-            return Err(DomainError::LinkDown("the link is gone".into()));
+            return Err(DomainError::LinkDown("the link is closed".into()));
         };
         let seat = Seat { link: link.nonce, index: index as u8, of: link.streams.len() as u8 };
         let (init, hello) = Initiator::start(&self.credentials, wanted.id, ENVELOPE.encode(&seat))?;
@@ -230,7 +231,7 @@ impl TcpDomain {
         Ok(())
     }
 
-    /// Takes a socket in its handshake as far as its bytes allow.
+    /// Advances a socket's handshake as far as its bytes allow.
     pub(super) fn shake(&mut self, key: StreamKey) -> Result<(), DomainError> {
         loop {
             let Some(Socket { stream, role: Role::Half(_) }) = self.sockets.get_mut(key) else {
@@ -292,7 +293,7 @@ impl TcpDomain {
         }
     }
 
-    /// The acceptor's side: finds or makes the link that a proven stream belongs to.
+    /// Acceptor: finds or creates the link of a proven stream.
     fn take_seat(
         &mut self,
         key: StreamKey,
@@ -311,7 +312,7 @@ impl TcpDomain {
         let known = known.map(|(_, l)| (l.id, l.streams.len(), l.streams.get(index).copied()));
         let id = match known {
             Some((id, n, Some(None))) if n == of => id,
-            Some(_) => return Err(DomainError::Handshake("that stream is there already".into())),
+            Some(_) => return Err(DomainError::Handshake("the stream exists already".into())),
             None => {
                 let id = self.add_link(seat.link, of, false)?;
                 let deadline = self.now.after(PATIENCE);
@@ -344,7 +345,7 @@ impl TcpDomain {
         link.peer = Some(peer.clone());
         if link.is_complete() {
             (link.heard_at, link.spoke_at) = (now, now);
-            let note = format!("the handshake with {} worked", half.remote);
+            let note = format!("handshake with {}", half.remote);
             let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
             self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
         } else if link.initiator && index == 0 {
@@ -352,7 +353,7 @@ impl TcpDomain {
             let addr: Option<SocketAddr> = half.remote.parse().ok();
             for i in 1..n {
                 let opened = addr
-                    .ok_or_else(|| DomainError::Unavailable("its address is lost".into()))
+                    .ok_or_else(|| DomainError::Unavailable("the peer's address is unknown".into()))
                     .and_then(|a| self.open_stream(now, id, i, &a));
                 if let Err(e) = opened {
                     return self.take_down(id, e, false);
@@ -362,7 +363,7 @@ impl TcpDomain {
         self.watch(key);
     }
 
-    /// A socket is of no use any more: its link goes down, or tries another address.
+    /// A socket has failed: its link closes, or tries another address.
     pub(super) fn socket_failed(&mut self, key: StreamKey, error: DomainError) {
         let Some(s) = self.sockets.try_remove(key) else { return };
         match s.role {
@@ -373,7 +374,7 @@ impl TcpDomain {
                     return;
                 };
                 let now = self.now;
-                // The peer refused, or this process is at a limit: another address won't do better.
+                // The peer refused, or this process is at a limit: another address would not help.
                 let refused = match &error {
                     DomainError::Handshake(_) | DomainError::Stale(_) => true,
                     DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
@@ -431,7 +432,7 @@ impl TcpDomain {
         self.news.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
     }
 
-    /// Shows life on quiet links, and gives up on those that show none (RS-4).
+    /// Sends heartbeats on idle links, and closes links of silent peers (RS-4).
     pub(super) fn tick(&mut self, now: Time) -> bool {
         self.listeners.iter_mut().for_each(|l| l.tick(now, &self.epoll));
         let mut late = Vec::new();
@@ -441,13 +442,13 @@ impl TcpDomain {
                 continue;
             }
             if !link.is_complete() {
-                late.push((link.id, "it did not finish the handshake in time".to_owned()));
+                late.push((link.id, "the peer did not finish the handshake in time".to_owned()));
             } else if now >= link.heard_at.after(self.peer_timeout) {
                 let stalls =
                     |key: &StreamKey| self.sockets.get(*key).is_some_and(|s| s.stream.is_stalled());
                 let what = match link.streams.iter().flatten().any(stalls) {
-                    true => "it has taken none of its replies",
-                    false => "nothing heard",
+                    true => "the peer read none of its replies",
+                    false => "nothing received",
                 };
                 late.push((link.id, format!("{what} for {:?}", self.peer_timeout)));
             } else {

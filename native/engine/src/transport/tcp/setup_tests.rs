@@ -1,4 +1,4 @@
-//! Handshakes of two domains, poll by poll.
+//! Handshakes of two domains, polled step by step.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{
     time::Time,
 };
 
-/// Enough that a write goes over a stream for bulk.
+/// Large enough for a bulk stream.
 const PAGE: usize = 16 << 10;
 const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 
@@ -33,13 +33,13 @@ fn domain(id: u8) -> (TcpDomain, EngineAddress) {
     (domain, address)
 }
 
-/// Polls at times so far apart that nothing is tried only because something came lately.
+/// Polls at times so far apart that no stream is hot.
 fn poll(domain: &mut TcpDomain, now: &mut Time, out: &mut Vec<Completion>) {
     *now = now.after(HOT * 2);
     domain.poll(*now, &Room, out);
 }
 
-/// Connects `a` to `b`, up to where `b` is ready and `a` is about to be. Returns the link at `b`.
+/// Connects `a` to `b` until `b` is ready and `a` is about to be. Returns the link at `b`.
 fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, there: &EngineAddress) -> (LinkId, Time) {
     let (mut now, mut of_a, mut of_b) = (Time(1), Vec::new(), Vec::new());
     a.connect(now, there, 0).unwrap();
@@ -54,7 +54,7 @@ fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, there: &EngineAddress) -> (Lin
 }
 
 #[test]
-fn ic_4_what_came_with_the_end_of_a_handshake_is_not_forgotten() {
+fn ic_4_frames_that_arrive_with_the_last_handshake_message_are_kept() {
     let ((mut a, _), (mut b, there)) = (domain(1), domain(2));
     let (mut memory, mut source) = (vec![0u8; 4 * PAGE], vec![7u8; 4 * PAGE]);
     let (base, len) = (memory.as_mut_ptr() as usize, memory.len() as u64);
@@ -63,7 +63,8 @@ fn ic_4_what_came_with_the_end_of_a_handshake_is_not_forgotten() {
 
     let (link, mut now) = half_way(&mut a, &mut b, &there);
     let mut of_a = Vec::new();
-    // The one who was called is ready first, and its frames follow its last words on every stream.
+    // The acceptor is ready first, and its frames follow its last handshake message on every
+    // stream.
     for i in 0..4 {
         let data = Data {
             local: LocalAddr(source.as_mut_ptr() as usize),

@@ -1,4 +1,4 @@
-//! Peers that ask and don't take what they have asked for: what is kept for them is bounded in bytes.
+//! Peers that request data and do not read it: the memory kept for them is bounded.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ impl MessageRoom for Room {
     }
 }
 
-/// One of two domains that are joined by a link.
+/// One of two connected domains.
 struct End {
     domain: TcpDomain,
     memory: Vec<u8>,
@@ -64,7 +64,7 @@ impl End {
         }
     }
 
-    /// Memory that the other end's requests take, and whether it isn't listened to.
+    /// Memory that the peer's requests take, and whether reading from it is suspended.
     fn owes(&self) -> (u64, bool) {
         let streams = || self.domain.sockets.iter().map(|(_, s)| &s.stream);
         (streams().map(|s| s.owed).sum(), streams().any(|s| s.is_stalled()))
@@ -113,7 +113,7 @@ fn joined() -> (End, End, Time) {
     (a, b, now)
 }
 
-/// A client that speaks by its socket alone, and reads nothing: the last stream of a link of `a`.
+/// A client that uses its socket directly and reads nothing: the last stream of a link of `a`.
 fn bulk(a: &End) -> StreamKey {
     let of_link = a.domain.sockets.iter().filter(|(_, s)| matches!(s.role, Role::Of(_)));
     of_link.map(|(key, _)| key).next_back().unwrap()
@@ -133,7 +133,7 @@ fn request() -> Vec<u8> {
     header.encode().into_iter().chain(indices).collect()
 }
 
-/// Sends requests until neither the kernel nor `b` takes more; how many bytes of them.
+/// Sends requests until neither the kernel nor `b` accepts more; returns the bytes sent.
 fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
     let (request, key) = (request(), bulk(a));
     let (mut sent, mut refused) = (0, 0);
@@ -146,17 +146,17 @@ fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
         }
         b.poll(now);
         assert!(b.owes().0 <= MOST_OWED + (128 << 10), "{} bytes are kept for it", b.owes().0);
-        assert!(sent < 256 << 20, "it is listened to for ever");
+        assert!(sent < 256 << 20, "its requests are read for ever");
     }
     sent
 }
 
 #[test]
-fn what_a_peer_has_asked_for_and_does_not_take_is_bounded_in_bytes() {
+fn the_memory_of_unread_replies_is_bounded() {
     let (a, mut b, mut now) = joined();
     let sent = flood(&a, &mut b, &mut now);
-    assert!(b.owes().1 && b.domain.arm(), "it neither listens nor polls");
-    // It takes them after all: all that it has asked for comes.
+    assert!(b.owes().1 && b.domain.arm(), "it must neither read nor poll");
+    // Once the peer reads, it receives everything that it requested.
     let (mut got, mut buffer) = (0, vec![0; 1 << 20]);
     let whole = (sent / request().len()) * (HEADER + BYTES as usize);
     while got < whole {
@@ -172,7 +172,7 @@ fn what_a_peer_has_asked_for_and_does_not_take_is_bounded_in_bytes() {
 }
 
 #[test]
-fn rs_4_a_peer_that_takes_nothing_and_says_nothing_is_lost() {
+fn rs_4_a_peer_that_reads_and_sends_nothing_is_lost() {
     let (a, mut b, mut now) = joined();
     flood(&a, &mut b, &mut now);
     now = now.after(EngineConfig::default().peer_timeout);
@@ -182,12 +182,12 @@ fn rs_4_a_peer_that_takes_nothing_and_says_nothing_is_lost() {
         Completion::LinkDown { cause, .. } => Some(cause.to_string()),
         _ => None,
     });
-    assert!(down.is_some_and(|cause| cause.contains("has taken none of its replies")));
+    assert!(down.is_some_and(|cause| cause.contains("read none of its replies")));
     assert_eq!(b.owes(), (0, false));
 }
 
 #[test]
-fn two_that_read_from_each_other_wait_before_either_is_not_listened_to() {
+fn two_peers_that_read_from_each_other_are_never_throttled() {
     let (mut a, mut b, mut now) = joined();
     let posted = (a.read_all(), b.read_all());
     assert!(posted.0 > 1 && posted.0 as u64 * BYTES <= 2 * READ_WINDOW, "{posted:?}");
@@ -195,7 +195,7 @@ fn two_that_read_from_each_other_wait_before_either_is_not_listened_to() {
     while a.done() < posted.0 || b.done() < posted.1 {
         a.poll(&mut now);
         b.poll(&mut now);
-        assert!(!a.owes().1 && !b.owes().1, "honest peers are listened to");
+        assert!(!a.owes().1 && !b.owes().1, "honest peers are not throttled");
     }
     assert!(a.read_all() > 1, "there is room again");
 }

@@ -1,4 +1,4 @@
-//! One socket: what waits to be sent, what has been received and not yet understood.
+//! One socket: its send queue, and its receive buffer.
 
 use std::{
     collections::VecDeque,
@@ -17,33 +17,32 @@ use crate::{
     time::Time,
 };
 
-/// Received bytes are taken from the kernel in steps of at most this many, small frames by the
-/// hundreds.
+/// Size of the receive buffer: small frames are received by the hundreds.
 const RX: usize = 128 << 10;
-/// On a stream for bulk, only as many beyond what has a place already: a body that is taken along
-/// with its header has to be copied once more.
+/// Bytes beyond the current body that a bulk stream receives into its buffer. A body in the buffer
+/// has to be copied once more.
 pub(super) const AHEAD: usize = 4096;
-/// Bodies up to this size are copied behind their header rather than sent from where they lie.
+/// Bodies up to this size are copied behind their header; larger ones are sent from their memory.
 const SMALL_BODY: u64 = 2048;
-/// Bytes taken from the kernel in one call.
+/// Bytes received per call.
 const GULP: u64 = 1 << 20;
-/// Bytes given to it in one call. The more they are the later the first of them leave, and the later acknowledgements
-/// are heard; with fewer, calls cost more than they carry. Over loopback this much was the fastest by a sixth or more.
+/// Bytes sent per call. Larger calls delay the first bytes and acknowledgements, smaller ones cost
+/// more than they carry. Over loopback this size was fastest by a sixth or more.
 const GIVEN: u64 = 384 << 10;
 const MAX_IOV: usize = 64;
 
-/// Memory that replies to the peer may take before its further requests stay in the kernel, bytes. Honest peers
-/// don't come near it: see [`super::link::READ_WINDOW`].
+/// Memory that replies to the peer may take before its further requests stay in the kernel, bytes.
+/// Honest peers stay below it: see [`super::link::READ_WINDOW`].
 pub(super) const MOST_OWED: u64 = 8 << 20;
-/// What a queued piece takes besides its bytes.
+/// Memory of a queue entry besides its bytes.
 const PIECE: u64 = 256;
 
-/// Memory that the reply to a read takes until the peer has taken it: small bodies are copied, lists of pages kept.
+/// Memory of a reply to a read until it is sent: small bodies are copied, page lists kept.
 pub(super) fn reply_cost(bytes: u64, indices: u64) -> u64 {
     PIECE + HEADER as u64 + bytes.min(SMALL_BODY) + 4 * indices
 }
 
-/// Memory that a read takes at the peer, whole: one that is cut up takes no more but for headers.
+/// Memory that a whole read takes at the peer; the headers of its parts are neglected.
 pub(super) fn read_cost(data: &Data) -> u64 {
     let indices = match &data.remote_seq {
         Seq::Strided { .. } => 0,
@@ -63,11 +62,11 @@ enum Piece {
     Pages(Walk),
 }
 
-/// What to do with the bytes of a frame's body.
+/// What to do with a frame's body.
 pub(super) enum Body {
     Place(Walk),
     Collect(Vec<u8>),
-    /// Read and forget; the operation was refused.
+    /// Skip it; the operation was refused.
     Discard(u64),
 }
 
@@ -77,11 +76,11 @@ enum Rx {
     Body(Header, Body),
 }
 
-/// What `step` has come to.
+/// Result of `step`.
 pub(super) enum Step {
     /// More bytes are needed.
     Starved,
-    /// A header and its indices: call `begin` with what is to become of its body.
+    /// A header and its indices: call `begin` with the body's destination.
     Head(Header, Index),
     /// A frame is complete.
     Tail(Header, Body),
@@ -92,31 +91,32 @@ pub(super) struct Stream {
     out: VecDeque<Out>,
     /// Bytes in `out`.
     pub unsent: u64,
-    /// Memory in `out` that the peer's own requests take: it alone can make room.
+    /// Memory in `out` for the peer's requests; only the peer can free it.
     pub owed: u64,
-    /// The peer leaves so much untaken that it isn't listened to.
+    /// Whether reading is suspended because the peer leaves too many replies unread.
     stalled: bool,
     spare: Vec<u8>,
-    /// The socket took less than it was given; wait for room.
+    /// Whether the socket took less than it was given; wait for room.
     pub blocked: bool,
-    /// Operations whose frames went out here and are not acknowledged, in order.
+    /// Operations whose frames were queued here and are not acknowledged, in order.
     unacked: VecDeque<u64>,
-    /// How many of them, at most, still wait to be sent.
+    /// Upper bound of those that are not sent yet.
     aboard: usize,
-    /// How many of them have been acknowledged since the beginning.
+    /// Number of acknowledged operations.
     acked: u64,
-    /// How many frames of the peer's have been carried out, and how many of those it knows of.
+    /// Number of the peer's frames carried out, and the number last acknowledged.
     pub done: u64,
     pub done_told: u64,
     rx: Box<[u8]>,
-    /// At most so many bytes are taken that have no place yet.
+    /// Bytes without a destination that one call may receive.
     pub ahead: usize,
     from: usize,
     to: usize,
     state: Rx,
-    /// Frames came along with the handshake's last message: the kernel will not tell of them again.
+    /// Whether frames arrived with the last handshake message: the kernel will not report them
+    /// again.
     pub leftover: bool,
-    /// Try it at every poll until then: something came lately.
+    /// Until then every poll tries the socket, because it received something.
     pub hot_until: Time,
 }
 
@@ -163,7 +163,7 @@ impl Stream {
         self.out.push_back(Out { piece: Piece::Bytes { bytes: fresh, sent: 0 }, owed: 0 });
     }
 
-    /// Queues a frame whose body lies in memory that stays as it is until it is acknowledged.
+    /// Queues a frame. The memory of its body stays unchanged until it is acknowledged.
     pub fn frame(&mut self, header: &Header, indices: &[u32], body: Option<Walk>) {
         self.say(&header.encode());
         if !indices.is_empty() {
@@ -181,7 +181,7 @@ impl Stream {
         self.say(&small[..n]);
     }
 
-    /// What was queued last, of so many bytes of memory, answers the peer.
+    /// Marks the last queue entry as a reply that takes `memory` bytes.
     pub fn owe(&mut self, memory: u64) {
         if let Some(last) = self.out.back_mut() {
             last.owed += memory;
@@ -189,8 +189,8 @@ impl Stream {
         }
     }
 
-    /// Whether the peer takes its replies so slowly that nothing more is read from it: it would have this process keep
-    /// ever more of them. Ends when half of them are taken.
+    /// Whether reading from the peer is suspended, because its replies take too much memory.
+    /// Resumes once half of the limit is free.
     pub fn stalls(&mut self) -> bool {
         self.stalled = self.owes_too_much();
         self.stalled
@@ -200,12 +200,12 @@ impl Stream {
         self.stalled
     }
 
-    /// As [`Stream::stalls`], of now.
+    /// Whether [`Stream::stalls`] would be true now.
     pub fn owes_too_much(&self) -> bool {
         self.owed > if self.stalled { MOST_OWED / 2 } else { MOST_OWED }
     }
 
-    /// Tells how far the peer's frames have been carried out, if it doesn't know.
+    /// Queues an acknowledgement of the peer's frames, if there is anything new.
     pub fn acknowledge(&mut self) {
         if self.done != self.done_told {
             self.done_told = self.done;
@@ -215,29 +215,29 @@ impl Stream {
         }
     }
 
-    /// Expects an acknowledgement for the next frame, in its turn.
+    /// Expects an acknowledgement for the next frame, in order.
     pub fn await_ack(&mut self, op: u64) {
         self.unacked.push_back(op);
         self.aboard += 1;
     }
 
-    /// The peer has carried out `done` frames, all told: whose they were.
+    /// The peer has carried out `done` frames in total; returns their operations.
     pub fn acked(&mut self, done: u64) -> Result<Vec<u64>, DomainError> {
         let most = self.unacked.len() as u64;
         let n = done.checked_sub(self.acked).filter(|n| *n <= most).ok_or_else(|| {
-            DomainError::Handshake("an acknowledgement of what was never sent".into())
+            DomainError::Handshake("an acknowledgement of a frame that was not sent".into())
         })?;
         self.acked = done;
         self.aboard = self.aboard.min((most - n) as usize);
         Ok(self.unacked.drain(..n as usize).collect())
     }
 
-    /// Whether nothing but what waits to be sent is on its way.
+    /// Whether all unacknowledged operations are still unsent.
     pub fn is_first_flight(&self) -> bool {
         self.unacked.len() == self.aboard
     }
 
-    /// Gives the kernel what it takes; true if it took anything.
+    /// Sends as much as the kernel takes; true if it took anything.
     pub fn send(&mut self) -> Result<bool, DomainError> {
         let mut moved = false;
         while !self.out.is_empty() {
@@ -310,13 +310,13 @@ impl Stream {
         }
     }
 
-    /// Whether bytes of this region still wait to be sent, or are being received.
+    /// Whether queued data lies in this region.
     pub fn uses(&self, index: u32) -> bool {
         let is = |w: &Walk| w.region.as_ref().is_some_and(|r| r.key.index == index);
         self.out.iter().any(|o| matches!(&o.piece, Piece::Pages(w) if is(w)))
     }
 
-    /// A region goes away: what was on its way into it is read and forgotten (MR-1).
+    /// A region is deregistered: the rest of a body for it is skipped (MR-1).
     pub fn forget(&mut self, index: u32) {
         if let Rx::Body(_, body) = &mut self.state {
             let left = match body {
@@ -329,8 +329,8 @@ impl Stream {
         }
     }
 
-    /// Takes bytes from the kernel: into their place if they are a body's, else into the buffer.
-    /// `None` if there are none now.
+    /// Receives bytes: into the pages of a body if there is one, else into the buffer. `None` if
+    /// there are none.
     pub fn fill(&mut self) -> Result<Option<usize>, DomainError> {
         if self.from == self.to {
             self.from = 0;
@@ -343,7 +343,7 @@ impl Stream {
         let mut iov = raw::IoVecs::new();
         let mut direct = 0;
         if let Rx::Body(_, Body::Place(walk)) = &self.state {
-            // The buffer is empty here, or the body would have been served from it.
+            // The buffer is empty here; otherwise the body would have been filled from it.
             walk.peek(MAX_IOV - 1, GULP, |a, n| {
                 iov.push(a, n);
                 direct += n as u64;
@@ -360,7 +360,9 @@ impl Stream {
             iov.push(room.as_mut_ptr() as usize, n);
         }
         let n = match raw::receive(self.socket.as_fd(), &iov) {
-            Ok(0) => return Err(DomainError::LinkDown("its connection has ended".into())),
+            Ok(0) => {
+                return Err(DomainError::LinkDown("the peer has closed the connection".into()))
+            }
             Ok(n) => n,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(e) => return Err(lost(e)),
@@ -373,19 +375,19 @@ impl Stream {
         Ok(Some(n))
     }
 
-    /// What has been taken and not understood is frames: beyond the handshake, or while the peer stalls.
+    /// Marks buffered bytes as frames, after a handshake or while the peer is throttled.
     pub fn shaken(&mut self) {
         self.leftover = self.from < self.to;
     }
 
-    /// Bytes of the handshake: the next message, length first; `None` if it isn't complete.
+    /// The next length-prefixed handshake message; `None` if it is incomplete.
     pub fn handshake_message(&mut self, limit: usize) -> Result<Option<Vec<u8>>, DomainError> {
         let have = &self.rx[self.from..self.to];
         let Some(len) = have.first_chunk::<4>() else { return Ok(None) };
         let len = u32::from_le_bytes(*len) as usize;
         if len > limit {
             return Err(DomainError::Handshake(format!(
-                "a first message of {len} bytes: this is not a fabric-ray peer"
+                "a first message of {len} bytes, expected at most {limit}: not a fabric-ray peer"
             )));
         }
         let Some(message) = have.get(4..4 + len) else { return Ok(None) };
@@ -394,7 +396,7 @@ impl Stream {
         Ok(Some(message))
     }
 
-    /// Understands what has been received, up to the next decision.
+    /// Parses received bytes up to the next decision.
     pub fn step(&mut self) -> Result<Step, DomainError> {
         match std::mem::replace(&mut self.state, Rx::Header) {
             Rx::Header => {
@@ -449,7 +451,7 @@ impl Stream {
         }
     }
 
-    /// Says what is to become of the body of the frame that `step` has shown.
+    /// Sets the destination of the body of the frame that `step` returned.
     pub fn begin(&mut self, header: Header, body: Body) {
         self.state = Rx::Body(header, body);
     }
@@ -457,7 +459,7 @@ impl Stream {
 
 fn lost(e: Errno) -> DomainError {
     DomainError::LinkDown(match e {
-        Errno::CONNRESET | Errno::PIPE => "its connection was reset".into(),
+        Errno::CONNRESET | Errno::PIPE => "the connection was reset".into(),
         e => e.to_string(),
     })
 }

@@ -62,14 +62,14 @@ impl Chain {
         self.sges[self.n] = wr.local;
         self.n += 1;
         match self.n == LENGTH {
-            true => self.ring(qp),
+            true => self.submit(qp),
             false => Ok(()),
         }
     }
 
     /// Posts the requests of the chain.
     #[inline]
-    pub fn ring(&mut self, qp: &Qp) -> Result<(), DomainError> {
+    pub fn submit(&mut self, qp: &Qp) -> Result<(), DomainError> {
         let n = std::mem::take(&mut self.n);
         if n == 0 {
             return Ok(());

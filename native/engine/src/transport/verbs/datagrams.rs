@@ -6,10 +6,10 @@ use std::sync::Arc;
 use fabric_sys::ibverbs as sys;
 
 use super::{
+    address::mtu_bytes,
     chain,
     device::Device,
     memory::Slots,
-    place::mtu_bytes,
     raw::{Ah, Cq, Qp},
 };
 use crate::{domain::DomainError, transport::log_limit::LogLimit};
@@ -20,7 +20,7 @@ const GRH: usize = 40;
 
 /// Where to send datagrams.
 #[derive(Clone, Debug)]
-pub(super) struct Target {
+pub(super) struct DatagramAddress {
     pub ah: Arc<Ah>,
     pub qpn: u32,
     pub qkey: u32,
@@ -65,7 +65,7 @@ impl Datagrams {
     }
 
     /// Sends a frame; drops it if no slot is free.
-    pub fn send(&mut self, to: &Target, frame: &[u8]) {
+    pub fn send(&mut self, to: &DatagramAddress, frame: &[u8]) {
         let Some(i) = self.free.pop() else { return };
         let n = frame.len().min(self.mtu);
         self.slots.fill(i as usize)[..n].copy_from_slice(&frame[..n]);
@@ -79,8 +79,8 @@ impl Datagrams {
         }
     }
 
-    /// Passes each received frame to `heard`.
-    pub fn poll(&mut self, mut heard: impl FnMut(&[u8])) -> bool {
+    /// Passes each received frame to `on_frame`.
+    pub fn poll(&mut self, mut on_frame: impl FnMut(&[u8])) -> bool {
         let mut wcs = [sys::Wc::default(); 16];
         let n = self.cq.poll(&mut wcs);
         for wc in &wcs[..n] {
@@ -98,7 +98,7 @@ impl Datagrams {
             }
             if wc.status == sys::WC_SUCCESS && wc.byte_len as usize > GRH {
                 let n = (wc.byte_len as usize).min(GRH + self.mtu);
-                heard(&self.slots.read(i as usize, n)[GRH..]);
+                on_frame(&self.slots.read(i as usize, n)[GRH..]);
             }
             if wc.status == sys::WC_WR_FLUSH_ERR {
                 // The queue pair has failed; handshakes go by TCP.

@@ -5,10 +5,10 @@ use std::{sync::Arc, time::Duration};
 use fabric_sys::ibverbs::{self as sys, qp_mask};
 
 use super::{
+    address::{address_attr, NicAddress, QpSetup, Route},
     chain,
-    discover::Chosen,
+    discover::ChosenPort,
     memory::Slots,
-    place::{path, Place, Route, Setup},
     raw::{Channel, Context, Cq, Pd, Qp},
     work_id, Kind,
 };
@@ -49,14 +49,14 @@ pub(super) struct Limits {
     pub reads_out: u8,
     pub max_cqe: u32,
     /// Whether memory can be registered with an iova; see `regions`.
-    pub names: bool,
+    pub has_iova: bool,
     /// Whether the driver has no hardware and carries out requests within the call.
     pub software: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Device {
-    pub chosen: Chosen,
+    pub chosen: ChosenPort,
     pub context: Arc<Context>,
     pub pd: Arc<Pd>,
     pub channel: Arc<Channel>,
@@ -71,14 +71,14 @@ pub(super) struct Device {
 }
 
 /// A limit that tests lower to reach code behind large limits.
-fn lowered(name: &str, limit: u64) -> u64 {
+fn lowered_for_tests(name: &str, limit: u64) -> u64 {
     let wanted = std::env::var(name).ok().and_then(|v| v.parse().ok());
     wanted.map_or(limit, |w: u64| w.clamp(4096, limit))
 }
 
 impl Device {
     pub fn open(
-        chosen: Chosen,
+        chosen: ChosenPort,
         nics: &NicConfig,
         peer_timeout: Duration,
     ) -> Result<Self, DomainError> {
@@ -102,10 +102,13 @@ impl Device {
         let software = attr.vendor_id == SOFT_ROCE;
         let longest = if software { SOFT_MESSAGE } else { 1 << 30 };
         let limits = Limits {
-            max_message: lowered("FABRIC_TEST_MAX_MSG", u64::from(port.max_msg_sz).min(longest)),
-            names: attr.vendor_id != RDMAVT,
+            max_message: lowered_for_tests(
+                "FABRIC_TEST_MAX_MSG",
+                u64::from(port.max_msg_sz).min(longest),
+            ),
+            has_iova: attr.vendor_id != RDMAVT,
             software,
-            max_mr: lowered("FABRIC_TEST_MAX_MR", attr.max_mr_size) & !4095,
+            max_mr: lowered_for_tests("FABRIC_TEST_MAX_MR", attr.max_mr_size) & !4095,
             send_depth: SEND_DEPTH.min(max_wr),
             reads_in: small(attr.max_qp_rd_atom),
             reads_out: small(attr.max_qp_init_rd_atom),
@@ -144,7 +147,7 @@ impl Device {
         self.limits.send_depth + self.own.imms + FRAME_DEPTH + SLOTS + SPARE
     }
 
-    pub fn words(&self) -> String {
+    pub fn label(&self) -> String {
         format!("{} port {}", self.chosen.device, self.chosen.port)
     }
 
@@ -230,7 +233,7 @@ impl Pair {
         let (messages, _) = Qp::new(&device.pd, cq, sys::QPT_RC, cap(FRAME_DEPTH, recv, 0))?;
         let slots =
             Slots::new(&device.pd, (recv + FRAME_DEPTH) as usize, device.own.slot_bytes as usize)?;
-        device.init(&data, super::memory::PEERS)?;
+        device.init(&data, super::memory::PEER_ACCESS)?;
         device.init(&messages, sys::ACCESS_LOCAL_WRITE)?;
         chain::receive_imms(&data, work_id(Kind::Imm, 0, link), device.own.imms)?;
         for i in 0..recv {
@@ -246,8 +249,8 @@ impl Pair {
     }
 
     /// What the peer needs to connect.
-    pub fn setup(&self, device: &Device) -> Setup {
-        Setup {
+    pub fn setup(&self, device: &Device) -> QpSetup {
+        QpSetup {
             data_qpn: self.data.number(),
             message_qpn: self.messages.number(),
             data_psn: self.data_psn,
@@ -262,35 +265,42 @@ impl Pair {
     pub fn join(
         &self,
         device: &Device,
-        (here, there): (&Place, &Place),
-        theirs: &Setup,
+        (here, remote): (&NicAddress, &NicAddress),
+        remote_setup: &QpSetup,
     ) -> Result<(), DomainError> {
         use qp_mask::*;
-        let flow = theirs.data_qpn.rotate_left(8) ^ self.data.number().wrapping_mul(0x9E37_79B1);
+        let flow =
+            remote_setup.data_qpn.rotate_left(8) ^ self.data.number().wrapping_mul(0x9E37_79B1);
         let ends = [
-            (&self.data, theirs.data_qpn, theirs.data_psn, self.data_psn, flow),
-            (&self.messages, theirs.message_qpn, theirs.message_psn, self.message_psn, flow ^ 1),
+            (&self.data, remote_setup.data_qpn, remote_setup.data_psn, self.data_psn, flow),
+            (
+                &self.messages,
+                remote_setup.message_qpn,
+                remote_setup.message_psn,
+                self.message_psn,
+                flow ^ 1,
+            ),
         ];
         for (qp, dest, rq_psn, sq_psn, flow) in ends {
             let mut attr = sys::QpAttr {
                 qp_state: sys::QPS_RTR,
-                path_mtu: device.mtu.min(theirs.mtu).into(),
+                path_mtu: device.mtu.min(remote_setup.mtu).into(),
                 dest_qp_num: dest,
                 rq_psn,
                 max_dest_rd_atomic: device.limits.reads_in,
                 min_rnr_timer: 12,
-                ah_attr: path(here, there, &device.route, flow),
+                ah_attr: address_attr(here, remote, &device.route, flow),
                 ..Default::default()
             };
             let rtr =
                 STATE | AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
-            qp.modify(attr, rtr).map_err(|e| unreachable_words(&e, here, there))?;
+            qp.modify(attr, rtr).map_err(|e| unreachable_error(&e, here, remote))?;
             attr.qp_state = sys::QPS_RTS;
             attr.sq_psn = sq_psn;
             attr.timeout = device.timeout;
             attr.retry_cnt = RETRIES as u8;
             attr.rnr_retry = 6;
-            attr.max_rd_atomic = device.limits.reads_out.min(theirs.reads.max(1));
+            attr.max_rd_atomic = device.limits.reads_out.min(remote_setup.reads.max(1));
             let rts = STATE | TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC;
             qp.modify(attr, rts)?;
         }
@@ -299,7 +309,11 @@ impl Pair {
 }
 
 /// The error if a peer's address can't be resolved or connected.
-pub(super) fn unreachable_words(e: &DomainError, here: &Place, there: &Place) -> DomainError {
+pub(super) fn unreachable_error(
+    e: &DomainError,
+    here: &NicAddress,
+    remote: &NicAddress,
+) -> DomainError {
     use rustix::io::Errno;
     let why = match e {
         DomainError::Io {
@@ -307,7 +321,7 @@ pub(super) fn unreachable_words(e: &DomainError, here: &Place, there: &Place) ->
         } => "its address does not answer: it is in another subnet, or its link is down".to_owned(),
         e => e.to_string(),
     };
-    DomainError::LinkDown(format!("from {} to {}: {why}", here.words(), there.words()))
+    DomainError::LinkDown(format!("from {} to {}: {why}", here.label(), remote.label()))
 }
 
 #[cfg(all(test, not(loom)))]

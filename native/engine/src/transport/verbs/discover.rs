@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::place::{gid_words, is_ipv4, Fabric};
+use super::address::{gid_text, is_ipv4, Fabric};
 use crate::{
     api::NicConfig, domain::DomainError, topology::matches_glob, transport::nics::nearest,
 };
@@ -45,7 +45,7 @@ pub struct DeviceReport {
 
 /// A port to drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Chosen {
+pub(super) struct ChosenPort {
     pub device: String,
     pub port: u8,
     pub fabric: Fabric,
@@ -68,24 +68,28 @@ pub fn version() -> Result<String, String> {
 
 /// All devices, ports and GIDs of this machine, and why each is used or not.
 pub fn discover(config: &NicConfig) -> Vec<DeviceReport> {
-    machine(config).0
+    survey_machine(config).0
 }
 
 /// The reports of [`discover`], and the chosen ports in the order of the rails.
-pub(super) fn machine(config: &NicConfig) -> (Vec<DeviceReport>, Vec<Chosen>) {
+pub(super) fn survey_machine(config: &NicConfig) -> (Vec<DeviceReport>, Vec<ChosenPort>) {
     survey(Path::new("/sys/class/infiniband"), config, &|usable| nearest(usable, config))
 }
 
 /// Orders device names by preference, where the user names none.
 type Prefer<'a> = &'a dyn Fn(&[String]) -> Result<Vec<String>, DomainError>;
 
-fn survey(root: &Path, config: &NicConfig, prefer: Prefer<'_>) -> (Vec<DeviceReport>, Vec<Chosen>) {
-    let mut found: Vec<(DeviceReport, Option<Chosen>)> = Vec::new();
+fn survey(
+    root: &Path,
+    config: &NicConfig,
+    prefer: Prefer<'_>,
+) -> (Vec<DeviceReport>, Vec<ChosenPort>) {
+    let mut found: Vec<(DeviceReport, Option<ChosenPort>)> = Vec::new();
     for device in sorted(root) {
         let ports = root.join(&device).join("ports");
         for port in sorted(&ports) {
             let Ok(number) = port.parse() else { continue };
-            found.push(examine(&ports.join(&port), &device, number, config));
+            found.push(inspect_port(&ports.join(&port), &device, number, config));
         }
     }
     let mut left_out = "usable, but no name or pattern of `nics` matches it".to_owned();
@@ -125,7 +129,7 @@ fn survey(root: &Path, config: &NicConfig, prefer: Prefer<'_>) -> (Vec<DeviceRep
 }
 
 /// Indices of usable ports in the order of the patterns that match them.
-fn order(found: &[(DeviceReport, Option<Chosen>)], patterns: &[String]) -> Vec<usize> {
+fn order(found: &[(DeviceReport, Option<ChosenPort>)], patterns: &[String]) -> Vec<usize> {
     let mut order = Vec::new();
     for pattern in patterns {
         for (i, (report, candidate)) in found.iter().enumerate() {
@@ -144,7 +148,7 @@ fn takes(pattern: &str, report: &DeviceReport) -> bool {
 }
 
 /// Patterns that match no device.
-pub(super) fn idle_patterns<'a>(
+pub(super) fn unmatched_patterns<'a>(
     reports: &[DeviceReport],
     patterns: &'a [String],
 ) -> impl Iterator<Item = &'a str> {
@@ -172,12 +176,12 @@ fn read(path: PathBuf) -> Option<String> {
     fs::read_to_string(path).ok().map(|s| s.trim().to_owned())
 }
 
-fn examine(
+fn inspect_port(
     at: &Path,
     device: &str,
     port: u8,
     config: &NicConfig,
-) -> (DeviceReport, Option<Chosen>) {
+) -> (DeviceReport, Option<ChosenPort>) {
     // "4: ACTIVE"
     let state = read(at.join("state")).unwrap_or_default();
     let state = state.split_once(": ").map_or(state.clone(), |(_, s)| s.to_owned());
@@ -220,7 +224,7 @@ fn examine(
                 _ => Fabric::Roce,
             };
             report.why = format!("GID {} ({}, {})", g.index, g.kind, g.address);
-            let chosen = Chosen {
+            let chosen = ChosenPort {
                 device: device.to_owned(),
                 port,
                 fabric,
@@ -251,7 +255,7 @@ fn gids(at: &Path, infiniband: bool) -> Vec<Gid> {
                 _ => "RoCE v1",
             };
             let netdev = read(at.join("gid_attrs/ndevs").join(&name));
-            let (address, chosen, why) = (gid_words(&gid), false, String::new());
+            let (address, chosen, why) = (gid_text(&gid), false, String::new());
             Some((gid, GidReport { index, address, kind, netdev, chosen, why }))
         })
         .collect();
@@ -271,7 +275,7 @@ fn rank(gid: &[u8; 16], kind: &str) -> (Option<u8>, &'static str) {
     }
 }
 
-fn is_seen(netdev: Option<&str>) -> bool {
+fn netdev_exists(netdev: Option<&str>) -> bool {
     netdev.is_none_or(|n| Path::new("/sys/class/net").join(n).exists())
 }
 
@@ -284,7 +288,7 @@ fn choose_gid(gids: &mut [Gid], asked: Option<u8>) -> Option<usize> {
             // An interface of another network namespace can't be used.
             .min_by_key(|i| {
                 let (gid, report) = &gids[*i];
-                (!is_seen(report.netdev.as_deref()), rank(gid, report.kind).0, report.index)
+                (!netdev_exists(report.netdev.as_deref()), rank(gid, report.kind).0, report.index)
             }),
     };
     let better = best.map(|i| gids[i].1.index);

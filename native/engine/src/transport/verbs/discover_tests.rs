@@ -28,7 +28,7 @@ impl Tree {
         self
     }
 
-    fn survey(&self, config: &NicConfig) -> (Vec<DeviceReport>, Vec<Chosen>) {
+    fn survey(&self, config: &NicConfig) -> (Vec<DeviceReport>, Vec<ChosenPort>) {
         survey(&self.0, config, &|usable| Ok(usable.to_vec()))
     }
 }
@@ -44,7 +44,7 @@ const LOCAL: &str = "fe80:0000:0000:0000:0000:00ff:fe00:0001";
 const V4: &str = "0000:0000:0000:0000:0000:ffff:0a4d:0001";
 const V6: &str = "fd00:0000:0000:0000:0000:0000:0000:0001";
 
-fn names(chosen: &[Chosen]) -> Vec<&str> {
+fn names(chosen: &[ChosenPort]) -> Vec<&str> {
     chosen.iter().map(|c| c.device.as_str()).collect()
 }
 
@@ -107,7 +107,7 @@ fn each_unused_port_has_a_reason() {
     assert!(reports[2].why.contains("no name or pattern"), "{}", reports[2].why);
     assert!(summary(&[]).contains("no RDMA device"));
     let patterns = ["mlx5_1".into(), "mlx4*".into(), "mlx5_0:1".into(), "mlx5_0:2".into()];
-    assert_eq!(idle_patterns(&reports, &patterns).collect::<Vec<_>>(), ["mlx4*", "mlx5_0:2"]);
+    assert_eq!(unmatched_patterns(&reports, &patterns).collect::<Vec<_>>(), ["mlx4*", "mlx5_0:2"]);
     let far = |_: &[String]| Err(DomainError::Unavailable("no NIC is near that GPU".into()));
     let (reports, chosen) = survey(&tree.0, &NicConfig::default(), &far);
     assert!(chosen.is_empty() && reports[0].why.contains("near that GPU"), "{reports:?}");

@@ -4,8 +4,8 @@ use fabric_sys::ibverbs as sys;
 
 use super::{
     chain,
-    link::{Broken, Link},
-    raw, read_work_id, words, work_id, Kind, VerbsDomain,
+    link::{DataQpFailure, Link},
+    raw, read_work_id, status_text, work_id, Kind, VerbsDomain,
 };
 use crate::{
     api::Imm,
@@ -15,22 +15,22 @@ use crate::{
 
 impl VerbsDomain {
     #[inline]
-    pub(super) fn completed(&mut self, wc: &sys::Wc, out: &mut Vec<Completion>) {
+    pub(super) fn on_completion(&mut self, wc: &sys::Wc, out: &mut Vec<Completion>) {
         let (kind, number, id) = read_work_id(wc.wr_id);
         let now = self.now;
         let Some(link) = self.link(id) else {
             // The link is closed and the completion is void (IC-6), but a close frame may have been
             // sent.
             if kind == Kind::FrameSent {
-                self.farewell_sent(id);
+                self.on_close_frame_sent(id);
             }
             return;
         };
         if wc.status != sys::WC_SUCCESS {
-            return self.failed(wc);
+            return self.on_failed_completion(wc);
         }
-        if kind.is_heard() {
-            link.heard_at = now;
+        if kind.proves_peer_alive() {
+            link.received_at = now;
         }
         match kind {
             Kind::Data => {
@@ -40,54 +40,54 @@ impl VerbsDomain {
                 });
             }
             Kind::Imm if wc.opcode != sys::WC_RECV_RDMA_WITH_IMM => {
-                self.fail(id, "the peer sent a message on the queue pair for immediates");
+                self.fail_link(id, "the peer sent a message on the queue pair for immediates");
             }
             Kind::Imm => {
                 let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
                 out.push(Completion::Count(Count { imm, n }));
                 link.imms_used += 1;
                 link.counted += u64::from(n);
-                self.touch(id);
-                self.first_use(id);
+                self.mark_dirty(id);
+                self.on_first_use(id);
             }
             Kind::FrameSent => {
                 link.slot_sent(number);
                 if link.channel.has_frame() {
-                    self.touch(id);
+                    self.mark_dirty(id);
                 }
             }
             Kind::FrameReceived => {
-                if let Err(e) = self.frame(id, number, wc.byte_len as usize) {
+                if let Err(e) = self.on_frame(id, number, wc.byte_len as usize) {
                     self.failing.push((id, e));
                 }
-                self.touch(id);
-                self.first_use(id);
+                self.mark_dirty(id);
+                self.on_first_use(id);
             }
         }
     }
 
     /// An accepted link is up once its initiator uses it.
-    fn first_use(&mut self, id: LinkId) {
+    fn on_first_use(&mut self, id: LinkId) {
         let Some(link) = self.link(id).filter(|l| !l.announced) else { return };
         link.announced = true;
         let (peer, endpoint, name) = (link.peer.clone(), link.endpoint, link.name);
         // The handshake is done: the initiator has the last answer.
-        self.visits.retain(|_, v| !v.led_to(id));
+        self.accepts.retain(|_, v| !v.is_done_for(id));
         let Some(link) = self.link(id) else { return };
-        let note = format!("{} connected", link.there.words());
-        self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        let note = format!("{} connected", link.remote.label());
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
     }
 
-    fn frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
+    fn on_frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
         let Some(link) = self.link(id) else { return Ok(()) };
-        let heard = link.channel.on_frame(link.slots.read(slot as usize, len))?;
+        let event = link.channel.on_frame(link.slots.read(slot as usize, len))?;
         chain::receive(
             &link.message_qp,
             work_id(Kind::FrameReceived, slot, id),
             link.slots.whole(slot as usize),
         )?;
         link.channel.slot_freed();
-        match heard {
+        match event {
             FrameEvent::Handled => Ok(()),
             FrameEvent::AccessQuery { key, offset, len } => {
                 let peer = link.peer.id();
@@ -105,7 +105,7 @@ impl VerbsDomain {
                 Ok(())
             }
             FrameEvent::AccessAnswer(why) => {
-                if let Some(b) = self.link(id).and_then(|l| l.broken.as_mut()) {
+                if let Some(b) = self.link(id).and_then(|l| l.data_failure.as_mut()) {
                     let cause = b.cause.clone();
                     if let Some((_, verdict)) = &mut b.refused {
                         *verdict = Some(why);
@@ -119,7 +119,7 @@ impl VerbsDomain {
                 Err(if gone { DomainError::Gone(text) } else { DomainError::LinkDown(text) })
             }
             FrameEvent::Note(frame) => {
-                self.news.push(Completion::Note { link: id, frame });
+                self.completions.push(Completion::Note { link: id, frame });
                 Ok(())
             }
             // Reliable connections keep order, so a peer has no reason to send fences.
@@ -130,7 +130,7 @@ impl VerbsDomain {
     }
 
     /// A request failed; the first failure of a queue pair gives the reason.
-    fn failed(&mut self, wc: &sys::Wc) {
+    fn on_failed_completion(&mut self, wc: &sys::Wc) {
         let (kind, number, id) = read_work_id(wc.wr_id);
         let flushed = wc.status == sys::WC_WR_FLUSH_ERR;
         let Some(link) = self.link(id) else { return };
@@ -139,21 +139,27 @@ impl VerbsDomain {
                 if kind == Kind::FrameSent {
                     link.slot_sent(number);
                 }
-                self.fail(id, &words::status(wc));
+                self.fail_link(id, &status_text::status(wc));
             }
-            Kind::Imm => self.broke(id, words::event(sys::EVENT_QP_ACCESS_ERR), None),
+            Kind::Imm => {
+                self.on_data_qp_failed(id, status_text::event(sys::EVENT_QP_ACCESS_ERR), None)
+            }
             Kind::Data => {
                 let number = link.number(number);
                 let asked = matches!(wc.status, sys::WC_REM_ACCESS_ERR | sys::WC_REM_INV_REQ_ERR);
                 match asked {
-                    _ if link.broken.is_some() => {}
-                    true => self.broke(id, &words::status(wc), Some(number)),
+                    _ if link.data_failure.is_some() => {}
+                    true => self.on_data_qp_failed(id, &status_text::status(wc), Some(number)),
                     // The local queue pair failed because the peer's access was refused; the peer
                     // will ask why.
                     false if flushed => {
-                        self.broke(id, words::event(sys::EVENT_QP_ACCESS_ERR), None);
+                        self.on_data_qp_failed(
+                            id,
+                            status_text::event(sys::EVENT_QP_ACCESS_ERR),
+                            None,
+                        );
                     }
-                    false => self.fail(id, &words::status(wc)),
+                    false => self.fail_link(id, &status_text::status(wc)),
                 }
             }
         }
@@ -161,45 +167,45 @@ impl VerbsDomain {
 
     /// The data queue pair failed because a NIC refused an access. The side that made the request
     /// asks the other for the reason over the message queue pair, which still works.
-    fn broke(&mut self, id: LinkId, why: &str, request: Option<u32>) {
-        let (here, until) = (self.device.words(), self.now.after(self.peer_timeout / 4));
+    fn on_data_qp_failed(&mut self, id: LinkId, why: &str, request: Option<u32>) {
+        let (here, until) = (self.device.label(), self.now.after(self.peer_timeout / 4));
         let Some(link) = self.link(id) else { return };
-        if link.broken.is_some() {
+        if link.data_failure.is_some() {
             return;
         }
-        let cause = DomainError::LinkDown(format!("from {here} to {}: {why}", link.there.words()));
-        let blamed = request.and_then(|number| link.blamed(number));
-        if let Some(e) = blamed {
+        let cause = DomainError::LinkDown(format!("from {here} to {}: {why}", link.remote.label()));
+        let entry_of = request.and_then(|number| link.entry_of(number));
+        if let Some(e) = entry_of {
             link.channel.query_access(e.region, e.from, e.to.saturating_sub(e.from));
         }
-        let refused = blamed.map(|e| (e.token, None));
-        link.broken = Some(Broken { cause, refused, until });
+        let refused = entry_of.map(|e| (e.token, None));
+        link.data_failure = Some(DataQpFailure { cause, refused, until });
         // From here on the NIC accepts nothing for it. It is destroyed after its completions were
         // taken.
         link.stop();
         link.unflushed = None;
-        self.touch(id);
+        self.mark_dirty(id);
         self.tick_at = self.tick_at.min(until);
     }
 
-    pub(super) fn device_events(&mut self) {
+    pub(super) fn poll_device_events(&mut self) {
         while let Some(event) = self.device.context.next_event() {
             match event {
-                raw::Event::Queue { number, kind } => self.queue_event(number, kind),
-                raw::Event::Port { port, kind } if port == u32::from(self.place.port) => {
-                    self.everything_failed(words::event(kind));
+                raw::Event::Queue { number, kind } => self.on_qp_event(number, kind),
+                raw::Event::Port { port, kind } if port == u32::from(self.address.port) => {
+                    self.fail_all_links(status_text::event(kind));
                 }
                 raw::Event::Device(kind @ (sys::EVENT_DEVICE_FATAL | sys::EVENT_CQ_ERR)) => {
-                    let why = format!("{}: {}", self.device.words(), words::event(kind));
+                    let why = format!("{}: {}", self.device.label(), status_text::event(kind));
                     self.dead = Some(DomainError::Unavailable(why));
-                    self.everything_failed(words::event(kind));
+                    self.fail_all_links(status_text::event(kind));
                 }
                 raw::Event::Port { .. } | raw::Event::Device(_) => {}
             }
         }
     }
 
-    fn queue_event(&mut self, number: u32, kind: u32) {
+    fn on_qp_event(&mut self, number: u32, kind: u32) {
         let is = |l: &Link| l.data.as_ref().is_some_and(|q| q.number() == number);
         let links = self.slots.iter().filter_map(|(_, s)| match &s.state {
             super::State::Up(l) => Some(l),
@@ -207,20 +213,20 @@ impl VerbsDomain {
         });
         let found: Option<(LinkId, bool)> = links
             .map(|l| (l.id, is(l), l.message_qp.number() == number))
-            .find_map(|(id, data, mail)| (data || mail).then_some((id, data)));
+            .find_map(|(id, data, messages)| (data || messages).then_some((id, data)));
         match found {
             Some((id, true)) if kind == sys::EVENT_QP_ACCESS_ERR => {
-                self.broke(id, words::event(kind), None);
+                self.on_data_qp_failed(id, status_text::event(kind), None);
             }
-            Some((id, _)) => self.fail(id, words::event(kind)),
+            Some((id, _)) => self.fail_link(id, status_text::event(kind)),
             None => {}
         }
     }
 
-    pub(super) fn everything_failed(&mut self, why: &str) {
-        tracing::warn!(nic = %self.device.words(), why, "closing all links of a NIC");
+    pub(super) fn fail_all_links(&mut self, why: &str) {
+        tracing::warn!(nic = %self.device.label(), why, "closing all links of a NIC");
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
-        ids.into_iter().for_each(|id| self.fail(id, why));
+        ids.into_iter().for_each(|id| self.fail_link(id, why));
     }
 }
 

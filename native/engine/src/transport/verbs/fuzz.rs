@@ -1,6 +1,6 @@
 //! Fuzz target of bytes from strangers and peers.
 
-use super::place::{Intro, Place, Setup};
+use super::address::{LinkRequest, NicAddress, QpSetup};
 use crate::{
     fuzzing::{pieces, sealed},
     transport::nic::{
@@ -27,24 +27,24 @@ impl crate::domain::MessageRoom for Room {
 pub fn peer_says(bytes: &[u8]) {
     let Some((kind, said)) = bytes.split_first() else { return };
     match kind % 5 {
-        0 => place(&sealed(b"FRve", said)),
+        0 => address(&sealed(b"FRve", said)),
         1 => {
-            let Ok(s) = Setup::decode(&sealed(b"FRvs", said)) else { return };
-            assert_eq!(Setup::decode(&s.encode()), Ok(s));
+            let Ok(s) = QpSetup::decode(&sealed(b"FRvs", said)) else { return };
+            assert_eq!(QpSetup::decode(&s.encode()), Ok(s));
         }
         2 => {
-            let Ok(i) = Intro::decode(&sealed(b"FRvi", said)) else { return };
-            assert_eq!(Intro::decode(&i.encode()), Ok(i));
+            let Ok(i) = LinkRequest::decode(&sealed(b"FRvi", said)) else { return };
+            assert_eq!(LinkRequest::decode(&i.encode()), Ok(i));
         }
         3 => handshake(said),
         _ => frames(said),
     }
 }
 
-fn place(bytes: &[u8]) {
-    let Ok(p) = Place::decode(bytes) else { return };
-    assert!(p.side_candidates(true).len() <= 4 && !p.words().is_empty());
-    assert_eq!(Place::decode(&p.encode()), Ok(p));
+fn address(bytes: &[u8]) {
+    let Ok(p) = NicAddress::decode(bytes) else { return };
+    assert!(p.side_candidates(true).len() <= 4 && !p.label().is_empty());
+    assert_eq!(NicAddress::decode(&p.encode()), Ok(p));
 }
 
 fn handshake(said: &[u8]) {
@@ -88,13 +88,13 @@ fn frames(said: &[u8]) {
 
 #[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
-    use super::place::tests::a_place;
+    use super::address::tests::sample_address;
     use crate::transport::nic::{
         frame::{result_entry, Header},
         handshake_fragments::HandshakeMessage,
     };
     let receive_limits = ReceiveLimits { slot_bytes: 4096, slots: 24, imms: 512 };
-    let setup = Setup {
+    let setup = QpSetup {
         data_qpn: 18,
         message_qpn: 19,
         data_psn: 1,
@@ -103,7 +103,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         reads: 16,
         receive_limits,
     };
-    let intro = Intro { exchange: [7; 16], from_endpoint: 1 };
+    let link_request = LinkRequest { exchange: [7; 16], from_endpoint: 1 };
     let body = |kind: u8, sealed: Vec<u8>| [&[kind], &sealed[10..]].concat();
     let piece = |f: &[u8]| [&[f.len() as u8], f].concat();
     let frame = |header: Header, body: Body<'_>| {
@@ -111,9 +111,9 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         let n = frame::encode(&header, &body, &mut out);
         piece(&out[..n])
     };
-    let letter =
+    let message =
         HandshakeMessage { exchange: [7; 16], to_initiator: false, step: 1, bytes: vec![5; 300] };
-    let letters: Vec<u8> = letter.frames(200).flat_map(|f| piece(&f)).collect();
+    let messages: Vec<u8> = message.frames(200).flat_map(|f| piece(&f)).collect();
     let plain = Header::default();
     let credits = Header { frame_credits: 2, imm_credits: 3, ..plain };
     let fragment = |message, total: u32, offset: u32, bytes| {
@@ -127,10 +127,10 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         frame(plain, Body::Close { gone: true, reason: b"gone" }),
     ];
     vec![
-        ("place", body(0, a_place("::ffff:10.0.0.1").encode())),
+        ("place", body(0, sample_address("::ffff:10.0.0.1").encode())),
         ("setup", body(1, setup.encode())),
-        ("intro", body(2, intro.encode())),
-        ("fragments", [&[3][..], &letters].concat()),
+        ("intro", body(2, link_request.encode())),
+        ("fragments", [&[3][..], &messages].concat()),
         ("frames", [&[4][..], &frames.concat()].concat()),
     ]
 }

@@ -5,12 +5,12 @@ use std::{collections::VecDeque, time::Duration};
 use fabric_sys::ibverbs as sys;
 
 use super::{
+    address::{NicAddress, QpSetup},
     chain::{Chain, Wr},
+    cq_pool::CqSlot,
     device::{Device, Pair, FRAME_DEPTH},
     memory::Slots,
-    place::{Place, Setup},
     raw::Qp,
-    shelves::Seat,
     work_id, Kind,
 };
 use crate::{
@@ -49,7 +49,7 @@ pub(super) struct Unflushed {
 
 /// The data queue pair has failed; the link stays until both sides know why.
 #[derive(Debug)]
-pub(super) struct Broken {
+pub(super) struct DataQpFailure {
     pub cause: DomainError,
     /// The request that the peer's NIC refused, and the peer's reason once it has answered.
     pub refused: Option<(Token, Option<DomainError>)>,
@@ -62,16 +62,16 @@ pub(super) struct Origin {
     pub peer: PeerIdentity,
     pub endpoint: usize,
     pub name: LinkName,
-    pub there: Place,
-    pub seat: Seat,
+    pub remote: NicAddress,
+    pub cq_slot: CqSlot,
 }
 
 pub(super) struct Link {
     pub id: LinkId,
     pub peer: PeerIdentity,
     pub endpoint: usize,
-    pub there: Place,
-    pub seat: Seat,
+    pub remote: NicAddress,
+    pub cq_slot: CqSlot,
     pub mtu: u8,
     /// `None` once it has failed: nothing can touch memory on its behalf then (MR-1).
     pub data: Option<Qp>,
@@ -103,13 +103,19 @@ pub(super) struct Link {
     pub announced: bool,
     /// Whether the next poll must advance this link.
     pub dirty: bool,
-    pub broken: Option<Broken>,
-    pub heard_at: Time,
-    pub spoke_at: Time,
+    pub data_failure: Option<DataQpFailure>,
+    pub received_at: Time,
+    pub sent_at: Time,
 }
 
 impl Link {
-    pub fn new(device: &Device, origin: Origin, pair: Pair, theirs: &Setup, now: Time) -> Self {
+    pub fn new(
+        device: &Device,
+        origin: Origin,
+        pair: Pair,
+        remote_setup: &QpSetup,
+        now: Time,
+    ) -> Self {
         let frames = device.own.slots + SPARE;
         // The last send slot receives the byte of flush reads.
         let scratch = pair.slots.sge((frames + FRAME_DEPTH - 1) as usize, 1);
@@ -117,13 +123,13 @@ impl Link {
             id: origin.id,
             peer: origin.peer,
             endpoint: origin.endpoint,
-            there: origin.there,
-            seat: origin.seat,
-            mtu: device.mtu.min(theirs.mtu),
+            remote: origin.remote,
+            cq_slot: origin.cq_slot,
+            mtu: device.mtu.min(remote_setup.mtu),
             data: Some(pair.data),
             message_qp: pair.messages,
             slots: pair.slots,
-            channel: MessageChannel::new(device.own, theirs.receive_limits, 0),
+            channel: MessageChannel::new(device.own, remote_setup.receive_limits, 0),
             chain: Chain::new(),
             message_chain: Chain::new(),
             inline: pair.inline,
@@ -141,9 +147,9 @@ impl Link {
             free_slots: (frames..frames + FRAME_DEPTH - 1).collect(),
             announced: false,
             dirty: false,
-            broken: None,
-            heard_at: now,
-            spoke_at: now,
+            data_failure: None,
+            received_at: now,
+            sent_at: now,
         }
     }
 
@@ -157,7 +163,7 @@ impl Link {
     #[inline]
     pub fn push(&mut self, mut wr: Wr) -> Result<u32, DomainError> {
         let number = self.posted;
-        let Some(qp) = self.data.as_ref().filter(|_| self.broken.is_none()) else {
+        let Some(qp) = self.data.as_ref().filter(|_| self.data_failure.is_none()) else {
             return Err(DomainError::LinkDown("the link is failing".into()));
         };
         wr.id = work_id(Kind::Data, number, self.id);
@@ -167,15 +173,15 @@ impl Link {
     }
 
     #[inline]
-    pub fn ring(&mut self) -> Result<(), DomainError> {
+    pub fn submit(&mut self) -> Result<(), DomainError> {
         match &self.data {
-            Some(qp) => self.chain.ring(qp),
+            Some(qp) => self.chain.submit(qp),
             None => Ok(()),
         }
     }
 
     /// Posts the read that shows that uncounted writes are readable (IC-2).
-    pub fn settle_writes(&mut self) -> Result<(), DomainError> {
+    pub fn post_flush_read(&mut self) -> Result<(), DomainError> {
         let Some(u) = self.unflushed.take() else { return Ok(()) };
         let wr = Wr {
             opcode: sys::WR_RDMA_READ,
@@ -186,14 +192,14 @@ impl Link {
             ..Wr::default()
         };
         let last = self.push(wr)?;
-        self.ring()?;
+        self.submit()?;
         let from = self.entries.len() - u.writes;
         self.entries.range_mut(from..).for_each(|e| e.last = last);
         Ok(())
     }
 
     /// Enters a work request of which the NIC took a part; false if it took none.
-    pub fn own_up(&mut self, token: Token, before: Option<u32>) -> bool {
+    pub fn record_partial_post(&mut self, token: Token, before: Option<u32>) -> bool {
         let (Some(first), last) = (before, self.posted.wrapping_sub(1)) else { return false };
         let some = self.posted != first;
         if some {
@@ -225,7 +231,7 @@ impl Link {
     }
 
     /// The entry that a failed request belongs to.
-    pub fn blamed(&self, number: u32) -> Option<Entry> {
+    pub fn entry_of(&self, number: u32) -> Option<Entry> {
         let at = |e: &&Entry| number.wrapping_sub(e.first) < u32::MAX / 2;
         // The last entry that begins at or before it; a flush read belongs to the last entry it
         // covers.
@@ -233,8 +239,8 @@ impl Link {
     }
 
     /// Sends frames while slots and credits last.
-    pub fn pump(&mut self, now: Time) -> Result<bool, DomainError> {
-        let mut moved = false;
+    pub fn send_frames(&mut self, now: Time) -> Result<bool, DomainError> {
+        let mut progressed = false;
         while self.channel.has_frame() {
             let Some(slot) = self.free_slots.pop() else { break };
             let Some(n) = self.channel.next_frame(self.slots.fill(slot as usize)) else {
@@ -249,11 +255,11 @@ impl Link {
                 ..Wr::default()
             };
             self.message_chain.push(&self.message_qp, &wr)?;
-            self.message_chain.ring(&self.message_qp)?;
-            self.spoke_at = now;
-            moved = true;
+            self.message_chain.submit(&self.message_qp)?;
+            self.sent_at = now;
+            progressed = true;
         }
-        Ok(moved)
+        Ok(progressed)
     }
 
     pub fn slot_sent(&mut self, slot: u32) {
@@ -275,12 +281,12 @@ impl Link {
     }
 
     /// Posts receive requests for immediates again, an eighth of them at a time.
-    pub fn replace_imms(&mut self) -> Result<(), DomainError> {
+    pub fn repost_imm_receives(&mut self) -> Result<(), DomainError> {
         let n = self.imms_used;
         if n < (self.imms / 8).max(1) {
             return Ok(());
         }
-        if let Some(qp) = self.data.as_ref().filter(|_| self.broken.is_none()) {
+        if let Some(qp) = self.data.as_ref().filter(|_| self.data_failure.is_none()) {
             super::chain::receive_imms(qp, work_id(Kind::Imm, 0, self.id), n)?;
             self.channel.imms_freed(n);
             self.imms_used = 0;
@@ -297,7 +303,7 @@ impl Link {
 
     /// The next time for a heartbeat, for the peer's timeout, or for the end of a failed link.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
-        let end = self.broken.as_ref().map_or(Time::NEVER, |b| b.until);
-        self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout)).min(end)
+        let end = self.data_failure.as_ref().map_or(Time::NEVER, |b| b.until);
+        self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout)).min(end)
     }
 }

@@ -9,7 +9,7 @@ use super::raw::Pd;
 use crate::domain::DomainError;
 
 /// Access rights of memory that peers write and read.
-pub(super) const PEERS: i32 =
+pub(super) const PEER_ACCESS: i32 =
     sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE | sys::ACCESS_REMOTE_READ;
 
 /// A registration. After a drop without an error, the NIC can't reach the memory.
@@ -69,7 +69,7 @@ impl Mr {
             ));
         };
         // SAFETY: the kernel checks descriptor and range; the call uses no address of this process.
-        let raw = unsafe { reg(pd.ptr(), offset, len as usize, iova, fd, PEERS) };
+        let raw = unsafe { reg(pd.ptr(), offset, len as usize, iova, fd, PEER_ACCESS) };
         Self::made(pd, raw, (iova, len))
     }
 
@@ -77,7 +77,7 @@ impl Mr {
         let Some(raw) = NonNull::new(raw) else {
             let error = std::io::Error::last_os_error();
             let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
-            return Err(refusal(errno, len));
+            return Err(registration_error(errno, len));
         };
         // SAFETY: the registration was made.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
@@ -111,7 +111,7 @@ impl Drop for Mr {
 }
 
 /// Why memory can't be registered, and a remedy.
-pub(super) fn refusal(errno: Errno, len: u64) -> DomainError {
+pub(super) fn registration_error(errno: Errno, len: u64) -> DomainError {
     let hint = match errno {
         Errno::NOMEM | Errno::PERM => {
             let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;

@@ -4,27 +4,27 @@
 //! and reads. Credits count receive requests, so a peer never finds the receiver not ready.
 //! Handshakes go by datagram, or by TCP where datagrams do not get through.
 
+mod accept;
+mod address;
 mod chain;
+mod connect;
+mod cq_pool;
 mod datagrams;
 mod device;
 mod discover;
 mod events;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
-mod helper;
+mod helper_threads;
 mod link;
 mod memory;
 mod open;
-mod place;
 mod post;
 mod progress;
 mod raw;
 mod regions;
-mod shake;
-mod shelves;
 mod side;
-mod visit;
-mod words;
+mod status_text;
 
 use std::{
     collections::HashMap,
@@ -39,17 +39,17 @@ use slab::Slab;
 use smallvec::smallvec;
 
 use self::{
+    accept::AcceptAttempt,
+    address::NicAddress,
+    connect::{ConnectAttempt, HelperResult},
+    cq_pool::CqPool,
     datagrams::Datagrams,
     device::Device,
-    helper::{Helper, Whose},
+    helper_threads::{HelperThreads, JobOrigin},
     link::Link,
-    place::Place,
-    progress::Farewell,
-    regions::{Regions, Removed, VerbsPinner},
-    shake::{Attempt, Outcome},
-    shelves::Shelves,
+    progress::ClosingLink,
+    regions::{Deregistration, Regions, VerbsPinner},
     side::Side,
-    visit::Visit,
 };
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
@@ -103,7 +103,7 @@ struct Slot {
 }
 
 enum State {
-    Opening(Box<Attempt>),
+    Opening(Box<ConnectAttempt>),
     Accepting(Exchange),
     Up(Box<Link>),
 }
@@ -113,34 +113,34 @@ pub struct VerbsDomain {
     credentials: Credentials,
     log: LogLimit,
     own_endpoint: u8,
-    place: Place,
+    address: NicAddress,
     /// GIDs of this machine. Peers with one of them run on this host.
     own_gids: Vec<[u8; 16]>,
     peer_timeout: Duration,
     slots: Slab<Slot>,
-    lives: u32,
+    generation: u32,
     attempts: HashMap<Exchange, LinkId>,
-    visits: HashMap<Exchange, Visit>,
-    farewells: Vec<Farewell>,
+    accepts: HashMap<Exchange, AcceptAttempt>,
+    closing: Vec<ClosingLink>,
     failing: Vec<(LinkId, DomainError)>,
     /// Links with something to do in the next poll.
     dirty: Vec<LinkId>,
     /// Links with messages that wait for room.
-    holding: Vec<LinkId>,
-    news: Vec<Completion>,
-    helper: Helper<Outcome>,
+    awaiting_room: Vec<LinkId>,
+    completions: Vec<Completion>,
+    helper: HelperThreads<HelperResult>,
     side: Side,
     epoll: OwnedFd,
     // Dropped last, because the fields above depend on them.
     regions: Regions,
-    shelves: Shelves,
+    cqs: CqPool,
     datagrams: Datagrams,
     device: Arc<Device>,
     /// Why the device is unusable.
     dead: Option<DomainError>,
     /// Since when this thread has been posting to a software driver.
     posting_since: Option<Time>,
-    look_at: Time,
+    poll_fds_at: Time,
     tick_at: Time,
     /// Time of the last poll, for posts between polls.
     now: Time,
@@ -148,16 +148,16 @@ pub struct VerbsDomain {
 
 impl std::fmt::Debug for VerbsDomain {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "VerbsDomain({}, {} links)", self.device.words(), self.slots.len())
+        write!(f, "VerbsDomain({}, {} links)", self.device.label(), self.slots.len())
     }
 }
 
 /// Time that one call may post to a software driver, which carries out requests within the call.
 const POSTING: Duration = Duration::from_millis(20);
 
-const BELL: u64 = 1 << 60;
-const EVENTS: u64 = BELL + 1;
-const COMPLETIONS: u64 = BELL + 2;
+const HELPER_DONE: u64 = 1 << 60;
+const EVENTS: u64 = HELPER_DONE + 1;
+const COMPLETIONS: u64 = HELPER_DONE + 2;
 const LISTENER: u64 = 1 << 61;
 
 impl VerbsDomain {
@@ -183,23 +183,23 @@ impl VerbsDomain {
         if index > 0xFFFF {
             return Err(DomainError::Unavailable("65536 links are open already".into()));
         }
-        self.lives = (self.lives + 1) & 0xFFFF;
-        let id = self.lives << 16 | index;
+        self.generation = (self.generation + 1) & 0xFFFF;
+        let id = self.generation << 16 | index;
         entry.insert(Slot { id, state });
         Ok(id)
     }
 
     /// Stores a link whose queue pairs are connected.
-    fn set_up(&mut self, id: LinkId, link: Link) {
+    fn install_link(&mut self, id: LinkId, link: Link) {
         if let Some(slot) = self.slot(id) {
             slot.state = State::Up(Box::new(link));
-            self.touch(id);
+            self.mark_dirty(id);
         }
     }
 
     /// Has the next poll advance a link.
     #[inline]
-    fn touch(&mut self, id: LinkId) {
+    fn mark_dirty(&mut self, id: LinkId) {
         if let Some(link) = self.link(id) {
             if !std::mem::replace(&mut link.dirty, true) {
                 self.dirty.push(id);
@@ -208,20 +208,20 @@ impl VerbsDomain {
     }
 
     /// Why a peer's NIC can't be reached, or must not be.
-    fn unfit_place(&self, there: &Place) -> Option<String> {
-        if !self.credentials.secret.is_token() && !self.own_gids.contains(&there.gid) {
+    fn unreachable_reason(&self, remote: &NicAddress) -> Option<String> {
+        if !self.credentials.secret.is_token() && !self.own_gids.contains(&remote.gid) {
             return Some(
                 "without a token only peers on this host may connect; give all engines the same \
                  token"
                     .into(),
             );
         }
-        self.place.unfit(there)
+        self.address.unfit(remote)
     }
 
     /// Posts a work request on a link that is up.
     #[inline]
-    fn hand_over(
+    fn post_on_link(
         &mut self,
         id: LinkId,
         token: Token,
@@ -233,7 +233,7 @@ impl VerbsDomain {
             Some(Slot { id: known, state: State::Up(link) }) if *known == id => link,
             _ => return Err(DomainError::LinkDown("the link is down".into())),
         };
-        if link.broken.is_some() {
+        if link.data_failure.is_some() {
             return Ok(Post::Full);
         }
         match wr {
@@ -247,7 +247,7 @@ impl VerbsDomain {
                 Err(DomainError::Refused(format!("a message is {MAX_MESSAGE} bytes at most")))
             }
             WorkRequest::Send(message) => match link.channel.submit(token, message) {
-                true => link.pump(now).map(|_| Post::Queued),
+                true => link.send_frames(now).map(|_| Post::Queued),
                 false => Ok(Post::Full),
             },
         }
@@ -270,11 +270,11 @@ impl Domain for VerbsDomain {
     }
 
     fn endpoint(&self) -> Endpoint {
-        Endpoint { transport: TransportKind::Verbs, data: self.place.encode() }
+        Endpoint { transport: TransportKind::Verbs, data: self.address.encode() }
     }
 
     fn announce(&mut self, own: &EngineAddress) {
-        let mine = self.place.encode();
+        let mine = self.address.encode();
         let at = own.endpoints_of(TransportKind::Verbs).find(|i| own.endpoints[*i].data == mine);
         self.own_endpoint = at.unwrap_or_default() as u8;
         self.credentials.own = own.clone();
@@ -294,12 +294,14 @@ impl Domain for VerbsDomain {
 
     fn deregister(&mut self, index: u32) -> Quiet {
         match self.regions.remove(index) {
-            Removed::Now => Quiet::Now,
-            Removed::Slowly(region) => {
-                self.helper.run(Whose::Own, move || Outcome::Released(index, region.end()));
+            Deregistration::Done => Quiet::Now,
+            Deregistration::Deferred(region) => {
+                self.helper.run(JobOrigin::Local, move || {
+                    HelperResult::RegionReleased(index, region.release())
+                });
                 Quiet::Later
             }
-            Removed::Never => Quiet::Later,
+            Deregistration::Failed => Quiet::Later,
         }
     }
 
@@ -309,8 +311,8 @@ impl Domain for VerbsDomain {
         }
         let mut why = None;
         for endpoint in peer.endpoints_of(TransportKind::Verbs) {
-            let unfit = match Place::of(peer, endpoint) {
-                Ok(there) => self.unfit_place(&there),
+            let unfit = match NicAddress::of(peer, endpoint) {
+                Ok(remote) => self.unreachable_reason(&remote),
                 Err(e) => Some(e.to_string()),
             };
             match unfit {
@@ -332,7 +334,7 @@ impl Domain for VerbsDomain {
         }
         self.now = now;
         self.tick_at = Time(0);
-        self.begin(now, peer, endpoint)
+        self.start_connect(now, peer, endpoint)
     }
 
     fn end_unused(&mut self, name: LinkName, cause: &str) -> bool {
@@ -349,7 +351,7 @@ impl Domain for VerbsDomain {
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
         if let Some(l) = self.link(link) {
             l.channel.note(frame);
-            self.touch(link);
+            self.mark_dirty(link);
         }
     }
 
@@ -371,18 +373,18 @@ impl Domain for VerbsDomain {
             }
         }
         let before = self.link(id).map(|l| l.posted);
-        let mut posted = self.hand_over(id, token, wr);
+        let mut posted = self.post_on_link(id, token, wr);
         if let Err(e @ (DomainError::Io { .. } | DomainError::LinkDown(_))) = &posted {
             self.failing.push((id, e.clone()));
             // The NIC may have taken a part. The token then ends with this link, before another
             // link carries it.
-            if self.link(id).is_some_and(|l| l.own_up(token, before)) {
+            if self.link(id).is_some_and(|l| l.record_partial_post(token, before)) {
                 posted = Ok(Post::Queued);
             }
         }
         // `flush`, or the next poll, posts the read that flushes uncounted writes.
         if matches!(wr, WorkRequest::Write { count: None, .. }) {
-            self.touch(id);
+            self.mark_dirty(id);
         }
         posted
     }
@@ -395,18 +397,18 @@ impl Domain for VerbsDomain {
     fn flush(&mut self) {
         for i in 0..self.dirty.len() {
             let id = self.dirty[i];
-            if let Some(Err(e)) = self.link(id).map(Link::settle_writes) {
+            if let Some(Err(e)) = self.link(id).map(Link::post_flush_read) {
                 self.failing.push((id, e));
             }
         }
     }
 
     fn arm(&mut self) -> bool {
-        self.get_ready_to_sleep()
+        self.arm_events()
     }
 
     fn disarm(&mut self) {
-        self.look_at = Time(0);
+        self.poll_fds_at = Time(0);
     }
 
     fn wake_fds(&self) -> WakeFds {
@@ -414,17 +416,17 @@ impl Domain for VerbsDomain {
     }
 
     fn next_timer(&self) -> Time {
-        self.earliest()
+        self.next_deadline()
     }
 
     fn describe(&self, id: LinkId) -> String {
-        let here = self.place.words();
+        let here = self.address.label();
         let gid = self.device.chosen.gid_index;
         match self.slots.get(Self::index(id)).filter(|s| s.id == id).map(|s| &s.state) {
             Some(State::Up(l)) => format!(
                 "{here}, gid {gid}, to {}; mtu {}, retries end within {:?}",
-                l.there.words(),
-                place::mtu_bytes(l.mtu),
+                l.remote.label(),
+                address::mtu_bytes(l.mtu),
                 self.peer_timeout
             ),
             _ => format!("{here}: connecting"),
@@ -432,6 +434,6 @@ impl Domain for VerbsDomain {
     }
 
     fn close(&mut self) {
-        self.shut();
+        self.close_all();
     }
 }

@@ -6,16 +6,16 @@ use rustix::event::epoll;
 use slab::Slab;
 
 use super::{
+    address::NicAddress,
+    cq_pool::CqPool,
     datagrams::Datagrams,
     device::Device,
-    discover::{idle_patterns, machine, summary, Chosen},
-    helper::Helper,
-    place::Place,
+    discover::{summary, survey_machine, unmatched_patterns, ChosenPort},
+    helper_threads::HelperThreads,
     raw,
     regions::Regions,
-    shelves::Shelves,
     side::Side,
-    VerbsDomain, BELL, COMPLETIONS, EVENTS, LISTENER,
+    VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
 };
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId},
@@ -33,12 +33,12 @@ pub(crate) fn open(
     id: EngineId,
     config: &EngineConfig,
 ) -> Result<Vec<Box<dyn Domain>>, DomainError> {
-    let (reports, chosen) = machine(&config.nics);
-    if let Some(name) = idle_patterns(&reports, &config.nics.names).next() {
-        let there: Vec<&str> = reports.iter().map(|r| r.device.as_str()).collect();
+    let (reports, chosen) = survey_machine(&config.nics);
+    if let Some(name) = unmatched_patterns(&reports, &config.nics.names).next() {
+        let found: Vec<&str> = reports.iter().map(|r| r.device.as_str()).collect();
         return Err(DomainError::Unavailable(format!(
             "no RDMA device matches {name:?}; there are: {}",
-            if there.is_empty() { "none".to_owned() } else { there.join(", ") }
+            if found.is_empty() { "none".to_owned() } else { found.join(", ") }
         )));
     }
     if chosen.is_empty() {
@@ -78,7 +78,7 @@ impl VerbsDomain {
     fn open(
         id: EngineId,
         config: &EngineConfig,
-        chosen: Chosen,
+        chosen: ChosenPort,
         own_gids: Vec<[u8; 16]>,
     ) -> Result<Self, DomainError> {
         let epoll =
@@ -86,15 +86,15 @@ impl VerbsDomain {
         let device = Device::open(chosen, &config.nics, config.peer_timeout)?;
         let side = Side::open(config, &device.chosen.gid, (&epoll, LISTENER))?;
         let datagrams = Datagrams::open(&device)?;
-        let helper = Helper::new()?;
+        let helper = HelperThreads::new()?;
         raw::unblock(device.context.async_fd())?;
         let watched = [(device.context.async_fd(), EVENTS), (device.channel.fd(), COMPLETIONS)];
         for (fd, tag) in watched {
             raw::watch(&epoll, fd, tag)?;
         }
-        let (data, flags) = (epoll::EventData::new_u64(BELL), epoll::EventFlags::IN);
-        epoll::add(&epoll, &*helper.bell, data, flags).map_err(DomainError::io("epoll_ctl"))?;
-        let place = Place {
+        let (data, flags) = (epoll::EventData::new_u64(HELPER_DONE), epoll::EventFlags::IN);
+        epoll::add(&epoll, &*helper.event, data, flags).map_err(DomainError::io("epoll_ctl"))?;
+        let address = NicAddress {
             device: device.chosen.device.clone(),
             port: device.chosen.port,
             fabric: device.chosen.fabric,
@@ -114,28 +114,28 @@ impl VerbsDomain {
                 Secret::new(config.token.as_deref())?,
             ),
             own_endpoint: 0,
-            place,
+            address,
             own_gids,
             peer_timeout: config.peer_timeout,
             slots: Slab::new(),
-            lives: 0,
+            generation: 0,
             attempts: HashMap::new(),
-            visits: HashMap::new(),
-            farewells: Vec::new(),
+            accepts: HashMap::new(),
+            closing: Vec::new(),
             failing: Vec::new(),
             dirty: Vec::new(),
-            holding: Vec::new(),
-            news: Vec::new(),
+            awaiting_room: Vec::new(),
+            completions: Vec::new(),
             helper,
             side,
             epoll,
             regions: Regions::default(),
-            shelves: Shelves::default(),
+            cqs: CqPool::default(),
             datagrams,
             device: Arc::new(device),
             dead: None,
             posting_since: None,
-            look_at: Time(0),
+            poll_fds_at: Time(0),
             tick_at: Time(0),
             now: Time(0),
         })

@@ -116,10 +116,10 @@ impl Link {
         // A flush read covers writes to one region only: others may lie on another device.
         let other = |u: Unflushed| count.is_some() || u.region != data.remote;
         if self.unflushed.is_some_and(|u| other(u) || u.bytes >= FLUSH) {
-            self.settle_writes()?;
+            self.post_flush_read()?;
         }
         if self.room() < writes + imms || self.channel.imm_room() < imms {
-            self.settle_writes()?;
+            self.post_flush_read()?;
             return Ok(Post::Full);
         }
         let inline = match regions.is_readable(data.local_region) {
@@ -162,7 +162,7 @@ impl Link {
             self.push_imms(wire.into_iter().flatten(), imms - 1)?;
         }
         self.channel.imms_sent(imms);
-        self.ring()?;
+        self.submit()?;
         let last = self.posted.wrapping_sub(1);
         let entry = self.entry(token, data, first, last);
         self.entries.push_back(entry);
@@ -187,14 +187,14 @@ impl Link {
         if n == 0 {
             return Ok(Post::Done);
         }
-        self.settle_writes()?;
+        self.post_flush_read()?;
         if self.room() < n || self.channel.imm_room() < n {
             return Ok(Post::Full);
         }
         let first = self.posted;
         self.push_imms(Imm::weighted(count.imm, count.n), n)?;
         self.channel.imms_sent(n);
-        self.ring()?;
+        self.submit()?;
         let last = self.posted.wrapping_sub(1);
         let region = RegionKey::default();
         self.entries.push_back(Entry { token, first, last, region, from: 0, to: 0 });
@@ -209,7 +209,7 @@ impl Link {
     ) -> Result<Post, DomainError> {
         let rail = self.endpoint as u8;
         let reads = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
-        self.settle_writes()?;
+        self.post_flush_read()?;
         if self.room() < reads {
             return Ok(Post::Full);
         }
@@ -222,7 +222,7 @@ impl Link {
             let wr = Wr { opcode, flags, local, remote: p.remote, rkey: p.rkey, ..Wr::default() };
             self.push(wr).map(drop)
         })?;
-        self.ring()?;
+        self.submit()?;
         let last = self.posted.wrapping_sub(1);
         let entry = self.entry(token, data, first, last);
         self.entries.push_back(entry);

@@ -6,8 +6,8 @@ use fabric_sys::ibverbs as sys;
 use rustix::event::{epoll, Timespec};
 
 use super::{
-    link::Link, memory::Slots, raw::Qp, shake::Outcome, shake::Who, shelves::Seat, Kind, State,
-    VerbsDomain, BELL, COMPLETIONS, EVENTS, LISTENER,
+    connect::HelperResult, connect::Role, cq_pool::CqSlot, link::Link, memory::Slots, raw::Qp,
+    Kind, State, VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
 };
 use crate::{
     domain::{Completion, DomainError, LinkId, MessageRoom, Receipt},
@@ -16,21 +16,21 @@ use crate::{
 };
 
 /// How often a polling thread asks the kernel about sockets and events.
-const LOOK_EVERY: Duration = Duration::from_micros(100);
+const FD_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// Time for the close frame of a link.
-const FAREWELL: Duration = Duration::from_millis(200);
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Completions of one queue per poll, so that one queue does not starve the others.
 const BATCH: usize = 32;
 const BATCHES: usize = 16;
 
 /// The message queue pair of a closed link, until its close frame is sent.
-pub(super) struct Farewell {
+pub(super) struct ClosingLink {
     id: LinkId,
     frames: usize,
     until: Time,
-    seat: Seat,
+    cq_slot: CqSlot,
     // Dropped before the memory.
-    _mail: Qp,
+    _message_qp: Qp,
     _slots: Slots,
 }
 
@@ -42,26 +42,26 @@ impl VerbsDomain {
         out: &mut Vec<Completion>,
     ) -> bool {
         self.now = now;
-        out.append(&mut self.news);
+        out.append(&mut self.completions);
         let before = out.len();
-        let mut moved = before > 0;
-        moved |= self.drain(out);
-        moved |= self.hear_datagrams();
-        if now >= self.look_at {
-            self.look_at = now.after(LOOK_EVERY);
-            moved |= self.look();
+        let mut progressed = before > 0;
+        progressed |= self.poll_completions(out);
+        progressed |= self.poll_datagrams();
+        if now >= self.poll_fds_at {
+            self.poll_fds_at = now.after(FD_POLL_INTERVAL);
+            progressed |= self.poll_fds();
         }
         if now >= self.tick_at {
             self.tick(now);
         }
-        for id in std::mem::take(&mut self.holding) {
-            self.touch(id);
+        for id in std::mem::take(&mut self.awaiting_room) {
+            self.mark_dirty(id);
         }
         // Report a link as up before its first message.
-        out.append(&mut self.news);
+        out.append(&mut self.completions);
         let dirty = std::mem::take(&mut self.dirty);
         for id in &dirty {
-            moved |= self.serve(*id, room, out);
+            progressed |= self.advance_link(*id, room, out);
         }
         if self.dirty.is_empty() {
             self.dirty = dirty;
@@ -76,28 +76,28 @@ impl VerbsDomain {
                     link.stop();
                 }
             }
-            while self.drain(out) {}
+            while self.poll_completions(out) {}
             for (id, cause) in std::mem::take(&mut self.failing) {
-                self.take_down(id, cause, true);
+                self.close_link(id, cause);
             }
-            moved = true;
+            progressed = true;
         }
-        out.append(&mut self.news);
-        moved || out.len() > before
+        out.append(&mut self.completions);
+        progressed || out.len() > before
     }
 
     /// Takes completions of all queues.
-    fn drain(&mut self, out: &mut Vec<Completion>) -> bool {
-        let mut moved = false;
+    fn poll_completions(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut progressed = false;
         let before = out.len();
         let mut wcs = [sys::Wc::default(); BATCH];
-        for shelf in 0..self.shelves.len() {
+        for pool_index in 0..self.cqs.len() {
             for _ in 0..BATCHES {
-                let n = self.shelves.poll(shelf, &mut wcs);
+                let n = self.cqs.poll(pool_index, &mut wcs);
                 for wc in &wcs[..n] {
-                    self.completed(wc, out);
+                    self.on_completion(wc, out);
                 }
-                moved |= n > 0;
+                progressed |= n > 0;
                 if n < BATCH {
                     break;
                 }
@@ -106,17 +106,17 @@ impl VerbsDomain {
         if self.regions.has_gpus() {
             self.flush_gpus(out, before);
         }
-        moved
+        progressed
     }
 
     /// IC-2 for GPU memory: the NIC's completion does not mean that the GPU sees bytes that a peer
     /// wrote or that a read returned. If the flush fails, counts are withheld, operations fail, and
     /// the device is unusable.
     fn flush_gpus(&mut self, out: &mut Vec<Completion>, from: usize) {
-        let tells = |c: &Completion| {
+        let reports_success = |c: &Completion| {
             matches!(c, Completion::Count(_) | Completion::Done { result: Ok(()), .. })
         };
-        if !out[from..].iter().any(tells) {
+        if !out[from..].iter().any(reports_success) {
             return;
         }
         if let Err(cause) = self.regions.flush_gpus() {
@@ -130,91 +130,100 @@ impl VerbsDomain {
             }));
             let why = format!("GPU memory can't be flushed: {cause}");
             self.dead = Some(DomainError::Unavailable(why.clone()));
-            self.everything_failed(&why);
+            self.fail_all_links(&why);
         }
     }
 
-    fn hear_datagrams(&mut self) -> bool {
+    fn poll_datagrams(&mut self) -> bool {
         let mut frames: Vec<Vec<u8>> = Vec::new();
-        let moved = self.datagrams.poll(|f| frames.push(f.to_vec()));
+        let progressed = self.datagrams.poll(|f| frames.push(f.to_vec()));
         for f in frames {
-            self.hear_handshake(None, &f);
+            self.on_handshake_frame(None, &f);
         }
-        moved
+        progressed
     }
 
-    fn hear_handshake(&mut self, side: Option<usize>, frame: &[u8]) {
-        let Ok((_, Body::HandshakeFragment(piece))) = frame::decode(frame) else { return };
-        match piece.to_initiator {
+    fn on_handshake_frame(&mut self, side: Option<usize>, frame: &[u8]) {
+        let Ok((_, Body::HandshakeFragment(fragment))) = frame::decode(frame) else { return };
+        match fragment.to_initiator {
             true => {
-                if let Some(id) = self.attempts.get(&piece.exchange).copied() {
-                    self.answered(id, &piece);
+                if let Some(id) = self.attempts.get(&fragment.exchange).copied() {
+                    self.on_acceptor_fragment(id, &fragment);
                 }
             }
-            false => self.visited(side, &piece),
+            false => self.on_initiator_fragment(side, &fragment),
         }
         self.tick_at = Time(0);
     }
 
     /// Asks the kernel which descriptors are ready, without waiting.
-    fn look(&mut self) -> bool {
+    fn poll_fds(&mut self) -> bool {
         let blank =
             epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [blank; 32];
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
         let n = epoll::wait(&self.epoll, &mut events[..], Some(&zero)).unwrap_or(0);
-        let mut moved = false;
+        let mut progressed = false;
         for event in &events[..n] {
             match event.data.u64() {
                 // Completions are polled anyway; the descriptor is drained before sleeping.
                 COMPLETIONS => continue,
-                EVENTS => self.device_events(),
-                BELL => self.outcomes(),
+                EVENTS => self.poll_device_events(),
+                HELPER_DONE => self.poll_helpers(),
                 tag if tag & LISTENER != 0 => {
                     self.side.accept(self.now, (tag & !LISTENER) as usize, &self.epoll);
                 }
                 key => {
-                    for f in self.side.ready(key as usize, &self.epoll) {
-                        self.hear_handshake(Some(key as usize), &f);
+                    for f in self.side.read_frames(key as usize, &self.epoll) {
+                        self.on_handshake_frame(Some(key as usize), &f);
                     }
                 }
             }
-            moved = true;
+            progressed = true;
         }
-        moved
+        progressed
     }
 
-    fn outcomes(&mut self) {
-        self.helper.quiet();
+    fn poll_helpers(&mut self) {
+        self.helper.clear_event();
         while let Some(outcome) = self.helper.next() {
             match outcome {
-                Outcome::Reached(Who::Initiator(id), target) => self.reached(id, target),
-                Outcome::Reached(Who::Acceptor(exchange), target) => {
-                    self.way_back(exchange, target);
+                HelperResult::AddressResolved(Role::Initiator(id), target) => {
+                    self.on_address_resolved(id, target)
                 }
-                Outcome::Built(id, seat, pair) => self.built(id, seat, pair),
-                Outcome::Joined(id, seat, made) => {
+                HelperResult::AddressResolved(Role::Acceptor(exchange), target) => {
+                    self.on_return_address(exchange, target);
+                }
+                HelperResult::QpsBuilt(id, cq_slot, pair) => self.on_qps_built(id, cq_slot, pair),
+                HelperResult::QpsConnected(id, cq_slot, made) => {
                     let accepting = self.slot(id).and_then(|s| match s.state {
                         State::Accepting(exchange) => Some(exchange),
                         _ => None,
                     });
                     match accepting {
-                        Some(exchange) => self.joined_visit(id, exchange, seat, made),
-                        None => self.joined(id, seat, made),
+                        Some(exchange) => {
+                            self.on_accepted_qps_connected(id, exchange, cq_slot, made)
+                        }
+                        None => self.on_qps_connected(id, cq_slot, made),
                     }
                 }
-                Outcome::Side(id, stream) => self.side_connected(id, stream),
-                Outcome::Released(index, true) => {
-                    self.news.push(Completion::RegionQuiet { index });
+                HelperResult::SideConnected(id, stream) => self.on_side_connected(id, stream),
+                HelperResult::RegionReleased(index, true) => {
+                    self.completions.push(Completion::RegionQuiet { index });
                 }
-                Outcome::Released(_, false) => {}
+                HelperResult::RegionReleased(_, false) => {}
             }
         }
         self.tick_at = Time(0);
     }
 
     /// Advances a link that has work pending.
-    fn serve(&mut self, id: LinkId, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+    fn advance_link(
+        &mut self,
+        id: LinkId,
+        room: &dyn MessageRoom,
+        out: &mut Vec<Completion>,
+    ) -> bool {
         let now = self.now;
         let Some(link) = self.link(id) else { return false };
         link.dirty = false;
@@ -226,14 +235,16 @@ impl VerbsDomain {
         }
         let done = link.channel.finished();
         out.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
-        let served =
-            link.settle_writes().and_then(|()| link.replace_imms()).and_then(|()| link.pump(now));
+        let served = link
+            .post_flush_read()
+            .and_then(|()| link.repost_imm_receives())
+            .and_then(|()| link.send_frames(now));
         let holds = link.channel.holds_messages();
         if holds {
-            self.holding.push(id);
+            self.awaiting_room.push(id);
         }
         match served {
-            Ok(moved) => moved || out.len() > before,
+            Ok(progressed) => progressed || out.len() > before,
             Err(e) => {
                 self.failing.push((id, e));
                 true
@@ -244,7 +255,7 @@ impl VerbsDomain {
     /// Sends heartbeats, detects silent peers, and advances handshakes and closing links.
     fn tick(&mut self, now: Time) {
         self.tick_attempts(now);
-        self.tick_visits(now);
+        self.tick_accepts(now);
         self.side.tick(now, &self.epoll);
         let timeout = self.peer_timeout;
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
@@ -253,24 +264,24 @@ impl VerbsDomain {
             if link.next_timer(timeout) > now {
                 continue;
             }
-            if let Some(b) = link.broken.as_ref().filter(|b| b.until <= now) {
+            if let Some(b) = link.data_failure.as_ref().filter(|b| b.until <= now) {
                 let cause = b.cause.clone();
                 self.failing.push((id, cause));
-            } else if now >= link.heard_at.after(timeout) {
-                let there = link.there.words();
-                let here = self.device.words();
-                let why = format!("from {here} to {there}: no frame for {timeout:?}");
+            } else if now >= link.received_at.after(timeout) {
+                let remote = link.remote.label();
+                let here = self.device.label();
+                let why = format!("from {here} to {remote}: nothing received for {timeout:?}");
                 self.failing.push((id, DomainError::Gone(why)));
-            } else if link.announced && now >= link.spoke_at.after(timeout / 4) {
+            } else if link.announced && now >= link.sent_at.after(timeout / 4) {
                 link.channel.heartbeat();
-                self.touch(id);
+                self.mark_dirty(id);
             }
         }
-        let over = |f: &Farewell| f.frames == 0 || f.until <= now;
-        for i in (0..self.farewells.len()).rev() {
-            if over(&self.farewells[i]) {
-                let gone = self.farewells.swap_remove(i);
-                self.shelves.leave(gone.seat);
+        let over = |f: &ClosingLink| f.frames == 0 || f.until <= now;
+        for i in (0..self.closing.len()).rev() {
+            if over(&self.closing[i]) {
+                let gone = self.closing.swap_remove(i);
+                self.cqs.release(gone.cq_slot);
             }
         }
         self.tick_at = self.timers().max(now.after(Duration::from_millis(1)));
@@ -282,35 +293,35 @@ impl VerbsDomain {
             State::Opening(attempt) => attempt.next_timer(),
             State::Accepting(_) => Time::NEVER,
         });
-        let visits = self.visits.values().map(|v| v.deadline);
-        let farewells = self.farewells.iter().map(|f| f.until);
-        let all = slots.chain(visits).chain(farewells).chain([self.side.next_timer()]);
+        let accepts = self.accepts.values().map(|v| v.deadline);
+        let closing = self.closing.iter().map(|f| f.until);
+        let all = slots.chain(accepts).chain(closing).chain([self.side.next_timer()]);
         all.fold(Time::NEVER, Time::min)
     }
 
-    pub(super) fn earliest(&self) -> Time {
+    pub(super) fn next_deadline(&self) -> Time {
         self.tick_at.max(self.now)
     }
 
     /// Arms all descriptors; false if there is work to do first.
-    pub(super) fn get_ready_to_sleep(&mut self) -> bool {
-        self.look_at = Time(0);
-        if !(self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()) {
+    pub(super) fn arm_events(&mut self) -> bool {
+        self.poll_fds_at = Time(0);
+        if !(self.completions.is_empty() && self.dirty.is_empty() && self.failing.is_empty()) {
             return false;
         }
         self.device.channel.drain();
-        self.shelves.notify();
+        self.cqs.notify();
         self.datagrams.notify();
         // Completions between the last poll and now raise no event.
         let mut out = Vec::new();
-        let missed = self.drain(&mut out) | self.hear_datagrams();
-        self.news.append(&mut out);
-        !missed && self.news.is_empty() && self.dirty.is_empty() && self.failing.is_empty()
+        let missed = self.poll_completions(&mut out) | self.poll_datagrams();
+        self.completions.append(&mut out);
+        !missed && self.completions.is_empty() && self.dirty.is_empty() && self.failing.is_empty()
     }
 
     /// A close frame has been sent.
-    pub(super) fn farewell_sent(&mut self, id: LinkId) {
-        if let Some(f) = self.farewells.iter_mut().find(|f| f.id == id) {
+    pub(super) fn on_close_frame_sent(&mut self, id: LinkId) {
+        if let Some(f) = self.closing.iter_mut().find(|f| f.id == id) {
             f.frames = f.frames.saturating_sub(1);
             if f.frames == 0 {
                 self.tick_at = Time(0);
@@ -320,9 +331,9 @@ impl VerbsDomain {
 
     /// Closes a link: nothing can touch memory on its behalf any more, all its work fails (RS-4),
     /// and the peer is told.
-    pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError) {
         if self.slot(id).is_some_and(|s| matches!(s.state, State::Opening(_))) {
-            return self.give_up(id, cause);
+            return self.drop_attempt(id, cause);
         }
         if self.link(id).is_none() {
             return;
@@ -331,9 +342,9 @@ impl VerbsDomain {
         let mut link: Link = *link;
         // After the data queue pair is destroyed the NIC no longer uses it (MR-1).
         link.data = None;
-        let refused = link.broken.take().and_then(|b| b.refused);
+        let refused = link.data_failure.take().and_then(|b| b.refused);
         for (token, result) in link.channel.finished() {
-            self.news.push(Completion::Done { link: id, token, result });
+            self.completions.push(Completion::Done { link: id, token, result });
         }
         for token in link.abandon() {
             let why = match &refused {
@@ -345,7 +356,7 @@ impl VerbsDomain {
                 }),
                 _ => cause.clone(),
             };
-            self.news.push(Completion::Done { link: id, token, result: Err(why) });
+            self.completions.push(Completion::Done { link: id, token, result: Err(why) });
         }
         let announced = link.announced;
         // The queue pair is destroyed and all its completions were taken. Counts withheld for GPU
@@ -355,7 +366,7 @@ impl VerbsDomain {
             None => Receipt::InOrder(link.counted),
         };
         if announced {
-            self.news.push(Completion::LinkDown {
+            self.completions.push(Completion::LinkDown {
                 link: id,
                 cause: cause.clone(),
                 receipt,
@@ -364,49 +375,49 @@ impl VerbsDomain {
         } else {
             self.log.unproven(&link.peer.address.label(), &cause);
             let (peer, name) = (link.peer.clone(), link.name);
-            self.news.push(Completion::Unused { peer, name, receipt });
+            self.completions.push(Completion::Unused { peer, name, receipt });
         }
-        if tell {
-            link.channel.close(matches!(cause, DomainError::Gone(_)), &cause.to_string());
-            let _ = link.pump(self.now);
-        }
+        link.channel.close(matches!(cause, DomainError::Gone(_)), &cause.to_string());
+        let _ = link.send_frames(self.now);
         let frames = link.frames_under_way();
-        let Link { message_qp, slots, seat, .. } = link;
-        let until = self.now.after(FAREWELL);
-        let farewell = Farewell { id, frames, until, seat, _mail: message_qp, _slots: slots };
-        self.farewells.push(farewell);
+        let Link { message_qp, slots, cq_slot, .. } = link;
+        let until = self.now.after(CLOSE_TIMEOUT);
+        let closing_link =
+            ClosingLink { id, frames, until, cq_slot, _message_qp: message_qp, _slots: slots };
+        self.closing.push(closing_link);
         self.tick_at = Time(0);
     }
 
     /// Closes a link after a failure; the error names the peer, the port and the cause.
-    pub(super) fn fail(&mut self, id: LinkId, why: &str) {
-        let here = self.device.words();
+    pub(super) fn fail_link(&mut self, id: LinkId, why: &str) {
+        let here = self.device.label();
         let Some(link) = self.link(id) else { return };
-        let cause = format!("from {here} to {}: {why}", link.there.words());
+        let cause = format!("from {here} to {}: {why}", link.remote.label());
         self.failing.push((id, DomainError::LinkDown(cause)));
     }
 
     /// Closes all links, and waits for their close frames.
-    pub(super) fn shut(&mut self) {
+    pub(super) fn close_all(&mut self) {
         self.side.close();
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         for id in ids {
-            self.take_down(id, DomainError::Gone("its engine was closed".into()), true);
+            self.close_link(id, DomainError::Gone("its engine was closed".into()));
         }
         let start = Time::now();
-        while self.farewells.iter().any(|f| f.frames > 0) && Time::now().since(start) < FAREWELL {
-            self.drain(&mut Vec::new());
+        while self.closing.iter().any(|f| f.frames > 0) && Time::now().since(start) < CLOSE_TIMEOUT
+        {
+            self.poll_completions(&mut Vec::new());
             std::thread::yield_now();
         }
-        self.farewells.clear();
-        self.visits.clear();
+        self.closing.clear();
+        self.accepts.clear();
     }
 }
 
 impl Kind {
     /// Whether the completion shows that the peer's process runs. An acknowledgement by its NIC
     /// does not: the process may hang, or a forked child may hold the queue pairs.
-    pub(super) fn is_heard(self) -> bool {
+    pub(super) fn proves_peer_alive(self) -> bool {
         matches!(self, Self::Imm | Self::FrameReceived)
     }
 }

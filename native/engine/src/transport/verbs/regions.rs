@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::{
     device::Device,
-    memory::{Mr, PEERS},
+    memory::{Mr, PEER_ACCESS},
     post::mask,
     raw::Pd,
 };
@@ -41,13 +41,13 @@ impl Registered {
     fn new(device: &Device, region: &Arc<RegionMemory>) -> Result<Self, DomainError> {
         let part = device.limits.max_mr.max(4096);
         let base = region.base as u64;
-        let iova = if device.limits.names { name_of(base)? } else { base };
+        let iova = if device.limits.has_iova { random_iova(base)? } else { base };
         let (mut parts, mut offset, mut flush) = (Vec::new(), 0, false);
         while offset < region.len {
             let n = part.min(region.len - offset);
             let (base, iova) = (base + offset, iova + offset);
             parts.push(match region.location.cuda() {
-                None => Mr::new(&device.pd, base as usize, n, (iova, PEERS))?,
+                None => Mr::new(&device.pd, base as usize, n, (iova, PEER_ACCESS))?,
                 Some(range) => {
                     flush |= Driver::open()?.needs_flush(range.device)?;
                     let exported = range.dmabuf(base);
@@ -75,7 +75,7 @@ impl Registered {
 
     /// Ends the registrations; true if the NIC has released the memory (MR-1). Otherwise it is
     /// leaked.
-    pub fn end(mut self) -> bool {
+    pub fn release(mut self) -> bool {
         let released = self.parts.iter_mut().try_for_each(Mr::release);
         if let Err(error) = released {
             tracing::error!(region = ?self.region, %error, "the NIC still holds a region; leaking its memory");
@@ -89,7 +89,7 @@ impl Registered {
 /// A random NIC address for memory at `base`. A NIC may give a later registration the key of an
 /// earlier one; the address then keeps holders of the old key out (MR-2). The low 30 bits, which
 /// determine the page size, are kept.
-fn name_of(base: u64) -> Result<u64, DomainError> {
+fn random_iova(base: u64) -> Result<u64, DomainError> {
     let mut random = [0; 8];
     getrandom::fill(&mut random)
         .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
@@ -109,12 +109,12 @@ impl Pinner for VerbsPinner {
 }
 
 /// Result of a deregistration.
-pub(super) enum Removed {
-    Now,
+pub(super) enum Deregistration {
+    Done,
     /// Once this registration has been ended by a helper thread.
-    Slowly(Box<Registered>),
+    Deferred(Box<Registered>),
     /// Never: the NIC still holds the memory.
-    Never,
+    Failed,
 }
 
 #[derive(Default)]
@@ -168,14 +168,14 @@ impl Regions {
     }
 
     /// Removes a registration, and ends it if that is quick.
-    pub fn remove(&mut self, index: u32) -> Removed {
+    pub fn remove(&mut self, index: u32) -> Deregistration {
         self.book.remove(index);
         let (slots, i) = self.slots(index);
-        let Some(r) = slots.get_mut(i).and_then(Option::take) else { return Removed::Now };
+        let Some(r) = slots.get_mut(i).and_then(Option::take) else { return Deregistration::Done };
         match r.region.len >= LARGE {
-            true => Removed::Slowly(Box::new(r)),
-            false if r.end() => Removed::Now,
-            false => Removed::Never,
+            true => Deregistration::Deferred(Box::new(r)),
+            false if r.release() => Deregistration::Done,
+            false => Deregistration::Failed,
         }
     }
 
@@ -230,7 +230,7 @@ fn register_dmabuf(
         Ok(mr) => return Ok(mr),
         Err(e) => e,
     };
-    Mr::new(pd, base as usize, len, (iova, PEERS)).map_err(|e| {
+    Mr::new(pd, base as usize, len, (iova, PEER_ACCESS)).map_err(|e| {
         DomainError::Unavailable(format!(
             "device memory can't be registered: by dma-buf: {refused}; by address: {e}; load \
              nvidia-peermem, or use a kernel and a driver with dma-buf"
@@ -248,7 +248,7 @@ mod tests {
     #[ignore = "needs an RDMA device"]
     fn unregistrable_device_memory_names_both_reasons() {
         let config = crate::api::NicConfig::default();
-        let (_, chosen) = super::super::discover::machine(&config);
+        let (_, chosen) = super::super::discover::survey_machine(&config);
         let chosen = chosen.into_iter().next().expect("a device");
         let device = Device::open(chosen, &config, std::time::Duration::from_secs(2)).unwrap();
         let file = std::fs::File::open("/dev/null").unwrap();

@@ -10,7 +10,7 @@ use std::{
 use rustix::event::epoll;
 use slab::Slab;
 
-use super::place::gid_ip;
+use super::address::gid_ip;
 use crate::{
     api::EngineConfig,
     domain::{DomainError, LinkId},
@@ -24,7 +24,7 @@ use crate::{
 
 /// Connections of unproven peers at a time.
 const STRANGERS: usize = 64;
-const PATIENCE: Duration = Duration::from_secs(2);
+const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
 
 struct Stream {
     socket: TcpStream,
@@ -102,19 +102,19 @@ impl Side {
         let key = entry.key();
         let data = epoll::EventData::new_u64(key as u64);
         epoll::add(epoll, &socket, data, epoll::EventFlags::IN).ok()?;
-        let (inbox, outbox, deadline) = (Vec::new(), Vec::new(), now.after(PATIENCE));
+        let (inbox, outbox, deadline) = (Vec::new(), Vec::new(), now.after(STREAM_TIMEOUT));
         entry.insert(Stream { socket, inbox, outbox, link, deadline });
         Some(key)
     }
 
-    pub fn say(&mut self, key: usize, frame: &[u8], epoll: &OwnedFd) {
+    pub fn send(&mut self, key: usize, frame: &[u8], epoll: &OwnedFd) {
         let Some(s) = self.streams.get_mut(key) else { return };
         s.outbox.extend_from_slice(&(frame.len() as u32).to_le_bytes());
         s.outbox.extend_from_slice(frame);
-        self.push_out(key, epoll);
+        self.write_pending(key, epoll);
     }
 
-    fn push_out(&mut self, key: usize, epoll: &OwnedFd) {
+    fn write_pending(&mut self, key: usize, epoll: &OwnedFd) {
         let Some(s) = self.streams.get_mut(key) else { return };
         while !s.outbox.is_empty() {
             match s.socket.write(&s.outbox) {
@@ -132,8 +132,8 @@ impl Side {
 
     /// Returns the whole frames that have arrived. A stream that ended or violated the protocol is
     /// removed.
-    pub fn ready(&mut self, key: usize, epoll: &OwnedFd) -> Vec<Vec<u8>> {
-        self.push_out(key, epoll);
+    pub fn read_frames(&mut self, key: usize, epoll: &OwnedFd) -> Vec<Vec<u8>> {
+        self.write_pending(key, epoll);
         let Some(s) = self.streams.get_mut(key) else { return Vec::new() };
         let mut open = true;
         let mut some = [0; 4096];

@@ -1,13 +1,13 @@
-//! What the library is given to name an operation by.
+//! Contexts that identify operations to the library.
 
 use std::{ffi::c_void, ptr::null_mut};
 
 use fabric_sys::libfabric as fi;
 
-/// Scratch space for operations, one for each that may be under way; its place is its name.
+/// Scratch space of operations, one for each that may be under way; its index identifies it.
 pub(in super::super) struct Contexts(Box<[std::cell::UnsafeCell<fi::Context2>]>);
 
-// SAFETY: the library alone writes to the cells; here only their addresses are used.
+// SAFETY: the library alone writes to the cells; this code uses only their addresses.
 unsafe impl Send for Contexts {}
 
 impl Contexts {
@@ -20,7 +20,7 @@ impl Contexts {
         self.0[i as usize].get().cast()
     }
 
-    /// Whose address that is.
+    /// The index of a context.
     pub fn index(&self, context: *mut c_void) -> Option<u32> {
         let offset = (context as usize).checked_sub(self.0.as_ptr() as usize)?;
         let size = size_of::<fi::Context2>();
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn contexts_are_told_apart_from_other_addresses() {
+    fn contexts_are_distinguished_from_other_addresses() {
         let contexts = Contexts::new(3);
         for i in 0..3 {
             assert_eq!(contexts.index(contexts.at(i)), Some(i));

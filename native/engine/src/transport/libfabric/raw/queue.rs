@@ -1,4 +1,4 @@
-//! The completion queue: what it had, and how to sleep until it has something.
+//! The completion queue: reading entries, and its wait descriptor.
 
 use std::{
     ffi::{c_int, c_void},
@@ -11,17 +11,17 @@ use fabric_sys::libfabric::{self as fi, CqDataEntry, CqErrEntry};
 use super::{opened, Nic, EAGAIN};
 use crate::{domain::DomainError, transport::libfabric::library::Api};
 
-/// `FI_EAVAIL`: an error is to be read.
+/// `FI_EAVAIL`: an error entry is available.
 const EAVAIL: i64 = -259;
 
-/// An operation that failed, in numbers and in words.
+/// An operation that failed, and the error text.
 #[derive(Debug, Clone)]
 pub(in super::super) struct Failure {
     pub context: *mut c_void,
-    pub words: String,
+    pub text: String,
 }
 
-/// What the completion queue had.
+/// Result of reading the completion queue.
 pub(in super::super) enum Polled {
     Entries(usize),
     Failed(Failure),
@@ -29,10 +29,10 @@ pub(in super::super) enum Polled {
 }
 
 impl Nic {
-    /// Reads completions, which is also what moves many providers on.
+    /// Reads completions; this also makes many providers progress.
     pub fn poll(&self, into: &mut [CqDataEntry]) -> Result<Polled, DomainError> {
         let cq = self.cq.fid.cast::<fi::FidCq>();
-        // SAFETY: there is room for as many entries as are asked for.
+        // SAFETY: `into` has room for as many entries as are read.
         let n = unsafe { ((*(*cq).ops).read)(cq, into.as_mut_ptr().cast(), into.len()) } as i64;
         match n {
             EAGAIN | 0 => Ok(Polled::Nothing),
@@ -44,8 +44,8 @@ impl Nic {
 
     fn failure(&self) -> Result<Polled, DomainError> {
         let cq = self.cq.fid.cast::<fi::FidCq>();
-        // SAFETY: zeros are valid; the library writes one entry, for which there is room even in
-        // versions whose entry is longer. Provider data is read before the next call.
+        // SAFETY: zeros are valid; the library writes one entry, and there is room for newer
+        // versions' longer entry. Provider data is read before the next call.
         unsafe {
             let mut e: CqErrEntry = std::mem::zeroed();
             let n = ((*(*cq).ops).readerr)(cq, &mut e, 0) as i64;
@@ -55,20 +55,20 @@ impl Nic {
             if n < 0 {
                 return Err(self.api.fail("fi_cq_readerr", n));
             }
-            let mut words = self.api.strerror(e.err.into());
-            let mut text = [0; 128];
+            let mut text = self.api.strerror(e.err.into());
+            let mut buffer = [0; 128];
             let more = ((*(*cq).ops).strerror)(
                 cq,
                 e.prov_errno,
                 e.err_data,
-                text.as_mut_ptr(),
-                text.len(),
+                buffer.as_mut_ptr(),
+                buffer.len(),
             );
             if !more.is_null() && e.prov_errno != 0 {
                 let more = std::ffi::CStr::from_ptr(more).to_string_lossy();
-                words = format!("{words} (provider: {more}, code {})", e.prov_errno);
+                text = format!("{text} (provider: {more}, code {})", e.prov_errno);
             }
-            Ok(Polled::Failed(Failure { context: e.op_context, words }))
+            Ok(Polled::Failed(Failure { context: e.op_context, text }))
         }
     }
 
@@ -76,12 +76,12 @@ impl Nic {
     pub fn may_sleep(&self) -> bool {
         let fabric = self.fabric.fid.cast::<fi::FidFabric>();
         let mut fids = [self.cq.fid];
-        // SAFETY: one object is named, which belongs to this fabric.
+        // SAFETY: the array has one object, which belongs to this fabric.
         unsafe { ((*(*fabric).ops).trywait)(fabric, fids.as_mut_ptr(), 1) == 0 }
     }
 }
 
-/// A queue that can be slept on if the provider has such; else one that is polled.
+/// Opens a queue with a wait descriptor if the provider supports it, else one that is polled.
 pub(super) unsafe fn open_cq(
     api: &Api,
     domain: *mut fi::FidDomain,
@@ -102,15 +102,15 @@ pub(super) unsafe fn open_cq(
     if let Ok(cq) = open(entries, fi::WAIT_FD) {
         return Ok((cq, true));
     }
-    // The size is a wish: a provider that can't have so many entries has its own default.
+    // The size is a hint: a provider that can't hold so many entries uses its default.
     let cq = open(entries, fi::WAIT_NONE).or_else(|_| open(0, fi::WAIT_NONE))?;
     Ok((cq, false))
 }
 
-/// The descriptor behind a completion queue.
+/// The wait descriptor of a completion queue.
 pub(super) unsafe fn wait_fd(cq: *mut fi::Fid) -> Option<RawFd> {
     let mut fd: c_int = -1;
-    // SAFETY: for queues opened with FI_WAIT_FD the answer is one descriptor.
+    // SAFETY: for queues opened with FI_WAIT_FD the result is one descriptor.
     let code = unsafe { ((*(*cq).ops).control)(cq, fi::GETWAIT, (&raw mut fd).cast()) };
     (code == 0 && fd >= 0).then_some(fd)
 }

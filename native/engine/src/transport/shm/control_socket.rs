@@ -1,5 +1,5 @@
-//! The Unix socket beside the rings: handshake, region resolution with descriptors attached, and
-//! the sign of life. Sequenced packets, so that a frame is a packet.
+//! The Unix socket beside the rings: handshake, region resolution with descriptors, and liveness.
+//! It uses sequenced packets, so a frame is a packet.
 
 use std::{
     collections::VecDeque,
@@ -27,24 +27,24 @@ use crate::{
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRsc", "a control frame", 4096);
 
-/// How many descriptors one frame may carry.
+/// Descriptors per frame.
 const MAX_FDS: usize = 4;
 
-/// Sent once the other side is proven; three descriptors go along: inbox, bell, eventfd.
+/// Sent once the peer is proven, with three descriptors: inbox, doorbell memory, eventfd.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(super) struct Setup {
-    /// Where a random probe lies in the sender's memory, to find out whether process_vm_readv works.
+pub(super) struct LinkSetup {
+    /// Address of random bytes in the sender's memory, to test process_vm_readv.
     pub probe_addr: u64,
     pub probe: [u8; 16],
 }
 
-/// What the two ends say once the link is up.
+/// Frames of a link that is up.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Frame {
-    Setup(Setup),
-    /// May I reach this region? The key is the right to ask.
+    Setup(LinkSetup),
+    /// Requests access to a region; the key authorises the request.
     Resolve(RegionKey),
-    /// You may: its memory comes as a descriptor, the region begins `offset` bytes into it.
+    /// Grants access: the memory is attached as a descriptor, and the region starts at `offset`.
     Mapped {
         key: RegionKey,
         len: u64,
@@ -52,7 +52,7 @@ pub(super) enum Frame {
         allocation_len: u64,
         offset: u64,
     },
-    /// You may: it lies at `addr` in my process.
+    /// Grants access: the region is at `addr` in the sender's process.
     Foreign {
         key: RegionKey,
         len: u64,
@@ -62,30 +62,30 @@ pub(super) enum Frame {
         key: RegionKey,
         reason: String,
     },
-    /// You may: CUDA maps its allocation by this handle, the region begins `offset` bytes into it.
+    /// Grants access: CUDA maps the allocation by this handle, and the region starts at `offset`.
     Device {
         key: RegionKey,
         len: u64,
         handle: Vec<u8>,
         uuid: [u8; 16],
         offset: u64,
-        /// Where the allocation lies in my process.
+        /// Address of the allocation in the sender's process.
         base: u64,
     },
-    /// Let go of this region.
+    /// Revokes access to a region.
     Revoke {
         index: u32,
     },
-    /// Done: nothing of mine can touch it any more (MR-1).
+    /// Answers a revocation: the sender can't access the region any more (MR-1).
     Revoked {
         index: u32,
     },
-    Bye {
+    Close {
         reason: String,
     },
-    /// Something for the layer above this transport.
-    Whisper(Vec<u8>),
-    /// You may not: another engine may.
+    /// A message of the layer above this transport.
+    ControlMessage(Vec<u8>),
+    /// Denies access: the region is granted to another engine.
     Denied {
         key: RegionKey,
         reason: String,
@@ -104,7 +104,7 @@ impl Frame {
 
 pub(super) type Fds = SmallVec<[OwnedFd; MAX_FDS]>;
 
-/// Where an engine listens: a name without a file, seen only within its network namespace.
+/// The socket name of an engine: abstract, so it is visible only in its network namespace.
 pub(super) fn socket_name(kind: TransportKind, id: &crate::api::EngineId) -> String {
     let hex: String = id.0.iter().map(|b| format!("{b:02x}")).collect();
     match kind {
@@ -143,37 +143,37 @@ fn send_one(socket: BorrowedFd<'_>, frame: &[u8], fds: &Fds) -> Result<(), Errno
     net::sendmsg(socket, &[IoSlice::new(frame)], &mut ancillary, flags).map(drop)
 }
 
-/// Replies that a peer may leave untaken, with a descriptor each, before its further requests stay in the kernel. Honest
-/// peers don't come near it: see [`super::link::MOST_ASKED`].
-pub(super) const MOST_OWED: usize = 64;
+/// Replies with descriptors that may wait for a peer before its further requests are left in the
+/// kernel. Honest peers stay below it: see [`super::link::MAX_RESOLVING`].
+pub(super) const MAX_PENDING_REPLIES: usize = 64;
 
 #[derive(Debug)]
 struct Unsent {
     frame: Vec<u8>,
     fds: Fds,
-    /// It answers a request of the peer's.
+    /// Whether it answers a request of the peer.
     is_reply: bool,
 }
 
 /// One end of a control connection.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(super) struct ControlSocket {
     socket: OwnedFd,
     /// Frames that the socket had no room for.
     unsent: VecDeque<Unsent>,
-    /// Replies among them.
-    owed: usize,
-    /// Nothing more is said.
-    finished: bool,
+    /// Number of replies among them.
+    pending_replies: usize,
+    /// Whether nothing more is sent.
+    send_closed: bool,
 }
 
-/// The other end is gone.
+/// The peer has closed the connection.
 #[derive(Debug)]
-pub(super) struct Gone(pub String);
+pub(super) struct Disconnected(pub String);
 
-impl Control {
+impl ControlSocket {
     pub fn new(socket: OwnedFd) -> Self {
-        Self { socket, unsent: VecDeque::new(), owed: 0, finished: false }
+        Self { socket, unsent: VecDeque::new(), pending_replies: 0, send_closed: false }
     }
 
     pub fn connect(name: &str) -> Result<Self, DomainError> {
@@ -182,8 +182,8 @@ impl Control {
             .map_err(DomainError::io("abstract socket name"))?;
         net::connect(&socket, &addr).map_err(|e| match e {
             Errno::CONNREFUSED => DomainError::LinkDown(
-                "nobody listens under its name in this network namespace: it has ended, or runs \
-                 on another host or in another container"
+                "no process listens under its name in this network namespace: it has ended, or runs \
+                on another host or in another container"
                     .into(),
             ),
             Errno::AGAIN => DomainError::LinkDown("its queue of new connections is full".into()),
@@ -196,14 +196,14 @@ impl Control {
         self.socket.as_fd()
     }
 
-    /// The process at the other end, as the kernel sees it from here.
+    /// The peer's process id in this process's namespace.
     pub fn peer_pid(&self) -> Option<i32> {
         let cred = net::sockopt::socket_peercred(&self.socket).ok()?;
         Some(cred.pid.as_raw_nonzero().get())
     }
 
-    /// The user at the other end, if it isn't this process's. Names without a file have no permissions, so
-    /// that anybody in the network namespace can be there.
+    /// The peer's user, if it isn't this process's. Abstract names have no permissions, so any
+    /// process in the network namespace may connect.
     pub fn other_user(&self) -> Option<u32> {
         let cred = net::sockopt::socket_peercred(&self.socket).ok();
         let (own, peer) = (rustix::process::geteuid(), cred.map(|c| c.uid));
@@ -214,65 +214,65 @@ impl Control {
         !self.unsent.is_empty()
     }
 
-    /// Sends a frame now or as soon as there is room; forgotten after `finish`.
-    pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+    /// Sends a frame now or once there is room; drops it after `finish`.
+    pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
         self.queue(Unsent { frame, fds, is_reply: false })
     }
 
-    /// As `send`, for what the peer has asked for.
-    pub fn reply(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Gone> {
+    /// Sends a frame that answers a request of the peer.
+    pub fn reply(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
         self.queue(Unsent { frame, fds, is_reply: true })
     }
 
-    fn queue(&mut self, unsent: Unsent) -> Result<(), Gone> {
-        if self.finished {
+    fn queue(&mut self, unsent: Unsent) -> Result<(), Disconnected> {
+        if self.send_closed {
             return Ok(());
         }
-        self.owed += usize::from(unsent.is_reply);
+        self.pending_replies += usize::from(unsent.is_reply);
         self.unsent.push_back(unsent);
         self.flush()
     }
 
-    /// Whether the peer takes its replies so slowly that nothing more is read from it: it would have this process keep
-    /// ever more of them, and their descriptors.
-    pub fn stalls(&self) -> bool {
-        self.owed >= MOST_OWED
+    /// Whether too many replies wait for the peer. Reading more of its requests would make this
+    /// process hold ever more replies and descriptors.
+    pub fn is_throttled(&self) -> bool {
+        self.pending_replies >= MAX_PENDING_REPLIES
     }
 
-    pub fn flush(&mut self) -> Result<(), Gone> {
+    pub fn flush(&mut self) -> Result<(), Disconnected> {
         while let Some(Unsent { frame, fds, is_reply }) = self.unsent.front() {
             match send_one(self.socket.as_fd(), frame, fds) {
                 Ok(()) => {
-                    self.owed -= usize::from(*is_reply);
+                    self.pending_replies -= usize::from(*is_reply);
                     self.unsent.pop_front();
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(e) => {
-                    // The peer takes nothing more; what it has said before it left is still heard.
-                    self.forget();
-                    return Err(Gone(e.to_string()));
+                    // The peer receives nothing more; frames that it sent before are still read.
+                    self.drop_unsent();
+                    return Err(Disconnected(e.to_string()));
                 }
             }
         }
         Ok(())
     }
 
-    fn forget(&mut self) {
+    fn drop_unsent(&mut self) {
         self.unsent.clear();
-        self.owed = 0;
+        self.pending_replies = 0;
     }
 
-    /// Says nothing more: the other end hears that, and can still speak.
+    /// Closes the sending side. The peer sees that, and can still send.
     pub fn finish(&mut self) {
         let _ = self.flush();
-        // Of a socket that is shut, the kernel says for ever that it takes something.
-        self.forget();
-        self.finished = true;
+        // The kernel reports a shut socket as writable for ever.
+        self.drop_unsent();
+        self.send_closed = true;
         let _ = net::shutdown(&self.socket, net::Shutdown::Write);
     }
 
-    /// The next frame with its descriptors; `None` if there is none yet.
+    /// The next frame with its descriptors, if any.
     pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Fds)>, DomainError> {
         let mut bytes = vec![0; MAX_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -298,7 +298,7 @@ impl Control {
             .flatten()
             .collect();
         if n == 0 {
-            let cause = "its process has ended or closed the connection";
+            let cause = "the peer's process has ended or closed the connection";
             return Err(DomainError::LinkDown(cause.into()));
         }
         bytes.truncate(n);

@@ -18,54 +18,54 @@ const MOST_WAITING: usize = 256;
 
 /// The origin of a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Whose {
-    Own,
+pub(super) enum JobOrigin {
+    Local,
     Stranger,
 }
 
 type Job<T> = Box<dyn FnOnce() -> T + Send>;
 
-pub(super) struct Helper<T> {
+pub(super) struct HelperThreads<T> {
     waiting: [VecDeque<Job<T>>; 2],
     running: [usize; 2],
-    done: mpsc::Receiver<(Whose, T)>,
-    report: mpsc::Sender<(Whose, T)>,
+    done: mpsc::Receiver<(JobOrigin, T)>,
+    report: mpsc::Sender<(JobOrigin, T)>,
     /// Readable when a job is done.
-    pub bell: Arc<OwnedFd>,
+    pub event: Arc<OwnedFd>,
 }
 
-impl<T: Send + 'static> Helper<T> {
+impl<T: Send + 'static> HelperThreads<T> {
     pub fn new() -> Result<Self, DomainError> {
         use rustix::event::{eventfd, EventfdFlags};
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(DomainError::io("eventfd"))?;
         let (report, done) = mpsc::channel();
         let waiting = [VecDeque::new(), VecDeque::new()];
-        Ok(Self { waiting, running: [0; 2], done, report, bell: Arc::new(bell) })
+        Ok(Self { waiting, running: [0; 2], done, report, event: Arc::new(event) })
     }
 
-    /// Queues `job`; [`Helper::next`] returns its result. If too many jobs of strangers wait, the
-    /// oldest is dropped: its deadline is over anyway.
-    pub fn run(&mut self, whose: Whose, job: impl FnOnce() -> T + Send + 'static) {
-        if whose == Whose::Stranger && self.waiting[whose as usize].len() >= MOST_WAITING {
-            self.waiting[whose as usize].pop_front();
+    /// Queues `job`; [`HelperThreads::next`] returns its result. If too many jobs of strangers
+    /// wait, the oldest is dropped: its deadline is over anyway.
+    pub fn run(&mut self, origin: JobOrigin, job: impl FnOnce() -> T + Send + 'static) {
+        if origin == JobOrigin::Stranger && self.waiting[origin as usize].len() >= MOST_WAITING {
+            self.waiting[origin as usize].pop_front();
         }
-        self.waiting[whose as usize].push_back(Box::new(job));
-        self.start(whose);
+        self.waiting[origin as usize].push_back(Box::new(job));
+        self.start(origin);
     }
 
-    fn start(&mut self, whose: Whose) {
-        let i = whose as usize;
+    fn start(&mut self, origin: JobOrigin) {
+        let i = origin as usize;
         while self.running[i] < MOST[i] {
             let Some(job) = self.waiting[i].pop_front() else { return };
             // Shared, so that the job is kept if the thread does not start.
             let slot = Arc::new(parking_lot::Mutex::new(Some(job)));
             let job = Arc::clone(&slot);
-            let (report, bell) = (self.report.clone(), Arc::clone(&self.bell));
+            let (report, event) = (self.report.clone(), Arc::clone(&self.event));
             let work = move || {
                 let Some(job) = job.lock().take() else { return };
-                let _ = report.send((whose, job()));
-                let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes());
+                let _ = report.send((origin, job()));
+                let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
             };
             match std::thread::Builder::new().name("fabric-verbs".into()).spawn(work) {
                 Ok(_) => self.running[i] += 1,
@@ -78,16 +78,16 @@ impl<T: Send + 'static> Helper<T> {
         }
     }
 
-    /// Clears the event. Call it before [`Helper::next`].
-    pub fn quiet(&self) {
-        let _ = rustix::io::read(&*self.bell, &mut [0u8; 8]);
+    /// Clears the event. Call it before [`HelperThreads::next`].
+    pub fn clear_event(&self) {
+        let _ = rustix::io::read(&*self.event, &mut [0u8; 8]);
     }
 
     /// The next result, if any.
     pub fn next(&mut self) -> Option<T> {
-        let (whose, outcome) = self.done.try_recv().ok()?;
-        self.running[whose as usize] -= 1;
-        self.start(whose);
+        let (origin, outcome) = self.done.try_recv().ok()?;
+        self.running[origin as usize] -= 1;
+        self.start(origin);
         Some(outcome)
     }
 }
@@ -100,21 +100,21 @@ mod tests {
 
     #[test]
     fn strangers_that_block_delay_no_local_job() {
-        let mut helper = Helper::new().unwrap();
+        let mut helper = HelperThreads::new().unwrap();
         let (open, shut) = mpsc::channel::<()>();
         let shut = Arc::new(parking_lot::Mutex::new(shut));
         for _ in 0..50 {
             let shut = Arc::clone(&shut);
-            helper.run(Whose::Stranger, move || {
+            helper.run(JobOrigin::Stranger, move || {
                 let _ = shut.lock().recv();
                 0
             });
         }
-        helper.run(Whose::Own, || 7);
-        let wait = |helper: &mut Helper<i32>| {
+        helper.run(JobOrigin::Local, || 7);
+        let wait = |helper: &mut HelperThreads<i32>| {
             let start = Instant::now();
             while start.elapsed() < Duration::from_secs(5) {
-                helper.quiet();
+                helper.clear_event();
                 if let Some(n) = helper.next() {
                     return Some(n);
                 }

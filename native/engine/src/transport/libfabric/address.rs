@@ -1,5 +1,5 @@
-//! What an endpoint tells of itself in its engine's address. Peers are untrusted: it is bounded,
-//! and compared with what this side speaks before anything is sent there.
+//! The address of a libfabric endpoint, as part of its engine's address. Peers are untrusted:
+//! addresses are bounded and compared with the local endpoint before anything is sent.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -12,7 +12,7 @@ use crate::{
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRlf", "a libfabric endpoint", 1024);
 
-/// Tells hosts apart; a host may boot anew and be another.
+/// Identifies this boot of this host.
 pub(super) fn host() -> [u8; 16] {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mut id = [0; 16];
@@ -20,47 +20,47 @@ pub(super) fn host() -> [u8; 16] {
     id
 }
 
-/// Where a NIC's endpoint is, and what it speaks.
+/// Address and protocol of an endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct EndpointAddress {
     pub provider: String,
-    /// What travels on the wire; endpoints of different protocols can't talk.
+    /// The wire protocol; endpoints of different protocols can't communicate.
     pub protocol: u32,
     pub addr_format: u32,
-    /// As the provider writes it.
+    /// In the provider's format.
     pub address: Vec<u8>,
-    /// For people.
+    /// The NIC's name, for messages.
     pub nic: String,
-    /// Differs between hosts.
+    /// Identifies the host.
     pub host: [u8; 16],
 }
 
-impl Place {
+impl EndpointAddress {
     pub fn encode(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
-        let place: Self =
+        let address: Self =
             ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
-        if place.address.is_empty() || place.address.len() > 512 {
-            let n = place.address.len();
+        if address.address.is_empty() || address.address.len() > 512 {
+            let n = address.address.len();
             return Err(DomainError::Handshake(format!("a libfabric address of {n} bytes")));
         }
-        Ok(place)
+        Ok(address)
     }
 
-    /// The place at one of an engine's endpoints.
+    /// The address at one of an engine's endpoints.
     pub fn of(peer: &EngineAddress, endpoint: usize) -> Result<Self, DomainError> {
         match peer.endpoints.get(endpoint) {
             Some(e) if e.transport == TransportKind::Libfabric => Self::decode(&e.data),
-            _ => {
-                Err(DomainError::Handshake(format!("its endpoint {endpoint} is not of libfabric")))
-            }
+            _ => Err(DomainError::Handshake(format!(
+                "endpoint {endpoint} is not a libfabric endpoint"
+            ))),
         }
     }
 
-    /// Why endpoints of this side's kind can't reach it, if so.
+    /// Why the local endpoint can't reach it, if so.
     pub fn unfit(&self, own: &Offer, host: &[u8; 16]) -> Option<String> {
         if (self.protocol, self.addr_format) != (own.protocol, own.addr_format) {
             return Some(format!(
@@ -71,8 +71,8 @@ impl Place {
         }
         if self.host == *host && own.is_efa() {
             return Some(
-                "both are on one host, and EFA has no way back to it; the shm transport serves \
-                 peers of one host"
+                "both engines are on one host, which EFA can't reach; use the shm transport for peers \
+                of one host"
                     .into(),
             );
         }
@@ -82,7 +82,7 @@ impl Place {
         None
     }
 
-    /// The peer's NIC and where it is.
+    /// The peer's NIC and IP address.
     pub fn label(&self) -> String {
         let nic: String = self.nic.chars().filter(|c| !c.is_control()).take(40).collect();
         match ip_of(self.addr_format, &self.address) {
@@ -96,8 +96,8 @@ impl Place {
 mod tests {
     use super::*;
 
-    fn place() -> Place {
-        Place {
+    fn address() -> EndpointAddress {
+        EndpointAddress {
             provider: "efa".into(),
             protocol: 19,
             addr_format: 12,
@@ -113,21 +113,21 @@ mod tests {
 
     #[test]
     fn places_survive_and_impossible_ones_are_refused() {
-        assert_eq!(Place::decode(&place().encode()), Ok(place()));
+        assert_eq!(EndpointAddress::decode(&address().encode()), Ok(address()));
         for n in [0, 513] {
-            let bad = Place { address: vec![0; n], ..place() };
-            assert!(Place::decode(&bad.encode()).is_err());
+            let bad = EndpointAddress { address: vec![0; n], ..address() };
+            assert!(EndpointAddress::decode(&bad.encode()).is_err());
         }
-        assert!(Place::decode(&[0; 2000]).is_err());
+        assert!(EndpointAddress::decode(&[0; 2000]).is_err());
     }
 
     #[test]
-    fn whoever_can_not_be_reached_is_told_why() {
-        assert_eq!(place().unfit(&offer(), &[2; 16]), None);
-        assert!(place().unfit(&offer(), &[1; 16]).unwrap().contains("one host"));
+    fn an_unreachable_address_names_the_reason() {
+        assert_eq!(address().unfit(&offer(), &[2; 16]), None);
+        assert!(address().unfit(&offer(), &[1; 16]).unwrap().contains("one host"));
         let tcp = Offer { provider: "tcp;ofi_rxm".into(), protocol: 11, ..offer() };
-        assert!(place().unfit(&tcp, &[2; 16]).unwrap().contains("another protocol"));
+        assert!(address().unfit(&tcp, &[2; 16]).unwrap().contains("another protocol"));
         let shm = Offer { provider: "shm".into(), ..offer() };
-        assert!(place().unfit(&shm, &[2; 16]).unwrap().contains("does not leave its host"));
+        assert!(address().unfit(&shm, &[2; 16]).unwrap().contains("does not leave its host"));
     }
 }

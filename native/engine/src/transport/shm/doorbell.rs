@@ -1,5 +1,5 @@
-//! How an engine is woken by its peers: a word in shared memory says whether it sleeps, an eventfd
-//! wakes it. Who finds it awake pays for one load.
+//! The doorbell that wakes an engine: a word in shared memory says whether the engine sleeps, and
+//! an eventfd wakes it. Ringing an awake engine costs one load.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -14,30 +14,30 @@ use crate::{
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 1;
 
-/// From now on peers ring. The caller must look for work once more after this.
+/// Peers ring from now on. The caller must look for work once more afterwards.
 #[inline]
 fn arm(word: &AtomicU32) {
     word.store(ASLEEP, SeqCst);
     fence(SeqCst);
 }
 
-/// Whether the one who sleeps must be woken; only one of several is told so. What it is woken for
-/// must have been stored before.
+/// Whether the sleeping engine must be woken; true for only one of several callers. The work must
+/// be stored before the call.
 #[inline]
 fn must_ring(word: &AtomicU32) -> bool {
     fence(SeqCst);
     word.load(SeqCst) == ASLEEP && word.swap(AWAKE, SeqCst) == ASLEEP
 }
 
-/// The bell of this engine.
+/// The doorbell of this engine.
 #[derive(Debug)]
-pub(super) struct OwnBell {
+pub(super) struct Doorbell {
     word: Map,
     pub memory: OwnedFd,
     pub event: OwnedFd,
 }
 
-impl OwnBell {
+impl Doorbell {
     pub fn new() -> Result<Self, DomainError> {
         let (word, memory) = Map::create(rustix::param::page_size())?;
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -45,7 +45,7 @@ impl OwnBell {
         Ok(Self { word, memory, event })
     }
 
-    /// From now on peers ring. The caller must look for work once more after this.
+    /// Peers ring from now on. The caller must look for work once more afterwards.
     pub fn arm(&self) {
         arm(self.word.shared_word(0));
     }
@@ -54,30 +54,30 @@ impl OwnBell {
         self.word.shared_word(0).store(AWAKE, SeqCst);
     }
 
-    /// Takes back the ring that ended a sleep.
+    /// Clears the event that ended a sleep.
     pub fn clear(&self) {
         let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
     }
 }
 
-/// The bell of a peer.
+/// The doorbell of a peer.
 #[derive(Debug)]
-pub(super) struct PeerBell {
+pub(super) struct PeerDoorbell {
     word: Map,
     event: OwnedFd,
 }
 
-impl PeerBell {
+impl PeerDoorbell {
     pub fn import(memory: OwnedFd, event: OwnedFd) -> Result<Self, DomainError> {
         let word = Map::import(memory.as_fd(), rustix::param::page_size())?;
-        // A full counter must not block us.
+        // A full counter must not block this thread.
         let flags = rustix::fs::fcntl_getfl(&event).map_err(DomainError::io("fcntl"))?;
         rustix::fs::fcntl_setfl(&event, flags | rustix::fs::OFlags::NONBLOCK)
             .map_err(DomainError::io("fcntl"))?;
         Ok(Self { word, event })
     }
 
-    /// Wakes the peer if it sleeps. What it is woken for must have been stored before.
+    /// Wakes the peer if it sleeps. The work must be stored before the call.
     #[inline]
     pub fn ring(&self) {
         if must_ring(self.word.shared_word(0)) {
@@ -97,12 +97,12 @@ mod loom_tests {
     use crate::domain::Count;
 
     #[test]
-    fn nobody_sleeps_on_a_record() {
+    fn no_engine_sleeps_while_a_record_waits() {
         loom::model(|| {
             let shared = Arc::new((ring::memory(2), AtomicU32::new(AWAKE)));
-            let theirs = Arc::clone(&shared);
+            let peer_link = Arc::clone(&shared);
             let writer = thread::spawn(move || {
-                let ((slots, tail), word) = &*theirs;
+                let ((slots, tail), word) = &*peer_link;
                 let mut p = ring::Producer::new();
                 assert!(p.has_room(slots, tail));
                 p.push(slots, Count { imm: 1, n: 1 });
@@ -113,7 +113,7 @@ mod loom_tests {
             arm(word);
             let saw = c.pop(slots).is_some();
             let rung = writer.join().unwrap();
-            assert!(saw || rung, "asleep beside a record, and nobody rings");
+            assert!(saw || rung, "a record waits and the doorbell was not rung");
         });
     }
 }

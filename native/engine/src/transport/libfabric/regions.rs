@@ -1,11 +1,11 @@
-//! Regions: registered for remote access, and let go of only when nothing can touch them (MR-1).
+//! Regions: registration for remote access, and release once nothing can touch them (MR-1).
 //!
-//! Where the NIC itself places bytes, the end of a registration is the end of all access; peers that
-//! ask first are still told, for what the NIC refuses breaks their connection. Providers that move
-//! bytes by software check a key when a transfer begins and may go on after the
-//! registration has ended. There, each peer is asked to tell when nothing that it began before is
-//! under way any more (a fence). A peer that is lost can't tell: what was registered before is kept
-//! until the same engine is back and tells, or the endpoint is closed.
+//! If the NIC places bytes, all access ends with the registration. Peers that query accesses first
+//! (`queries_first`) are still told, because a refusal by the NIC breaks their connection.
+//! Providers that move bytes by software check a key when a transfer begins, and may go on after
+//! the registration has ended. There a fence asks each peer to report when none of its earlier
+//! operations is under way. A lost peer can't answer: memory registered before the loss is kept
+//! until the same engine is back and answers, or until the endpoint is closed.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -26,42 +26,45 @@ use crate::{
 use fabric_sys::libfabric::mr_mode;
 
 struct Region {
-    // Ends before the memory may go.
+    // Dropped before the memory.
     mr: Option<Mr>,
-    /// Keeps the memory.
+    /// Keeps the memory allocated.
     memory: Arc<RegionMemory>,
-    /// The GPU to be flushed before what was written to it counts.
-    flushed: Option<i32>,
-    /// Pieces of ours in the library's hands that use its bytes.
+    /// The GPU to flush before writes to the region count.
+    flush_gpu: Option<i32>,
+    /// Local chunks under way that use its bytes.
     uses: u32,
-    /// Losses of peers before it was registered.
+    /// Number of lost peers when it was registered.
     since: u64,
     retiring: bool,
-    /// Fences that are not answered yet: the link, and the fence's number.
-    awaits: Vec<(LinkId, u32)>,
-    /// Fences were asked for, or are not needed.
+    /// Fences that are not answered yet: link, and fence number.
+    pending_fences: Vec<(LinkId, u32)>,
+    /// Whether fences were sent, or are not needed.
     fenced: bool,
 }
 
 pub(super) struct Regions {
     all: Vec<Option<Region>>,
-    /// Whether NICs place bytes by themselves.
+    /// Whether the NIC places bytes.
     pub by_nic: bool,
-    /// A registration ends only when no peer uses it any more, for its refusal would not be heard.
-    late: bool,
-    /// Peers lost so far, and those whose transfers may still be under way: which loss it was.
+    /// Whether a registration ends only after all peers stopped using it, because its refusals
+    /// would break connections.
+    ends_late: bool,
+    /// Number of lost peers, and for each with transfers that may be under way, the number of its
+    /// loss.
     losses: u64,
     lost: HashMap<EngineId, u64>,
     retiring: usize,
-    /// GPUs that must be flushed; also when their memory is no longer registered, for what was written
-    /// before may be told of after.
+    /// GPUs that must be flushed. They stay listed after deregistration, because earlier writes may
+    /// be reported later.
     gpus: SmallVec<[i32; 1]>,
-    /// Memory of a GPU was to be registered, which the provider doesn't take.
-    pub leaves_gpus_out: bool,
+    /// Whether GPU memory was offered that the provider does not support.
+    pub skips_gpu_memory: bool,
 }
 
-/// The key to ask for where the provider leaves that to us: unguessable, as far as it is long.
-pub(super) fn wished_key(offer: &Offer) -> u64 {
+/// The key to request where the provider lets the application choose: as random as its length
+/// allows.
+pub(super) fn requested_key(offer: &Offer) -> u64 {
     if offer.mr_mode & mr_mode::PROV_KEY != 0 {
         return 0;
     }
@@ -70,16 +73,16 @@ pub(super) fn wished_key(offer: &Offer) -> u64 {
 }
 
 impl Regions {
-    pub fn new(by_nic: bool, late: bool) -> Self {
+    pub fn new(by_nic: bool, ends_late: bool) -> Self {
         Self {
             all: Vec::new(),
             by_nic,
-            late,
+            ends_late,
             losses: 0,
             lost: HashMap::new(),
             retiring: 0,
             gpus: SmallVec::new(),
-            leaves_gpus_out: false,
+            skips_gpu_memory: false,
         }
     }
 
@@ -87,21 +90,21 @@ impl Regions {
         self.all.get_mut(index as usize)?.as_mut()
     }
 
-    /// What local operations on a region must show; none once it is deregistered.
+    /// The descriptor for local operations on a region; `None` once it is deregistered.
     pub fn desc(&mut self, index: u32) -> Option<*mut std::ffi::c_void> {
         let region = self.get(index).filter(|r| !r.retiring)?;
         region.mr.as_ref().map(Mr::desc)
     }
 
     #[inline]
-    pub fn used(&mut self, index: u32) {
+    pub fn add_use(&mut self, index: u32) {
         if let Some(r) = self.get(index) {
             r.uses += 1;
         }
     }
 
-    /// The region behind a key that a peer has shown, or why it was refused.
-    pub fn verdict(
+    /// Checks a peer's access; the error says why the NIC refused it.
+    pub fn check_access(
         &self,
         peer: EngineId,
         key: RegionKey,
@@ -123,23 +126,23 @@ impl Regions {
         }
     }
 
-    /// A peer is gone, and what it began may still be on its way into memory.
-    pub fn lost_peer(&mut self, peer: EngineId) {
+    /// A peer is lost, and its operations may still be under way.
+    pub fn on_peer_lost(&mut self, peer: EngineId) {
         if !self.by_nic {
             self.losses += 1;
             self.lost.insert(peer, self.losses);
         }
     }
 
-    /// A peer has told that nothing from before the loss `losses` is under way.
-    pub fn vouched_for(&mut self, peer: EngineId, losses: u64) {
+    /// A peer has reported that none of its operations from before loss `losses` is under way.
+    pub fn on_peer_quiesced(&mut self, peer: EngineId, losses: u64) {
         if self.lost.get(&peer).is_some_and(|loss| *loss <= losses) {
             self.lost.remove(&peer);
         }
     }
 
-    /// Whether somebody who is lost may still write to what was registered after the loss `since`.
-    fn is_haunted(&self, since: u64) -> bool {
+    /// Whether a lost peer may still write to memory that was registered before its loss.
+    fn may_be_written_by_lost_peer(&self, since: u64) -> bool {
         self.lost.values().any(|loss| *loss > since)
     }
 
@@ -148,24 +151,24 @@ impl Regions {
         !self.gpus.is_empty()
     }
 
-    /// Whether it lies on a GPU that must be flushed.
+    /// Whether a region lies on a GPU that must be flushed.
     pub fn is_flushed(&self, index: u32) -> bool {
         let region = self.all.get(index as usize).and_then(Option::as_ref);
-        region.is_some_and(|r| r.flushed.is_some())
+        region.is_some_and(|r| r.flush_gpu.is_some())
     }
 
-    /// Waits until what NICs have written to GPU memory is visible to the GPUs.
+    /// Waits until the GPUs see what NICs have written to them.
     pub fn flush_gpus(&self) -> Result<(), DomainError> {
         let Some(driver) = Driver::in_use() else { return Ok(()) };
         self.gpus.iter().try_for_each(|gpu| driver.flush_rdma_writes(*gpu))
     }
 
-    /// Ends the registrations, and keeps the memory.
+    /// Ends the registrations; the memory stays.
     pub fn unregister(&mut self) {
         self.all.iter_mut().flatten().for_each(|r| r.mr = None);
     }
 
-    /// Ends all registrations; the endpoint is closed.
+    /// Drops all regions after the endpoint is closed; returns those that were retiring.
     pub fn clear(&mut self) -> Vec<u32> {
         self.retiring = 0;
         let all = std::mem::take(&mut self.all);
@@ -181,16 +184,16 @@ impl LibfabricDomain {
     ) -> Result<NicKeys, DomainError> {
         let nic = self.nic.as_ref().ok_or_else(super::closed)?;
         if region.location.cuda().is_some() && !self.offer.hmem {
-            // Such a provider would take its address for the host's. Without a key nobody reaches it
-            // here, while other transports do.
-            self.regions.leaves_gpus_out = true;
+            // The provider would take the address for host memory. Without a key for this NIC,
+            // peers use other transports.
+            self.regions.skips_gpu_memory = true;
             return Ok(NicKeys::new());
         }
         let (mr, flush) = register(nic, &self.offer, region)?;
-        let flushed = region.location.cuda().filter(|_| flush).map(|range| range.device);
+        let flush_gpu = region.location.cuda().filter(|_| flush).map(|range| range.device);
         let index = region.key.index as usize;
         let base = if self.virtual_addresses() { region.base as u64 } else { 0 };
-        // A NIC's key is of use only together with the region's own.
+        // A NIC's key opens the region only together with the region's own key.
         let key = RailKey { rail: 0, offset: 0, base, key: mr.key ^ region.key.rkey };
         let all = &mut self.regions.all;
         if all.len() <= index {
@@ -199,14 +202,14 @@ impl LibfabricDomain {
         all[index] = Some(Region {
             memory: Arc::clone(region),
             mr: Some(mr),
-            flushed,
+            flush_gpu,
             uses: 0,
             since: self.regions.losses,
             retiring: false,
-            awaits: Vec::new(),
-            fenced: self.regions.by_nic && !self.regions.late,
+            pending_fences: Vec::new(),
+            fenced: self.regions.by_nic && !self.regions.ends_late,
         });
-        if let Some(gpu) = flushed.filter(|gpu| !self.regions.gpus.contains(gpu)) {
+        if let Some(gpu) = flush_gpu.filter(|gpu| !self.regions.gpus.contains(gpu)) {
             self.regions.gpus.push(gpu);
         }
         Ok(smallvec![key])
@@ -224,30 +227,31 @@ impl LibfabricDomain {
         }
     }
 
-    /// What a retiring region waits for, in words.
+    /// What a retiring region waits for.
     pub(super) fn region_waits_for(&self, index: u32) -> Option<String> {
         let region = self.regions.all.get(index as usize)?.as_ref().filter(|r| r.retiring)?;
         if region.uses > 0 {
-            return Some(format!("{} pieces of writes or reads of ours use it", region.uses));
+            return Some(format!("{} local chunks of writes or reads use it", region.uses));
         }
         let label = |link: &LinkId| match self.links.get(Self::slot(*link)) {
             Some(Slot::Up(l)) if l.id == *link => l.peer.address.label(),
-            _ => "a peer that is gone".into(),
+            _ => "a closed link".into(),
         };
-        if !region.awaits.is_empty() {
-            let mut peers: Vec<String> = region.awaits.iter().map(|(l, _)| label(l)).collect();
+        if !region.pending_fences.is_empty() {
+            let mut peers: Vec<String> =
+                region.pending_fences.iter().map(|(l, _)| label(l)).collect();
             peers.dedup();
             let peers = peers.join(", ");
-            return Some(format!("{peers} has not said that nothing it began is under way"));
+            return Some(format!("waiting for {peers} to report that no operation is under way"));
         }
-        self.regions.is_haunted(region.since).then(|| {
+        self.regions.may_be_written_by_lost_peer(region.since).then(|| {
             let n = self.regions.lost.len();
-            format!("{n} peers were lost while it was registered, whose writes may still land")
+            format!("{n} peers were lost while it was registered, and their writes may still land")
         })
     }
 
-    /// A piece of ours that used a region's bytes is over.
-    pub(super) fn unused(&mut self, index: u32) {
+    /// A local chunk that used a region is complete.
+    pub(super) fn on_chunk_done(&mut self, index: u32) {
         if index == NO_REGION {
             return;
         }
@@ -258,28 +262,30 @@ impl LibfabricDomain {
         }
     }
 
-    /// A link has answered a fence, or is over.
-    pub(super) fn fences_passed(&mut self, link: LinkId, number: u32) {
+    /// A link has answered a fence, or has ended.
+    pub(super) fn on_fence_answered(&mut self, link: LinkId, number: u32) {
         if self.regions.retiring == 0 {
             return;
         }
         let mut ready = Vec::new();
         for (i, region) in self.regions.all.iter_mut().enumerate() {
-            let Some(region) = region.as_mut().filter(|r| !r.awaits.is_empty()) else { continue };
-            region.awaits.retain(|(l, n)| *l != link || *n > number);
-            if region.awaits.is_empty() {
+            let Some(region) = region.as_mut().filter(|r| !r.pending_fences.is_empty()) else {
+                continue;
+            };
+            region.pending_fences.retain(|(l, n)| *l != link || *n > number);
+            if region.pending_fences.is_empty() {
                 ready.push(i as u32);
             }
         }
         ready.into_iter().for_each(|index| self.report_quiet(index));
     }
 
-    /// Somebody who was lost has told: what was kept for that reason alone may go.
-    pub(super) fn laid_to_rest(&mut self) {
+    /// A lost peer is back and has answered: releases regions that waited only for it.
+    pub(super) fn release_quiesced(&mut self) {
         if self.regions.retiring == 0 {
             return;
         }
-        let waits = |r: &Region| r.retiring && r.fenced && r.awaits.is_empty();
+        let waits = |r: &Region| r.retiring && r.fenced && r.pending_fences.is_empty();
         let all = self.regions.all.iter().enumerate();
         let ready: Vec<u32> =
             all.filter(|(_, r)| r.as_ref().is_some_and(waits)).map(|(i, _)| i as u32).collect();
@@ -288,40 +294,40 @@ impl LibfabricDomain {
 
     fn report_quiet(&mut self, index: u32) {
         if self.retire(index) {
-            self.news.push(Completion::RegionQuiet { index });
+            self.completions.push(Completion::RegionQuiet { index });
         }
     }
 
-    /// Takes a retiring region as far as it goes; true if nothing can touch it any more.
+    /// Releases a retiring region as far as possible; true if nothing can touch it any more.
     fn retire(&mut self, index: u32) -> bool {
-        let late = self.regions.late;
+        let ends_late = self.regions.ends_late;
         let Some(region) = self.regions.get(index).filter(|r| r.uses == 0) else { return false };
-        if !late {
+        if !ends_late {
             region.mr = None;
         }
         if !region.fenced {
             region.fenced = true;
-            let mut awaits = Vec::new();
+            let mut pending_fences = Vec::new();
             for id in self.link_ids() {
-                awaits.extend(self.want_fence(id).map(|number| (id, number)));
+                pending_fences.extend(self.request_fence(id).map(|number| (id, number)));
             }
             if let Some(region) = self.regions.get(index) {
-                region.awaits = awaits;
+                region.pending_fences = pending_fences;
             }
         }
         let Some(region) = self.regions.get(index) else { return true };
-        if !region.awaits.is_empty() {
+        if !region.pending_fences.is_empty() {
             return false;
         }
         region.mr = None;
         let since = region.since;
-        if self.regions.is_haunted(since) {
+        if self.regions.may_be_written_by_lost_peer(since) {
             tracing::warn!(
                 region = index,
                 provider = %self.offer.provider,
-                "a peer was lost while this was registered, and this provider can't show that none \
-                 of its bytes land any more: the memory is kept until that peer is back, or this \
-                 engine is closed"
+                "a peer was lost while a region was registered, and this provider can't end the \
+                peer's transfers; the region's memory is kept until that peer is back or this \
+                engine closes"
             );
             return false;
         }
@@ -332,62 +338,62 @@ impl LibfabricDomain {
 }
 
 impl LibfabricDomain {
-    /// Has a link's peer asked to tell when nothing from before now is under way; the fence to wait
-    /// for. It goes out at once: nobody may be polling when a region is dropped, and until the peer
-    /// has heard it, it goes on with what it was told before (MR-2).
-    fn want_fence(&mut self, id: LinkId) -> Option<u32> {
+    /// Requests a fence from a link's peer; returns its number. The fence is sent at once: no
+    /// thread may be polling when a region is dropped, and until the fence arrives the peer relies
+    /// on earlier access answers (MR-2).
+    fn request_fence(&mut self, id: LinkId) -> Option<u32> {
         let fences = &mut self.link(id)?.fences;
-        fences.wanted = fences.sent.wrapping_add(1);
-        let number = fences.wanted;
+        fences.requested = fences.sent.wrapping_add(1);
+        let number = fences.requested;
         self.send_fence(id);
-        self.pump(id);
-        // Sending may have shown that the link is down: then nobody will answer.
+        self.send_frames(id);
+        // If sending showed that the link is down, there will be no answer.
         self.link(id).map(|_| number)
     }
 
-    /// Sends the fence that is wanted, unless one is on its way.
+    /// Sends the requested fence, unless one is under way.
     pub(super) fn send_fence(&mut self, id: LinkId) {
         let losses = self.regions.losses;
         let Some(link) = self.link(id) else { return };
         let fences = &mut link.fences;
-        if fences.wanted != fences.sent && fences.sent == fences.done {
-            fences.sent = fences.wanted;
+        if fences.requested != fences.sent && fences.sent == fences.answered {
+            fences.sent = fences.requested;
             fences.losses = losses;
             link.channel.fence(fences.sent);
         }
     }
 
-    /// A peer that is back may vouch for what it began before it was lost.
-    pub(super) fn fence_newcomer(&mut self, id: LinkId) {
+    /// Fences a peer that was lost before and is back.
+    pub(super) fn fence_returning_peer(&mut self, id: LinkId) {
         let Some(peer) = self.link(id).map(|l| l.peer.id()) else { return };
         if self.regions.retiring == 0 || !self.regions.lost.contains_key(&peer) {
             return;
         }
-        let Some(number) = self.want_fence(id) else { return };
+        let Some(number) = self.request_fence(id) else { return };
         for region in self.regions.all.iter_mut().flatten() {
             if region.retiring && region.fenced {
-                region.awaits.push((id, number));
+                region.pending_fences.push((id, number));
             }
         }
     }
 }
 
-/// Registers a region; also tells whether its GPU must be flushed.
+/// Registers a region; also returns whether its GPU must be flushed.
 fn register(
     nic: &Nic,
     offer: &Offer,
     region: &Arc<RegionMemory>,
 ) -> Result<(Mr, bool), DomainError> {
     let mut result = Err(super::closed());
-    // A key that we chose may be taken.
+    // A key that this side chose may be in use.
     for _ in 0..3 {
-        // SAFETY: `Region` keeps the memory by reference count until its registration is dropped,
-        // and the library's pieces until they are over.
+        // SAFETY: `Region` keeps the memory by reference count until its registration is dropped
+        // and no chunk uses it.
         result = unsafe {
             match region.location.cuda() {
-                Some(range) => gpu::register(nic, region, range, &|| wished_key(offer)),
+                Some(range) => gpu::register(nic, region, range, &|| requested_key(offer)),
                 None => {
-                    let mr = nic.register(region.base, region.len, wished_key(offer));
+                    let mr = nic.register(region.base, region.len, requested_key(offer));
                     mr.map(|mr| (mr, false))
                 }
             }
@@ -396,7 +402,7 @@ fn register(
             break;
         }
     }
-    // Of GPU memory the error has told the remedy.
+    // For GPU memory the error names the remedy itself.
     let remedy = match region.location.cuda() {
         None => ": check the locked-memory limit (ulimit -l)",
         Some(_) => "",

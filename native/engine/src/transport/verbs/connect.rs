@@ -14,13 +14,13 @@
 use std::{sync::Arc, time::Duration};
 
 use super::{
-    datagrams::Target,
-    device::{unreachable_words, Device, Pair},
-    helper::Whose,
+    address::{address_attr, mtu_bytes, LinkRequest, NicAddress, QpSetup},
+    cq_pool::CqSlot,
+    datagrams::DatagramAddress,
+    device::{unreachable_error, Device, Pair},
+    helper_threads::JobOrigin,
     link::{Link, Origin},
-    place::{mtu_bytes, path, Intro, Place, Setup},
     raw::Ah,
-    shelves::Seat,
     side, Slot, State, VerbsDomain,
 };
 use crate::{
@@ -40,63 +40,63 @@ const FIRST_WAIT: Duration = Duration::from_millis(25);
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
 /// Results of the helper threads.
-pub(super) enum Outcome {
-    Reached(Who, Result<Target, DomainError>),
-    Built(LinkId, Seat, Result<Box<Pair>, DomainError>),
-    Joined(LinkId, Seat, Result<Box<(Pair, Setup)>, DomainError>),
-    Side(LinkId, Result<std::net::TcpStream, String>),
+pub(super) enum HelperResult {
+    AddressResolved(Role, Result<DatagramAddress, DomainError>),
+    QpsBuilt(LinkId, CqSlot, Result<Box<Pair>, DomainError>),
+    QpsConnected(LinkId, CqSlot, Result<Box<(Pair, QpSetup)>, DomainError>),
+    SideConnected(LinkId, Result<std::net::TcpStream, String>),
     /// Whether a large registration has ended.
-    Released(u32, bool),
+    RegionReleased(u32, bool),
 }
 
 #[derive(Clone, Copy)]
-pub(super) enum Who {
+pub(super) enum Role {
     Initiator(LinkId),
     Acceptor(Exchange),
 }
 
 enum Stage {
-    Hello,
-    Building(Welcomed),
-    Proof(Welcomed, Box<Pair>),
+    AwaitWelcome,
+    BuildingQps(Welcomed),
+    AwaitAcceptance(Welcomed, Box<Pair>),
     /// The acceptor is proven.
-    Joining(PeerIdentity),
+    ConnectingQps(PeerIdentity),
 }
 
 /// A link that this side is opening.
-pub(super) struct Attempt {
+pub(super) struct ConnectAttempt {
     peer: EngineAddress,
     endpoint: usize,
-    there: Place,
+    remote: NicAddress,
     exchange: Exchange,
     initiator: Initiator,
     stage: Stage,
-    letter: Option<HandshakeMessage>,
-    again_at: Time,
+    message: Option<HandshakeMessage>,
+    retry_at: Time,
     wait: Duration,
     side_at: Time,
     deadline: Time,
-    target: Option<Target>,
+    target: Option<DatagramAddress>,
     side: Option<usize>,
-    pieces: Reassembly,
-    pub seat: Option<Seat>,
+    reassembly: Reassembly,
+    pub cq_slot: Option<CqSlot>,
     /// Failures on the way, for the error.
     notes: Vec<String>,
 }
 
-impl Attempt {
+impl ConnectAttempt {
     pub fn next_timer(&self) -> Time {
-        let again = if self.letter.is_some() { self.again_at } else { Time::NEVER };
+        let again = if self.message.is_some() { self.retry_at } else { Time::NEVER };
         again.min(self.side_at).min(self.deadline)
     }
 }
 
 /// A message in two parts.
-pub(super) fn pair_up(first: &[u8], second: &[u8]) -> Vec<u8> {
+pub(super) fn join_parts(first: &[u8], second: &[u8]) -> Vec<u8> {
     [&(first.len() as u32).to_le_bytes(), first, second].concat()
 }
 
-pub(super) fn take_apart(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
+pub(super) fn split_parts(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
     let cut = bytes
         .split_first_chunk::<4>()
         .and_then(|(len, rest)| rest.split_at_checked(u32::from_le_bytes(*len) as usize));
@@ -104,61 +104,66 @@ pub(super) fn take_apart(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
 }
 
 /// Resolves the peer's datagram address. Blocks during address resolution.
-pub(super) fn reach(device: &Device, here: &Place, there: &Place) -> Result<Target, DomainError> {
-    let attr = path(here, there, &device.route, there.qpn);
-    let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_words(&e, here, there))?;
-    let mtu = mtu_bytes(here.mtu.min(there.mtu));
-    Ok(Target { ah, qpn: there.qpn, qkey: there.qkey, mtu })
+pub(super) fn resolve(
+    device: &Device,
+    here: &NicAddress,
+    remote: &NicAddress,
+) -> Result<DatagramAddress, DomainError> {
+    let attr = address_attr(here, remote, &device.route, remote.qpn);
+    let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_error(&e, here, remote))?;
+    let mtu = mtu_bytes(here.mtu.min(remote.mtu));
+    Ok(DatagramAddress { ah, qpn: remote.qpn, qkey: remote.qkey, mtu })
 }
 
 impl VerbsDomain {
-    pub(super) fn begin(
+    pub(super) fn start_connect(
         &mut self,
         now: Time,
         peer: &EngineAddress,
         endpoint: usize,
     ) -> Result<LinkId, DomainError> {
-        let there = Place::of(peer, endpoint)?;
-        if let Some(why) = self.unfit_place(&there) {
+        let remote = NicAddress::of(peer, endpoint)?;
+        if let Some(why) = self.unreachable_reason(&remote) {
             return Err(DomainError::Unavailable(why));
         }
         let exchange = new_exchange()?;
-        let intro = Intro { exchange, from_endpoint: self.own_endpoint };
-        let (initiator, hello) = Initiator::start(&self.credentials, peer.id, intro.encode())?;
-        let letter = HandshakeMessage {
+        let link_request = LinkRequest { exchange, from_endpoint: self.own_endpoint };
+        let (initiator, hello) =
+            Initiator::start(&self.credentials, peer.id, link_request.encode())?;
+        let message = HandshakeMessage {
             exchange,
             to_initiator: false,
             step: 1,
-            bytes: pair_up(&self.place.encode(), &hello),
+            bytes: join_parts(&self.address.encode(), &hello),
         };
-        let attempt = Attempt {
+        let attempt = ConnectAttempt {
             peer: peer.clone(),
             endpoint,
-            there: there.clone(),
+            remote: remote.clone(),
             exchange,
             initiator,
-            stage: Stage::Hello,
-            letter: Some(letter),
-            again_at: Time::NEVER,
+            stage: Stage::AwaitWelcome,
+            message: Some(message),
+            retry_at: Time::NEVER,
             wait: FIRST_WAIT,
             side_at: now.after(self.peer_timeout / 2),
             deadline: now.after(self.peer_timeout * 3 / 2),
             target: None,
             side: None,
-            pieces: Reassembly::default(),
-            seat: None,
+            reassembly: Reassembly::default(),
+            cq_slot: None,
             notes: Vec::new(),
         };
         let id = self.add_slot(State::Opening(Box::new(attempt)))?;
         self.attempts.insert(exchange, id);
-        let (device, here) = (Arc::clone(&self.device), self.place.clone());
-        self.helper.run(Whose::Own, move || {
-            Outcome::Reached(Who::Initiator(id), reach(&device, &here, &there))
+        let (device, here) = (Arc::clone(&self.device), self.address.clone());
+        self.helper.run(JobOrigin::Local, move || {
+            HelperResult::AddressResolved(Role::Initiator(id), resolve(&device, &here, &remote))
         });
         Ok(id)
     }
 
-    fn attempt(&mut self, id: LinkId) -> Option<&mut Attempt> {
+    fn attempt(&mut self, id: LinkId) -> Option<&mut ConnectAttempt> {
         match self.slot(id)? {
             Slot { state: State::Opening(a), .. } => Some(a),
             _ => None,
@@ -166,37 +171,41 @@ impl VerbsDomain {
     }
 
     /// Sends the current message, and schedules its repetition.
-    fn speak(&mut self, id: LinkId) {
+    fn send_message(&mut self, id: LinkId) {
         let now = self.now;
         let Some(State::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
         else {
             return;
         };
-        let Some(letter) = &a.letter else { return };
+        let Some(message) = &a.message else { return };
         if let Some(target) = &a.target {
-            letter.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
+            message.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
         }
         if let Some(key) = a.side {
-            let frames = letter.frames(usize::MAX);
-            frames.for_each(|f| self.side.say(key, &f, &self.epoll));
+            let frames = message.frames(usize::MAX);
+            frames.for_each(|f| self.side.send(key, &f, &self.epoll));
         }
-        a.again_at = now.after(a.wait);
+        a.retry_at = now.after(a.wait);
         a.wait = (a.wait * 2).min(LONGEST_WAIT);
     }
 
-    pub(super) fn reached(&mut self, id: LinkId, target: Result<Target, DomainError>) {
+    pub(super) fn on_address_resolved(
+        &mut self,
+        id: LinkId,
+        target: Result<DatagramAddress, DomainError>,
+    ) {
         let Some(a) = self.attempt(id) else { return };
         match target {
             Ok(target) => {
                 a.target = Some(target);
-                self.speak(id);
+                self.send_message(id);
             }
             // If datagrams have no route, queue pairs have none either.
-            Err(e) => self.give_up(id, e),
+            Err(e) => self.drop_attempt(id, e),
         }
     }
 
-    pub(super) fn side_connected(
+    pub(super) fn on_side_connected(
         &mut self,
         id: LinkId,
         stream: Result<std::net::TcpStream, String>,
@@ -212,157 +221,172 @@ impl VerbsDomain {
         match key {
             Ok(key) => {
                 a.side = Some(key);
-                self.speak(id);
+                self.send_message(id);
             }
             Err(why) => a.notes.push(format!("by TCP: {why}")),
         }
     }
 
     /// Handles a fragment of the acceptor.
-    pub(super) fn answered(
+    pub(super) fn on_acceptor_fragment(
         &mut self,
         id: LinkId,
-        piece: &crate::transport::nic::frame::HandshakeFragment<'_>,
+        fragment: &crate::transport::nic::frame::HandshakeFragment<'_>,
     ) {
         let Some(a) = self.attempt(id) else { return };
         let awaited = match a.stage {
-            Stage::Hello => 2,
-            Stage::Proof(..) => 4,
+            Stage::AwaitWelcome => 2,
+            Stage::AwaitAcceptance(..) => 4,
             _ => return,
         };
-        if piece.step != awaited {
+        if fragment.step != awaited {
             return;
         }
-        let result = match a.pieces.take(piece) {
+        let result = match a.reassembly.take(fragment) {
             Ok(None) => return,
             // A stranger may have sent it; the answer may still arrive.
             Err(_) => return,
-            Ok(Some(bytes)) if awaited == 2 => self.welcomed(id, &bytes),
-            Ok(Some(bytes)) => self.accepted(id, &bytes),
+            Ok(Some(bytes)) if awaited == 2 => self.on_welcome(id, &bytes),
+            Ok(Some(bytes)) => self.on_accepted(id, &bytes),
         };
         if let Err(Failure { reply, error }) = result {
             if let (Some(reply), Some(a)) = (reply, self.attempt(id)) {
-                let (exchange, bytes) = (a.exchange, pair_up(&reply, &[]));
-                a.letter = Some(HandshakeMessage { exchange, to_initiator: false, step: 3, bytes });
-                self.speak(id);
+                let (exchange, bytes) = (a.exchange, join_parts(&reply, &[]));
+                a.message =
+                    Some(HandshakeMessage { exchange, to_initiator: false, step: 3, bytes });
+                self.send_message(id);
             }
-            self.give_up(id, error);
+            self.drop_attempt(id, error);
         }
     }
 
-    fn welcomed(&mut self, id: LinkId, bytes: &[u8]) -> Result<(), Failure> {
+    fn on_welcome(&mut self, id: LinkId, bytes: &[u8]) -> Result<(), Failure> {
         let silent = |error| Failure { reply: None, error };
         let Some(a) = self.attempt(id) else { return Ok(()) };
         let w = a.initiator.on_welcome(bytes)?;
-        a.letter = None;
-        a.stage = Stage::Building(w);
-        let (seat, cq) = self.shelves.seat(&self.device).map_err(silent)?;
+        a.message = None;
+        a.stage = Stage::BuildingQps(w);
+        let (cq_slot, cq) = self.cqs.reserve(&self.device).map_err(silent)?;
         let device = Arc::clone(&self.device);
-        self.helper.run(Whose::Own, move || {
-            Outcome::Built(id, seat, Pair::build(&device, &cq, id).map(Box::new))
+        self.helper.run(JobOrigin::Local, move || {
+            HelperResult::QpsBuilt(id, cq_slot, Pair::build(&device, &cq, id).map(Box::new))
         });
         Ok(())
     }
 
-    pub(super) fn built(&mut self, id: LinkId, seat: Seat, pair: Result<Box<Pair>, DomainError>) {
+    pub(super) fn on_qps_built(
+        &mut self,
+        id: LinkId,
+        cq_slot: CqSlot,
+        pair: Result<Box<Pair>, DomainError>,
+    ) {
         let device = Arc::clone(&self.device);
         let pair = match (self.attempt(id).is_some(), pair) {
             (true, Ok(pair)) => pair,
             (_, result) => {
                 // The dropped pair has no posted requests that could complete.
-                self.shelves.leave(seat);
-                return result.err().into_iter().for_each(|e| self.give_up(id, e));
+                self.cqs.release(cq_slot);
+                return result.err().into_iter().for_each(|e| self.drop_attempt(id, e));
             }
         };
         let Some(a) = self.attempt(id) else { return };
-        a.seat = Some(seat);
-        let Stage::Building(welcomed) = std::mem::replace(&mut a.stage, Stage::Hello) else {
+        a.cq_slot = Some(cq_slot);
+        let Stage::BuildingQps(welcomed) = std::mem::replace(&mut a.stage, Stage::AwaitWelcome)
+        else {
             return;
         };
         let sealed = welcomed.session.seal(b"initiator", &pair.setup(&device).encode());
-        let bytes = pair_up(&welcomed.proof, &sealed);
-        a.letter =
+        let bytes = join_parts(&welcomed.proof, &sealed);
+        a.message =
             Some(HandshakeMessage { exchange: a.exchange, to_initiator: false, step: 3, bytes });
         a.wait = FIRST_WAIT;
-        a.stage = Stage::Proof(welcomed, pair);
-        self.speak(id);
+        a.stage = Stage::AwaitAcceptance(welcomed, pair);
+        self.send_message(id);
     }
 
-    fn accepted(&mut self, id: LinkId, bytes: &[u8]) -> Result<(), Failure> {
+    fn on_accepted(&mut self, id: LinkId, bytes: &[u8]) -> Result<(), Failure> {
         let silent = |error| Failure { reply: None, error };
         let Some(a) = self.attempt(id) else { return Ok(()) };
-        let (accepted, sealed) = take_apart(bytes).map_err(silent)?;
-        let Stage::Proof(welcomed, _) = &a.stage else { return Ok(()) };
+        let (accepted, sealed) = split_parts(bytes).map_err(silent)?;
+        let Stage::AwaitAcceptance(welcomed, _) = &a.stage else { return Ok(()) };
         let peer = welcomed.pending.on_accepted(accepted)?;
-        let theirs = welcomed.session.unseal(b"acceptor", sealed);
-        let theirs = theirs.and_then(|setup| Setup::decode(&setup));
-        let theirs = theirs.map_err(silent)?;
-        let Some(seat) = a.seat.take() else { return Ok(()) };
-        let Stage::Proof(_, pair) = std::mem::replace(&mut a.stage, Stage::Hello) else {
+        let remote_setup = welcomed.session.unseal(b"acceptor", sealed);
+        let remote_setup = remote_setup.and_then(|setup| QpSetup::decode(&setup));
+        let remote_setup = remote_setup.map_err(silent)?;
+        let Some(cq_slot) = a.cq_slot.take() else { return Ok(()) };
+        let Stage::AwaitAcceptance(_, pair) = std::mem::replace(&mut a.stage, Stage::AwaitWelcome)
+        else {
             return Ok(());
         };
-        a.letter = None;
-        a.stage = Stage::Joining(peer);
-        let there = a.there.clone();
-        let (device, here) = (Arc::clone(&self.device), self.place.clone());
-        self.helper.run(Whose::Own, move || {
-            let joined = pair.join(&device, (&here, &there), &theirs);
-            Outcome::Joined(id, seat, joined.map(|()| Box::new((*pair, theirs))))
+        a.message = None;
+        a.stage = Stage::ConnectingQps(peer);
+        let remote = a.remote.clone();
+        let (device, here) = (Arc::clone(&self.device), self.address.clone());
+        self.helper.run(JobOrigin::Local, move || {
+            let joined = pair.join(&device, (&here, &remote), &remote_setup);
+            HelperResult::QpsConnected(
+                id,
+                cq_slot,
+                joined.map(|()| Box::new((*pair, remote_setup))),
+            )
         });
         Ok(())
     }
 
     /// The queue pairs are connected to the acceptor's: the link is up.
-    pub(super) fn joined(
+    pub(super) fn on_qps_connected(
         &mut self,
         id: LinkId,
-        seat: Seat,
-        made: Result<Box<(Pair, Setup)>, DomainError>,
+        cq_slot: CqSlot,
+        made: Result<Box<(Pair, QpSetup)>, DomainError>,
     ) {
         let now = self.now;
-        let (pair, theirs) = match (self.attempt(id).is_some(), made) {
+        let (pair, remote_setup) = match (self.attempt(id).is_some(), made) {
             (true, Ok(made)) => *made,
             (_, made) => {
                 let error = made.err();
-                self.shelves.leave(seat);
-                return error.into_iter().for_each(|e| self.give_up(id, e));
+                self.cqs.release(cq_slot);
+                return error.into_iter().for_each(|e| self.drop_attempt(id, e));
             }
         };
         let Some(a) = self.attempt(id) else { return };
-        let Stage::Joining(peer) = std::mem::replace(&mut a.stage, Stage::Hello) else { return };
+        let Stage::ConnectingQps(peer) = std::mem::replace(&mut a.stage, Stage::AwaitWelcome)
+        else {
+            return;
+        };
         let (exchange, by_tcp) = (a.exchange, a.side.is_some());
         let origin = Origin {
             id,
             peer: peer.clone(),
             endpoint: a.endpoint,
             name: link_name(&a.exchange),
-            there: a.there.clone(),
-            seat,
+            remote: a.remote.clone(),
+            cq_slot,
         };
         let (endpoint, name) = (a.endpoint, origin.name);
         self.attempts.remove(&exchange);
         self.side.drop_link(id);
-        let mut link = Link::new(&self.device, origin, pair, &theirs, now);
+        let mut link = Link::new(&self.device, origin, pair, &remote_setup, now);
         link.announced = true;
         // The first frame confirms the acceptor's answer.
         link.channel.heartbeat();
         let transport = if by_tcp { "TCP" } else { "datagram" };
-        let note = format!("handshake with {} by {transport}", link.there.words());
-        self.set_up(id, link);
-        self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        let note = format!("handshake with {} by {transport}", link.remote.label());
+        self.install_link(id, link);
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
     }
 
     /// Drops an attempt and reports its link as down.
-    pub(super) fn give_up(&mut self, id: LinkId, cause: DomainError) {
+    pub(super) fn drop_attempt(&mut self, id: LinkId, cause: DomainError) {
         let Some(a) = self.attempt(id) else { return };
-        let (exchange, seat) = (a.exchange, a.seat.take());
+        let (exchange, cq_slot) = (a.exchange, a.cq_slot.take());
         self.attempts.remove(&exchange);
         self.side.drop_link(id);
         self.slots.remove(Self::index(id));
-        if let Some(seat) = seat {
-            self.shelves.leave(seat);
+        if let Some(cq_slot) = cq_slot {
+            self.cqs.release(cq_slot);
         }
-        self.news.push(Completion::LinkDown {
+        self.completions.push(Completion::LinkDown {
             link: id,
             cause,
             receipt: crate::domain::Receipt::Unknown,
@@ -381,23 +405,26 @@ impl VerbsDomain {
             if a.deadline <= now {
                 let mut notes = std::mem::take(&mut a.notes);
                 notes.insert(0, "by datagram: no answer in time".into());
-                let there = a.there.words();
+                let remote = a.remote.label();
                 let why =
-                    format!("{} at {there} did not answer: {}", a.peer.label(), notes.join("; "));
-                self.give_up(id, DomainError::Gone(why));
+                    format!("{} at {remote} did not answer: {}", a.peer.label(), notes.join("; "));
+                self.drop_attempt(id, DomainError::Gone(why));
                 continue;
             }
             if a.side_at <= now {
                 a.side_at = Time::NEVER;
-                if matches!(a.stage, Stage::Hello | Stage::Proof(..)) && a.side.is_none() {
-                    let there = a.there.clone();
-                    let candidates = there.side_candidates(self.own_gids.contains(&there.gid));
-                    self.helper
-                        .run(Whose::Own, move || Outcome::Side(id, side::connect(&candidates)));
+                if matches!(a.stage, Stage::AwaitWelcome | Stage::AwaitAcceptance(..))
+                    && a.side.is_none()
+                {
+                    let remote = a.remote.clone();
+                    let candidates = remote.side_candidates(self.own_gids.contains(&remote.gid));
+                    self.helper.run(JobOrigin::Local, move || {
+                        HelperResult::SideConnected(id, side::connect(&candidates))
+                    });
                 }
             }
-            if self.attempt(id).is_some_and(|a| a.letter.is_some() && a.again_at <= now) {
-                self.speak(id);
+            if self.attempt(id).is_some_and(|a| a.message.is_some() && a.retry_at <= now) {
+                self.send_message(id);
             }
         }
     }

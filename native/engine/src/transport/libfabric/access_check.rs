@@ -1,85 +1,85 @@
-//! Questions between peers: why an access was refused, and whether anything is still under way.
+//! Access queries and fences: why an access was refused, and whether operations are under way.
 
 use super::LibfabricDomain;
 use crate::domain::{DomainError, LinkId};
 
-/// What a peer answers that finds no fault in an access.
-pub(super) const BLAMELESS: &str = "";
+/// Answer of a peer that finds no fault in an access.
+pub(super) const NO_FAULT: &str = "";
 
 impl LibfabricDomain {
-    /// An operation that the provider failed: the peer is asked why its NIC refused it. If it knows
-    /// of no reason, the connection is at fault.
-    pub(super) fn explain_failure(&mut self, op: u32) {
+    /// Asks the peer why its NIC refused a failed operation. If it knows no reason, the connection
+    /// is at fault.
+    pub(super) fn query_failure(&mut self, op: u32) {
         let Some(o) = self.table.ops.get(op as usize) else { return };
         let (id, error) = (o.link, o.error.clone());
         if o.access.is_none() {
             let cause = error.unwrap_or_else(super::closed);
-            return self.take_down(id, cause, false);
+            return self.close_link(id, cause, false);
         }
         if let Some(link) = self.link(id) {
-            link.asking.ops.push_back(op);
+            link.queries.ops.push_back(op);
         }
-        self.ask_next(id);
+        self.send_next_query(id);
     }
 
-    pub(super) fn ask_next(&mut self, id: LinkId) {
-        let Some(link) = self.link(id).filter(|l| !l.asking.asked) else { return };
-        let Some(op) = link.asking.ops.front().copied() else { return };
+    pub(super) fn send_next_query(&mut self, id: LinkId) {
+        let Some(link) = self.link(id).filter(|l| !l.queries.in_flight) else { return };
+        let Some(op) = link.queries.ops.front().copied() else { return };
         let Some((key, offset, len)) = self.table.ops.get(op as usize).and_then(|o| o.access)
         else {
             return;
         };
-        // Asked before an access, for all up to its end: later ones will lie within that.
+        // Queries before an access cover all bytes up to its end, for later accesses.
         let first = self.parked.contains_key(&op);
         let (offset, len) = if first { (0, offset.saturating_add(len)) } else { (offset, len) };
         if let Some(link) = self.link(id) {
-            (link.asking.asked, link.asking.outdated) = (true, false);
+            (link.queries.in_flight, link.queries.outdated) = (true, false);
             link.channel.query_access(key, offset, len);
         }
-        self.pump(id);
+        self.send_frames(id);
     }
 
-    pub(super) fn judged(&mut self, id: LinkId, verdict: DomainError) {
+    pub(super) fn on_access_answer(&mut self, id: LinkId, answer: DomainError) {
         let Some(link) = self.link(id) else { return };
-        if !std::mem::take(&mut link.asking.asked) {
+        if !std::mem::take(&mut link.queries.in_flight) {
             return;
         }
-        let Some(op) = link.asking.ops.pop_front() else { return };
-        let blameless = verdict == DomainError::Refused(BLAMELESS.into());
-        if blameless && self.parked.contains_key(&op) {
+        let Some(op) = link.queries.ops.pop_front() else { return };
+        let no_fault = answer == DomainError::Refused(NO_FAULT.into());
+        if no_fault && self.parked.contains_key(&op) {
             let access = self.table.ops.get(op as usize).and_then(|o| o.access);
             if let (Some((key, offset, len)), Some(link)) = (access, self.link(id)) {
-                if !link.asking.outdated {
-                    let limit = link.asking.vouched.entry(key).or_default();
+                if !link.queries.outdated {
+                    let limit = link.queries.allowed_up_to.entry(key).or_default();
                     *limit = (*limit).max(offset.saturating_add(len));
                 }
             }
             self.launch_parked(op);
-            return self.ask_next(id);
+            return self.send_next_query(id);
         }
         self.parked.remove(&op);
-        if blameless {
+        if no_fault {
             let error = self.table.ops.get(op as usize).and_then(|o| o.error.clone());
-            return self.take_down(id, error.unwrap_or_else(super::closed), true);
+            return self.close_link(id, error.unwrap_or_else(super::closed), true);
         }
-        self.op_over(op, Err(verdict));
-        self.ask_next(id);
+        self.finish_op(op, Err(answer));
+        self.send_next_query(id);
     }
 
-    /// The peer wants to know when nothing that we began until now is under way (MR-1).
-    pub(super) fn fence_asked(&mut self, id: LinkId, number: u32) {
+    /// The peer asks to be told when no earlier operation of this side is under way (MR-1).
+    pub(super) fn on_fence(&mut self, id: LinkId, number: u32) {
         for (_, op) in self.table.ops.iter_mut().filter(|(_, o)| o.link == id) {
             op.fenced = true;
         }
         if let Some(link) = self.link(id) {
             link.fences.due = Some(number);
-            link.asking.vouched.clear();
-            link.asking.outdated = true;
+            link.queries.allowed_up_to.clear();
+            link.queries.outdated = true;
         }
         self.answer_fence(id);
     }
 
-    /// Answers a fence if nothing from before is under way, not even what lost its link.
+    /// Answers a fence once no earlier operation is under way, including those of closed links.
     pub(super) fn answer_fence(&mut self, id: LinkId) {
         let Some((number, address)) = self.link(id).and_then(|l| Some((l.fences.due?, l.address)))
         else {

@@ -1,37 +1,37 @@
-//! The peers' addresses that the library knows: one entry for each, however many links and
-//! handshakes use it, and gone when nothing does any more.
+//! The peer addresses in the library's address vector: one entry per address, shared by links and
+//! handshakes, removed when unused.
 
 use fabric_sys::libfabric::{FiAddr, ADDR_STR};
 use slab::Slab;
 
-use super::{ops::Table, raw::Nic};
+use super::{ops::ContextTable, raw::Nic};
 use crate::domain::DomainError;
 
 struct Address {
     bytes: Vec<u8>,
     addr: FiAddr,
     users: u32,
-    /// The library has forgotten it already.
-    cut: bool,
+    /// Whether it was removed from the address vector.
+    removed: bool,
 }
 
-pub(super) struct Addresses {
+pub(super) struct AddressVector {
     all: Slab<Address>,
     format: u32,
-    /// Bytes of an address, where all have as many.
+    /// Length of an address, where all have the same.
     len: usize,
-    /// Some may have no user left.
+    /// Whether an entry may have no user left.
     dirty: bool,
 }
 
-impl Addresses {
+impl AddressVector {
     pub fn new(format: u32, len: usize) -> Self {
         Self { all: Slab::new(), format, len, dirty: false }
     }
 
-    /// What the library reads of an address. Whatever a stranger adds to one that is known must not
-    /// make another of it: the library would forget both with either.
-    fn proper<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], DomainError> {
+    /// The bytes of an address that the library reads. A stranger must not be able to append bytes
+    /// to a known address and so create a second entry: the library would remove both with either.
+    fn canonical<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], DomainError> {
         if self.format == ADDR_STR {
             let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
             return Ok(&bytes[..end]);
@@ -46,28 +46,28 @@ impl Addresses {
         }
     }
 
-    /// The place of an address, with one more user.
-    pub fn hold(&mut self, nic: &Nic, bytes: &[u8]) -> Result<usize, DomainError> {
-        let bytes = self.proper(bytes)?;
+    /// The index of an address, with one more user.
+    pub fn acquire(&mut self, nic: &Nic, bytes: &[u8]) -> Result<usize, DomainError> {
+        let bytes = self.canonical(bytes)?;
         if let Some(i) = self.known(|a| a.bytes == bytes) {
             return Ok(i);
         }
         let addr = nic.insert(bytes)?;
-        // Other bytes, and the same to the library.
+        // Different bytes may be the same address to the library.
         if let Some(i) = self.known(|a| a.addr == addr) {
             return Ok(i);
         }
-        Ok(self.all.insert(Address { bytes: bytes.to_vec(), addr, users: 1, cut: false }))
+        Ok(self.all.insert(Address { bytes: bytes.to_vec(), addr, users: 1, removed: false }))
     }
 
     fn known(&mut self, is: impl Fn(&Address) -> bool) -> Option<usize> {
-        let (i, a) = self.all.iter_mut().find(|(_, a)| !a.cut && is(a))?;
+        let (i, a) = self.all.iter_mut().find(|(_, a)| !a.removed && is(a))?;
         a.users += 1;
         Some(i)
     }
 
-    /// One more user of a known one.
-    pub fn hold_again(&mut self, i: usize) {
+    /// Adds a user to an entry.
+    pub fn acquire_again(&mut self, i: usize) {
         self.all[i].users += 1;
     }
 
@@ -75,7 +75,7 @@ impl Addresses {
         self.all[i].addr
     }
 
-    /// Whether two places are of one peer's address, used before and after it was lost.
+    /// Whether two entries name the same address, before and after a loss.
     pub fn same(&self, i: usize, j: usize) -> bool {
         let bytes = |i| self.all.get(i).map(|a| &a.bytes);
         i == j || bytes(i) == bytes(j)
@@ -86,19 +86,19 @@ impl Addresses {
         self.dirty |= self.all[i].users == 0;
     }
 
-    /// Has the library forget an address that nobody uses, so that it ends what is under way there,
-    /// where it does that.
-    pub fn cut(&mut self, i: usize, nic: &Nic, table: &Table) {
-        let Some(a) = self.all.get_mut(i).filter(|a| a.users == 0 && !a.cut) else { return };
-        if nic.cuts_off() && table.uses_address(i) {
-            a.cut = true;
+    /// Removes an unused address from the library, so that the provider ends operations towards it,
+    /// if it does that.
+    pub fn abort(&mut self, i: usize, nic: &Nic, table: &ContextTable) {
+        let Some(a) = self.all.get_mut(i).filter(|a| a.users == 0 && !a.removed) else { return };
+        if nic.aborts_on_remove() && table.uses_address(i) {
+            a.removed = true;
             nic.remove(a.addr);
         }
     }
 
-    /// Forgets those that nobody uses, once nothing is under way to them either: what a provider
-    /// does with operations towards an address that is gone differs.
-    pub fn sweep(&mut self, nic: &Nic, table: &Table) {
+    /// Removes unused addresses once no operation towards them is under way: providers differ in
+    /// what they do with such operations.
+    pub fn sweep(&mut self, nic: &Nic, table: &ContextTable) {
         if !self.dirty {
             return;
         }
@@ -109,12 +109,12 @@ impl Addresses {
             if table.uses_address(i) {
                 self.dirty = true;
                 if table.touches_memory(i) {
-                    self.cut(i, nic, table);
+                    self.abort(i, nic, table);
                 }
                 continue;
             }
             let gone = self.all.remove(i);
-            if !gone.cut {
+            if !gone.removed {
                 nic.remove(gone.addr);
             }
         }

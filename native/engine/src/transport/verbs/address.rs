@@ -11,9 +11,9 @@ use crate::{
     transport::nic::{frame::Exchange, message_channel::ReceiveLimits},
 };
 
-const PLACE: Envelope = Envelope::new(*b"FRve", "a verbs endpoint", 1024);
-const INTRO: Envelope = Envelope::new(*b"FRvi", "a link request", 128);
-const SETUP: Envelope = Envelope::new(*b"FRvs", "a link's queue pairs", 256);
+const ADDRESS: Envelope = Envelope::new(*b"FRve", "a verbs endpoint", 1024);
+const LINK_REQUEST: Envelope = Envelope::new(*b"FRvi", "a link request", 128);
+const QP_SETUP: Envelope = Envelope::new(*b"FRvs", "a link's queue pairs", 256);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Fabric {
@@ -36,7 +36,7 @@ impl Fabric {
 
 /// Where a NIC is reached; part of the engine's address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct NicAddress {
     pub device: String,
     pub port: u8,
     pub fabric: Fabric,
@@ -62,14 +62,14 @@ pub(super) fn mtu_bytes(mtu: u8) -> usize {
     256 << usize::from(mtu.clamp(1, 5) - 1)
 }
 
-impl Place {
+impl NicAddress {
     pub fn encode(&self) -> Vec<u8> {
-        PLACE.encode(self)
+        ADDRESS.encode(self)
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
         let wrong = |what: &str| DomainError::Handshake(format!("a verbs endpoint with {what}"));
-        let p: Self = PLACE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
+        let p: Self = ADDRESS.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
         match () {
             () if !(1..=5).contains(&p.mtu) => Err(wrong("an impossible MTU")),
             () if p.qpn == 0 || p.qpn >= 1 << 24 => Err(wrong("an impossible queue pair")),
@@ -87,10 +87,10 @@ impl Place {
     }
 
     /// The address in readable form.
-    pub fn words(&self) -> String {
+    pub fn label(&self) -> String {
         let at = match self.fabric {
             Fabric::Infiniband => format!("LID {}", self.lid),
-            _ => gid_words(&self.gid),
+            _ => gid_text(&self.gid),
         };
         format!("{} port {} ({}, {at})", self.device, self.port, self.fabric.name())
     }
@@ -104,13 +104,13 @@ impl Place {
         loopback.into_iter().chain(others).take(4).collect()
     }
 
-    /// Why packets from `self` can't reach `there`, judged by the addresses alone.
-    pub fn unfit(&self, there: &Self) -> Option<String> {
-        if self.fabric != there.fabric {
-            let (here, there) = (self.fabric.name(), there.fabric.name());
-            return Some(format!("{here} here can't reach {there} at the peer"));
+    /// Why packets from `self` can't reach `remote`, judged by the addresses alone.
+    pub fn unfit(&self, remote: &Self) -> Option<String> {
+        if self.fabric != remote.fabric {
+            let (here, remote) = (self.fabric.name(), remote.fabric.name());
+            return Some(format!("{here} here can't reach {remote} at the peer"));
         }
-        let both = (self.pkey, there.pkey);
+        let both = (self.pkey, remote.pkey);
         if (both.0 ^ both.1) & PARTITION != 0 || (both.0 | both.1) & !PARTITION == 0 {
             return Some(format!(
                 "partition key {:#06x} here and {:#06x} at the peer don't match: both must name one \
@@ -119,20 +119,20 @@ impl Place {
                 both.0, both.1
             ));
         }
-        if self.fabric != Fabric::Infiniband && is_ipv4(&self.gid) != is_ipv4(&there.gid) {
+        if self.fabric != Fabric::Infiniband && is_ipv4(&self.gid) != is_ipv4(&remote.gid) {
             return Some(format!(
                 "{} here and {} there are of different IP versions; name a GID index of one \
                  version on both sides",
-                gid_words(&self.gid),
-                gid_words(&there.gid)
+                gid_text(&self.gid),
+                gid_text(&remote.gid)
             ));
         }
         None
     }
 
     /// Whether packets need the global routing header.
-    pub fn is_global(&self, there: &Self) -> bool {
-        self.fabric != Fabric::Infiniband || self.gid[..8] != there.gid[..8]
+    pub fn is_global(&self, remote: &Self) -> bool {
+        self.fabric != Fabric::Infiniband || self.gid[..8] != remote.gid[..8]
     }
 }
 
@@ -144,30 +144,30 @@ pub(super) fn gid_ip(gid: &[u8; 16]) -> IpAddr {
     Ipv6Addr::from(*gid).to_canonical()
 }
 
-pub(super) fn gid_words(gid: &[u8; 16]) -> String {
+pub(super) fn gid_text(gid: &[u8; 16]) -> String {
     gid_ip(gid).to_string()
 }
 
 /// The link that the initiator requests; travels with its hello.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Intro {
+pub(super) struct LinkRequest {
     pub exchange: Exchange,
     pub from_endpoint: u8,
 }
 
-impl Intro {
+impl LinkRequest {
     pub fn encode(&self) -> Vec<u8> {
-        INTRO.encode(self)
+        LINK_REQUEST.encode(self)
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
-        INTRO.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
+        LINK_REQUEST.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
     }
 }
 
 /// One side's queue pairs of a link, sealed by the handshake's session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Setup {
+pub(super) struct QpSetup {
     pub data_qpn: u32,
     pub message_qpn: u32,
     pub data_psn: u32,
@@ -178,13 +178,13 @@ pub(super) struct Setup {
     pub receive_limits: ReceiveLimits,
 }
 
-impl Setup {
+impl QpSetup {
     pub fn encode(&self) -> Vec<u8> {
-        SETUP.encode(self)
+        QP_SETUP.encode(self)
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, DomainError> {
-        let s: Self = SETUP.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
+        let s: Self = QP_SETUP.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))?;
         s.receive_limits.check()?;
         if s.receive_limits.imms < 32 {
             return Err(DomainError::Handshake(
@@ -208,19 +208,24 @@ pub(super) struct Route {
     pub traffic_class: u8,
 }
 
-/// The address vector from `here` to `there`. On RoCE v2 the flow label becomes the UDP source
+/// The address vector from `here` to `remote`. On RoCE v2 the flow label becomes the UDP source
 /// port, by which switches spread links over equal paths, so `flow` differs between links.
-pub(super) fn path(here: &Place, there: &Place, route: &Route, flow: u32) -> sys::AhAttr {
+pub(super) fn address_attr(
+    here: &NicAddress,
+    remote: &NicAddress,
+    route: &Route,
+    flow: u32,
+) -> sys::AhAttr {
     let mut attr = sys::AhAttr {
-        dlid: there.lid,
+        dlid: remote.lid,
         sl: route.service_level,
         port_num: here.port,
         ..Default::default()
     };
-    if here.is_global(there) {
+    if here.is_global(remote) {
         attr.is_global = 1;
         attr.grh = sys::GlobalRoute {
-            dgid: there.gid,
+            dgid: remote.gid,
             flow_label: flow & 0xF_FFFF,
             sgid_index: route.gid_index,
             hop_limit: 64,
@@ -234,8 +239,8 @@ pub(super) fn path(here: &Place, there: &Place, route: &Route, flow: u32) -> sys
 pub(super) mod tests {
     use super::*;
 
-    pub fn a_place(gid: &str) -> Place {
-        Place {
+    pub fn sample_address(gid: &str) -> NicAddress {
+        NicAddress {
             device: "mlx5_0".into(),
             port: 1,
             fabric: Fabric::Roce,
@@ -252,44 +257,49 @@ pub(super) mod tests {
 
     #[test]
     fn an_address_survives_encoding_and_an_impossible_one_is_refused() {
-        let p = a_place("::ffff:10.0.0.1");
-        assert_eq!(Place::decode(&p.encode()), Ok(p.clone()));
-        assert_eq!(p.words(), "mlx5_0 port 1 (RoCE v2, 10.0.0.1)");
+        let p = sample_address("::ffff:10.0.0.1");
+        assert_eq!(NicAddress::decode(&p.encode()), Ok(p.clone()));
+        assert_eq!(p.label(), "mlx5_0 port 1 (RoCE v2, 10.0.0.1)");
         for bad in [
-            Place { mtu: 6, ..p.clone() },
-            Place { qpn: 0, ..p.clone() },
-            Place { qpn: 1 << 24, ..p.clone() },
-            Place { device: "x".repeat(65), ..p.clone() },
+            NicAddress { mtu: 6, ..p.clone() },
+            NicAddress { qpn: 0, ..p.clone() },
+            NicAddress { qpn: 1 << 24, ..p.clone() },
+            NicAddress { device: "x".repeat(65), ..p.clone() },
         ] {
-            assert!(Place::decode(&bad.encode()).is_err(), "{bad:?}");
+            assert!(NicAddress::decode(&bad.encode()).is_err(), "{bad:?}");
         }
-        let shown = |near| p.side_candidates(near).iter().map(|a| a.port()).collect::<Vec<_>>();
+        let shown =
+            |same_host| p.side_candidates(same_host).iter().map(|a| a.port()).collect::<Vec<_>>();
         assert_eq!((shown(true), shown(false)), (vec![7001, 7000, 7000], vec![7000]));
     }
 
     #[test]
     fn addresses_that_cannot_reach_each_other_name_the_reason() {
-        let (a, b) = (a_place("::ffff:10.0.0.1"), a_place("::ffff:10.0.0.2"));
+        let (a, b) = (sample_address("::ffff:10.0.0.1"), sample_address("::ffff:10.0.0.2"));
         assert_eq!(a.unfit(&b), None);
         assert!(a.is_global(&b));
-        let ib = Place { fabric: Fabric::Infiniband, lid: 5, ..a.clone() };
+        let ib = NicAddress { fabric: Fabric::Infiniband, lid: 5, ..a.clone() };
         assert!(a.unfit(&ib).unwrap().contains("InfiniBand"));
-        assert!(a.unfit(&a_place("fd00::1")).unwrap().contains("IP versions"));
-        let of = |pkey| Place { pkey, ..ib.clone() };
+        assert!(a.unfit(&sample_address("fd00::1")).unwrap().contains("IP versions"));
+        let of = |pkey| NicAddress { pkey, ..ib.clone() };
         assert!(of(0xFFFF).unfit(&of(0x8001)).unwrap().contains("0x8001"));
         assert!(of(0x0001).unfit(&of(0x0001)).unwrap().contains("full member"));
         assert_eq!(of(0x0001).unfit(&of(0x8001)), None);
         assert!(!ib.is_global(&ib));
         let route = Route { gid_index: 3, service_level: 2, traffic_class: 104 };
-        let (far, near) = (path(&a, &b, &route, u32::MAX), path(&ib, &ib, &route, 1));
-        assert_eq!((far.is_global, far.grh.sgid_index, far.grh.flow_label), (1, 3, 0xF_FFFF));
-        assert_eq!((near.is_global, near.dlid, near.sl), (0, 5, 2));
+        let (global, local) =
+            (address_attr(&a, &b, &route, u32::MAX), address_attr(&ib, &ib, &route, 1));
+        assert_eq!(
+            (global.is_global, global.grh.sgid_index, global.grh.flow_label),
+            (1, 3, 0xF_FFFF)
+        );
+        assert_eq!((local.is_global, local.dlid, local.sl), (0, 5, 2));
     }
 
     #[test]
     fn impossible_queue_pairs_are_refused() {
         let receive_limits = ReceiveLimits { slot_bytes: 4096, slots: 24, imms: 128 };
-        let s = Setup {
+        let s = QpSetup {
             data_qpn: 1,
             message_qpn: 2,
             data_psn: 3,
@@ -298,13 +308,13 @@ pub(super) mod tests {
             reads: 16,
             receive_limits,
         };
-        assert_eq!(Setup::decode(&s.encode()), Ok(s.clone()));
+        assert_eq!(QpSetup::decode(&s.encode()), Ok(s.clone()));
         for bad in [
-            Setup { data_psn: 1 << 24, ..s.clone() },
-            Setup { mtu: 0, ..s.clone() },
-            Setup { receive_limits: ReceiveLimits { slot_bytes: 10, ..receive_limits }, ..s },
+            QpSetup { data_psn: 1 << 24, ..s.clone() },
+            QpSetup { mtu: 0, ..s.clone() },
+            QpSetup { receive_limits: ReceiveLimits { slot_bytes: 10, ..receive_limits }, ..s },
         ] {
-            assert!(Setup::decode(&bad.encode()).is_err());
+            assert!(QpSetup::decode(&bad.encode()).is_err());
         }
     }
 }

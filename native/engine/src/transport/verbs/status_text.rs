@@ -47,8 +47,8 @@ mod tests {
     #[test]
     fn a_status_has_a_text_and_the_vendor_code() {
         let wc = sys::Wc { status: sys::WC_RETRY_EXC_ERR, vendor_err: 0x81, ..Default::default() };
-        let words = status(&wc);
-        assert!(words.contains("did not acknowledge") && words.contains("vendor 0x81"), "{words}");
+        let label = status(&wc);
+        assert!(label.contains("did not acknowledge") && label.contains("vendor 0x81"), "{label}");
         let unknown = status(&sys::Wc { status: 77, ..Default::default() });
         assert!(unknown.contains("status 77"), "{unknown}");
     }

@@ -1,0 +1,185 @@
+//! Heartbeats, lost and closed links, and the end of the domain.
+
+use std::time::{Duration, Instant};
+
+use fabric_sys::libfabric::mr_mode;
+
+use super::{deferred_close, ops::ContextUse, LibfabricDomain, Slot};
+use crate::{
+    domain::{Completion, DomainError, LinkId},
+    time::Time,
+};
+
+/// Time that a closing engine waits for transfers and close frames.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
+/// Idle time before an endpoint is closed; longer for providers that need it.
+const IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(3);
+const LONG_IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(40);
+/// Prefix of the reason in a close frame whose sender has no operation under way.
+pub(super) const QUIESCED_PREFIX: &str = "nothing is under way: ";
+
+impl LibfabricDomain {
+    /// Sends heartbeats on idle links, and drops links of silent peers (RS-4).
+    pub(super) fn tick(&mut self, now: Time) -> bool {
+        let mut progressed = self.tick_handshakes(now);
+        let away = now.since(std::mem::replace(&mut self.ticked_at, now));
+        for id in self.link_ids() {
+            let timeout = self.peer_timeout;
+            let Some(link) = self.link(id) else { continue };
+            // If this thread did not run for long, the peer's silence is not evidence. Otherwise
+            // this runs in each quarter of the timeout.
+            if away > timeout / 2 {
+                link.received_at = link.received_at.after(away).min(now);
+            }
+            if now >= link.received_at.after(timeout) {
+                let cause = link.silent_error(timeout);
+                self.close_link(id, cause, false);
+                progressed = true;
+                continue;
+            }
+            if link.fences.due.is_some() {
+                self.answer_fence(id);
+                progressed |= self.send_frames(id);
+            }
+            let Some(link) = self.link(id) else { continue };
+            if now >= link.sent_at.after(timeout / 4) || now >= link.confirm_at {
+                link.channel.heartbeat();
+                (link.sent_at, link.confirm_at) = (now, Time::NEVER);
+                progressed |= self.send_frames(id);
+            }
+        }
+        if let Some(nic) = &self.nic {
+            self.addresses.sweep(nic, &self.table);
+        }
+        progressed
+    }
+
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+        let Some(address) = self.link(id).map(|l| l.address) else { return };
+        if tell {
+            let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
+            let quiesced = if busy { "" } else { QUIESCED_PREFIX };
+            if let Some(link) = self.link(id) {
+                link.channel.close(false, &format!("{quiesced}{cause}"));
+            }
+            self.send_frames(id);
+        }
+        self.remove_link(id, cause, false);
+        if !tell {
+            self.abort_transfers(address);
+        }
+    }
+
+    /// Has the provider end transfers to an address without users.
+    pub(super) fn abort_transfers(&mut self, address: usize) {
+        if let Some(nic) = &self.nic {
+            self.addresses.abort(address, nic, &self.table);
+        }
+    }
+
+    /// Removes a link. `quiesced`: the peer has no operation under way.
+    pub(super) fn remove_link(&mut self, id: LinkId, cause: DomainError, quiesced: bool) {
+        let slot = Self::slot(id);
+        if self.link(id).is_none() {
+            return;
+        }
+        let Slot::Up(mut link) = self.links.remove(slot) else { return };
+        for frame in link.pending.drain(..) {
+            self.table.give_back(frame.context);
+        }
+        if !quiesced {
+            self.regions.on_peer_lost(link.peer.id());
+        }
+        // Before the operations are removed: the library still holds their memory (MR-1).
+        let ops = &self.table.ops;
+        let mine: Vec<u32> =
+            ops.iter().filter(|(_, o)| o.link == id).map(|(i, _)| i as u32).collect();
+        for flight in self.table.flights() {
+            match flight.used_for {
+                ContextUse::Op(op) if mine.contains(&op) => flight.used_for = ContextUse::Orphan,
+                ContextUse::Frame(of, _) if of == id => flight.used_for = ContextUse::Orphan,
+                _ => {}
+            }
+        }
+        self.drop_partials(id);
+        for op in mine {
+            let Some(op) = self.table.ops.try_remove(op as usize) else { continue };
+            let result = Err(cause.clone());
+            self.completions.push(Completion::Done { link: id, token: op.token, result });
+        }
+        for token in link.channel.abandon() {
+            let result = Err(cause.clone());
+            self.completions.push(Completion::Done { link: id, token, result });
+        }
+        self.addresses.release(link.address);
+        // The results are reported: transfers under way must not land after them (MR-1).
+        if self.table.touches_memory(link.address) {
+            self.abort_transfers(link.address);
+        }
+        self.completions.push(Completion::LinkDown {
+            link: id,
+            cause,
+            receipt: crate::domain::Receipt::Unknown,
+            unfinished: Vec::new(),
+        });
+        self.on_fence_answered(id, u32::MAX);
+    }
+
+    /// Closes the endpoint, after which nothing touches memory any more (MR-1).
+    pub(super) fn close_endpoint(&mut self) {
+        if self.nic.is_none() {
+            return;
+        }
+        self.closing = true;
+        self.wait_for(|this| this.table.ops.is_empty());
+        // Close frames that arrived meanwhile need no answer.
+        self.poll_queue();
+        for id in self.link_ids() {
+            self.close_link(id, super::closed(), true);
+        }
+        self.wait_for(|this| !this.table.is_busy());
+        if self.offer.closes_late() {
+            // Peers' transfers would arrive while closing, so their registrations end here.
+            self.regions.unregister();
+            self.scratch.unregister();
+        }
+        self.drain_provider();
+        self.handshakes.clear();
+        let Some(nic) = self.nic.take() else { return };
+        if self.offer.mr_mode & mr_mode::ENDPOINT != 0 {
+            // Such registrations keep the endpoint open, while the memory of its slots is freed.
+            self.regions.unregister();
+        }
+        let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
+        deferred_close::close(nic, slots);
+        for index in self.regions.clear() {
+            self.completions.push(Completion::RegionQuiet { index });
+        }
+    }
+
+    /// Processes what peers have sent, and lets the provider's answers go out: some providers crash
+    /// if they are closed in between.
+    fn drain_provider(&mut self) {
+        let settled =
+            if self.offer.closes_late() { LONG_IDLE_BEFORE_CLOSE } else { IDLE_BEFORE_CLOSE };
+        let start = Instant::now();
+        let mut quiet_since = start;
+        while quiet_since.elapsed() < settled && start.elapsed() < CLOSE_TIMEOUT {
+            if self.poll_queue() | self.send_pending() {
+                quiet_since = Instant::now();
+            }
+            std::thread::yield_now();
+        }
+        // Events held back would refer to contexts that are freed now.
+        self.shuffle = None;
+    }
+
+    fn wait_for(&mut self, done: impl Fn(&Self) -> bool) {
+        let start = Instant::now();
+        while !done(self) && start.elapsed() < CLOSE_TIMEOUT {
+            self.poll_queue();
+            self.send_pending();
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Closing the engine's links.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use smallvec::smallvec;
+
+use super::{
+    control_socket::{ControlSocket, Frame},
+    link::Link,
+    ShmDomain,
+};
+use crate::{
+    domain::{Aperture, DomainError},
+    time::Time,
+};
+
+/// Time that `close` waits for peers to release exported memory.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Connections of closed engines to peers whose memory a device may still store to.
+static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<Aperture>>)>> = Mutex::new(Vec::new());
+
+/// Closes the connections over which nothing is stored any more. Called whenever a device has
+/// finished.
+pub(super) fn finish_closed_links() {
+    let over: Vec<_> = {
+        let mut closed = CLOSED_WITH_STORES.lock();
+        let is_over = |apertures: &[Arc<Aperture>]| apertures.iter().all(|a| a.stays() == 0);
+        closed.extract_if(.., |(_, apertures)| is_over(apertures)).collect()
+    };
+    for (mut control, _) in over {
+        control.finish();
+    }
+}
+
+impl ShmDomain {
+    /// Tells all peers, and waits for those that can still write to exported memory.
+    pub(super) fn close_links(&mut self) {
+        let mut out = Vec::new();
+        for (_, link) in &mut self.links {
+            let reason = "its engine was closed".to_owned();
+            let _ = link.send(&Frame::Close { reason: reason.clone() }, smallvec![]);
+            link.closing.get_or_insert(DomainError::LinkDown(reason));
+            link.imports.shut_apertures("this engine was closed");
+        }
+        let start = Instant::now();
+        let exported = |l: &Link| !l.exported.is_empty();
+        while self.links.iter().any(|(_, l)| exported(l) || l.imports.has_stores()) {
+            if start.elapsed() > RELEASE_TIMEOUT {
+                break;
+            }
+            while let Some(job) = self.pool.done.pop() {
+                self.finish_job(&job, &mut out);
+            }
+            self.poll_sockets_for(Time::now(), Duration::from_millis(20), &mut out);
+        }
+        if self.links.iter().any(|(_, l)| exported(l)) {
+            // MR-1: it is unknown whether the peers have let go, so the memory is never freed.
+            tracing::warn!("a peer did not release this engine's memory in time; leaking it");
+            std::mem::take(&mut self.book).keep_for_good();
+        }
+        for mut link in self.links.drain() {
+            match link.imports.has_stores() {
+                // No copy is under way. A child process may hold the socket open, so shut it down.
+                false => link.control.finish(),
+                true => {
+                    // The peer waits for the end of the connection, which follows when the device
+                    // has finished.
+                    tracing::warn!(
+                        "a device still stores to a peer's memory; the peer keeps it until then"
+                    );
+                    let apertures = link.imports.apertures_in_use().map(Arc::clone).collect();
+                    CLOSED_WITH_STORES.lock().push((link.control, apertures));
+                }
+            }
+        }
+        // The device may have finished before its connection was in the list.
+        finish_closed_links();
+    }
+}
